@@ -1,0 +1,37 @@
+"""`python -m hvdtrain COMMAND`: each command is imported only when it is called, so that --help is quick."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from hvdtrain.errors import HvdtrainError
+
+COMMANDS = {
+    "plan": ("hvdtrain.dry_run", "what a recipe comes to on N ranks, without running it"),
+    "build": ("hvdtrain.build", "build Horovod against this environment's frameworks, and prove it"),
+    "bench": ("hvdtrain.bench", "measure this machine: overhead"),
+}
+
+HELP = """usage: python -m hvdtrain COMMAND [flags]
+       python -m hvdtrain.torch RECIPE [flags]     train
+
+commands:
+{commands}
+
+COMMAND --help lists its flags."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command; its exit code."""
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(HELP.format(commands="\n".join(f"  {name:8}{text}" for name, (_, text) in COMMANDS.items())))
+        return 0 if argv else 2
+    name, *rest = argv
+    if name not in COMMANDS:
+        print(f"unknown command {name!r}; commands: {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(COMMANDS[name][0]).main(rest)
+    except HvdtrainError as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code

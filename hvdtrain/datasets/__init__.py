@@ -1,0 +1,57 @@
+"""Data sets as NumPy arrays, for every framework.
+
+A sample's augmentation is a pure function of the sample and of the uniform numbers drawn for it. Whoever
+draws them for a whole epoch, seeded by (seed, epoch), trains alike whatever the number of ranks and readers.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.datasets.base import DRAWS, Dataset, Split
+from hvdtrain.errors import DataError
+
+__all__ = ["DRAWS", "Dataset", "Name", "Split", "load"]
+
+Name = Literal["linear", "digits", "cifar100", "imagenet", "synthetic"]
+
+
+def load(
+    name: Name,
+    *,
+    data_dir: Path | None = None,
+    seed: int = 0,
+    train_crop: int = 224,
+    valid_resize: int = 256,
+    valid_crop: int = 224,
+    image_size: int = 32,
+    classes: int = 100,
+    examples: int = 50000,
+) -> Dataset:
+    """The data set of that name, its files looked for but not all read.
+
+    data_dir is for cifar100 (by default downloaded and kept) and imagenet; seed for linear and synthetic; the
+    crops and valid_resize, in pixels, for imagenet; the last three for synthetic.
+    Raises DataError where files are missing, damaged or of the wrong shape.
+    """
+    match name:
+        case "linear":
+            from hvdtrain.datasets import linear
+
+            return linear.load(seed)
+        case "digits":
+            from hvdtrain.datasets import digits
+
+            return digits.load()
+        case "cifar100":
+            from hvdtrain.datasets import cifar100
+
+            return cifar100.load(data_dir)
+        case "imagenet":
+            from hvdtrain.datasets import imagenet
+
+            return imagenet.load(data_dir, train_crop, valid_resize, valid_crop)
+        case "synthetic":
+            from hvdtrain.datasets import synthetic
+
+            return synthetic.load(seed, image_size, classes, examples)
+    raise DataError(f"There is no data set {name!r}: choose linear, digits, cifar100, imagenet or synthetic.")

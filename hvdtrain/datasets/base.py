@@ -1,0 +1,64 @@
+"""What every data set is: two splits that can be read by index, and the numbers a model needs about them."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.errors import DataError
+
+DRAWS = 8
+"""How many uniform numbers in [0, 1) one sample's augmentation may use."""
+
+
+class Split(Protocol):
+    """Samples read by index, from any thread, and from other processes after pickling."""
+
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
+        """The samples at these n indices, as fresh arrays (x, y).
+
+        x is uint8 [n, height, width, 3] and y int64 [n]; for a regression x and y are float32 [n, 1].
+        draws, in [0, 1) and of shape [n, DRAWS], decide the augmentation: the same index and draws give the
+        same bytes in every process. None leaves the samples as they are. Raises DataError for a damaged file.
+        """
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A training and a validation split, and what a model and its input pipeline must know about them."""
+
+    name: str
+    train: Split
+    valid: Split
+    classes: int | None
+    """The number of classes; None is a regression."""
+    sample_shape: tuple[int, ...]
+    """The shape of one training x; validation pictures differ from it only in ImageNet's crop size."""
+    mean: tuple[float, ...]
+    """Per channel, of pixels scaled to [0, 1]; empty for a regression."""
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """A split that lies in memory and is not augmented."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
+        return self.x[indices], self.y[indices]
+
+
+def require_positive(**values: int) -> None:
+    """Raises DataError for the first value below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise DataError(f"{name} must be at least 1, got {value}.")

@@ -1,0 +1,236 @@
+"""An ImageNet-style folder: {train,val}/<class>/<picture>, read by Pillow in a few threads.
+
+Augmented as ResNet is usually trained: a random part resized (torchvision's RandomResizedCrop), and a flip.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from hvdtrain.datasets.base import Dataset, require_positive
+from hvdtrain.errors import DataError
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+SUFFIXES = (".jpeg", ".jpg", ".png")
+AREA = (0.08, 1.0)
+LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
+TRIES = 10
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+"""What Pillow's decoders raise for a damaged picture."""
+
+Box = tuple[int, int, int, int]
+"""Left, upper, right and lower edge, in pixels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Picture files by number; a million of them take some 30 MB, so that workers get them quickly."""
+
+    root: Path
+    classes: tuple[str, ...]
+    names: NDArray[np.bytes_]
+    labels: NDArray[np.int64]
+    resize: int
+    """Without augmentation the shorter side is resized to this, and the centre cropped."""
+    crop: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> Path:
+        return self.root / self.classes[self.labels[index]] / os.fsdecode(self.names[index])
+
+    def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
+        pictures = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
+
+        def decode(place: int) -> None:
+            path = self.path(indices[place])
+            if draws is None:
+                pictures[place] = open_picture(path, lambda picture: centre_crop(picture, self.resize, self.crop))
+            else:
+                pictures[place] = open_picture(path, lambda picture: random_crop(picture, self.crop, draws[place]))
+
+        for _ in _threads().map(decode, range(len(indices))):
+            pass
+        return pictures, self.labels[indices]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """As many threads as this process has processors; Pillow decodes without the interpreter lock."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode")
+
+
+# A forked child inherits the pool, but not its threads.
+os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
+    """The pictures under data_dir/train and data_dir/val (or valid), numbered by class and file name.
+
+    Raises DataError where a folder is missing or empty, or the two hold different classes.
+    """
+    require_positive(train_crop=train_crop, valid_resize=valid_resize, valid_crop=valid_crop)
+    if valid_crop > valid_resize:
+        raise DataError(f"valid_crop must be at most valid_resize={valid_resize}, got {valid_crop}.")
+    if data_dir is None:
+        raise DataError("imagenet needs a data_dir with the folders train/<class> and val/<class>.")
+    train_root, valid_root = _subfolder(data_dir, "train"), _subfolder(data_dir, "val", "valid")
+    classes = _classes(train_root)
+    _require_same_classes(train_root, classes, valid_root, _classes(valid_root))
+    train_resize = math.ceil(train_crop * valid_resize / valid_crop)
+    return Dataset(
+        "imagenet",
+        Pictures(train_root, classes, *_scan(train_root, classes), train_resize, train_crop),
+        Pictures(valid_root, classes, *_scan(valid_root, classes), valid_resize, valid_crop),
+        len(classes),
+        (train_crop, train_crop, 3),
+        MEAN,
+        STD,
+    )
+
+
+def _subfolder(data_dir: Path, *names: str) -> Path:
+    for name in names:
+        if (data_dir / name).is_dir():
+            return data_dir / name
+    wanted = " or ".join(str(data_dir / name) for name in names)
+    raise DataError(f"{wanted} is missing: data_dir must hold the folders train/<class> and val/<class>.")
+
+
+def _classes(root: Path) -> tuple[str, ...]:
+    with _listed(root) as entries:
+        classes = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
+    if not classes:
+        raise DataError(f"{root} holds no class folders: sort its pictures into {root}/<class>.")
+    return classes
+
+
+def _require_same_classes(train_root: Path, train: tuple[str, ...], valid_root: Path, valid: tuple[str, ...]) -> None:
+    for root, others, lacking in (
+        (valid_root, train_root, set(train) - set(valid)),
+        (train_root, valid_root, set(valid) - set(train)),
+    ):
+        if lacking:
+            some = ", ".join(sorted(lacking)[:3]) + (", ..." if len(lacking) > 3 else "")
+            raise DataError(
+                f"{root} lacks {len(lacking)} of the classes in {others} ({some}): both must hold the same."
+            )
+
+
+def _scan(root: Path, classes: tuple[str, ...]) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+    names: list[bytes] = []
+    counts = []
+    for name in classes:
+        with _listed(root / name) as entries:
+            pictures = sorted(os.fsencode(entry.name) for entry in entries if _is_picture(entry))
+        if not pictures:
+            raise DataError(f"{root / name} holds no {', '.join(SUFFIXES)} picture: fill it, or remove that class.")
+        names += pictures
+        counts.append(len(pictures))
+    return np.array(names), np.repeat(np.arange(len(classes)), counts)
+
+
+def _is_picture(entry: os.DirEntry[str]) -> bool:
+    # macOS leaves ._NAME.JPEG files in archives.
+    return entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
+
+
+@contextlib.contextmanager
+def _listed(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield entries
+    except OSError as error:
+        raise DataError(f"{folder} cannot be listed ({error.strerror}): mend its permissions.") from None
+
+
+def open_picture(path: Path, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
+    """The picture in that file, prepared. Raises DataError naming the file where it is damaged."""
+    try:
+        with Image.open(path) as picture:
+            return np.asarray(prepare(picture))
+    except UNREADABLE as error:
+        raise DataError(f"{path} cannot be read as a picture ({error}): fetch it again, or remove it.") from None
+
+
+def centre_crop(picture: Image.Image, resize: int, crop: int) -> Image.Image:
+    """The shorter side resized, then the centre: as torchvision's Resize and CenterCrop."""
+    shorter = min(picture.size)
+    width, height = (int(resize * side / shorter) for side in picture.size)
+    left, upper = round((width - crop) / 2), round((height - crop) / 2)
+    resized = rgb(picture).resize((width, height), Image.Resampling.BILINEAR)
+    return resized.crop((left, upper, left + crop, upper + crop))
+
+
+def random_crop(picture: Image.Image, crop: int, draws: NDArray[np.float32]) -> Image.Image:
+    """A random part resized to a square and flipped half of the time; draws [DRAWS] seed the choices."""
+    random = np.random.default_rng(np.ascontiguousarray(draws, np.float32).view(np.uint32))
+    resized = cut(picture, random_box(random, *picture.size), crop)
+    return resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else resized
+
+
+def random_box(random: np.random.Generator, width: int, height: int) -> Box:
+    """A box of 8 to 100 % of the area and of 3:4 to 4:3; the centre where ten tries do not fit.
+
+    Source: torchvision's RandomResizedCrop.get_params.
+    """
+    for _ in range(TRIES):
+        area = width * height * random.uniform(*AREA)
+        ratio = math.exp(random.uniform(*LOG_RATIO))
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            upper, left = int(random.integers(height - down + 1)), int(random.integers(width - across + 1))
+            return left, upper, left + across, upper + down
+    return centre_box(width, height)
+
+
+def centre_box(width: int, height: int) -> Box:
+    """The largest box of 3:4 to 4:3 in the middle."""
+    across = min(width, round(height * 4 / 3))
+    down = min(height, round(width / (3 / 4)))
+    left, upper = (width - across) // 2, (height - down) // 2
+    return left, upper, left + across, upper + down
+
+
+def cut(picture: Image.Image, box: Box, size: int) -> Image.Image:
+    """That box of a picture not yet decoded, resized to size x size.
+
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size as long as the box keeps at least size x size pixels.
+    """
+    width, height = picture.size
+    left, upper, right, lower = box
+    enough = math.ceil(width * size / (right - left)), math.ceil(height * size / (lower - upper))
+    drafted = picture.draft(None, enough)
+    scale = drafted[1][2] / width if drafted else 1.0
+    # Cropping first keeps the filter from reading pixels beside the box, as torchvision does.
+    whole = (
+        math.floor(left * scale),
+        math.floor(upper * scale),
+        math.ceil(right * scale),
+        math.ceil(lower * scale),
+    )
+    x, y = whole[:2]
+    inner = left * scale - x, upper * scale - y, right * scale - x, lower * scale - y
+    return rgb(picture.crop(whole)).resize((size, size), Image.Resampling.BILINEAR, box=inner)
+
+
+def rgb(picture: Image.Image) -> Image.Image:
+    """In colour, without transparency; of 16-bit greys the high byte."""
+    if picture.mode.startswith("I"):
+        # Pillow's own conversion clips: all above 255 of 65535 would be white.
+        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
+    if picture.mode == "P" and "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+    return picture.convert("RGB")

@@ -1,0 +1,30 @@
+"""`python -m hvdtrain plan RECIPE [--ranks N] [flags]`: the plan of a run, without running it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hvdtrain import flags, plan
+from hvdtrain.errors import RecipeError
+from hvdtrain.run import load_dataset
+from hvdtrain.topology import Topology
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the plan. Raises HvdtrainError."""
+    rest, ranks = _take_ranks(list(argv))
+    recipe, _ = flags.parse_run("python -m hvdtrain plan", rest)
+    topology = replace(Topology.alone(), size=ranks)
+    print("\n".join(plan.make(recipe, topology, load_dataset(recipe)).lines()))
+    return 0
+
+
+def _take_ranks(argv: list[str]) -> tuple[list[str], int]:
+    """argv without `--ranks N` (or --ranks=N), and N; 1 where it is left out."""
+    for place, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag == "--ranks":
+            value = value if equals else (argv[place + 1] if place + 1 < len(argv) else "")
+            if not value.isdigit() or int(value) < 1:
+                raise RecipeError(f"--ranks must be a number of at least 1, got {value!r}.")
+            return argv[:place] + argv[place + (1 if equals else 2) :], int(value)
+    return argv, 1

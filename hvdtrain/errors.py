@@ -1,0 +1,72 @@
+"""Every error a user can meet, in one tree.
+
+HvdtrainError                  exit code 2: the input or the surroundings are wrong, nothing was trained
+├── RecipeError                a recipe or a flag breaks a rule
+├── TopologyError              the launcher contradicts itself
+├── PlanError                  recipe, ranks and data do not fit together
+├── DataError                  a data file is missing, damaged or of the wrong shape
+├── OutputError                the output folder cannot be written, or is full
+├── CheckpointError            a checkpoint is damaged, or belongs to another model
+├── BuildError                 Horovod could not be built or did not prove itself
+├── EngineUnavailable          a collective library is not installed
+├── WorldError                 the launcher and the collective library disagree about the number of ranks
+└── TrainingError              exit code 1: training began and had to stop
+    ├── DivergedError          the loss is no longer finite
+    └── ReplicaError           the ranks' weights have parted
+"""
+
+
+class HvdtrainError(Exception):
+    """Its text is one line: the value, the rule, the remedy."""
+
+    exit_code = 2
+
+
+class RecipeError(HvdtrainError):
+    """A recipe or a flag breaks a rule."""
+
+
+class TopologyError(HvdtrainError):
+    """The launcher contradicts itself."""
+
+
+class PlanError(HvdtrainError):
+    """Recipe, ranks and data do not fit together."""
+
+
+class DataError(HvdtrainError):
+    """A data file is missing, damaged or of the wrong shape."""
+
+
+class OutputError(HvdtrainError):
+    """The output folder cannot be written, or is full."""
+
+
+class CheckpointError(HvdtrainError):
+    """A checkpoint is damaged, or belongs to another model."""
+
+
+class BuildError(HvdtrainError):
+    """Horovod could not be built or did not prove itself."""
+
+
+class EngineUnavailable(HvdtrainError):
+    """A collective library is not installed."""
+
+
+class WorldError(HvdtrainError):
+    """The launcher and the collective library disagree about the number of ranks."""
+
+
+class TrainingError(HvdtrainError):
+    """Training began and had to stop."""
+
+    exit_code = 1
+
+
+class DivergedError(TrainingError):
+    """The loss is no longer finite."""
+
+
+class ReplicaError(TrainingError):
+    """The ranks' weights have parted."""

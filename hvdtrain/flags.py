@@ -1,0 +1,102 @@
+"""The command line of a run: `RECIPE [flags]` -> a recipe and the options around it."""
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hvdtrain import recipe as recipes
+from hvdtrain.errors import RecipeError
+from hvdtrain.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run is started; no part of what is trained."""
+
+    output: Annotated[
+        Path | None, tyro.conf.arg(help="run folder; left out: runs/RECIPE/JOB, or the unfinished run")
+    ] = None
+    resume: Annotated[Literal["auto", "never"], tyro.conf.arg(help="auto goes on from the newest whole checkpoint")] = (
+        "auto"
+    )
+    engine: Annotated[
+        Literal["auto", "horovod", "local"], tyro.conf.arg(help="auto: local for one process, else horovod")
+    ] = "auto"
+
+
+def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
+    """RECIPE and flags (dash or underscore) -> the validated recipe and the options.
+
+    Prints the help and exits on -h. Raises RecipeError, in one line, for anything that breaks a rule.
+    """
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(usage(prog))
+        raise SystemExit(0 if argv else 2)
+    if argv[0].startswith("-"):
+        raise RecipeError(f"the recipe comes first, got {argv[0]!r}; as in: {prog} {recipes.known()[0]} {argv[0]}")
+    name, *flags = argv
+    base = recipes.load(name)
+    defaults = {field: getattr(base, field) for field in Recipe.model_fields if field != "name"}
+    values = vars(parse(_run_flags(defaults), f"{prog} {name}", flags))
+    options = Options(**{f.name: values.pop(f.name) for f in dataclasses.fields(Options)})
+    changed = {field: value for field, value in values.items() if value != defaults[field]}
+    return recipes.load(name, changed), options
+
+
+def parse(flags: Any, prog: str, argv: Sequence[str]) -> Any:
+    """An instance of the dataclass `flags` from argv. Raises RecipeError for what it does not know."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            values, unknown = tyro.cli(flags, prog=prog, args=list(argv), return_unknown_args=True)
+    except SystemExit as stop:
+        if stop.code in {0, None}:
+            raise
+        raise RecipeError(_one_line(said.getvalue())) from None
+    if unknown:
+        known = [f.name.replace("_", "-") for f in dataclasses.fields(flags)]
+        word = unknown[0].partition("=")[0]
+        near = recipes.nearest(word.lstrip("-").replace("_", "-"), known).replace("mean ", "mean --")
+        raise RecipeError(f"unknown flag {word!r}.{near} See {prog} --help.")
+    return values
+
+
+def usage(prog: str) -> str:
+    """The help of a run without a recipe."""
+    return (
+        f"usage: {prog} RECIPE [flags]\n\n"
+        f"recipes: {', '.join(recipes.known())}; an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
+        f"flags:   {prog} RECIPE --help lists them, with the recipe's values"
+    )
+
+
+def _run_flags(defaults: dict[str, Any]) -> Any:
+    """A dataclass of every recipe field, with the recipe's values as defaults, and of the options."""
+    fields: list[Any] = [
+        (
+            name,
+            Annotated[
+                field.annotation,
+                tyro.conf.arg(help=field.description, aliases=["--lr"] if name == "base_lr" else None),
+            ],
+            dataclasses.field(default=defaults[name]),
+        )
+        for name, field in Recipe.model_fields.items()
+        if name != "name"
+    ]
+    return dataclasses.make_dataclass("Flags", fields, bases=(Options,), frozen=True)
+
+
+def _one_line(box: str) -> str:
+    """The message inside tyro's framed error, without frame, help text and line breaks."""
+    inside = [line.strip("│|─╭╮╰╯ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    told = " ".join(row for row in inside[1:] if row)  # the first row is the frame's title
+    for end in ("Argument helptext", "For full helptext"):
+        told = told.partition(end)[0]
+    return f"{told.strip().removeprefix('Error parsing ').rstrip('.')}; --help lists the flags."

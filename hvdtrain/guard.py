@@ -1,0 +1,71 @@
+"""The promises checked while training: the right world, and replicas identical to the bit."""
+
+import socket
+from collections.abc import Callable
+
+import numpy as np
+
+from hvdtrain.errors import ReplicaError, WorldError
+from hvdtrain.topology import Topology
+
+Sum = Callable[[np.ndarray], np.ndarray]
+"""Adds an array over all ranks and gives every rank the result."""
+
+HOST_BYTES = 64
+
+REMEDIES = {
+    "srun": "ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), "
+    "--mpi=pmi2 or --mpi=cray_shasta (MPICH, Cray-MPICH)",
+    "mpirun": "start with the mpirun of the MPI that Horovod was built with",
+    "mpiexec": "start with the mpiexec of the MPI that Horovod was built with",
+    "torchrun": "Horovod does not read torchrun's variables: start with horovodrun, mpirun or srun",
+    "horovodrun": "build Horovod with the controller that horovodrun used: python -m hvdtrain build",
+    "alone": "take --engine local, or start with horovodrun, mpirun or srun",
+}
+
+
+def check_launcher(topology: Topology, engine: str) -> None:
+    """Refuses, before any framework is loaded, a launcher that the engine cannot hear."""
+    if topology.launcher == "torchrun" and engine == "horovod" and topology.size > 1:
+        raise WorldError(f"torchrun started {topology.size} ranks, but {REMEDIES['torchrun']}.")
+    if engine == "local" and topology.size > 1:
+        raise WorldError(
+            f"engine local trains one rank alone, but {topology.launcher} started {topology.size}; "
+            "drop --engine local, or start one process."
+        )
+
+
+def check_world(topology: Topology, rank: int, size: int) -> None:
+    """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
+    if (rank, size) != (topology.rank, topology.size):
+        raise WorldError(
+            f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
+            f"but Horovod says rank {rank} of {size}: nothing would be averaged; {REMEDIES[topology.launcher]}."
+        )
+
+
+def check_replicas(fingerprint: int, step: int, topology: Topology, sum_over_ranks: Sum) -> None:
+    """Compares the ranks' 64-bit fingerprints of their weights; takes part on every rank.
+
+    Raises ReplicaError on every rank, naming each rank and host that differs from rank 0.
+    """
+    prints = _gather(np.array([fingerprint], dtype=np.int64), topology, sum_over_ranks)[:, 0]
+    parted = np.flatnonzero(prints != prints[0])
+    if not parted.size:
+        return
+    name = np.zeros(HOST_BYTES, dtype=np.int64)
+    encoded = socket.gethostname().encode()[:HOST_BYTES]
+    name[: len(encoded)] = list(encoded)
+    hosts = _gather(name, topology, sum_over_ranks)
+    named = [f"rank {rank} on {bytes(hosts[rank].astype(np.uint8)).rstrip(bytes(1)).decode()}" for rank in parted]
+    raise ReplicaError(
+        f"after step {step} the weights of {', '.join(named)} differ from rank 0's: the replicas have parted and "
+        "training stops; go on from the last checkpoint with the same command, and check that host's memory."
+    )
+
+
+def _gather(row: np.ndarray, topology: Topology, sum_over_ranks: Sum) -> np.ndarray:
+    """Every rank's row, [size, len(row)], by adding arrays that are zero but for the own row."""
+    table = np.zeros((topology.size, row.size), dtype=row.dtype)
+    table[topology.rank] = row
+    return sum_over_ranks(table)

@@ -1,0 +1,144 @@
+"""What a run tells: exact means, a log for people, metrics.jsonl for programs, TensorBoard events for pictures."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from hvdtrain.output import replace
+from hvdtrain.plan import Plan
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over examples; divided once, after they were added over steps and ranks."""
+
+    loss: float
+    correct: float
+    count: float
+
+    def over_ranks(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray]) -> "Totals":
+        """The totals of all ranks. Every rank must call it."""
+        loss, correct, count = sum_over_ranks(np.array([self.loss, self.correct, self.count]))
+        return Totals(float(loss), float(correct), float(count))
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(self.loss + other.loss, self.correct + other.correct, self.count + other.count)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.count
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of examples whose highest logit is the right one (top-1)."""
+        return self.correct / self.count
+
+
+class Reporter:
+    """The chief's voice. On a terminal a progress bar, elsewhere lines; always metrics.jsonl and TensorBoard."""
+
+    def __init__(self, folder: Path, plan: Plan, first_step: int, live: bool) -> None:
+        """Appends to the run's files from `first_step` on; `live` shows a progress bar."""
+        from tensorboardX import SummaryWriter  # it imports torch where there is one
+
+        self._classifies = plan.recipe.model != "linear"
+        self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
+        self._events = SummaryWriter(str(folder), purge_step=first_step + 1, write_to_disk=True)
+        self._bar = _Bar(plan.total_steps, first_step) if live else None
+        self._epoch_began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """One line of the log."""
+        if self._bar:
+            self._bar.print(f"INFO - {text}")
+        else:
+            print(f"INFO - {text}", flush=True)
+
+    def begin_epoch(self) -> None:
+        self._epoch_began = time.monotonic()
+
+    def steps(self, step: int, epoch: int, iteration: int, totals: Totals, lr: float, seconds: float) -> None:
+        """The steps since the last call: totals over all ranks and the seconds they took.
+
+        `epoch` and `iteration` count from 1 in the log, as the tutorial's do.
+        """
+        rate = totals.count / seconds
+        self._write("step", step, epoch, loss=totals.mean_loss, lr=lr, examples_per_second=rate)
+        self._scalar("loss/step", totals.mean_loss, step)
+        self._scalar("learning_rate", lr, step)
+        if self._bar:
+            self._bar.advance(step, f"epoch {epoch}  loss {totals.mean_loss:.4f}  lr {lr:.4g}  {rate:.1f} img/s")
+        else:
+            self.note(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate:.1f}")
+
+    def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
+        """The end of an epoch: totals over all ranks."""
+        seconds = time.monotonic() - self._epoch_began
+        facts = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
+        self._scalar("loss/train", train.mean_loss, step)
+        self._scalar("loss/valid", valid.mean_loss, step)
+        self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
+        self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
+        if self._classifies:
+            facts |= {"train_acc1": train.accuracy, "valid_acc1": valid.accuracy}
+            self._scalar("acc1/train", train.accuracy, step)
+            self._scalar("acc1/valid", valid.accuracy, step)
+            self.note(f"train acc1={train.accuracy:.4f}, valid acc1={valid.accuracy:.4f}")
+        self._write("epoch", step, epoch, seconds=seconds, **facts)
+        self._events.flush()
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.close()
+        self._jsonl.close()
+        self._events.close()
+
+    def _write(self, kind: str, step: int, epoch: int, **facts: float) -> None:
+        self._jsonl.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **facts}) + "\n")
+        self._jsonl.flush()
+
+    def _scalar(self, tag: str, value: float, step: int) -> None:
+        self._events.add_scalar(tag, value, step)
+
+
+class _Bar:
+    """A rich progress bar over all steps of the run."""
+
+    def __init__(self, total: int, done: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        )
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._progress.start()
+
+    def advance(self, step: int, text: str) -> None:
+        self._progress.update(self._task, completed=step, description=text)
+
+    def print(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _reopen(path: Path, first_step: int) -> IO[str]:
+    """The file to append to, without the records of steps that a resumed run makes again."""
+    if path.exists():
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= first_step]
+        replace(path, "".join(f"{line}\n" for line in kept))
+    return path.open("a", encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return float("inf")  # the line a killed run was writing
+    return record["step"]

@@ -1,0 +1,143 @@
+"""The plan of a run: what recipe, ranks and data come to in numbers, before any framework is loaded."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import PlanError
+from hvdtrain.recipe import Recipe
+from hvdtrain.schedule import Schedule, peak_lr
+from hvdtrain.topology import Topology
+
+# He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.
+RESNET50_BODY = 23_508_032
+RESNET50_FEATURES = 2048
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The derived numbers of one run. Batches and steps count examples and updates."""
+
+    recipe: Recipe
+    size: int
+    train_examples: int
+    valid_examples: int
+    global_batch: int
+    worker_batch: int
+    micro_batch: int
+    steps_per_epoch: int
+    total_steps: int
+    parameters: int
+    schedule: Schedule
+
+    @property
+    def peak_lr(self) -> float:
+        return self.schedule.peak_lr
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What one rank hands to allreduce in one step."""
+        on_the_wire = 2 if self.recipe.compression == "fp16" else self._parameter_bytes
+        return self.parameters * on_the_wire
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights and momentum; BatchNorm's statistics are lost in the rounding."""
+        return self.parameters * self._parameter_bytes * (2 if self.recipe.momentum else 1)
+
+    @property
+    def _parameter_bytes(self) -> int:
+        return 8 if self.recipe.precision == "float64" else 4
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers, without the recipe (which has a file of its own)."""
+        numbers = asdict(self)
+        del numbers["recipe"]
+        return {**numbers, "gradient_bytes": self.gradient_bytes, "checkpoint_bytes": self.checkpoint_bytes}
+
+    def lines(self) -> list[str]:
+        """The plan for a reader: every number with where it comes from."""
+        r = self.recipe
+        left_out = self.train_examples - self.steps_per_epoch * self.global_batch
+        parts = f" in {r.accumulation_steps} parts of {self.micro_batch}" if r.accumulation_steps > 1 else ""
+        capped = f", stopped after {r.max_steps} (max_steps)" if r.max_steps else ""
+        return [
+            f"recipe      {r.name}: {r.model} ({self.parameters:,} parameters) on {r.dataset}, "
+            f"{self.train_examples:,} examples to train, {self.valid_examples:,} to validate",
+            f"batch       {self.global_batch} = {self.size} ranks x {self.worker_batch}{parts}",
+            f"steps       {self.steps_per_epoch} an epoch"
+            + (f" ({left_out} examples sit out, others each epoch)" if left_out else "")
+            + f", {r.epochs} epochs, {self.total_steps} in all{capped}",
+            f"LR          {self._lr_line()}",
+            f"precision   {r.precision}; gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
+            f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB",
+        ]
+
+    def _lr_line(self) -> str:
+        r, s = self.recipe, self.schedule
+        if r.lr_rule == "none":
+            peak = f"{s.peak_lr:g} (rule none: not scaled)"
+        else:
+            ratio = f"{self.global_batch}/{r.base_batch_size}"
+            factor = ratio if r.lr_rule == "linear" else f"sqrt({ratio})"
+            peak = f"{s.peak_lr:g} = {r.base_lr:g} x {factor} (rule {r.lr_rule})"
+        warmup = f"warm-up {r.warmup_epochs:g} epochs, then " if r.warmup_epochs else ""
+        decay = {
+            "constant": "constant",
+            "step": f"x{r.lr_factor:g} at epochs {', '.join(map(str, r.lr_milestones))}",
+            "cosine": f"cosine to 0 at epoch {r.epochs}",
+            "plateau": f"x{r.lr_factor:g} after {r.plateau_patience} epochs without a better validation loss",
+        }[r.lr_schedule]
+        return f"{peak}; {warmup}{decay}"
+
+
+def make(recipe: Recipe, topology: Topology, dataset: Dataset) -> Plan:
+    """The plan. Raises PlanError where the batch does not go into ranks, parts or examples."""
+    examples, size, parts = len(dataset.train), topology.size, recipe.accumulation_steps
+    global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
+    if global_batch % (size * parts):
+        raise PlanError(_indivisible(global_batch, size, parts))
+    if global_batch > examples:
+        raise PlanError(
+            f"the global batch must be at most the {examples} training examples, got {global_batch}; "
+            f"give a smaller batch or fewer ranks than {size}."
+        )
+    steps = examples // global_batch
+    schedule = Schedule(
+        peak_lr=peak_lr(recipe.base_lr, recipe.base_batch_size, global_batch, recipe.lr_rule),
+        steps_per_epoch=steps,
+        epochs=recipe.epochs,
+        warmup_epochs=recipe.warmup_epochs,
+        decay=recipe.lr_schedule,
+        milestones=recipe.lr_milestones,
+        factor=recipe.lr_factor,
+        patience=recipe.plateau_patience,
+    )
+    return Plan(
+        recipe=recipe,
+        size=size,
+        train_examples=examples,
+        valid_examples=len(dataset.valid),
+        global_batch=global_batch,
+        worker_batch=global_batch // size,
+        micro_batch=global_batch // size // parts,
+        steps_per_epoch=steps,
+        total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
+        parameters=parameters(recipe, dataset.classes),
+        schedule=schedule,
+    )
+
+
+def parameters(recipe: Recipe, classes: int | None) -> int:
+    """Number of trainable parameters of the recipe's network."""
+    if recipe.model == "linear":
+        return 2
+    return RESNET50_BODY + (RESNET50_FEATURES + 1) * (classes or 0)
+
+
+def _indivisible(batch: int, size: int, parts: int) -> str:
+    step = size * parts
+    low, high = batch // step * step, (batch // step + 1) * step
+    choices = f"{low} or {high}" if low else f"{high}"
+    rule = f"{size} ranks" + (f" x {parts} accumulation steps" if parts > 1 else "")
+    return f"the global batch must be a multiple of {rule}, got {batch}; take {choices}."

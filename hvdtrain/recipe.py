@@ -1,0 +1,214 @@
+"""Recipes: what to train. Named YAML entries and flags -> one validated, frozen value."""
+
+import difflib
+import io
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError
+
+from hvdtrain.errors import RecipeError
+
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Recipe(BaseModel):
+    """What to train. Every field is a key of the YAML entry and a flag of the command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = Field(description="recipe and entry, as in cifar100:bs256")
+    model: Literal["linear", "resnet50"] = Field(description="the network")
+    stem: Literal["imagenet", "cifar"] = Field("imagenet", description="cifar: stride 1 and no max-pool")
+    dataset: Literal["linear", "digits", "cifar100", "imagenet", "synthetic"] = Field(description="the data set")
+    data_dir: Annotated[Path, Field(strict=False)] | None = Field(None, description="folder of the data set")
+    train_crop: PositiveInt = Field(224, description="imagenet: side of a training picture, pixels")
+    valid_resize: PositiveInt = Field(256, description="imagenet: shorter side before the crop, pixels")
+    valid_crop: PositiveInt = Field(224, description="imagenet: side of a validation picture, pixels")
+    image_size: PositiveInt = Field(32, description="synthetic: side of a picture, pixels")
+    classes: PositiveInt = Field(100, description="synthetic: number of classes")
+    examples: PositiveInt = Field(50_000, description="synthetic: number of training pictures")
+
+    batch_size: PositiveInt | None = Field(None, description="global batch: examples in one update, all ranks")
+    batch_size_per_rank: PositiveInt | None = Field(None, description="instead of batch_size: examples a rank")
+    accumulation_steps: PositiveInt = Field(1, description="parts a rank's share of a batch is computed in")
+    epochs: PositiveInt = Field(description="passes over the training set")
+    max_steps: PositiveInt | None = Field(None, description="stop after this many updates")
+    seed: Count = Field(0, description="of the weights, the order and the augmentation")
+
+    base_lr: PositiveFloat = Field(description="learning rate at base_batch_size")
+    base_batch_size: PositiveInt | None = Field(None, description="global batch that base_lr holds at")
+    lr_rule: Literal["none", "linear", "sqrt"] = Field("none", description="how the LR follows the batch")
+    warmup_epochs: Annotated[float, Field(ge=0)] = Field(0.0, description="epochs of linear warm-up from 0")
+    lr_schedule: Literal["constant", "step", "cosine", "plateau"] = Field("constant", description="the decay")
+    lr_milestones: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
+        (), description="step: epochs at which the LR is multiplied by lr_factor"
+    )
+    lr_factor: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="step, plateau: the multiplier")
+    plateau_patience: Count = Field(10, description="plateau: epochs without a better validation loss")
+    momentum: Fraction = Field(0.0, description="of SGD")
+    nesterov: bool = Field(False, description="Nesterov momentum")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of SGD, on every parameter")
+    clip_norm: PositiveFloat | None = Field(None, description="largest norm of the averaged gradient")
+
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
+        "float32", description="bfloat16, float16: mixed; float64: to compare runs exactly"
+    )
+    batch_norm: Literal["local", "sync", "frozen"] = Field(
+        "local", description="statistics of a rank's share, of the global batch, or left as they are"
+    )
+    channels_last: bool = Field(False, description="NHWC memory layout")
+    fused_optimizer: bool = Field(False, description="one kernel for the whole update")
+    cudnn_benchmark: bool = Field(False, description="let cuDNN time its algorithms first")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
+    workers: Count = Field(0, description="loader processes a rank; 0 reads in a thread")
+
+    compression: Literal["none", "fp16"] = Field("none", description="gradients on the wire")
+    reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
+    fusion_threshold_mb: Count | None = Field(None, description="Horovod's fusion buffer, MiB")
+    cycle_time_ms: PositiveFloat | None = Field(None, description="Horovod's cycle, milliseconds")
+    autotune: bool = Field(False, description="let Horovod tune threshold and cycle")
+    timeline: bool = Field(False, description="write Horovod's timeline into the run folder")
+    profile: bool = Field(False, description="write a torch.profiler trace of ten steps")
+
+    log_every_steps: PositiveInt = Field(20, description="steps between two log lines")
+    checkpoint_every_epochs: PositiveInt = Field(1, description="epochs between two checkpoints")
+    checkpoint_every_steps: PositiveInt | None = Field(None, description="checkpoints inside an epoch too")
+    keep_checkpoints: PositiveInt = Field(2, description="newest ones kept, besides the best")
+    guard_every_steps: PositiveInt = Field(100, description="steps between two comparisons of the replicas")
+
+
+def known() -> list[str]:
+    """Names of the shipped recipes."""
+    folder = resources.files("hvdtrain") / "recipes"
+    return sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe `FILE[:ENTRY]` with `overrides` put over its keys.
+
+    FILE is a shipped recipe (`known()`) or the path of a .yaml file; ENTRY is "default" where left out.
+    Raises RecipeError, in one line, for anything that breaks a rule.
+    """
+    return validate({**_over(_entry(name, ()), overrides or {}), "name": name})
+
+
+def validate(keys: Mapping[str, Any]) -> Recipe:
+    """Keys -> Recipe. Raises RecipeError naming the first key that breaks a rule."""
+    try:
+        recipe = Recipe.model_validate(dict(keys))
+    except ValidationError as error:
+        raise RecipeError(_first_line(error)) from None
+    _check_together(recipe)
+    return recipe
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `load` reads back to an equal recipe."""
+    text = io.StringIO()
+    keys = recipe.model_dump(mode="json", exclude={"name"})
+    YAML().dump({"default": keys}, text)
+    return f"# {recipe.name}, resolved\n{text.getvalue()}"
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """' Did you mean X?' for the closest of `words`, or nothing."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _entry(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    if name in seen:
+        raise RecipeError(f"{name} extends itself through {' -> '.join(seen)}; remove one `extends`.")
+    file, _, entry = name.partition(":")
+    entries = _read(file)
+    entry = entry or "default"
+    if entry not in entries:
+        near = nearest(entry, list(entries))
+        raise RecipeError(f"recipe {file} has no entry {entry!r}.{near} Entries: {', '.join(entries)}.")
+    keys = entries[entry]
+    if not isinstance(keys, dict):
+        raise RecipeError(f"{name} must be a mapping of keys to values, got {keys!r}.")
+    keys = dict(keys)
+    base = keys.pop("extends", None)
+    return _over(_entry(base, (*seen, name)) if base else {}, keys)
+
+
+def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides` put over `keys`; a batch said one way takes the place of one said the other way."""
+    batch = {"batch_size", "batch_size_per_rank"}
+    kept = {k: v for k, v in keys.items() if k not in batch} if batch & set(overrides) else keys
+    return {**kept, **overrides}
+
+
+def _read(file: str) -> dict[str, Any]:
+    path = Path(file) if file.endswith((".yaml", ".yml")) else None
+    if path is None:
+        if file not in known():
+            near = nearest(file, known())
+            raise RecipeError(
+                f"unknown recipe {file!r}.{near} Recipes: {', '.join(known())}; or give a file ending in .yaml."
+            )
+        text = (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"cannot read recipe file {file}: {error}; give a readable .yaml file.") from None
+    try:
+        entries = YAML(typ="safe", pure=True).load(text)
+    except DuplicateKeyError as error:
+        where = error.problem_mark
+        key = str(error.problem).partition('"')[2].partition('"')[0]
+        raise RecipeError(
+            f"{file} line {where.line + 1}: key {key!r} stands twice in one entry; remove one of them."
+        ) from None
+    except MarkedYAMLError as error:
+        where = error.problem_mark
+        line = f" line {where.line + 1}" if where else ""
+        raise RecipeError(f"{file}{line} is not YAML: {error.problem}.") from None
+    if not isinstance(entries, dict):
+        raise RecipeError(f"{file} must hold named entries (name: keys), got {entries!r}.")
+    return entries
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key!r}.{nearest(key, list(Recipe.model_fields))}"
+    if first["type"] == "missing":
+        return f"{key} is missing; it says: {Recipe.model_fields[key].description}."
+    rule = first["msg"].removeprefix("Input s").removeprefix("hould ")
+    return f"{key} must {rule}, got {first['input']!r}."
+
+
+def _check_together(recipe: Recipe) -> None:
+    r = recipe
+    if (r.batch_size is None) == (r.batch_size_per_rank is None):
+        raise RecipeError(
+            "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+            f"got batch_size={r.batch_size}, batch_size_per_rank={r.batch_size_per_rank}."
+        )
+    if r.warmup_epochs > r.epochs:
+        raise RecipeError(f"warmup_epochs must lie in [0, epochs={r.epochs}], got {r.warmup_epochs:g}.")
+    if r.lr_rule != "none" and r.base_batch_size is None:
+        raise RecipeError(f"lr_rule {r.lr_rule} needs base_batch_size, the global batch that base_lr holds at.")
+    if r.lr_schedule == "step" and not r.lr_milestones:
+        raise RecipeError("lr_schedule step needs lr_milestones, the epochs at which the LR drops.")
+    if list(r.lr_milestones) != sorted(set(r.lr_milestones)):
+        raise RecipeError(f"lr_milestones must rise, got {list(r.lr_milestones)}.")
+    if r.nesterov and not r.momentum:
+        raise RecipeError("nesterov needs momentum above 0, got momentum=0.")
+    if (r.model == "linear") != (r.dataset == "linear"):
+        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
+    if r.reduction == "adasum" and (r.clip_norm or r.compression != "none"):
+        raise RecipeError("reduction adasum goes with neither clip_norm nor compression; drop them.")
+    if r.valid_crop > r.valid_resize:
+        raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")

@@ -1,0 +1,1 @@
+"""The PyTorch adapter: `python -m hvdtrain.torch RECIPE [flags]`."""

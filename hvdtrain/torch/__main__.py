@@ -1,0 +1,14 @@
+import sys
+
+from hvdtrain import run
+
+
+def train(prepared: run.Run) -> None:
+    """Imports the framework only now that recipe, data and output folder have been found good."""
+    from hvdtrain.torch.train import train as train_with_torch
+
+    train_with_torch(prepared)
+
+
+if __name__ == "__main__":
+    sys.exit(run.main("python -m hvdtrain.torch", sys.argv[1:], train))

@@ -1,0 +1,140 @@
+"""Batches on the device, read ahead while the step before is computed."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from hvdtrain.datasets import Dataset, Split
+from hvdtrain.recipe import Recipe
+from hvdtrain.torch.models import DTYPES
+
+Request = tuple[np.ndarray, np.ndarray | None]
+"""What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Reads requests of a split into pairs (x, y) on the device: pictures normalised, NCHW."""
+
+    recipe: Recipe
+    dataset: Dataset
+    device: torch.device
+
+    def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
+        """One pair a request, in order. An error of the reader is raised here."""
+        pairs = self._in_processes(split, requests) if self.recipe.workers else _in_thread(split, requests)
+        return self._on_device(pairs)
+
+    def _in_processes(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
+        # forkserver, never fork: a forked copy of a process that talks MPI may corrupt its memory.
+        return iter(
+            DataLoader(
+                _Requests(split, requests),
+                batch_size=None,
+                num_workers=min(self.recipe.workers, len(requests)),
+                multiprocessing_context="forkserver",
+                prefetch_factor=AHEAD,
+            )
+        )
+
+    def _on_device(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        if self.device.type == "cpu":
+            yield from (self._normalised(x, y) for x, y in pairs)
+            return
+        stream = torch.cuda.Stream()
+        ahead: Pair | None = None
+        for pair in pairs:
+            ready, ahead = ahead, self._copied(pair, stream)
+            if ready:
+                yield self._received(ready, stream)
+        if ahead:
+            yield self._received(ahead, stream)
+
+    def _copied(self, pair: Pair, stream: torch.cuda.Stream) -> Pair:
+        with torch.cuda.stream(stream):
+            x, y = (part.pin_memory().to(self.device, non_blocking=True) for part in pair)
+        return x, y
+
+    def _received(self, pair: Pair, stream: torch.cuda.Stream) -> Pair:
+        current = torch.cuda.current_stream()
+        current.wait_stream(stream)
+        for part in pair:
+            part.record_stream(current)
+        return self._normalised(*pair)
+
+    def _normalised(self, x: torch.Tensor, y: torch.Tensor) -> Pair:
+        real = torch.float64 if self.recipe.precision == "float64" else torch.float32
+        if self.dataset.classes is None:
+            return x.to(real), y.to(real)
+        mean = torch.tensor(self.dataset.mean, dtype=real, device=self.device)
+        std = torch.tensor(self.dataset.std, dtype=real, device=self.device)
+        # NHWC pixels seen as NCHW are channels_last already; the other layout wants a copy.
+        x = ((x.to(real) / 255 - mean) / std).permute(0, 3, 1, 2)
+        return x if self.recipe.channels_last else x.contiguous(), y
+
+
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """Mixed precision where the recipe says so."""
+    mixed = recipe.precision in {"bfloat16", "float16"}
+    return torch.autocast(device.type, DTYPES[recipe.precision] if mixed else None, enabled=mixed)
+
+
+class _Requests(TorchDataset):
+    """A split as a map-style PyTorch data set of whole batches."""
+
+    def __init__(self, split: Split, requests: list[Request]) -> None:
+        self.split, self.requests = split, requests
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, place: int) -> Pair:
+        return _read(self.split, self.requests[place])
+
+
+def _read(split: Split, request: Request) -> Pair:
+    x, y = split.read(*request)
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def _in_thread(split: Split, requests: list[Request]) -> Iterator[Pair]:
+    """Reads up to AHEAD batches ahead in a thread, which ends with the iterator."""
+    filled: queue.Queue[Any] = queue.Queue(AHEAD)
+    stop = threading.Event()
+
+    def work() -> None:
+        for request in requests:
+            try:
+                item: Any = _read(split, request)
+            except Exception as error:  # whatever it is, the loop's thread must raise it
+                item = error
+            while True:
+                if stop.is_set():
+                    return
+                with contextlib.suppress(queue.Full):
+                    filled.put(item, timeout=0.1)
+                    break
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        for _ in requests:
+            item = filled.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()

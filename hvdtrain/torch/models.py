@@ -1,0 +1,156 @@
+"""The recipes' networks, and BatchNorm over the global batch."""
+
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from hvdtrain.recipe import Recipe
+from hvdtrain.torch.engines import Engine
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
+    """The recipe's network on the engine's device, its weights drawn from the recipe's seed alone.
+
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50: pictures [n, 3, height, width] -> logits [n, classes].
+    """
+    torch.manual_seed(recipe.seed)
+    if recipe.model == "linear":
+        model: nn.Module = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+    else:
+        model = resnet50(classes or 0, recipe.stem)
+    if recipe.batch_norm == "sync":
+        model = with_sync_batch_norm(model, engine)
+    if recipe.precision == "float64":
+        model = model.double()
+    memory_format = torch.channels_last if recipe.channels_last else torch.preserve_format
+    return model.to(engine.device, memory_format=memory_format)
+
+
+def resnet50(classes: int, stem: str) -> nn.Module:
+    """torchvision's ResNet50; the CIFAR stem has stride 1 and no max-pool, for pictures of 8 to 64 pixels."""
+    model = torchvision.models.resnet50(num_classes=classes)
+    if stem == "cifar":
+        model.conv1.stride = (1, 1)
+        model.maxpool = nn.Identity()
+    return model
+
+
+def training_mode(model: nn.Module, recipe: Recipe) -> None:
+    """Training mode, but for BatchNorm where its statistics are frozen."""
+    model.train()
+    if recipe.batch_norm == "frozen":
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+
+
+def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
+    """The model with every BatchNorm2d normalising by the statistics of the global batch."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            synced = SyncBatchNorm(child.num_features, child.eps, child.momentum, engine)
+            synced.load_state_dict(child.state_dict())
+            setattr(model, name, synced)
+        else:
+            with_sync_batch_norm(child, engine)
+    return model
+
+
+class SyncBatchNorm(nn.BatchNorm2d):
+    """BatchNorm2d whose training statistics are those of all ranks' pictures together.
+
+    Horovod's own and PyTorch's work on GPUs only; this one works wherever the engine does.
+    """
+
+    def __init__(self, features: int, eps: float, momentum: float | None, engine: Engine) -> None:
+        super().__init__(features, eps, momentum)
+        self._engine = engine
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        out, mean, variance = _GlobalNorm.apply(x, self.weight, self.bias, self.eps, self._engine)
+        with torch.no_grad():
+            momentum = self.momentum or 0.0
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, momentum)
+            self.running_var.lerp_(variance, momentum)
+        return out
+
+
+class _GlobalNorm(torch.autograd.Function):
+    """Normalises x [n, c, h, w] by mean and variance [c] over all ranks; ranks' sums meet in fixed order.
+
+    Means and squared deviations are combined as in Chan, Golub, LeVeque 1983, so no precision is lost to a
+    difference of large sums. Gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, engine: Engine) -> Any:
+        wide = x.to(weight.dtype)
+        variance, mean = torch.var_mean(wide, dim=(0, 2, 3), correction=0)
+        count = torch.full_like(mean, x.numel() / x.shape[1])
+        counts, means, variances = engine.gather_rows(torch.cat([count, mean, variance])).chunk(3, dim=1)
+        total = counts.sum(0)
+        mean = (counts * means).sum(0) / total
+        variance = (counts * (variances + (means - mean).square())).sum(0) / total
+        scale = torch.rsqrt(variance + eps)
+        normal = (wide - _channels(mean)) * _channels(scale)
+        ctx.save_for_backward(normal, scale, weight, total)
+        ctx.engine = engine
+        unbiased = variance * total / (total - 1)
+        ctx.mark_non_differentiable(mean, unbiased)
+        return (normal * _channels(weight) + _channels(bias)).to(x.dtype), mean, unbiased
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+        normal, scale, weight, total = ctx.saved_tensors
+        wide = grad.to(weight.dtype)
+        sum_grad = wide.sum(dim=(0, 2, 3))
+        sum_product = (wide * normal).sum(dim=(0, 2, 3))
+        sums = ctx.engine.gather_rows(torch.cat([sum_grad, sum_product])).sum(0) / total.repeat(2)
+        mean_grad, mean_product = sums.chunk(2)
+        grad_x = (wide - _channels(mean_grad) - normal * _channels(mean_product)) * _channels(weight * scale)
+        return grad_x.to(grad.dtype), sum_product, sum_grad, None, None
+
+
+def _channels(vector: torch.Tensor) -> torch.Tensor:
+    return vector[None, :, None, None]
+
+
+def average_statistics(model: nn.Module, engine: Engine) -> None:
+    """Sets BatchNorm's running statistics to the mean over the ranks, so that all ranks hold one model."""
+    buffers = [b for b in model.buffers() if b.is_floating_point()]
+    if engine.size == 1 or not buffers:
+        return
+    flat = torch.cat([b.flatten() for b in buffers]).cpu()
+    mean = torch.from_numpy(engine.sum(flat.numpy())) / engine.size
+    for buffer, part in zip(buffers, mean.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(part.view_as(buffer))
+
+
+def fingerprint(model: nn.Module, with_statistics: bool) -> int:
+    """64 bits that change when any bit of the weights does (and of BatchNorm's statistics, where asked)."""
+    tensors = list(model.state_dict().values()) if with_statistics else list(model.parameters())
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().flatten().view(_word(tensor)).to(torch.int64)
+        # Odd, different factors: a swap of two values shows, and so does every single changed bit.
+        factors = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+        total = total * 1_000_003 + (bits * factors).sum()
+    return int(total.item())
+
+
+def _word(tensor: torch.Tensor) -> torch.dtype:
+    return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]

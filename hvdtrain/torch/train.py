@@ -1,0 +1,322 @@
+"""The PyTorch training loop: a run from the first broadcast to the last checkpoint."""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hvdtrain import checkpoint, guard, output
+from hvdtrain.datasets import DRAWS
+from hvdtrain.errors import DivergedError, HvdtrainError, TrainingError, WorldError
+from hvdtrain.metrics import Reporter, Totals
+from hvdtrain.run import Run
+from hvdtrain.sharding import Epoch, shard
+from hvdtrain.torch import models, state
+from hvdtrain.torch.data import Loader, Pair, Request, autocast
+from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines.local import LocalEngine
+
+
+def train(run: Run) -> None:
+    """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
+    engine = open_engine(run)
+    try:
+        guard.check_world(run.topology, engine.rank, engine.size)
+        Training(run, engine).run_to_end()
+    except RuntimeError as error:
+        # Horovod's HorovodInternalError is a RuntimeError without a type of its own in every version.
+        if isinstance(error, HvdtrainError) or "Horovod" not in type(error).__name__ + str(error):
+            raise
+        raise TrainingError(
+            "another rank ended, and this one with it; the first message of another rank tells why. "
+            "The same command goes on from the last checkpoint."
+        ) from None
+    finally:
+        engine.close()
+
+
+def open_engine(run: Run) -> Engine:
+    """The engine of the run, joined with the other ranks and bound to its device."""
+    _use_threads(run.topology.local_size)
+    if run.engine == "local":
+        return LocalEngine(device(run, True))
+    from hvdtrain.torch.engines.horovod import HorovodEngine
+
+    timeline = run.start.folder.path / "timeline.json" if run.start and run.recipe.timeline else None
+    engine = HorovodEngine(run.recipe, timeline)
+    engine.device = device(run, engine.gpu_operations)
+    return engine
+
+
+def device(run: Run, gpu_operations: bool) -> torch.device:
+    """One visible GPU: that one. As many as ranks on this host: the local rank's. Otherwise refused."""
+    wanted, visible, topology = run.recipe.device, torch.cuda.device_count(), run.topology
+    if wanted == "cpu" or (wanted == "auto" and not visible):
+        return torch.device("cpu")
+    if not visible:
+        raise WorldError("--device cuda needs a visible GPU, got none; take --device cpu, or ask for a GPU.")
+    if not gpu_operations:
+        raise WorldError(
+            f"{visible} GPUs are visible, but this Horovod averages on the CPU only; "
+            "build it for NCCL: python -m hvdtrain build --gpu nccl, or take --device cpu."
+        )
+    if visible not in {1, topology.local_size}:
+        raise WorldError(
+            f"{visible} GPUs are visible to each of the {topology.local_size} ranks on {topology.host}: there must "
+            "be one for each rank, or one that the rank has for itself; change the number of ranks or "
+            "CUDA_VISIBLE_DEVICES."
+        )
+    index = 0 if visible == 1 else topology.local_rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _use_threads(local_size: int) -> None:
+    """Shares the CPUs of this process among the ranks of this host, unless they were bound or told already."""
+    cpus = len(os.sched_getaffinity(0))
+    if "OMP_NUM_THREADS" not in os.environ and cpus == os.cpu_count():
+        torch.set_num_threads(max(1, cpus // local_size))
+
+
+class Training:
+    """The parts of one run on one rank, and the loop over them."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        self.run, self.recipe, self.plan, self.engine = run, run.recipe, run.plan, engine
+        torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
+        self.model = models.build(self.recipe, run.dataset.classes, engine)
+        plain = torch.optim.SGD(
+            self.model.parameters(),
+            lr=self.plan.peak_lr,
+            momentum=self.recipe.momentum,
+            nesterov=self.recipe.nesterov,
+            weight_decay=self.recipe.weight_decay,
+            fused=self.recipe.fused_optimizer or None,
+        )
+        self.scaler = torch.amp.GradScaler(engine.device.type, enabled=self.recipe.precision == "float16")
+        self.optimizer = engine.wrap(self.model, plain)
+        state.start_momentum(self.optimizer)
+        self.state = state.tensors(self.model, self.optimizer)
+        self.progress = self._begin()
+        self.loader = Loader(self.recipe, run.dataset, engine.device)
+        self.reporter = self._reporter()
+        self.profiler: Any = contextlib.nullcontext()
+
+    def run_to_end(self) -> None:
+        """Epoch after epoch: train, validate, tell, checkpoint."""
+        with self._profile() as self.profiler:
+            while self.progress.step < self.plan.total_steps:
+                self._train_epoch()
+                self._finish_epoch()
+        self._tell_result()
+
+    def _begin(self) -> state.Progress:
+        """Rank 0's weights, or its checkpoint's, on every rank."""
+        start = self.run.start
+        facts = None
+        if start and start.checkpoint:
+            state.load(self.state, start.checkpoint)
+            facts = dict(start.checkpoint.meta)
+        facts = self.engine.broadcast(self.state, facts)
+        if facts is None:
+            return state.Progress()
+        self.scaler.load_state_dict(facts["scaler"])
+        return state.Progress.of(facts)
+
+    def _reporter(self) -> Reporter | None:
+        start = self.run.start
+        if not start:
+            return None
+        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
+        live = sys.stdout.isatty() and self.run.topology.launcher != "mpirun"
+        reporter = Reporter(start.folder.path, self.plan, self.progress.step, live)
+        where = f"{self.engine.size} ranks, {self.run.topology.launcher}, {self.run.engine} on {self.engine.device}"
+        for line in (
+            *self.plan.lines(),
+            f"ranks       {where}",
+            f"output      {start.folder.path}",
+            *start.notes,
+        ):
+            reporter.note(line)
+        return reporter
+
+    def _train_epoch(self) -> None:
+        """The rest of the current epoch, from where a checkpoint may have left it."""
+        progress, plan, recipe = self.progress, self.plan, self.recipe
+        models.training_mode(self.model, recipe)
+        if self.reporter:
+            self.reporter.begin_epoch()
+        told, meter, began = progress.step, _Meter(self.engine.device), time.monotonic()
+        for start, parts in self._epoch_batches():
+            lr = plan.schedule.lr(progress.epoch + start / (plan.steps_per_epoch * plan.global_batch), progress.plateau)
+            self._update(parts, lr, meter)
+            progress.step += 1
+            progress.sample = start + plan.global_batch
+            last = progress.step == plan.total_steps or progress.sample + plan.global_batch > plan.train_examples
+            due = _due(progress.step, recipe.checkpoint_every_steps)
+            if last or due or _due(progress.step, recipe.log_every_steps):
+                totals = meter.take().over_ranks(self.engine.sum)
+                progress.train += totals
+                self._check_finite(totals)
+                if self.reporter:
+                    iteration = progress.sample // plan.global_batch
+                    seconds = time.monotonic() - began
+                    self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
+                told, began = progress.step, time.monotonic()
+            if progress.step == 1 or _due(progress.step, recipe.guard_every_steps):
+                self._check_replicas()
+            if due and not last:
+                self._checkpoint(None)
+            if progress.step == plan.total_steps:
+                break
+        assert told == progress.step
+
+    def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
+        """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""
+        plan, topology = self.plan, self.run.topology
+        order = Epoch.of(plan.train_examples, self.recipe.seed, self.progress.epoch, DRAWS)
+        starts = range(self.progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
+        requests: list[Request] = []
+        for start in starts:
+            share = order.share(start, plan.global_batch, topology.rank, topology.size)
+            requests += [(part, order.draws[part]) for part in np.split(share, self.recipe.accumulation_steps)]
+        pairs = self.loader.batches(self.run.dataset.train, requests)
+        for start in starts:
+            yield start, [next(pairs) for _ in range(self.recipe.accumulation_steps)]
+
+    def _update(self, parts: list[Pair], lr: float, meter: "_Meter") -> None:
+        """One update from the parts of this rank's share."""
+        # A function of the step, not of what ran before: a resumed run draws what the undisturbed one drew.
+        torch.manual_seed(hash((self.recipe.seed, self.progress.step, self.engine.rank)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        for x, y in parts:
+            with autocast(self.recipe, self.engine.device):
+                out = self.model(x)
+                loss = self._loss(out, y)
+            self.scaler.scale(loss / len(parts)).backward()
+            meter.add(loss, out, y)
+        self.engine.finish(self.optimizer)
+        if self.recipe.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+        with self.engine.applying(self.optimizer):
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.profiler:
+            self.profiler.step()
+
+    def _loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(out, y) if self.run.dataset.classes is None else F.cross_entropy(out, y)
+
+    def _finish_epoch(self) -> None:
+        models.average_statistics(self.model, self.engine)
+        valid = self._validate()
+        progress = self.progress
+        if self.reporter:
+            self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
+        whole = progress.sample + self.plan.global_batch > self.plan.train_examples
+        if whole:
+            plateau = self.plan.schedule.after_epoch(progress.plateau, progress.epoch + 1, valid.mean_loss)
+            self.progress = state.Progress(progress.step, progress.epoch + 1, plateau=plateau)
+        if _due(self.progress.epoch, self.recipe.checkpoint_every_epochs) or progress.step == self.plan.total_steps:
+            self._checkpoint(-valid.mean_loss if self.run.dataset.classes is None else valid.accuracy)
+
+    def _validate(self) -> Totals:
+        """Totals over the whole validation set: every rank reads its part, no example twice or padded."""
+        plan, topology = self.plan, self.run.topology
+        mine = shard(plan.valid_examples, topology.rank, topology.size)
+        cuts = range(plan.micro_batch, len(mine), plan.micro_batch)
+        requests: list[Request] = [(part, None) for part in np.split(mine, cuts) if part.size]
+        meter = _Meter(self.engine.device)
+        self.model.eval()
+        with torch.inference_mode(), autocast(self.recipe, self.engine.device):
+            for x, y in self.loader.batches(self.run.dataset.valid, requests):
+                out = self.model(x)
+                meter.add(self._loss(out, y), out, y)
+        return meter.take().over_ranks(self.engine.sum)
+
+    def _checkpoint(self, valid_score: float | None) -> None:
+        """Commits the whole state. BatchNorm's statistics are averaged first, as every rank then holds them."""
+        if valid_score is None:
+            models.average_statistics(self.model, self.engine)
+        start = self.run.start
+        if not start:
+            return
+        facts = {
+            **self.progress.facts(),
+            "model": output.model_identity(self.plan),
+            "recipe": self.recipe.name,
+            "ranks": self.engine.size,
+            "scaler": self.scaler.state_dict(),
+            "valid_score": valid_score,
+        }
+        checkpoint.commit(start.folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
+        finished = self.progress.step >= self.plan.total_steps
+        start.folder.write_status("finished" if finished else "running", step=self.progress.step)
+
+    def _check_finite(self, totals: Totals) -> None:
+        if not math.isfinite(totals.loss):
+            raise DivergedError(
+                f"the training loss is {totals.loss} at step {self.progress.step}; lower the LR (peak "
+                f"{self.plan.peak_lr:g}), lengthen the warm-up, or set --clip-norm."
+            )
+
+    def _check_replicas(self) -> None:
+        shared_statistics = self.recipe.batch_norm != "local"
+        mark = models.fingerprint(self.model, shared_statistics)
+        guard.check_replicas(mark, self.progress.step, self.run.topology, self.engine.sum)
+
+    def _profile(self) -> Any:
+        """On the chief, where the recipe asks: a trace of ten steps into the run folder."""
+        start = self.run.start
+        if not (self.recipe.profile and start):
+            return contextlib.nullcontext()
+        trace = str(start.folder.path / "profile.json")
+        return torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=3, warmup=2, active=10, repeat=1),
+            on_trace_ready=lambda profile: profile.export_chrome_trace(trace),
+        )
+
+    def _tell_result(self) -> None:
+        if not (self.reporter and self.run.start):
+            return
+        if isinstance(self.model, nn.Linear):
+            slope, intercept = self.model.weight.item(), self.model.bias.item()
+            self.reporter.note(f"fitted line: y = {slope:.4f} x + {intercept:.4f}")
+        self.reporter.note(f"finished at step {self.progress.step}; everything is in {self.run.start.folder.path}")
+        self.reporter.close()
+
+
+class _Meter:
+    """Sums of loss, right answers and examples, kept on the device so that a step waits for nothing."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=where)
+
+    def add(self, loss: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> None:
+        """A batch: mean loss, outputs [n, classes] and labels [n] (or both [n, 1]: no right or wrong)."""
+        count = len(y)
+        self._sums[0] += loss.detach() * count
+        if y.dim() == 1:
+            self._sums[1] += (out.detach().argmax(1) == y).sum()
+        self._sums[2] += count
+
+    def take(self) -> Totals:
+        """The sums so far; they start again at 0."""
+        totals = Totals(*self._sums.tolist())
+        self._sums.zero_()
+        return totals
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
