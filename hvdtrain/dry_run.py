@@ -1,5 +1,6 @@
 """`python -m hvdtrain plan RECIPE [--ranks N] [flags]`: the plan of a run, without running it."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from hvdtrain.topology import Topology
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises HvdtrainError."""
     rest, ranks = _take_ranks(list(argv))
+    if {"-h", "--help"} & set(rest):
+        print("--ranks N   the number of ranks to plan for (default: 1); beside it, the flags of a run:\n")
     recipe, _ = flags.parse_run("python -m hvdtrain plan", rest)
     topology = replace(Topology.alone(), size=ranks)
     print("\n".join(plan.make(recipe, topology, load_dataset(recipe)).lines()))
@@ -24,7 +27,7 @@ def _take_ranks(argv: list[str]) -> tuple[list[str], int]:
         flag, equals, value = word.partition("=")
         if flag == "--ranks":
             value = value if equals else (argv[place + 1] if place + 1 < len(argv) else "")
-            if not value.isdigit() or int(value) < 1:
-                raise RecipeError(f"--ranks must be a number of at least 1, got {value!r}.")
+            if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
+                raise RecipeError(f"--ranks must be a whole number of at least 1, got {value!r}.")
             return argv[:place] + argv[place + (1 if equals else 2) :], int(value)
     return argv, 1

@@ -10,7 +10,9 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── BuildError                 Horovod could not be built or did not prove itself
 ├── EngineUnavailable          a collective library is not installed
 ├── WorldError                 the launcher and the collective library disagree about the number of ranks
+├── DeviceError                the visible GPUs do not fit the ranks
 └── TrainingError              exit code 1: training began and had to stop
+    ├── AbortedError           another rank ended, and this one with it
     ├── DivergedError          the loss is no longer finite
     └── ReplicaError           the ranks' weights have parted
 """
@@ -20,10 +22,14 @@ class HvdtrainError(Exception):
     """Its text is one line: the value, the rule, the remedy."""
 
     exit_code = 2
+    everywhere = False
+    """Whether every rank raises it alike, so that one rank's word is enough."""
 
 
 class RecipeError(HvdtrainError):
     """A recipe or a flag breaks a rule."""
+
+    everywhere = True
 
 
 class TopologyError(HvdtrainError):
@@ -32,6 +38,8 @@ class TopologyError(HvdtrainError):
 
 class PlanError(HvdtrainError):
     """Recipe, ranks and data do not fit together."""
+
+    everywhere = True
 
 
 class DataError(HvdtrainError):
@@ -57,6 +65,12 @@ class EngineUnavailable(HvdtrainError):
 class WorldError(HvdtrainError):
     """The launcher and the collective library disagree about the number of ranks."""
 
+    everywhere = True
+
+
+class DeviceError(HvdtrainError):
+    """The visible GPUs do not fit the ranks."""
+
 
 class TrainingError(HvdtrainError):
     """Training began and had to stop."""
@@ -64,9 +78,19 @@ class TrainingError(HvdtrainError):
     exit_code = 1
 
 
+class AbortedError(TrainingError):
+    """Another rank ended, and this one with it."""
+
+    everywhere = True
+
+
 class DivergedError(TrainingError):
     """The loss is no longer finite."""
+
+    everywhere = True
 
 
 class ReplicaError(TrainingError):
     """The ranks' weights have parted."""
+
+    everywhere = True

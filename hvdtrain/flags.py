@@ -14,6 +14,14 @@ from hvdtrain import recipe as recipes
 from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import Recipe
 
+REWORDED = (  # tyro's words for a bad value, and ours
+    (r"Missing value for argument '(?:\S*/)?(.*?)'.*", r"\1 needs a value"),
+    (r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*)\)", r"\2 must be one of \3, got '\1'"),
+    (r"(?:\S*/)?(\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be a whole number, got \2"),
+    (r"(?:\S*/)?(\S+): could not convert string to float: (.*)", r"\1 must be a number, got \2"),
+    (r"(\S+): no type matching \{None\}\|INT .* from \[(.*?)\].*", r"\1 must be a whole number or None, got \2"),
+    (r"(\S+): no type matching \{None\}\|FLOAT .* from \[(.*?)\].*", r"\1 must be a number or None, got \2"),
+)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -45,7 +53,8 @@ def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
     defaults = {field: getattr(base, field) for field in Recipe.model_fields if field != "name"}
     values = vars(parse(_run_flags(defaults), f"{prog} {name}", flags))
     options = Options(**{f.name: values.pop(f.name) for f in dataclasses.fields(Options)})
-    changed = {field: value for field, value in values.items() if value != defaults[field]}
+    said = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in flags}
+    changed = {field: value for field, value in values.items() if field in said or value != defaults[field]}
     return recipes.load(name, changed), options
 
 
@@ -60,6 +69,8 @@ def parse(flags: Any, prog: str, argv: Sequence[str]) -> Any:
             raise
         raise RecipeError(_one_line(said.getvalue())) from None
     if unknown:
+        if not unknown[0].startswith("-"):
+            raise RecipeError(f"{unknown[0]!r} belongs to no flag; see {prog} --help.")
         known = [f.name.replace("_", "-") for f in dataclasses.fields(flags)]
         word = unknown[0].partition("=")[0]
         near = recipes.nearest(word.lstrip("-").replace("_", "-"), known).replace("mean ", "mean --")
@@ -99,4 +110,7 @@ def _one_line(box: str) -> str:
     told = " ".join(row for row in inside[1:] if row)  # the first row is the frame's title
     for end in ("Argument helptext", "For full helptext"):
         told = told.partition(end)[0]
-    return f"{told.strip().removeprefix('Error parsing ').rstrip('.')}; --help lists the flags."
+    told = told.strip().removeprefix("Error parsing ").rstrip(".")
+    for theirs, ours in REWORDED:
+        told = re.sub(f"^{theirs}$", ours, told)
+    return f"{told}; --help lists the flags."

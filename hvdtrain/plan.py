@@ -1,5 +1,6 @@
 """The plan of a run: what recipe, ranks and data come to in numbers, before any framework is loaded."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ class Plan:
         r = self.recipe
         left_out = self.train_examples - self.steps_per_epoch * self.global_batch
         parts = f" in {r.accumulation_steps} parts of {self.micro_batch}" if r.accumulation_steps > 1 else ""
-        capped = f", stopped after {r.max_steps} (max_steps)" if r.max_steps else ""
+        capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
         return [
             f"recipe      {r.name}: {r.model} ({self.parameters:,} parameters) on {r.dataset}, "
             f"{self.train_examples:,} examples to train, {self.valid_examples:,} to validate",
@@ -81,7 +82,7 @@ class Plan:
             ratio = f"{self.global_batch}/{r.base_batch_size}"
             factor = ratio if r.lr_rule == "linear" else f"sqrt({ratio})"
             peak = f"{s.peak_lr:g} = {r.base_lr:g} x {factor} (rule {r.lr_rule})"
-        warmup = f"warm-up {r.warmup_epochs:g} epochs, then " if r.warmup_epochs else ""
+        warmup = f"warm-up over {r.warmup_epochs:g} of {r.epochs} epochs, then " if r.warmup_epochs else ""
         decay = {
             "constant": "constant",
             "step": f"x{r.lr_factor:g} at epochs {', '.join(map(str, r.lr_milestones))}",
@@ -96,7 +97,7 @@ def make(recipe: Recipe, topology: Topology, dataset: Dataset) -> Plan:
     examples, size, parts = len(dataset.train), topology.size, recipe.accumulation_steps
     global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
     if global_batch % (size * parts):
-        raise PlanError(_indivisible(global_batch, size, parts))
+        raise PlanError(_indivisible(recipe, size))
     if global_batch > examples:
         raise PlanError(
             f"the global batch must be at most the {examples} training examples, got {global_batch}; "
@@ -135,9 +136,14 @@ def parameters(recipe: Recipe, classes: int | None) -> int:
     return RESNET50_BODY + (RESNET50_FEATURES + 1) * (classes or 0)
 
 
-def _indivisible(batch: int, size: int, parts: int) -> str:
-    step = size * parts
+def _indivisible(recipe: Recipe, size: int) -> str:
+    parts = recipe.accumulation_steps
+    if recipe.batch_size_per_rank:
+        key, batch, factors = "batch_size_per_rank", recipe.batch_size_per_rank, {"accumulation steps": parts}
+    else:
+        key, batch, factors = "batch_size", recipe.batch_size or 0, {"ranks": size, "accumulation steps": parts}
+    step = math.prod(factors.values())
     low, high = batch // step * step, (batch // step + 1) * step
     choices = f"{low} or {high}" if low else f"{high}"
-    rule = f"{size} ranks" + (f" x {parts} accumulation steps" if parts > 1 else "")
-    return f"the global batch must be a multiple of {rule}, got {batch}; take {choices}."
+    rule = " x ".join(f"{count} {what}" for what, count in factors.items() if count > 1)
+    return f"{key} must be a multiple of {rule}, got {batch}; take {choices}."

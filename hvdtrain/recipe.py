@@ -10,12 +10,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hvdtrain.errors import RecipeError
 
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
+
+RULES = {  # pydantic's name of a broken rule: how a person would say it
+    "int_type": "be a whole number",
+    "int_from_float": "be a whole number",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be true or false",
+    "string_type": "be text",
+    "path_type": "be a path",
+    "tuple_type": "be a list",
+    "literal_error": "be {expected}",
+    "greater_than": "be greater than {gt:g}",
+    "greater_than_equal": "be at least {ge:g}",
+    "less_than": "be less than {lt:.19g}",
+}
 
 
 class Recipe(BaseModel):
@@ -40,7 +56,7 @@ class Recipe(BaseModel):
     accumulation_steps: PositiveInt = Field(1, description="parts a rank's share of a batch is computed in")
     epochs: PositiveInt = Field(description="passes over the training set")
     max_steps: PositiveInt | None = Field(None, description="stop after this many updates")
-    seed: Count = Field(0, description="of the weights, the order and the augmentation")
+    seed: Seed = Field(0, description="of the weights, the order and the augmentation")
 
     base_lr: PositiveFloat = Field(description="learning rate at base_batch_size")
     base_batch_size: PositiveInt | None = Field(None, description="global batch that base_lr holds at")
@@ -102,7 +118,7 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
 def validate(keys: Mapping[str, Any]) -> Recipe:
     """Keys -> Recipe. Raises RecipeError naming the first key that breaks a rule."""
     try:
-        recipe = Recipe.model_validate(dict(keys))
+        recipe = Recipe.model_validate({str(key): value for key, value in keys.items()})
     except ValidationError as error:
         raise RecipeError(_first_line(error)) from None
     _check_together(recipe)
@@ -134,9 +150,13 @@ def _entry(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
         raise RecipeError(f"recipe {file} has no entry {entry!r}.{near} Entries: {', '.join(entries)}.")
     keys = entries[entry]
     if not isinstance(keys, dict):
-        raise RecipeError(f"{name} must be a mapping of keys to values, got {keys!r}.")
+        raise RecipeError(f"entry {entry} of {file} must map keys to values, got {keys!r}.")
     keys = dict(keys)
-    base = keys.pop("extends", None)
+    base = keys.pop("extends", "")
+    if not isinstance(base, str):
+        raise RecipeError(
+            f"extends in entry {entry} of {file} must name a recipe, as linear:default does, got {base!r}."
+        )
     return _over(_entry(base, (*seen, name)) if base else {}, keys)
 
 
@@ -160,7 +180,8 @@ def _read(file: str) -> dict[str, Any]:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"cannot read recipe file {file}: {error}; give a readable .yaml file.") from None
+            reason = getattr(error, "strerror", None) or error
+            raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None
     try:
         entries = YAML(typ="safe", pure=True).load(text)
     except DuplicateKeyError as error:
@@ -173,9 +194,11 @@ def _read(file: str) -> dict[str, Any]:
         where = error.problem_mark
         line = f" line {where.line + 1}" if where else ""
         raise RecipeError(f"{file}{line} is not YAML: {error.problem}.") from None
+    except (YAMLError, ValueError) as error:  # a control character; a date such as 2024-13-01
+        raise RecipeError(f"{file} is not YAML: {str(error).partition(chr(10))[0]}.") from None
     if not isinstance(entries, dict):
         raise RecipeError(f"{file} must hold named entries (name: keys), got {entries!r}.")
-    return entries
+    return {str(entry): keys for entry, keys in entries.items()}
 
 
 def _first_line(error: ValidationError) -> str:
@@ -185,8 +208,9 @@ def _first_line(error: ValidationError) -> str:
         return f"unknown key {key!r}.{nearest(key, list(Recipe.model_fields))}"
     if first["type"] == "missing":
         return f"{key} is missing; it says: {Recipe.model_fields[key].description}."
-    rule = first["msg"].removeprefix("Input s").removeprefix("hould ")
-    return f"{key} must {rule}, got {first['input']!r}."
+    subject = f"each of {key}" if len(first["loc"]) > 1 else key
+    rule = RULES.get(first["type"], "be valid ({error})").format(error=first["msg"], **first.get("ctx", {}))
+    return f"{subject} must {rule}, got {first['input']!r}."
 
 
 def _check_together(recipe: Recipe) -> None:

@@ -3,13 +3,14 @@
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdtrain import datasets, flags, guard, output
 from hvdtrain import plan as plans
-from hvdtrain.errors import HvdtrainError, OutputError, RecipeError
+from hvdtrain.errors import HvdtrainError, OutputError
 from hvdtrain.output import Start
 from hvdtrain.plan import Plan
 from hvdtrain.recipe import Recipe
@@ -66,6 +67,10 @@ def main(prog: str, argv: Sequence[str], train: Callable[[Run], None]) -> int:
         train(run)
     except HvdtrainError as error:
         return _fail(error, topology, run)
+    except KeyboardInterrupt:
+        if topology.is_chief:
+            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
@@ -78,8 +83,8 @@ def _fail(error: HvdtrainError, topology: Topology, run: Run | None) -> int:
     if run and run.start:
         with contextlib.suppress(OSError):  # the disk may be what failed
             run.start.folder.write_status("failed", error=str(error))
-    # A flag or a recipe is as wrong on every rank: one of them says so. Files may be missing on one host only.
-    if topology.is_chief or (topology.local_rank == 0 and not isinstance(error, RecipeError)):
+    # Before training a host's first rank speaks for the host; later, a damaged file may be one rank's alone.
+    if topology.is_chief or (not error.everywhere and (run or topology.local_rank == 0)):
         print(one_line(error, topology), file=sys.stderr, flush=True)
     return error.exit_code
 

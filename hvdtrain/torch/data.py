@@ -4,8 +4,6 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,30 +22,36 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 AHEAD = 2
 
 
-@dataclass(frozen=True)
 class Loader:
     """Reads requests of a split into pairs (x, y) on the device: pictures normalised, NCHW."""
 
-    recipe: Recipe
-    dataset: Dataset
-    device: torch.device
+    def __init__(self, recipe: Recipe, dataset: Dataset, device: torch.device) -> None:
+        self.recipe, self.dataset, self.device = recipe, dataset, device
+        self._pools: dict[int, tuple[list[Request], DataLoader]] = {}
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
         """One pair a request, in order. An error of the reader is raised here."""
-        pairs = self._in_processes(split, requests) if self.recipe.workers else _in_thread(split, requests)
-        return self._on_device(pairs)
+        read = self._in_processes if self.recipe.workers else _in_thread
+        return self._on_device(_raising(read(split, requests)))
 
-    def _in_processes(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
-        # forkserver, never fork: a forked copy of a process that talks MPI may corrupt its memory.
-        return iter(
-            DataLoader(
-                _Requests(split, requests),
+    def _in_processes(self, split: Split, requests: list[Request]) -> Iterator[Pair | Exception]:
+        """Reads in processes that are started once for each split and wait between epochs."""
+        if id(split) not in self._pools:
+            sampler: list[Request] = []
+            pool = DataLoader(
+                _Reader(split),
+                sampler=sampler,
                 batch_size=None,
-                num_workers=min(self.recipe.workers, len(requests)),
-                multiprocessing_context="forkserver",
+                num_workers=self.recipe.workers,
+                persistent_workers=True,
                 prefetch_factor=AHEAD,
+                # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
+                multiprocessing_context="forkserver",
             )
-        )
+            self._pools[id(split)] = sampler, pool
+        sampler, pool = self._pools[id(split)]
+        sampler[:] = requests
+        return iter(pool)
 
     def _on_device(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         if self.device.type == "cpu":
@@ -91,35 +95,40 @@ def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, DTYPES[recipe.precision] if mixed else None, enabled=mixed)
 
 
-class _Requests(TorchDataset):
-    """A split as a map-style PyTorch data set of whole batches."""
+class _Reader(TorchDataset):
+    """A split as a PyTorch data set whose index is a whole request."""
 
-    def __init__(self, split: Split, requests: list[Request]) -> None:
-        self.split, self.requests = split, requests
+    def __init__(self, split: Split) -> None:
+        self.split = split
 
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def __getitem__(self, place: int) -> Pair:
-        return _read(self.split, self.requests[place])
+    def __getitem__(self, request: Request) -> Pair | Exception:
+        return _read(self.split, request)
 
 
-def _read(split: Split, request: Request) -> Pair:
-    x, y = split.read(*request)
+def _read(split: Split, request: Request) -> Pair | Exception:
+    """The pair, or the reader's error, which only the loop's thread may raise."""
+    try:
+        x, y = split.read(*request)
+    except Exception as error:
+        return error
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
-def _in_thread(split: Split, requests: list[Request]) -> Iterator[Pair]:
+def _raising(items: Iterable[Pair | Exception]) -> Iterator[Pair]:
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+def _in_thread(split: Split, requests: list[Request]) -> Iterator[Pair | Exception]:
     """Reads up to AHEAD batches ahead in a thread, which ends with the iterator."""
-    filled: queue.Queue[Any] = queue.Queue(AHEAD)
+    filled: queue.Queue[Pair | Exception] = queue.Queue(AHEAD)
     stop = threading.Event()
 
     def work() -> None:
         for request in requests:
-            try:
-                item: Any = _read(split, request)
-            except Exception as error:  # whatever it is, the loop's thread must raise it
-                item = error
+            item = _read(split, request)
             while True:
                 if stop.is_set():
                     return
@@ -131,10 +140,7 @@ def _in_thread(split: Split, requests: list[Request]) -> Iterator[Pair]:
     thread.start()
     try:
         for _ in requests:
-            item = filled.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
+            yield filled.get()
     finally:
         stop.set()
         thread.join()

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from hvdtrain import checkpoint, guard, output
 from hvdtrain.datasets import DRAWS
-from hvdtrain.errors import DivergedError, HvdtrainError, TrainingError, WorldError
+from hvdtrain.errors import AbortedError, DeviceError, DivergedError
 from hvdtrain.metrics import Reporter, Totals
 from hvdtrain.run import Run
 from hvdtrain.sharding import Epoch, shard
@@ -32,10 +31,9 @@ def train(run: Run) -> None:
         guard.check_world(run.topology, engine.rank, engine.size)
         Training(run, engine).run_to_end()
     except RuntimeError as error:
-        # Horovod's HorovodInternalError is a RuntimeError without a type of its own in every version.
-        if isinstance(error, HvdtrainError) or "Horovod" not in type(error).__name__ + str(error):
+        if type(error).__name__ != "HorovodInternalError":  # known by name: a LocalEngine runs without Horovod
             raise
-        raise TrainingError(
+        raise AbortedError(
             "another rank ended, and this one with it; the first message of another rank tells why. "
             "The same command goes on from the last checkpoint."
         ) from None
@@ -62,14 +60,14 @@ def device(run: Run, gpu_operations: bool) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not visible):
         return torch.device("cpu")
     if not visible:
-        raise WorldError("--device cuda needs a visible GPU, got none; take --device cpu, or ask for a GPU.")
+        raise DeviceError("--device cuda needs a visible GPU, got none; take --device cpu, or ask for a GPU.")
     if not gpu_operations:
-        raise WorldError(
+        raise DeviceError(
             f"{visible} GPUs are visible, but this Horovod averages on the CPU only; "
             "build it for NCCL: python -m hvdtrain build --gpu nccl, or take --device cpu."
         )
     if visible not in {1, topology.local_size}:
-        raise WorldError(
+        raise DeviceError(
             f"{visible} GPUs are visible to each of the {topology.local_size} ranks on {topology.host}: there must "
             "be one for each rank, or one that the rank has for itself; change the number of ranks or "
             "CUDA_VISIBLE_DEVICES."
@@ -108,13 +106,13 @@ class Training:
         self.progress = self._begin()
         self.loader = Loader(self.recipe, run.dataset, engine.device)
         self.reporter = self._reporter()
-        self.profiler: Any = contextlib.nullcontext()
+        self.profiler = self._profiler()
 
     def run_to_end(self) -> None:
         """Epoch after epoch: train, validate, tell, checkpoint."""
-        with self._profile() as self.profiler:
+        with self.profiler or contextlib.nullcontext():
             while self.progress.step < self.plan.total_steps:
-                self._train_epoch()
+                self.train_epoch()
                 self._finish_epoch()
         self._tell_result()
 
@@ -148,7 +146,7 @@ class Training:
             reporter.note(line)
         return reporter
 
-    def _train_epoch(self) -> None:
+    def train_epoch(self) -> None:
         """The rest of the current epoch, from where a checkpoint may have left it."""
         progress, plan, recipe = self.progress, self.plan, self.recipe
         models.training_mode(self.model, recipe)
@@ -276,11 +274,11 @@ class Training:
         mark = models.fingerprint(self.model, shared_statistics)
         guard.check_replicas(mark, self.progress.step, self.run.topology, self.engine.sum)
 
-    def _profile(self) -> Any:
+    def _profiler(self) -> torch.profiler.profile | None:
         """On the chief, where the recipe asks: a trace of ten steps into the run folder."""
         start = self.run.start
         if not (self.recipe.profile and start):
-            return contextlib.nullcontext()
+            return None
         trace = str(start.folder.path / "profile.json")
         return torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=3, warmup=2, active=10, repeat=1),

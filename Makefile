@@ -1,0 +1,29 @@
+# Everything goes into .venv, and Horovod's finished wheel into ~/.cache/hvdtrain; nothing else is touched.
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+
+.PHONY: train test check horovod clean
+
+train: horovod  ## ResNet50 on real pictures over two Horovod ranks
+	$(BIN)/horovodrun -np 2 $(BIN)/python -m hvdtrain.torch digits
+
+test: horovod  ## every test
+	$(BIN)/python -m pytest
+
+check: .venv/installed  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+horovod: .venv/installed
+	$(BIN)/python -m hvdtrain build --frameworks torch
+
+# A Python without ensurepip (Debian without python3-venv) still has a pip that can install into the environment.
+.venv/installed: setup.cfg constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hvdtrain needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; say which: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv || { $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,test]'
+	touch $@
+
+clean:  ## forget the environment; the runs and Horovod's wheel stay
+	rm -rf .venv

@@ -1,0 +1,40 @@
+"""`python -m hvdtrain bench`: measurements, each a ratio within one interleaved run."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from hvdtrain import flags
+from hvdtrain.errors import EngineUnavailable
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Measures this machine."""
+
+    what: Annotated[
+        Literal["overhead"],
+        tyro.conf.Positional,
+        tyro.conf.arg(help="overhead: step time of hvdtrain.torch over that of a hand-written Horovod loop"),
+    ]
+    recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take both steps from")] = "digits"
+    ranks: Annotated[int, tyro.conf.arg(help="local ranks")] = 2
+    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, in turn; the first is warm-up")] = 6
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
+    options = flags.parse(Options, "python -m hvdtrain bench", argv)
+    horovodrun = Path(sys.executable).with_name("horovodrun")
+    if not horovodrun.exists():
+        raise EngineUnavailable(f"{horovodrun} is missing; build Horovod first: python -m hvdtrain build")
+    command = [str(horovodrun), "-np", str(options.ranks), sys.executable, "-m", "hvdtrain.torch.overhead"]
+    threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    return subprocess.run([*command, options.recipe, str(options.rounds)], env=environ, check=False).returncode

@@ -1,0 +1,206 @@
+"""What test_torch_*.py start on every rank: `python torch_programs.py NAME FOLDER`.
+
+Each program takes the values of FOLDER/given.json and returns what this rank writes to FOLDER/rank-R.json.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdtrain import run as runs
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.recipe import load
+from hvdtrain.topology import discover
+from hvdtrain.torch import models
+from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.train import Training, open_engine
+
+
+def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
+    """Horovod's engine for a recipe; joins the ranks the first time."""
+    from hvdtrain.torch.engines.horovod import HorovodEngine
+
+    return HorovodEngine(load(recipe, overrides), None)
+
+
+def prepared(argv: list[str]) -> Training:
+    """A training ready to begin, as `python -m hvdtrain.torch ARGV` makes it."""
+    run = runs.prepare("test", argv, discover(os.environ))
+    return Training(run, open_engine(run))
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """The same for two ranks only where every tensor is the same to the bit."""
+    said = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        said.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + tensor.detach().numpy().tobytes())
+    return said.hexdigest()
+
+
+def verbs() -> dict[str, Any]:
+    """Every verb of Horovod's engine."""
+    return told_by(horovod())
+
+
+def told_by(engine: Engine) -> dict[str, Any]:
+    """What each verb of an engine gave on this rank, as plain lists."""
+    rank = engine.rank
+    told: dict[str, Any] = {
+        "place": [rank, engine.size],
+        "sum of float64": engine.sum(np.array([rank + 1.0, 0.125 * rank])).tolist(),
+        "sum of float32": engine.sum(np.array([rank + 1.0], np.float32)).tolist(),
+        "sum of int64": engine.sum(np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1])).tolist(),
+        "sum of a table": engine.sum(np.full((2, 3), rank + 1.0)).tolist(),
+        "sum of another shape": engine.sum(np.arange(7.0)).tolist(),
+        "gathered": engine.gather_rows(torch.tensor([rank, 10.0 * rank], dtype=torch.float64)).tolist(),
+        "gathered float32": engine.gather_rows(torch.full((3,), rank + 0.5)).tolist(),
+    }
+    tensors = {
+        "scalar": torch.tensor(rank + 7),
+        "counts": torch.full((3,), 2**53 + 1 + rank),
+        "weights": torch.full((2, 2), rank + 0.5),
+        "doubles": torch.full((2,), rank + 0.1, dtype=torch.float64),
+    }
+    told["facts"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
+    told["no facts"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
+    told["broadcast"] = {name: tensor.tolist() for name, tensor in tensors.items()}
+    told["updates"] = updates(engine)
+    return told
+
+
+def updates(engine: Engine) -> list[list[float]]:
+    """Gradient and weight after each of two updates of lr 1; rank r's gradient is r + 1, then 10 (r + 1)."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    seen = []
+    for factor in (1.0, 10.0):
+        optimizer.zero_grad()
+        model(torch.full((1, 1), factor * (engine.rank + 1.0), dtype=torch.float64)).sum().backward()
+        engine.finish(optimizer)
+        gradient = model.weight.grad.item()
+        with engine.applying(optimizer):
+            optimizer.step()
+        seen.append([gradient, model.weight.item()])
+    return seen
+
+
+def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
+    """Runs by name, one after the other in one process group: digests of the weights and of the whole state."""
+    told = {}
+    for name, argv in given.items():
+        training = prepared(argv)
+        training.run_to_end()
+        told[name] = {
+            "weights": digest(dict(training.model.named_parameters())),
+            "state": digest(training.state),
+            "finite": all(bool(torch.isfinite(t).all()) for t in training.state.values() if t.is_floating_point()),
+            "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+            "settings": {key: value for key, value in os.environ.items() if key.startswith("HOROVOD_")},
+        }
+    return told
+
+
+def sync_batch_norm(shape: list[int], steps: int) -> dict[str, float]:
+    """The largest difference to BatchNorm2d on the concatenated batch: output, statistics, gradients."""
+    engine = horovod()
+    wide = dict(dtype=torch.float64)
+    torch.manual_seed(0)
+    pictures = torch.randn(steps, engine.size * shape[0], *shape[1:], **wide) * 3 + 100
+    gradients = torch.randn(pictures.shape, **wide)
+    plain = nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.3).double()
+    with torch.no_grad():
+        plain.weight.copy_(torch.rand(shape[1], **wide))
+        plain.bias.copy_(torch.rand(shape[1], **wide))
+    holder = nn.Sequential(nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.3)).double()
+    holder[0].load_state_dict(plain.state_dict())
+    synced = models.with_sync_batch_norm(holder, engine)[0].double()
+    mine = slice(engine.rank * shape[0], (engine.rank + 1) * shape[0])
+    furthest: dict[str, float] = {"eps": abs(synced.eps - 1e-3), "momentum": abs(synced.momentum - 0.3)}
+
+    def compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        furthest[name] = max(furthest.get(name, 0.0), (ours - theirs).abs().max().item())
+
+    for x, g in zip(pictures, gradients, strict=True):
+        whole, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+        theirs, ours = plain(whole), synced(part)
+        compare("output", ours, theirs[mine])
+        plain.zero_grad(), synced.zero_grad()
+        theirs.backward(g), ours.backward(g[mine])
+        compare("input's gradient", part.grad, whole.grad[mine])
+        for name in ("weight", "bias"):  # of a sum over the batch: the ranks' gradients add up to it
+            summed = torch.from_numpy(engine.sum(getattr(synced, name).grad.numpy()))
+            compare(f"{name}'s gradient", summed, getattr(plain, name).grad)
+    for name, buffer in plain.named_buffers():
+        compare(name, dict(synced.named_buffers())[name], buffer)
+    plain.eval(), synced.eval()
+    compare("evaluated", synced(pictures[0]), plain(pictures[0]))
+    narrow = models.with_sync_batch_norm(nn.Sequential(nn.Conv2d(shape[1], 4, 3), nn.BatchNorm2d(4)), engine)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = narrow(pictures[0][mine].float())
+    out.float().square().sum().backward()
+    furthest["bfloat16"] = 0.0 if out.dtype == torch.bfloat16 and narrow[0].weight.grad.isfinite().all() else 1.0
+    return furthest
+
+
+def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What the engine says to each recipe that it cannot run here."""
+    told = {}
+    for name, overrides in cases.items():
+        try:
+            horovod(**overrides)
+            told[name] = "taken"
+        except HvdtrainError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def overflow(argv: list[str]) -> dict[str, Any]:
+    """Three updates with float16's scaler; in the second one rank's input overflows. After each: state, scale."""
+    training = prepared(argv)
+    models.training_mode(training.model, training.recipe)
+    from hvdtrain.torch.train import _Meter
+
+    seen = []
+    for step, (start, parts) in zip(range(3), training._epoch_batches()):
+        if step == 1 and training.engine.rank == training.engine.size - 1:
+            parts = [(x * 1e30, y) for x, y in parts]
+        training._update(parts, 0.01, _Meter(training.engine.device))
+        training.progress.step += 1
+        weights = dict(training.model.named_parameters())
+        seen.append([digest(weights), training.scaler.get_scale(), all(bool(p.isfinite().all()) for p in weights.values())])
+    return {"seen": seen}
+
+
+def parted(argv: list[str], step: int) -> dict[str, Any]:
+    """A run in which the last rank's weight changes by one bit before that step's comparison."""
+    training = prepared(argv)
+    compare = training._check_replicas
+
+    def flip_then_compare() -> None:
+        if training.progress.step == step and training.engine.rank == training.engine.size - 1:
+            weight = next(training.model.parameters()).detach().view(torch.int32)
+            weight.flatten()[0] ^= 1
+        compare()
+
+    training._check_replicas = flip_then_compare
+    try:
+        training.run_to_end()
+    except HvdtrainError as error:
+        return {"step": training.progress.step, "error": f"{type(error).__name__}: {error}", "code": error.exit_code}
+    return {"error": "none"}
+
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    rank = discover(os.environ).rank
+    result = globals()[name](**json.loads((folder / "given.json").read_text()))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
