@@ -81,16 +81,16 @@ def read(path: Path) -> Checkpoint:
     """The checkpoint at `path`. Raises CheckpointError where it is damaged."""
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-        if _digest(path / ARRAYS, meta) != meta["sha256"]:
+        if not isinstance(meta, dict) or _digest(path / ARRAYS, meta) != meta.get("sha256"):
             raise CheckpointError(f"checkpoint {path} is damaged: its checksum differs.")
         return Checkpoint(load_file(path / ARRAYS), meta)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {_reason(error)}.") from None
 
 
 def _prune(folder: Path, keep: int) -> None:
     paths = committed(folder)
-    best = max(paths, key=_valid_score)  # the oldest of equals
+    best = max(reversed(paths), key=_valid_score)  # the newest of equals
     for path in paths[:-keep]:
         if path != best or _valid_score(path) == -math.inf:
             _remove(path)
@@ -120,8 +120,10 @@ def _valid_score(path: Path) -> float:
 
 
 def _reason(error: Exception) -> str:
-    """The error in one line, without the path that the message names already."""
-    return str(getattr(error, "strerror", None) or " ".join(str(error).split()))
+    """The error in one line, without the folder that the message names already."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 def _digest(path: Path, meta: Mapping[str, Any]) -> str:

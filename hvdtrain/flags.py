@@ -15,13 +15,14 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import Recipe
 
 REWORDED = (  # tyro's words for a bad value, and ours
-    (r"Missing value for argument '(?:\S*/)?(.*?)'.*", r"\1 needs a value"),
+    (r"Missing value for argument '(.*?)'.*", r"\1 needs a value"),
     (r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*)\)", r"\2 must be one of \3, got '\1'"),
-    (r"(?:\S*/)?(\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be a whole number, got \2"),
-    (r"(?:\S*/)?(\S+): could not convert string to float: (.*)", r"\1 must be a number, got \2"),
+    (r"(\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be a whole number, got \2"),
+    (r"(\S+): could not convert string to float: (.*)", r"\1 must be a number, got \2"),
     (r"(\S+): no type matching \{None\}\|INT .* from \[(.*?)\].*", r"\1 must be a whole number or None, got \2"),
     (r"(\S+): no type matching \{None\}\|FLOAT .* from \[(.*?)\].*", r"\1 must be a number or None, got \2"),
 )
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -1,6 +1,6 @@
 """The promises checked while training: the right world, and replicas identical to the bit."""
 
-import socket
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +12,7 @@ Sum = Callable[[np.ndarray], np.ndarray]
 """Adds an array over all ranks and gives every rank the result."""
 
 HOST_BYTES = 64
+MOST_NAMED = 8
 
 REMEDIES = {
     "srun": "ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), "
@@ -38,9 +39,10 @@ def check_launcher(topology: Topology, engine: str) -> None:
 def check_world(topology: Topology, rank: int, size: int) -> None:
     """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
     if (rank, size) != (topology.rank, topology.size):
+        outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
         raise WorldError(
             f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
-            f"but Horovod says rank {rank} of {size}: nothing would be averaged; {REMEDIES[topology.launcher]}."
+            f"but Horovod says rank {rank} of {size}: {outcome}; {REMEDIES[topology.launcher]}."
         )
 
 
@@ -54,12 +56,14 @@ def check_replicas(fingerprint: int, step: int, topology: Topology, sum_over_ran
     if not parted.size:
         return
     name = np.zeros(HOST_BYTES, dtype=np.int64)
-    encoded = socket.gethostname().encode()[:HOST_BYTES]
+    encoded = os.fsencode(topology.host)[:HOST_BYTES]
     name[: len(encoded)] = list(encoded)
-    hosts = _gather(name, topology, sum_over_ranks)
-    named = [f"rank {rank} on {bytes(hosts[rank].astype(np.uint8)).rstrip(bytes(1)).decode()}" for rank in parted]
+    hosts = _gather(name, topology, sum_over_ranks).astype(np.uint8)
+    named = [f"rank {rank} on {bytes(hosts[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in parted]
+    more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+    listed = ", ".join(named[:MOST_NAMED] + more)
     raise ReplicaError(
-        f"after step {step} the weights of {', '.join(named)} differ from rank 0's: the replicas have parted and "
+        f"after step {step} the weights of {listed} differ from rank 0's: the replicas have parted and "
         "training stops; go on from the last checkpoint with the same command, and check that host's memory."
     )
 

@@ -1,11 +1,12 @@
 """What a run tells: exact means, a log for people, metrics.jsonl for programs, TensorBoard events for pictures."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -99,7 +100,9 @@ class Reporter:
         self._events.close()
 
     def _write(self, kind: str, step: int, epoch: int, **facts: float) -> None:
-        self._jsonl.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **facts}) + "\n")
+        # JSON has no NaN, which a diverged validation is.
+        numbers = {name: fact if math.isfinite(fact) else None for name, fact in facts.items()}
+        self._jsonl.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **numbers}) + "\n")
         self._jsonl.flush()
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
@@ -131,14 +134,14 @@ class _Bar:
 def _reopen(path: Path, first_step: int) -> IO[str]:
     """The file to append to, without the records of steps that a resumed run makes again."""
     if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= first_step]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if _step_of(line) <= first_step]
         replace(path, "".join(f"{line}\n" for line in kept))
     return path.open("a", encoding="utf-8")
 
 
 def _step_of(line: str) -> float:
     try:
-        record: dict[str, Any] = json.loads(line)
-    except ValueError:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
         return float("inf")  # the line a killed run was writing
-    return record["step"]

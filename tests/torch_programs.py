@@ -1,9 +1,12 @@
-"""What test_torch_*.py start on every rank: `python torch_programs.py NAME FOLDER`.
+"""What test_torch_*.py start on every rank: `python torch_programs.py FOLDER`.
 
-Each program takes the values of FOLDER/given.json and returns what this rank writes to FOLDER/rank-R.json.
+FOLDER/given.json holds programs of this module by name, with the values to call them with; what they return on
+rank R goes to FOLDER/rank-R.json.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import sys
@@ -94,7 +97,7 @@ def updates(engine: Engine) -> list[list[float]]:
 
 
 def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
-    """Runs by name, one after the other in one process group: digests of the weights and of the whole state."""
+    """Runs by name, one after the other in one process group: digests of weights and state, imported modules."""
     told = {}
     for name, argv in given.items():
         training = prepared(argv)
@@ -102,10 +105,10 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
         told[name] = {
             "weights": digest(dict(training.model.named_parameters())),
             "state": digest(training.state),
-            "finite": all(bool(torch.isfinite(t).all()) for t in training.state.values() if t.is_floating_point()),
             "modules": sorted({name.partition(".")[0] for name in sys.modules}),
-            "settings": {key: value for key, value in os.environ.items() if key.startswith("HOROVOD_")},
         }
+        if isinstance(training.model, nn.Linear):
+            told[name]["line"] = [training.model.weight.item(), training.model.bias.item()]
     return told
 
 
@@ -118,8 +121,8 @@ def sync_batch_norm(shape: list[int], steps: int) -> dict[str, float]:
     gradients = torch.randn(pictures.shape, **wide)
     plain = nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.3).double()
     with torch.no_grad():
-        plain.weight.copy_(torch.rand(shape[1], **wide))
-        plain.bias.copy_(torch.rand(shape[1], **wide))
+        plain.weight.copy_(torch.rand(shape[1]))
+        plain.bias.copy_(torch.rand(shape[1]))
     holder = nn.Sequential(nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.3)).double()
     holder[0].load_state_dict(plain.state_dict())
     synced = models.with_sync_batch_norm(holder, engine)[0].double()
@@ -181,26 +184,28 @@ def overflow(argv: list[str]) -> dict[str, Any]:
 
 
 def parted(argv: list[str], step: int) -> dict[str, Any]:
-    """A run in which the last rank's weight changes by one bit before that step's comparison."""
-    training = prepared(argv)
-    compare = training._check_replicas
+    """A run in which one bit of the last rank's weights changes just before that step: exit code and stderr."""
 
-    def flip_then_compare() -> None:
-        if training.progress.step == step and training.engine.rank == training.engine.size - 1:
-            weight = next(training.model.parameters()).detach().view(torch.int32)
-            weight.flatten()[0] ^= 1
-        compare()
+    def train(run: runs.Run) -> None:
+        training = Training(run, open_engine(run))
+        update = training._update
 
-    training._check_replicas = flip_then_compare
-    try:
+        def flip_then_update(*given: Any) -> None:
+            if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
+                training.model.weight.detach().view(torch.int32)[0] ^= 1
+            update(*given)
+
+        training._update = flip_then_update
         training.run_to_end()
-    except HvdtrainError as error:
-        return {"step": training.progress.step, "error": f"{type(error).__name__}: {error}", "code": error.exit_code}
-    return {"error": "none"}
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = runs.main("test", argv, train)
+    return {"code": code, "said": said.getvalue()}
 
 
 if __name__ == "__main__":
-    name, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     rank = discover(os.environ).rank
-    result = globals()[name](**json.loads((folder / "given.json").read_text()))
-    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+    told = {name: globals()[name](**given) for name, given in json.loads((folder / "given.json").read_text()).items()}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(told))

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from hvdtrain import checkpoint, guard, output
 from hvdtrain.datasets import DRAWS
-from hvdtrain.errors import AbortedError, DeviceError, DivergedError
+from hvdtrain.devices import gpu_index, threads
+from hvdtrain.errors import AbortedError, DivergedError
 from hvdtrain.metrics import Reporter, Totals
 from hvdtrain.run import Run
 from hvdtrain.sharding import Epoch, shard
@@ -43,45 +44,25 @@ def train(run: Run) -> None:
 
 def open_engine(run: Run) -> Engine:
     """The engine of the run, joined with the other ranks and bound to its device."""
-    _use_threads(run.topology.local_size)
+    count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, run.topology.local_size, os.environ)
+    if count:
+        torch.set_num_threads(count)
     if run.engine == "local":
-        return LocalEngine(device(run, True))
+        return LocalEngine(_device(run, gpu_operations=True))
     from hvdtrain.torch.engines.horovod import HorovodEngine
 
     timeline = run.start.folder.path / "timeline.json" if run.start and run.recipe.timeline else None
     engine = HorovodEngine(run.recipe, timeline)
-    engine.device = device(run, engine.gpu_operations)
+    engine.device = _device(run, engine.gpu_operations)
     return engine
 
 
-def device(run: Run, gpu_operations: bool) -> torch.device:
-    """One visible GPU: that one. As many as ranks on this host: the local rank's. Otherwise refused."""
-    wanted, visible, topology = run.recipe.device, torch.cuda.device_count(), run.topology
-    if wanted == "cpu" or (wanted == "auto" and not visible):
+def _device(run: Run, gpu_operations: bool) -> torch.device:
+    index = gpu_index(run.recipe.device, torch.cuda.device_count(), run.topology, gpu_operations)
+    if index is None:
         return torch.device("cpu")
-    if not visible:
-        raise DeviceError("--device cuda needs a visible GPU, got none; take --device cpu, or ask for a GPU.")
-    if not gpu_operations:
-        raise DeviceError(
-            f"{visible} GPUs are visible, but this Horovod averages on the CPU only; "
-            "build it for NCCL: python -m hvdtrain build --gpu nccl, or take --device cpu."
-        )
-    if visible not in {1, topology.local_size}:
-        raise DeviceError(
-            f"{visible} GPUs are visible to each of the {topology.local_size} ranks on {topology.host}: there must "
-            "be one for each rank, or one that the rank has for itself; change the number of ranks or "
-            "CUDA_VISIBLE_DEVICES."
-        )
-    index = 0 if visible == 1 else topology.local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _use_threads(local_size: int) -> None:
-    """Shares the CPUs of this process among the ranks of this host, unless they were bound or told already."""
-    cpus = len(os.sched_getaffinity(0))
-    if "OMP_NUM_THREADS" not in os.environ and cpus == os.cpu_count():
-        torch.set_num_threads(max(1, cpus // local_size))
 
 
 class Training:
@@ -111,7 +92,7 @@ class Training:
     def run_to_end(self) -> None:
         """Epoch after epoch: train, validate, tell, checkpoint."""
         with self.profiler or contextlib.nullcontext():
-            while self.progress.step < self.plan.total_steps:
+            while not self._is_done():
                 self.train_epoch()
                 self._finish_epoch()
         self._tell_result()
@@ -126,7 +107,8 @@ class Training:
         facts = self.engine.broadcast(self.state, facts)
         if facts is None:
             return state.Progress()
-        self.scaler.load_state_dict(facts["scaler"])
+        if facts["scaler"]:  # empty where the checkpoint's run had another precision
+            self.scaler.load_state_dict(facts["scaler"])
         return state.Progress.of(facts)
 
     def _reporter(self) -> Reporter | None:
@@ -158,7 +140,8 @@ class Training:
             self._update(parts, lr, meter)
             progress.step += 1
             progress.sample = start + plan.global_batch
-            last = progress.step == plan.total_steps or progress.sample + plan.global_batch > plan.train_examples
+            done = self._is_done()
+            last = done or self._is_epoch_done()
             due = _due(progress.step, recipe.checkpoint_every_steps)
             if last or due or _due(progress.step, recipe.log_every_steps):
                 totals = meter.take().over_ranks(self.engine.sum)
@@ -169,13 +152,24 @@ class Training:
                     seconds = time.monotonic() - began
                     self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
                 told, began = progress.step, time.monotonic()
-            if progress.step == 1 or _due(progress.step, recipe.guard_every_steps):
+            if progress.step == 1 or done or _due(progress.step, recipe.guard_every_steps):
                 self._check_replicas()
             if due and not last:
                 self._checkpoint(None)
-            if progress.step == plan.total_steps:
+            if done:
                 break
         assert told == progress.step
+
+    def _is_epoch_done(self) -> bool:
+        """Whether what is left of the epoch's order is less than a batch."""
+        return self.progress.sample + self.plan.global_batch > self.plan.train_examples
+
+    def _is_done(self) -> bool:
+        """Whether the run's last update is made. Epochs decide: a resumed run's batch, said per rank, may be
+        another one than that of the steps before it."""
+        progress, recipe = self.progress, self.recipe
+        epochs = progress.epoch + self._is_epoch_done()
+        return epochs >= recipe.epochs or (recipe.max_steps is not None and progress.step >= recipe.max_steps)
 
     def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""
@@ -222,11 +216,12 @@ class Training:
         progress = self.progress
         if self.reporter:
             self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
-        whole = progress.sample + self.plan.global_batch > self.plan.train_examples
-        if whole:
+        done = self._is_done()
+        if self._is_epoch_done():
             plateau = self.plan.schedule.after_epoch(progress.plateau, progress.epoch + 1, valid.mean_loss)
             self.progress = state.Progress(progress.step, progress.epoch + 1, plateau=plateau)
-        if _due(self.progress.epoch, self.recipe.checkpoint_every_epochs) or progress.step == self.plan.total_steps:
+        inside = _due(progress.step, self.recipe.checkpoint_every_steps)
+        if done or inside or _due(self.progress.epoch, self.recipe.checkpoint_every_epochs):
             self._checkpoint(-valid.mean_loss if self.run.dataset.classes is None else valid.accuracy)
 
     def _validate(self) -> Totals:
@@ -259,8 +254,7 @@ class Training:
             "valid_score": valid_score,
         }
         checkpoint.commit(start.folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
-        finished = self.progress.step >= self.plan.total_steps
-        start.folder.write_status("finished" if finished else "running", step=self.progress.step)
+        start.folder.write_status("running", step=self.progress.step)
 
     def _check_finite(self, totals: Totals) -> None:
         if not math.isfinite(totals.loss):
@@ -291,6 +285,7 @@ class Training:
         if isinstance(self.model, nn.Linear):
             slope, intercept = self.model.weight.item(), self.model.bias.item()
             self.reporter.note(f"fitted line: y = {slope:.4f} x + {intercept:.4f}")
+        self.run.start.folder.write_status("finished", step=self.progress.step)
         self.reporter.note(f"finished at step {self.progress.step}; everything is in {self.run.start.folder.path}")
         self.reporter.close()
 

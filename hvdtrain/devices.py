@@ -1,0 +1,42 @@
+"""Which GPU and how many threads a rank takes: arithmetic on what is visible, for every framework."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from hvdtrain.errors import DeviceError
+from hvdtrain.topology import Topology
+
+
+def gpu_index(
+    wanted: Literal["auto", "cpu", "cuda"], visible: int, topology: Topology, gpu_operations: bool
+) -> int | None:
+    """The index of this rank's GPU among the `visible` ones; None is the CPU.
+
+    One visible GPU is the rank's own; with as many as there are ranks on the host, a rank takes its local
+    rank's. `gpu_operations` says whether the engine averages what lies on a GPU. Raises DeviceError.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not visible):
+        return None
+    if not visible:
+        raise DeviceError("--device cuda needs a visible GPU, got none; take --device cpu, or ask for a GPU.")
+    if not gpu_operations:
+        raise DeviceError(
+            f"GPUs are visible ({visible}), but this Horovod averages on the CPU only; build it for them: "
+            "python -m hvdtrain build --gpu nccl, or take --device cpu."
+        )
+    if visible not in {1, topology.local_size}:
+        raise DeviceError(
+            f"{topology.host} shows {visible} GPUs to each of its {topology.local_size} ranks: it must show one for "
+            "each rank, or to each rank its own; change the number of ranks or CUDA_VISIBLE_DEVICES."
+        )
+    return 0 if visible == 1 else topology.local_rank
+
+
+def threads(cpus: int, cpus_of_host: int, local_size: int, environ: Mapping[str, str]) -> int | None:
+    """How many threads a rank computes with, given the CPUs it may run on; None leaves the framework's choice.
+
+    A rank that is bound to some of the host's CPUs has them for itself; unbound ranks share them.
+    """
+    if "OMP_NUM_THREADS" in environ or cpus < cpus_of_host:
+        return None
+    return max(1, cpus // local_size)

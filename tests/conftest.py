@@ -1,0 +1,22 @@
+"""Fixtures that several test files share."""
+
+import pytest
+
+pytest_plugins = ["core_fixtures"]
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """`world("mpi-2")`: what that start of torch_worlds.STARTS gave; each is started once a session."""
+    from torch_worlds import begin
+
+    begun = {}
+
+    def of(name):
+        if name not in begun:
+            begun[name] = None
+            begun[name] = begin(name, tmp_path_factory.mktemp(name))
+        assert begun[name], f"the start {name} failed before"
+        return begun[name]
+
+    return of

@@ -1,0 +1,63 @@
+"""Fixtures of the core's tests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import plan as plans
+from hvdtrain import recipe
+from hvdtrain.plan import Plan
+from hvdtrain.run import load_dataset
+from hvdtrain.topology import Topology
+
+LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PRTE", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_")
+
+
+@pytest.fixture
+def make_plan() -> Callable[..., Plan]:
+    """make_plan("linear:full-batch", size=2, epochs=3): a plan as a run makes it."""
+
+    def make(name: str = "linear", size: int = 1, **overrides: object) -> Plan:
+        loaded = recipe.load(name, overrides)
+        return plans.make(loaded, replace(Topology.alone(), size=size), load_dataset(loaded))
+
+    return make
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """python("-m", "hvdtrain", …, environ={…}): a finished process in tmp_path that no launcher started."""
+
+    def run(*argv: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+        return subprocess.run(
+            [sys.executable, *argv],
+            env={**clean, "COLUMNS": "80", **(environ or {})},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("a full disk needs `mount`")
+    if done.returncode:
+        pytest.skip(f"a full disk needs the right to mount a tmpfs, as root has: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)

@@ -1,0 +1,304 @@
+"""The command lines in processes of their own: help, flags, errors on stderr, exit codes, who speaks."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from hvdtrain import flags
+from hvdtrain.errors import RecipeError
+from hvdtrain.flags import Options, parse_run
+
+PROG = "python -m hvdtrain.torch"
+TRAIN = """
+import sys
+from hvdtrain import errors, run
+
+def train(prepared):
+    print("training", prepared.engine, prepared.plan.worker_batch, prepared.start and prepared.start.folder.path)
+    outcome = sys.argv[1]
+    if hasattr(errors, outcome):
+        raise getattr(errors, outcome)("two\\nlines.")
+    if outcome == "full":
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+sys.exit(run.main("python -m hvdtrain.torch", sys.argv[2:], train))
+"""
+HELP = """usage: python -m hvdtrain COMMAND [flags]
+       python -m hvdtrain.torch RECIPE [flags]     train
+
+commands:
+  plan    what a recipe comes to on N ranks, without running it
+"""
+USAGE = f"""usage: {PROG} RECIPE [flags]
+
+recipes: cifar100, digits, imagenet, linear, synthetic; an entry of one, as cifar100:bs256; or a file ending in .yaml
+flags:   {PROG} RECIPE --help lists them, with the recipe's values
+"""
+
+
+def horovodrun(rank: int, local_rank: int, size: int = 4) -> dict[str, str]:
+    """What horovodrun tells a rank, two a host."""
+    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 2}
+    return {f"HOROVOD_{key}": str(value) for key, value in place.items()}
+
+
+def srun(rank: int, local_rank: int) -> dict[str, str]:
+    """What srun tells a rank, two a host."""
+    step = {"ID": "0", "NUM_TASKS": "4", "TASKS_PER_NODE": "2(x2)"}
+    mine = {"PROCID": str(rank), "LOCALID": str(local_rank), "NODEID": str(rank // 2), "JOB_ID": "22"}
+    return {f"SLURM_{k}": v for k, v in mine.items()} | {f"SLURM_STEP_{k}": v for k, v in step.items()}
+
+
+def test_help_imports_nothing_heavy(python):
+    code = "import sys; from hvdtrain import cli; print(cli.main(['--help'])); print(*sys.modules, file=sys.stderr)"
+    done = python("-c", code)
+    assert done.stdout.startswith(HELP)
+    assert done.stdout.endswith("\n0\n")
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorboardX"}
+    assert "hvdtrain" in loaded
+    assert not loaded & third_party
+
+
+COMMANDS = {  # argv: exit code, how stdout begins, stderr
+    "help": (["--help"], 0, HELP, ""),
+    "-h": (["-h"], 0, HELP, ""),
+    "nothing": ([], 2, HELP, ""),
+    "unknown command": (["pln"], 2, "", r"unknown command 'pln'; commands: plan, build, .*\.\n"),
+    "unknown flag": (["--ranks"], 2, "", r"unknown command '--ranks'; commands: plan, build, .*\.\n"),
+    "unknown recipe": (
+        ["plan", "lineer"],
+        2,
+        "",
+        r"RecipeError: unknown recipe 'lineer'\. Did you mean linear\? Recipes: .*; or give a file .*\.yaml\.\n",
+    ),
+    "indivisible batch": (
+        ["plan", "linear", "--ranks", "3"],
+        2,
+        "",
+        r"PlanError: batch_size must be a multiple of 3 ranks, got 100; take 99 or 102\.\n",
+    ),
+    "plan": (["plan", "linear", "--ranks", "4"], 0, "recipe      linear: linear (2 parameters)", ""),
+    "ranks first": (["plan", "--ranks=4", "linear"], 0, "recipe      linear: linear (2 parameters)", ""),
+    "ranks missing": (
+        ["plan", "linear", "--ranks"],
+        2,
+        "",
+        r"RecipeError: --ranks must be a whole number of at least 1, got ''\.\n",
+    ),
+    "no ranks": (
+        ["plan", "linear", "--ranks", "0"],
+        2,
+        "",
+        r"RecipeError: --ranks must be a whole number of at least 1, got '0'\.\n",
+    ),
+    "ranks in superscript": (
+        ["plan", "linear", "--ranks=²"],
+        2,
+        "",
+        r"RecipeError: --ranks must be a whole number of at least 1, got '²'\.\n",
+    ),
+    "plan's help": (["plan", "-h"], 0, "--ranks N   the number of ranks to plan for (default: 1)", ""),
+}
+
+
+@pytest.mark.parametrize(("argv", "code", "out", "err"), COMMANDS.values(), ids=COMMANDS)
+def test_commands(argv, code, out, err, python):
+    done = python("-m", "hvdtrain", *argv)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith(out)
+    assert bool(done.stdout) == bool(out)
+    assert re.fullmatch(err, done.stderr), done.stderr
+
+
+def test_the_plan_of_four_ranks(python):
+    assert "batch       100 = 4 ranks x 25" in python("-m", "hvdtrain", "plan", "linear", "--ranks", "4").stdout
+
+
+FLAGS = {
+    "none": ("", {}),
+    "dash": ("--base-lr 2e-3", {"base_lr": 0.002}),
+    "underscore": ("--base_lr 2e-3", {"base_lr": 0.002}),
+    "equals": ("--base_lr=2e-3 --epochs=3", {"base_lr": 0.002, "epochs": 3}),
+    "alias": ("--lr 0.25", {"base_lr": 0.25}),
+    "the last wins": ("--lr 0.25 --base-lr 0.125", {"base_lr": 0.125}),
+    "switch on": ("--momentum 0.9 --nesterov", {"momentum": 0.9, "nesterov": True}),
+    "switch off": ("--no-nesterov", {"nesterov": False}),
+    "list": ("--lr-schedule step --lr-milestones 3 4", {"lr_schedule": "step", "lr_milestones": (3, 4)}),
+    "batch said the other way": ("--batch-size-per-rank 10", {"batch_size": None, "batch_size_per_rank": 10}),
+    "the recipe's own value": ("--batch-size 100", {"batch_size": 100}),
+}
+
+
+@pytest.mark.parametrize(("argv", "expected"), FLAGS.values(), ids=FLAGS)
+def test_flags_change_the_recipe(argv, expected):
+    loaded, options = parse_run(PROG, ["linear", *argv.split()])
+    plain = parse_run(PROG, ["linear"])[0]
+    assert loaded == plain.model_copy(update=expected)
+    assert options == Options()
+
+
+def test_options():
+    options = parse_run(PROG, ["linear", "--output", "a/b", "--resume", "never", "--engine=local"])[1]
+    assert (str(options.output), options.resume, options.engine) == ("a/b", "never", "local")
+
+
+REFUSED = {
+    "misspelt": ("linear --epoch 3", f"unknown flag '--epoch'. Did you mean --epochs? See {PROG} linear --help."),
+    "misspelt, underscore": (
+        "linear --batch_sise=3",
+        f"unknown flag '--batch_sise'. Did you mean --batch-size? See {PROG} linear --help.",
+    ),
+    "like none": ("linear --zzz", f"unknown flag '--zzz'. See {PROG} linear --help."),
+    "a word too much": ("linear --nesterov True", f"'True' belongs to no flag; see {PROG} linear --help."),
+    "fraction": ("linear --epochs 1.5", "--epochs must be a whole number, got '1.5'; --help lists the flags."),
+    "text": ("linear --lr fast", "--lr/--base-lr must be a number, got 'fast'; --help lists the flags."),
+    "no value": ("linear --lr", "--lr/--base-lr needs a value; --help lists the flags."),
+    "no folder": ("linear --output", "--output needs a value; --help lists the flags."),
+    "number or None": (
+        "linear --clip-norm off",
+        "--clip-norm must be a number or None, got 'off'; --help lists the flags.",
+    ),
+    "whole number or None": (
+        "linear --max-steps 1.5",
+        "--max-steps must be a whole number or None, got '1.5'; --help lists the flags.",
+    ),
+    "choice": (
+        "linear --precision float8",
+        "--precision must be one of 'float32', 'bfloat16', 'float16', 'float64', got 'float8'; --help lists the flags.",
+    ),
+    "resume": (
+        "linear --resume maybe",
+        "--resume must be one of 'auto', 'never', got 'maybe'; --help lists the flags.",
+    ),
+    "negative": ("linear --epochs -3", "epochs must be greater than 0, got -3."),
+    "NaN": ("linear --lr nan", "base_lr must be a finite number, got nan."),
+    "batch said twice": (
+        "linear --batch-size 100 --batch-size-per-rank 10",
+        "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+        "got batch_size=100, batch_size_per_rank=10.",
+    ),
+    "flag first": (
+        "--epochs 3 linear",
+        f"the recipe comes first, got '--epochs'; as in: {PROG} cifar100 --epochs",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_refused_flags(argv, message, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(RecipeError) as caught:
+        parse_run(PROG, argv.split())
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("argv", "code"), [([], 2), (["-h"], 0), (["--help"], 0)], ids=["nothing", "-h", "--help"])
+def test_usage_without_a_recipe(argv, code, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_run(PROG, argv)
+    assert stop.value.code == code
+    assert capsys.readouterr() == (USAGE, "")
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_every_flag_with_the_recipes_values(flag, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_run(PROG, ["cifar100:bs2048", flag])
+    out = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    listed = {re.sub("-", "_", name) for name in re.findall(r"--([a-z0-9-]+)", out)}
+    assert set(flags.Recipe.model_fields) - {"name"} <= listed | {"base_lr"}
+    assert {"output", "resume", "engine", "lr", "base_lr"} <= listed
+    assert "(default: 2048)" in out
+
+
+BAD_RECIPE = ["none", "lineer"]
+
+
+@pytest.mark.parametrize("launcher", [horovodrun, srun], ids=["horovodrun", "srun"])
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "speaks"),
+    [(0, 0, True), (1, 1, False), (2, 0, False)],
+    ids=["the chief", "its neighbour", "another host's first"],
+)
+def test_what_is_wrong_on_every_rank_is_told_once(launcher, rank, local_rank, speaks, python):
+    done = python("-c", TRAIN, *BAD_RECIPE, environ=launcher(rank, local_rank))
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == speaks
+    if speaks:
+        assert re.match(r"RecipeError \(rank 0 on [^ ]+\): unknown recipe 'lineer'\.", lines[0])
+
+
+ERRORS = {  # raised in training: exit code, does a second rank of the host speak too
+    "RecipeError": (2, False),
+    "DataError": (2, True),
+    "ReplicaError": (1, False),
+    "DivergedError": (1, False),
+}
+
+
+@pytest.mark.parametrize(("kind", "expected"), ERRORS.items(), ids=ERRORS)
+def test_an_error_in_training(kind, expected, python):
+    code, second_speaks = expected
+    chief, second = (python("-c", TRAIN, kind, "linear", environ=horovodrun(rank, rank)) for rank in (0, 1))
+    assert chief.stdout == "training horovod 25 runs/linear/" + chief.stdout[-20:]
+    assert second.stdout == "training horovod 25 None\n"
+    assert (chief.returncode, second.returncode) == (code, code)
+    assert re.fullmatch(rf"{kind} \(rank 0 on [^ ]+\): two lines\.\n", chief.stderr)
+    assert bool(second.stderr) == second_speaks
+
+
+def test_a_failure_is_told_in_status_json(python, tmp_path):
+    python("-c", TRAIN, "DivergedError", "linear", "--output", "mine")
+    status = json.loads((tmp_path / "mine" / "status.json").read_text())
+    assert (status["state"], status["error"]) == ("failed", "two\nlines.")
+
+
+def test_a_disk_that_fills_while_training(python, tmp_path):
+    done = python("-c", TRAIN, "full", "linear", "--output", "mine")
+    assert done.returncode == 2
+    assert done.stderr == "OutputError: metrics.jsonl: No space left on device; free space, then start again.\n"
+    assert json.loads((tmp_path / "mine" / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_run_that_ends_well(python):
+    done = python("-c", TRAIN, "none", "linear", "--output", "mine")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "training local 100 mine\n", "")
+
+
+SURROUNDINGS = {
+    "engine local among four": (
+        ["linear", "--engine", "local"],
+        horovodrun(0, 0),
+        r"WorldError \(rank 0 on [^ ]+\): engine local trains one rank alone, but horovodrun started 4; "
+        r"drop --engine local, or start one process\.\n",
+    ),
+    "a launcher that contradicts itself": (
+        ["linear"],
+        horovodrun(5, 0),
+        r"TopologyError: HOROVOD_RANK must lie in \[0, HOROVOD_SIZE=4\), got 5; .*\n",
+    ),
+    "no pictures": (["imagenet"], {}, r"DataError: .*\n"),
+    "an output below a file": (
+        ["linear", "--output", f"{sys.executable}/sub"],
+        {},
+        r"OutputError: cannot write to the run folder .*/sub: Not a directory; give a writable --output\.\n",
+    ),
+    "more ranks than the batch": (
+        ["linear", "--batch-size", "2"],
+        horovodrun(0, 0),
+        r"PlanError \(rank 0 on [^ ]+\): batch_size must be a multiple of 4 ranks, got 2; take 4\.\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "environ", "message"), SURROUNDINGS.values(), ids=SURROUNDINGS)
+def test_bad_surroundings_stop_before_training(argv, environ, message, python):
+    done = python("-c", TRAIN, "none", *argv, environ=environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(message, done.stderr), done.stderr

@@ -1,0 +1,49 @@
+"""The core stands without any framework: each of its modules imports where importing one is an error."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hvdtrain
+
+FORBIDDEN = ("torch", "torchvision", "tensorflow", "keras", "horovod", "mpi4py", "lightning", "pytorch_lightning")
+ADAPTERS = ("torch", "tensorflow", "lightning")
+HOUSE = Path(hvdtrain.__file__).parent
+IMPORT = """
+import importlib, sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ImportError(f"forbidden {name}")
+
+sys.meta_path.insert(0, Forbidden())
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(name, error)
+"""
+
+
+def core() -> list[str]:
+    """Every module outside the adapters."""
+    paths = (path.relative_to(HOUSE.parent).with_suffix("") for path in HOUSE.rglob("*.py"))
+    names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths if path.parts[1] not in ADAPTERS)
+    return [name for name in names if name != "hvdtrain.__main__"]
+
+
+def refused(*modules: str) -> list[str]:
+    argv = [sys.executable, "-c", IMPORT, ",".join(FORBIDDEN), *modules]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_core_imports_no_framework():
+    assert {"hvdtrain.recipe", "hvdtrain.datasets.imagenet", "hvdtrain.build", "hvdtrain.build.prove"} <= set(core())
+    assert refused(*core()) == []
+
+
+def test_the_adapter_does():
+    assert refused("hvdtrain.torch.train") == ["hvdtrain.torch.train forbidden torch"]

@@ -1,0 +1,169 @@
+"""Plans: the derived numbers, what the dry run prints, and every refusal word for word."""
+
+import json
+
+import pytest
+
+from hvdtrain.errors import PlanError
+
+CASES = {  # recipe, ranks, overrides: global batch, of a rank, of a part, steps an epoch, steps in all, peak LR
+    "linear alone": ("linear", 1, {}, (100, 100, 100, 10, 1500, 0.5)),
+    "linear on 4": ("linear", 4, {}, (100, 25, 25, 10, 1500, 0.5)),
+    "as many ranks as examples": ("linear:full-batch", 1000, {}, (1000, 1, 1, 1, 150, 0.5)),
+    "digits on 2": ("digits", 2, {"batch_size": 128, "base_lr": 0.01}, (128, 64, 64, 11, 110, 0.02)),
+    "per rank, linear rule": ("synthetic:tiny", 4, {}, (64, 16, 16, 10, 10, 0.025)),
+    "per rank, square root": ("synthetic:tiny", 4, {"lr_rule": "sqrt"}, (64, 16, 16, 10, 10, 0.05)),
+    "in parts": ("linear", 2, {"accumulation_steps": 5}, (100, 50, 10, 10, 1500, 0.5)),
+    "stopped early": ("linear", 1, {"max_steps": 7}, (100, 100, 100, 10, 7, 0.5)),
+    "stopped after its end": ("linear", 1, {"max_steps": 10**6}, (100, 100, 100, 10, 1500, 0.5)),
+    "a rest that sits out": ("linear", 1, {"batch_size": 300}, (300, 300, 300, 3, 450, 0.5)),
+}
+
+
+@pytest.mark.parametrize(("name", "size", "overrides", "expected"), CASES.values(), ids=CASES)
+def test_numbers(name, size, overrides, expected, make_plan):
+    plan = make_plan(name, size, **overrides)
+    numbers = (plan.global_batch, plan.worker_batch, plan.micro_batch, plan.steps_per_epoch, plan.total_steps)
+    assert (*numbers, plan.peak_lr) == pytest.approx(expected, rel=1e-15)
+
+
+REFUSED = {
+    "ranks": ("linear", 3, {}, "batch_size must be a multiple of 3 ranks, got 100; take 99 or 102."),
+    "more ranks than batch": ("linear", 128, {}, "batch_size must be a multiple of 128 ranks, got 100; take 128."),
+    "parts": (
+        "linear",
+        1,
+        {"accumulation_steps": 3},
+        "batch_size must be a multiple of 3 accumulation steps, got 100; take 99 or 102.",
+    ),
+    "ranks and parts": (
+        "linear",
+        4,
+        {"accumulation_steps": 3},
+        "batch_size must be a multiple of 4 ranks x 3 accumulation steps, got 100; take 96 or 108.",
+    ),
+    "batch of a rank into parts": (
+        "synthetic:tiny",
+        4,
+        {"accumulation_steps": 3},
+        "batch_size_per_rank must be a multiple of 3 accumulation steps, got 16; take 15 or 18.",
+    ),
+    "batch larger than the data": (
+        "linear",
+        1,
+        {"batch_size": 1001},
+        "the global batch must be at most the 1000 training examples, got 1001; give a smaller batch or fewer ranks "
+        "than 1.",
+    ),
+    "too many ranks": (
+        "synthetic:tiny",
+        41,
+        {},
+        "the global batch must be at most the 640 training examples, got 656; give a smaller batch or fewer ranks "
+        "than 41.",
+    ),
+    "ten to the thirtieth ranks": (
+        "synthetic:tiny",
+        10**30,
+        {},
+        f"the global batch must be at most the 640 training examples, got {16 * 10**30}; give a smaller batch or "
+        f"fewer ranks than {10**30}.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "size", "overrides", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(name, size, overrides, message, make_plan):
+    with pytest.raises(PlanError) as caught:
+        make_plan(name, size, **overrides)
+    assert str(caught.value) == message
+
+
+PARAMETERS = {
+    "linear": ("linear", {}, 2),
+    "digits": ("digits", {}, 23_528_522),
+    "ImageNet's 1000 classes": ("synthetic", {}, 25_557_032),
+    "100 classes": ("synthetic", {"classes": 100}, 23_712_932),
+}
+
+
+@pytest.mark.parametrize(("name", "overrides", "parameters"), PARAMETERS.values(), ids=PARAMETERS)
+def test_parameters(name, overrides, parameters, make_plan):
+    assert make_plan(name, **overrides).parameters == parameters
+
+
+BYTES = {  # gradients of a step; checkpoint
+    "plain": ({}, (8, 8)),
+    "momentum": ({"momentum": 0.9}, (8, 16)),
+    "float64": ({"precision": "float64"}, (16, 16)),
+    "mixed": ({"precision": "float16"}, (8, 8)),
+    "compressed": ({"compression": "fp16", "momentum": 0.9}, (4, 16)),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), BYTES.values(), ids=BYTES)
+def test_bytes(overrides, expected, make_plan):
+    plan = make_plan("linear", **overrides)
+    assert (plan.gradient_bytes, plan.checkpoint_bytes) == expected
+
+
+LINES = {
+    "linear": (
+        ("linear", 4, {}),
+        [
+            "recipe      linear: linear (2 parameters) on linear, 1,000 examples to train, 1,000 to validate",
+            "batch       100 = 4 ranks x 25",
+            "steps       10 an epoch, 150 epochs, 1500 in all",
+            "LR          0.5 (rule none: not scaled); cosine to 0 at epoch 150",
+            "precision   float32; gradients of 0.0 MiB a step and rank; a checkpoint of 0.0 MiB",
+        ],
+    ),
+    "synthetic": (
+        ("synthetic:tiny", 4, {"warmup_epochs": 0.5, "accumulation_steps": 2, "max_steps": 3, "examples": 650}),
+        [
+            "recipe      synthetic:tiny: resnet50 (23,528,522 parameters) on synthetic, 650 examples to train, "
+            "65 to validate",
+            "batch       64 = 4 ranks x 16 in 2 parts of 8",
+            "steps       10 an epoch (10 examples sit out, others each epoch), 1 epochs, 3 in all (max_steps)",
+            "LR          0.025 = 0.1 x 64/256 (rule linear); warm-up over 0.5 of 1 epochs, then constant",
+            "precision   float32; gradients of 89.8 MiB a step and rank; a checkpoint of 179.5 MiB",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "lines"), LINES.values(), ids=LINES)
+def test_lines(arguments, lines, make_plan):
+    name, size, overrides = arguments
+    assert make_plan(name, size, **overrides).lines() == lines
+
+
+LRS = {
+    "square root": (
+        {"lr_rule": "sqrt", "base_batch_size": 25},
+        "LR          1 = 0.5 x sqrt(100/25) (rule sqrt); cosine to 0 at epoch 150",
+    ),
+    "step": (
+        {"lr_schedule": "step", "lr_milestones": (30, 60)},
+        "LR          0.5 (rule none: not scaled); x0.1 at epochs 30, 60",
+    ),
+    "plateau": (
+        {"lr_schedule": "plateau", "warmup_epochs": 8},
+        "LR          0.5 (rule none: not scaled); warm-up over 8 of 150 epochs, then x0.1 after 10 epochs without "
+        "a better validation loss",
+    ),
+    "a max_steps beyond the end": ({"max_steps": 9999}, "steps       10 an epoch, 150 epochs, 1500 in all"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "line"), LRS.values(), ids=LRS)
+def test_a_line_for_every_rule(overrides, line, make_plan):
+    assert line in make_plan("linear", **overrides).lines()
+
+
+def test_json_holds_the_derived_numbers(make_plan):
+    facts = json.loads(json.dumps(make_plan("digits", 2).to_json()))
+    assert "recipe" not in facts
+    assert (facts["size"], facts["global_batch"], facts["worker_batch"]) == (2, 64, 32)
+    assert (facts["gradient_bytes"], facts["checkpoint_bytes"]) == (94_114_088, 188_228_176)
+    assert facts["schedule"]["peak_lr"] == 0.01

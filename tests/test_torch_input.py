@@ -1,0 +1,176 @@
+"""Bad input to `python -m hvdtrain.torch`: exit code 2, one line, and no framework loaded for it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from ranks import clean_environ, needs_horovod, needs_torch, started, train, train_here
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "22", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0",
+}  # fmt: skip
+# Runs the module as `python -m` does, and says at the end which frameworks were loaded.
+WATCHED = """
+import atexit, runpy, sys
+atexit.register(lambda: print("loaded:", sorted({"torch", "tensorflow", "horovod"} & set(sys.modules))))
+sys.argv[0] = "hvdtrain.torch"
+runpy.run_module("hvdtrain.torch", run_name="__main__", alter_sys=True)
+"""
+
+YAML = "default: {model: linear, dataset: linear, epochs: 1, base_lr: 1, %s}\n"
+CASES = {
+    "unknown recipe": (["linaer"], "RecipeError: unknown recipe 'linaer'. Did you mean linear? "),
+    "unknown entry": (["cifar100:bs265"], "RecipeError: recipe cifar100 has no entry 'bs265'. Did you mean bs256"),
+    "unknown flag": (["linear", "--epocs", "2"], "RecipeError: unknown flag '--epocs'. Did you mean --epochs?"),
+    "unknown key": (["mine.yaml"], "RecipeError: unknown key 'batch_sise'. Did you mean batch_size?"),
+    "doubled key": (["doubled.yaml"], "RecipeError: doubled.yaml line 1: key 'epochs' stands twice in one entry"),
+    "wrong type": (["linear", "--epochs", "many"], "RecipeError: "),
+    "zero size": (["linear", "--batch-size", "0"], "RecipeError: batch_size must be greater than 0, got 0."),
+    "negative size": (["linear", "--batch-size", "-4"], "RecipeError: batch_size must be greater than 0, got -4."),
+    "indivisible batch": (
+        ["linear", "--accumulation-steps", "3"],
+        "PlanError: batch_size must be a multiple of 3 accumulation steps, got 100; take 99 or 102.",
+    ),
+    "missing data": (["imagenet", "--data-dir", "nowhere"], "DataError: nowhere"),
+    "truncated file": (["cifar100", "--data-dir", "cut"], "DataError: cut/cifar-100-python/train"),
+    "output below a file": (["linear", "--output", "mine.yaml/run"], "OutputError: cannot write to the run folder mine"),
+    "another model's checkpoint": (["digits", "--output", "line"], "CheckpointError: line holds checkpoints of another"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working folder with everything that the cases name."""
+    folder = tmp_path_factory.mktemp("input")
+    (folder / "mine.yaml").write_text(YAML % "batch_sise: 3")
+    (folder / "doubled.yaml").write_text(YAML % "epochs: 3, batch_size: 4")
+    (folder / "cut" / "cifar-100-python").mkdir(parents=True)
+    (folder / "cut" / "cifar-100-python" / "train").write_bytes(b"\x80\x04\x95\xff\xff")
+    (folder / "line" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    import numpy as np
+
+    from hvdtrain import checkpoint
+
+    checkpoint.commit(
+        folder / "line" / "checkpoints",
+        checkpoint.Checkpoint({"model.weight": np.zeros(1)}, {"step": 1, "model": "linear, 2 parameters", "plateau": {}}),
+        keep=2,
+    )
+    return folder
+
+
+def watched(argv, cwd, **environ):
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED, *argv],
+        cwd=cwd,
+        env={**clean_environ(), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_no_framework(case, place):
+    argv, expected = CASES[case]
+    ended = watched(argv, place)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(expected)
+    assert ended.stderr.count("\n") == 1 and ended.stderr.endswith("\n"), ended.stderr
+    assert ended.stdout == "loaded: []\n"
+
+
+def test_torchrun_and_horovod(place):
+    ended = watched(["linear", "--engine", "horovod"], place, **TORCHRUN)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "loaded: []\n", 1)
+    assert "torchrun started 2 ranks, but Horovod does not read torchrun's variables: start with horovodrun" in ended.stderr
+
+
+@needs_torch
+@needs_horovod
+def test_a_step_of_four_tasks_in_which_horovod_is_alone(tmp_path):
+    ended = train("alone", 1, "linear", "--output", tmp_path / "run", **SRUN)
+    assert ended.code == 2, ended.err
+    (line,) = ended.lines
+    assert re.fullmatch(
+        r"WorldError \(rank 0 on \S+\): srun promised rank 0 of 4 on \S+, but Horovod says rank 0 of 1: nothing would be "
+        r"averaged; ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix \(Open MPI\), .*",
+        line,
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+UNDER_RANKS = {
+    "indivisible": ("mpi", ["linear", "--batch-size", "25"], "PlanError (rank 0 on "),
+    "unknown recipe": ("gloo", ["linaer"], "RecipeError (rank 0 on "),
+    "local engine": ("mpi", ["linear", "--engine", "local"], "WorldError (rank 0 on "),
+    # The other rank is on its way into Horovod and must not wait there.
+    "output below a file, MPI": ("mpi", ["linear", "--output", "mine.yaml/run"], "OutputError (rank 0 on "),
+    "output below a file, Gloo": ("gloo", ["linear", "--output", "mine.yaml/run"], "OutputError (rank 0 on "),
+}
+
+
+@needs_torch
+@needs_horovod
+@pytest.mark.parametrize("case", UNDER_RANKS)
+def test_ranks_say_it_once_and_end(case, place):
+    launcher, argv, expected = UNDER_RANKS[case]
+    command = [sys.executable, "-m", "hvdtrain.torch", *argv]
+    with started(launcher, 2, command, place) as ranks:
+        ended = ranks.wait(60)
+    assert ended.code != 0
+    assert ended.left == []
+    (line,) = ended.lines
+    assert line.startswith(expected)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root: sudo python -m pytest tests/test_torch_input.py")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system may be mounted here ({mounted.stderr.strip()}): run the tests outside the container")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_disk_without_room_for_the_checkpoints(small_disk):
+    ended = watched(["digits", "--output", small_disk / "run"], small_disk)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "loaded: []\n", 1), ended.stderr
+    assert re.match(r"OutputError: the run folder \S+ has no room for [\d.,]+ MiB of checkpoints", ended.stderr)
+
+
+@needs_torch
+def test_a_disk_that_fills_while_training(small_disk):
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 160 * 1024))
+    ended = train("alone", 1, "linear", "--log-every-steps", "1", "--output", small_disk / "run")
+    assert ended.code == 2
+    (line,) = ended.lines
+    assert re.match("OutputError: .*No space left on device; free space", line), ended.err
+    filler.unlink()
+    train("alone", 1, "linear", "--log-every-steps", "1", "--output", small_disk / "run").good()
+
+
+@needs_torch
+def test_a_loss_that_is_no_number(tmp_path):
+    ended = train_here("linear", "--lr", "1e30", "--log-every-steps", "1", "--output", tmp_path)
+    assert ended.code == 1
+    assert re.match(r"DivergedError: the training loss is (inf|nan) at step \d+; lower the LR", ended.err)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
