@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hvdtrain import errors
 
 PROGRAMS = Path(__file__).with_name("torch_programs.py")
 TAG = "HVDTRAIN_TEST_TAG"
@@ -51,20 +54,29 @@ class Ranks:
             code = self.process.wait(limit)
         except subprocess.TimeoutExpired:
             self.kill()
-            pytest.fail(f"{self.process.args} did not end within {limit} s:\n{self.out.read_text()[-3000:]}"
-                        f"\n{self.err.read_text()[-3000:]}")
+            pytest.fail(
+                f"{self.process.args} did not end within {limit} s:\n{self.out.read_text()[-3000:]}"
+                f"\n{self.err.read_text()[-3000:]}"
+            )
         return Ended(code, self.out.read_text(), self.err.read_text(), self.left())
 
-    def left(self) -> list[int]:
-        """The processes of this start that are still there, the launcher aside."""
-        return [pid for pid in tagged(self.tag) if pid != self.process.pid]
+    def left(self) -> list[str]:
+        """The commands of this start that outlive its launcher by more than a moment."""
+        for _ in range(100):
+            if not (pids := tagged(self.tag)):
+                break
+            time.sleep(0.05)
+        return [" ".join(_words(pid, "cmdline")) for pid in pids]
 
     def members(self) -> dict[int, int]:
         """Process number by rank."""
         found = {}
         for pid in tagged(self.tag):
             command = _words(pid, "cmdline")
-            if any(word in command for word in ("hvdtrain.torch", str(PROGRAMS))) and Path(command[0]).name[:6] == "python":
+            if (
+                any(word in command for word in ("hvdtrain.torch", str(PROGRAMS)))
+                and Path(command[0]).name[:6] == "python"
+            ):
                 said = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
                 if rank := said.get("HOROVOD_RANK") or said.get("OMPI_COMM_WORLD_RANK"):
                     found[int(rank)] = pid
@@ -97,7 +109,7 @@ class Ended:
     code: int
     out: str
     err: str
-    left: list[int] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     def good(self) -> "Ended":
         """Itself, where it ended well."""
@@ -108,10 +120,7 @@ class Ended:
     def lines(self) -> list[str]:
         """The lines of stderr that hvdtrain wrote, without the launcher's prefix."""
         stripped = [(line.partition("<stderr>:")[2] or line).strip() for line in self.err.splitlines()]
-        return [line for line in stripped if line.partition(":")[0].split(" ")[0].endswith(OURS)]
-
-
-OURS = ("Error", "EngineUnavailable")
+        return [line for line in stripped if line.partition(":")[0].partition(" ")[0] in vars(errors)]
 
 
 @contextlib.contextmanager

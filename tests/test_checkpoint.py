@@ -1,6 +1,7 @@
 """Checkpoints: what goes in comes out, whatever kills the writer or damages the files."""
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -187,7 +188,7 @@ while True:
 def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     moments = random.Random(0)
     last = 0
-    for _ in range(8):
+    for _ in range(6):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(last)], stdout=subprocess.PIPE)
         told = [writer.stdout.readline() for _ in range(1 + moments.randint(1, 8))]
         # A random moment of the next commit, found by spinning: sleeping would favour what comes after a wait.
@@ -203,7 +204,61 @@ def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         assert (found.arrays["x"] == step).all()
         assert found.arrays["y"] == step
         last = step
-    assert last >= 16
+    assert last >= 12
+
+
+# Commits `step` over a copy of a folder that holds steps 1 (the best), 2 and 3, killed before its k-th operation
+# on files, for every k; prints the steps found whole after each.
+KILLED = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+import numpy as np
+from hvdtrain.checkpoint import Checkpoint, commit, committed, newest, read
+step = int(sys.argv[1])
+EVENTS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
+
+def save(folder, step, score):
+    commit(folder, Checkpoint({"x": np.full(9, step)}, {"step": step, "valid_score": score}), 2)
+
+def killed(folder, k):
+    child = os.fork()
+    if child == 0:
+        counted = []
+        def hook(event, arguments):
+            if event in EVENTS:
+                counted.append(event)
+                if len(counted) == k:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        save(folder, step, 0.5)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+for before, score in [(1, 0.9), (2, 0.1), (3, 0.2)]:
+    save(Path("template"), before, score)
+k, left = 0, True
+while left:
+    k += 1
+    shutil.copytree("template", f"copy-{k}")
+    left = killed(Path(f"copy-{k}"), k)
+    whole = [read(path) for path in committed(Path(f"copy-{k}"))]
+    assert all((found.arrays["x"] == found.meta["step"]).all() for found in whole)
+    assert newest(Path(f"copy-{k}"))[0].meta == whole[-1].meta
+    print([found.meta["step"] for found in whole])
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "outcomes"),
+    [(4, [[1, 2, 3], [1, 2, 3, 4], [1, 3, 4]]), (3, [[1, 2, 3], [1, 2], [1, 2, 3]])],
+    ids=["a new step", "a step a second time"],
+)
+def test_sigkill_before_any_operation_on_files_leaves_only_whole_checkpoints(step, outcomes, python):
+    done = python("-c", KILLED, str(step))
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [key for key, _ in itertools.groupby(seen)] == outcomes
+    assert len(seen) > 10
 
 
 def test_a_full_disk_spares_the_checkpoints_before(tiny_disk):

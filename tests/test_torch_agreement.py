@@ -39,12 +39,17 @@ def test_all_ranks_end_with_one_state_to_the_bit(world, start):
         assert len({rank["state"] for rank in world(start).of(run)}) == 1, run
 
 
+# Steps, and the largest relative difference in any of them. In float64 torchvision's own start is taken, at which a
+# rounding error grows a hundredfold with every step (batch statistics of maps of 1x1): see torch_programs.calm.
+CURVES = {"sync calm": (8, 1e-5), "frozen": (5, 1e-5), "sync float64": (4, 1e-8), "frozen float64": (6, 1e-12)}
+
+
 @pytest.mark.parametrize("start", ["mpi-2", "gloo-4"])
 @pytest.mark.parametrize("run", NETWORKS)
 def test_resnet50_has_one_curve(world, start, run):
-    limit = 1e-9 if "float64" in run else 1e-5
+    steps, limit = CURVES[run]
     theirs = world("alone-1").losses(run)
-    assert len(theirs) == (6 if "float64" in run else 4)
+    assert len(theirs) == steps
     assert furthest(world(start).losses(run), theirs) < limit
 
 

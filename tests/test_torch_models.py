@@ -1,6 +1,5 @@
 """The networks, their fingerprint, and SGD as the adapter starts it."""
 
-
 import numpy as np
 import pytest
 from ranks import needs_torch
@@ -51,7 +50,9 @@ def test_a_stem_leaves_maps_of_a_size(stem, side, expected):
     sides = {}
     for name in ("layer1", "layer4"):
         getattr(model, name).register_forward_pre_hook(lambda _, x, name=name: sides.update({name: x[0].shape[-1]}))
-        getattr(model, name).register_forward_hook(lambda _, x, y, name=name: sides.update({name + " out": y.shape[-1]}))
+        getattr(model, name).register_forward_hook(
+            lambda _, x, y, name=name: sides.update({name + " out": y.shape[-1]})
+        )
     with torch.no_grad():
         assert model(torch.zeros(1, 3, side, side)).shape == (1, 10)
     assert (sides["layer1"], sides["layer4 out"]) == expected

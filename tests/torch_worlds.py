@@ -36,10 +36,30 @@ RUNS: dict[str, list[str]] = {
     "nesterov": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
     "unfused": [*PICTURES, "--nesterov", "--max-steps", "3"],
     "channels last": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
-    "sync": [*DIGITS, "--batch-norm", "sync", "--base-lr", "1e-4", "--max-steps", "4"],
-    "frozen": [*DIGITS, "--batch-norm", "frozen", "--base-lr", "1e-4", "--max-steps", "4"],
-    "sync float64": [*DIGITS, "--batch-norm", "sync", "--precision", "float64", "--max-steps", "6"],
-    "frozen float64": [*DIGITS, "--batch-norm", "frozen", "--precision", "float64", "--max-steps", "6"],
+    "sync calm": [*DIGITS, "--batch-norm", "sync", "--base-lr", "1e-3", "--max-steps", "8"],
+    "frozen": [*DIGITS, "--batch-norm", "frozen", "--base-lr", "1e-5", "--batch-size", "32", "--max-steps", "5"],
+    "sync float64": [
+        *DIGITS,
+        "--batch-norm",
+        "sync",
+        "--precision",
+        "float64",
+        "--base-lr",
+        "1e-3",
+        "--max-steps",
+        "4",
+    ],
+    "frozen float64": [
+        *DIGITS,
+        "--batch-norm",
+        "frozen",
+        "--precision",
+        "float64",
+        "--base-lr",
+        "1e-3",
+        "--max-steps",
+        "6",
+    ],
 }
 
 
@@ -72,7 +92,7 @@ def arrays(folder: Path) -> bytes:
 
 
 LINES = ["line", "line a rank", "short", "parts", "clipped", "clipped parts", "compressed", "bfloat16"]
-NETWORKS = ["sync", "frozen", "sync float64", "frozen float64"]
+NETWORKS = ["sync calm", "frozen", "sync float64", "frozen float64"]
 
 STARTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "alone-1": (

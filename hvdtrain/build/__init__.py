@@ -1,0 +1,35 @@
+"""Horovod for today's frameworks: probe -> plan -> wheel -> proof. `python -m hvdtrain build`."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Builds, installs and proves Horovod as the flags say. Raises BuildError where that fails."""
+    from hvdtrain import flags
+    from hvdtrain.build.plan import Options, describe, plan
+    from hvdtrain.build.probe import probe
+    from hvdtrain.build.run import run
+
+    options = flags.parse(Options, "python -m hvdtrain build", argv)
+    it = plan(probe(os.environ), options, wheel_dir(options.wheel_dir, os.environ))
+    if options.print:
+        print(describe(it))
+        return 0
+    started = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - started:5.0f} s  {line}", flush=True)
+
+    print(f"Horovod for {', '.join(it.frameworks)}; MPI: {it.mpi_is}; GPU: {it.gpu}", flush=True)
+    run(it, os.environ, tell)
+    tell(f"ready: {it.version}")
+    return 0
+
+
+def wheel_dir(asked: Path | None, environ: Mapping[str, str]) -> Path:
+    """Where finished wheels are kept: as asked, or hvdtrain/wheels under the user's cache."""
+    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (asked or Path(cache, "hvdtrain", "wheels")).expanduser().absolute()

@@ -1,0 +1,92 @@
+"""An installed Horovod proves itself: its build report, then real ranks that add real numbers."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import hvdtrain
+from hvdtrain.build.allreduce import proof_line
+from hvdtrain.build.plan import BuildPlan
+from hvdtrain.errors import BuildError
+
+RANKS = 2
+SECONDS = 240  # two cold imports of TensorFlow on two busy cores take about 40
+REPORTED = {"torch": "PyTorch", "tensorflow": "TensorFlow", "mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+
+
+def prove(plan: BuildPlan, environ: Mapping[str, str], tell: Callable[[str], None]) -> None:
+    """Raises BuildError where the report lacks something asked for, or an allreduce does not come out right."""
+    horovodrun = str(Path(plan.python).parent / "horovodrun")
+    environ = _rank_environment(environ)
+    code, report = _run([horovodrun, "--check-build"], environ)
+    wanted = [*plan.frameworks, *plan.controllers, *([plan.gpu] if plan.gpu != "none" else [])]
+    if absent := [REPORTED[name] for name in wanted if f"[X] {REPORTED[name]}" not in report]:
+        raise BuildError(
+            f"the installed Horovod reports no {absent[0]} (horovodrun --check-build, exit code {code}): "
+            f"see {plan.wheel.parent / 'build.log'}."
+        )
+    tell(f"report: {', '.join(REPORTED[name] for name in wanted)}")
+    for framework in plan.frameworks:
+        for controller in plan.controllers:
+            command = [horovodrun, f"--{controller}", "-np", str(RANKS), plan.python]
+            command += ["-m", "hvdtrain.build.allreduce", framework]
+            code, said = _run(command, environ)
+            check(framework, controller, code, said)
+            tell(f"allreduce of {RANKS} ranks: {framework} over {controller}")
+
+
+def check(framework: str, controller: str, code: int, said: str) -> None:
+    """Raises BuildError unless every rank has said its proof and the launcher has ended well."""
+    missing = [rank for rank in range(RANKS) if proof_line(rank, RANKS, controller) not in said]
+    if code == 0 and not missing:
+        return
+    last = next(iter(_telling(said)), "no output")
+    raise BuildError(
+        f"Horovod does not add over {RANKS} ranks with {framework} over {controller} (exit code {code}): {last} "
+        "See it whole with: "
+        f"horovodrun --{controller} -np {RANKS} python -m hvdtrain.build.allreduce {framework}"
+    )
+
+
+def _telling(said: str) -> list[str]:
+    """The lines that may say what went wrong, the likeliest first."""
+    lines = [line.strip() for line in said.splitlines()]
+    lines = [line for line in lines if re.search("[a-z]{3}", line) and "allreduce proved" not in line]
+    return sorted(lines, key=lambda line: not re.search(r"Error|\*\*\*|gave|no end within", line))
+
+
+def _rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """One thread a rank, no GPU, and this package importable from wherever horovodrun starts the ranks."""
+    here = str(Path(hvdtrain.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (here, environ.get("PYTHONPATH"))))
+    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**environ, **quiet, "PYTHONPATH": path}
+
+
+def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Exit code and output; after SECONDS the whole process group is killed."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BuildError(f"cannot start {command[0]}: {error.strerror}; build again to install it.") from None
+    try:
+        said, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        said += f"\nno end within {SECONDS} seconds"
+        return 124, said
+    return process.returncode, said

