@@ -40,10 +40,12 @@ def check_world(topology: Topology, rank: int, size: int) -> None:
     """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
     if (rank, size) != (topology.rank, topology.size):
         outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
-        raise WorldError(
+        error = WorldError(
             f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
             f"but Horovod says rank {rank} of {size}: {outcome}; {REMEDIES[topology.launcher]}."
         )
+        error.everywhere = size == 1  # ranks in another order may leave the chief in its place
+        raise error
 
 
 def check_replicas(fingerprint: int, step: int, topology: Topology, sum_over_ranks: Sum) -> None:

@@ -70,16 +70,26 @@ def _begin(folder: RunFolder, plan: Plan, resume: Literal["auto", "never"]) -> S
     state, damaged = checkpoint.newest(folder.checkpoints)
     if state:
         _check_model(state, plan, folder)
+    notes = _notes(folder, plan, state, damaged)
     _reserve(folder, plan)
     _write_once(folder, plan, state.meta["step"] if state else 0)
-    return Start(folder, state, tuple(_notes(folder, state, damaged)))
+    return Start(folder, state, tuple(notes))
 
 
-def _notes(folder: RunFolder, state: Checkpoint | None, damaged: list[str]) -> list[str]:
+def _notes(folder: RunFolder, plan: Plan, state: Checkpoint | None, damaged: list[str]) -> list[str]:
     if state:
         used = f"going on from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
-        return [*(f"{line} The one before it is used." for line in damaged), used]
+        return [*(f"{line} The one before it is used." for line in damaged), used, *_changes(folder, plan)]
     return [*damaged, f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
+
+
+def _changes(folder: RunFolder, plan: Plan) -> list[str]:
+    """A line where the folder's recipe, which a checkpoint was trained with, said otherwise."""
+    before: set[str] = set()
+    with contextlib.suppress(OSError, ValueError):
+        before.update((folder.path / "recipe.yaml").read_text(encoding="utf-8").splitlines())
+    now = [line.strip() for line in recipe.dump(plan.recipe).splitlines()[1:] if line not in before]
+    return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
 
 
 def replace(path: Path, text: str) -> None:

@@ -317,3 +317,11 @@ def test_room_is_asked_for_and_given_back(make_plan, tiny_disk):
     begun = begin(make_plan(), output=tiny_disk / "run")
     assert begun.folder.path.is_dir()
     assert not (tiny_disk / "run" / ".room").exists()
+
+
+def test_a_changed_recipe_is_told(make_plan):
+    output = Path("mine")
+    plan = make_plan()
+    save(begin(plan, output=output), plan, 40)
+    changed = begin(make_plan(base_lr=0.25, seed=3), output=output)
+    assert changed.notes[1:] == ("the recipe has changed since; now seed: 3, base_lr: 0.25",)

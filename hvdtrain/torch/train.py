@@ -92,7 +92,7 @@ class Training:
     def run_to_end(self) -> None:
         """Epoch after epoch: train, validate, tell, checkpoint."""
         with self.profiler or contextlib.nullcontext():
-            while not self._is_done():
+            while self.progress.epoch < self.recipe.epochs and not self._is_stopped():
                 self.train_epoch()
                 self._finish_epoch()
         self._tell_result()
@@ -167,9 +167,10 @@ class Training:
     def _is_done(self) -> bool:
         """Whether the run's last update is made. Epochs decide: a resumed run's batch, said per rank, may be
         another one than that of the steps before it."""
-        progress, recipe = self.progress, self.recipe
-        epochs = progress.epoch + self._is_epoch_done()
-        return epochs >= recipe.epochs or (recipe.max_steps is not None and progress.step >= recipe.max_steps)
+        return self._is_stopped() or self.progress.epoch + self._is_epoch_done() >= self.recipe.epochs
+
+    def _is_stopped(self) -> bool:
+        return self.recipe.max_steps is not None and self.progress.step >= self.recipe.max_steps
 
     def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""
