@@ -1,5 +1,6 @@
 """What a run tells: exact means, a log for people, metrics.jsonl for programs, TensorBoard events for pictures."""
 
+import contextlib
 import json
 import math
 import time
@@ -96,8 +97,9 @@ class Reporter:
     def close(self) -> None:
         if self._bar:
             self._bar.close()
-        self._jsonl.close()
-        self._events.close()
+        with contextlib.suppress(OSError):  # a full disk has stopped the run already
+            self._jsonl.close()
+            self._events.close()
 
     def _write(self, kind: str, step: int, epoch: int, **facts: float) -> None:
         # JSON has no NaN, which a diverged validation is.

@@ -103,6 +103,7 @@ def make(recipe: Recipe, topology: Topology, dataset: Dataset) -> Plan:
             f"the global batch must be at most the {examples} training examples, got {global_batch}; "
             f"give a smaller batch or fewer ranks than {size}."
         )
+    _check_batch_norm(recipe, dataset, size, global_batch)
     steps = examples // global_batch
     schedule = Schedule(
         peak_lr=peak_lr(recipe.base_lr, recipe.base_batch_size, global_batch, recipe.lr_rule),
@@ -134,6 +135,20 @@ def parameters(recipe: Recipe, classes: int | None) -> int:
     if recipe.model == "linear":
         return 2
     return RESNET50_BODY + (RESNET50_FEATURES + 1) * (classes or 0)
+
+
+def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch: int) -> None:
+    """BatchNorm has no variance of one value: the last, smallest feature map needs more in a part of a batch."""
+    if recipe.model == "linear" or recipe.batch_norm == "frozen":
+        return
+    side = math.ceil(dataset.sample_shape[0] / (8 if recipe.stem == "cifar" else 32))
+    together = size if recipe.batch_norm == "sync" else 1
+    part = global_batch // (size * recipe.accumulation_steps) * together
+    if part * side * side < 2:
+        raise PlanError(
+            f"BatchNorm needs at least 2 examples in a part of a batch, got {part} (batch {global_batch} over {size} "
+            f"ranks in {recipe.accumulation_steps} parts); take a larger batch or batch_norm frozen."
+        )
 
 
 def _indivisible(recipe: Recipe, size: int) -> str:

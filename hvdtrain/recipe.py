@@ -90,7 +90,8 @@ class Recipe(BaseModel):
     fusion_threshold_mb: Count | None = Field(None, description="Horovod's fusion buffer, MiB")
     cycle_time_ms: PositiveFloat | None = Field(None, description="Horovod's cycle, milliseconds")
     autotune: bool = Field(False, description="let Horovod tune threshold and cycle")
-    timeline: bool = Field(False, description="write Horovod's timeline into the run folder")
+    # Not `timeline`: horovodrun would read --timeline as an abbreviation of its own flags.
+    horovod_timeline: bool = Field(False, description="write Horovod's timeline into the run folder")
     profile: bool = Field(False, description="write a torch.profiler trace of ten steps")
 
     log_every_steps: PositiveInt = Field(20, description="steps between two log lines")

@@ -24,7 +24,7 @@ from hvdtrain import errors
 
 PROGRAMS = Path(__file__).with_name("torch_programs.py")
 TAG = "HVDTRAIN_TEST_TAG"
-LIMIT = 240
+LIMIT = 400
 FOREIGN = ("HOROVOD_", "OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_", "OMP_", "UCX_")
 LAUNCHERS = {
     "alone": lambda ranks: [],
@@ -153,8 +153,7 @@ def run(
 ) -> Ended:
     """The command under that launcher, to its end. Fails the test where a process is left behind."""
     with started(launcher, ranks, command, cwd, **environ) as process:
-        ended = process.wait(limit)
-    return ended
+        return process.wait(limit)
 
 
 def train(launcher: str, ranks: int, *argv: object, **more: Any) -> Ended:

@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain import build
 from hvdtrain.build import plan as planning
+from hvdtrain.build import prove as proving
 from hvdtrain.build import run as running
 from hvdtrain.build.allreduce import proof_line
 from hvdtrain.build.plan import SDIST, Command, Options, describe, plan
@@ -447,3 +448,9 @@ def test_probing_imports_no_framework():
     """
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_proof_that_hangs_is_ended_with_its_ranks(monkeypatch):
+    monkeypatch.setattr(proving, "SECONDS", 1)
+    code, said = proving._run(["/bin/sh", "-c", "sleep 600 & wait"], os.environ)
+    assert (code, said) == (124, "no end within 1 seconds")

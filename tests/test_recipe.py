@@ -171,7 +171,7 @@ def test_dump_and_load_keep_every_value(mine):
         "cycle_time_ms": 3.5,
         "seed": 2**63 - 1,
         "max_steps": 10**12,
-        "timeline": True,
+        "horovod_timeline": True,
     }
     loaded = load("linear", keys)
     text = dump(loaded)

@@ -7,7 +7,7 @@ from torch_worlds import NETWORKS, records
 
 from hvdtrain.datasets import linear
 
-pytestmark = [needs_torch, needs_horovod]
+pytestmark = [needs_torch, needs_horovod, pytest.mark.timeout(900)]
 
 SEVERAL = ["gloo-1", "mpi-2", "gloo-2", "mpi-4", "gloo-4"]
 
@@ -39,13 +39,19 @@ def test_all_ranks_end_with_one_state_to_the_bit(world, start):
         assert len({rank["state"] for rank in world(start).of(run)}) == 1, run
 
 
-# Steps, and the largest relative difference in any of them. In float64 torchvision's own start is taken, at which a
-# rounding error grows a hundredfold with every step (batch statistics of maps of 1x1): see torch_programs.calm.
-CURVES = {"sync calm": (8, 1e-5), "frozen": (5, 1e-5), "sync float64": (4, 1e-8), "frozen float64": (6, 1e-12)}
+# Steps, and the largest relative difference in any of them.
+CURVES = {
+    "sync curve": (8, 1e-5),
+    "frozen curve": (6, 1e-5),
+    "sync float64 curve": (4, 1e-12),
+    "frozen float64 curve": (4, 1e-12),
+}
 
 
-@pytest.mark.parametrize("start", ["mpi-2", "gloo-4"])
-@pytest.mark.parametrize("run", NETWORKS)
+@pytest.mark.parametrize(
+    ("start", "run"),
+    [*(("mpi-2", run) for run in NETWORKS), *(("gloo-4", run) for run in NETWORKS if "float64" not in run)],
+)
 def test_resnet50_has_one_curve(world, start, run):
     steps, limit = CURVES[run]
     theirs = world("alone-1").losses(run)
@@ -87,10 +93,13 @@ def test_clipping_changes_the_curve(world):
     assert furthest(world("alone-1").losses("clipped"), world("alone-1").losses("short")) > 0.1
 
 
+def test_adasum_adds_what_is_at_right_angles(world):
+    assert world("mpi-2").told["adasum"] == [[-1.0, -1.0]] * 2  # an average would be half of it
+
+
 def test_adasum_learns(world):
     losses = world("mpi-2").losses("adasum")
     assert losses[-10:].mean() < 0.6 * losses[:3].mean()
-    assert furthest(losses, world("mpi-2").losses("short")) > 1e-4  # else it averaged
 
 
 def test_an_overflow_is_skipped_by_all_ranks(world):
@@ -110,9 +119,9 @@ def test_fewer_examples_to_validate_than_ranks(world):
     assert epoch["valid_loss"] > 0
 
 
-@pytest.mark.parametrize(("run", "limit"), [("unfused", 1e-5), ("channels last", 1e-4)])
+@pytest.mark.parametrize(("run", "limit"), [("unfused curve", 1e-5), ("channels last curve", 1e-4)])
 def test_a_faster_way_has_the_same_curve(world, run, limit):
-    assert furthest(world("alone-1").losses(run), world("alone-1").losses("nesterov")) < limit
+    assert furthest(world("alone-1").losses(run), world("alone-1").losses("nesterov curve")) < limit
 
 
 def test_a_parted_replica_stops_every_rank(world):

@@ -16,7 +16,7 @@ from hvdtrain.datasets import DRAWS
 from hvdtrain.sharding import Epoch
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
-pytestmark = [needs_torch, needs_horovod]
+pytestmark = [needs_torch, needs_horovod, pytest.mark.timeout(900)]
 needs_pictures = pytest.mark.skipif(
     not DATA.is_dir(), reason=f"needs {DATA}: CIFAR-100 and Imagenette, packed as its README says"
 )
@@ -84,22 +84,18 @@ def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(imagenette, tmp_pa
     assert f"{damaged} cannot be read as a picture" in line
 
 
-SETTINGS = """
-default: {extends: linear, epochs: 12, autotune: true, fusion_threshold_mb: 3, cycle_time_ms: 1.5, timeline: true,
-  profile: true}
-"""
+SETTINGS = ["--epochs", "12", "--autotune", "--fusion-threshold-mb", "3", "--cycle-time-ms", "1.5"]
+SETTINGS += ["--horovod-timeline", "--profile"]
 
 QUICK = {"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2"}
 
 
 def test_horovod_gets_its_settings_and_writes_its_traces(tmp_path):
-    # As a recipe, because horovodrun takes a --timeline of the command behind it for a short form of its own flags.
-    mine, log = tmp_path / "mine.yaml", tmp_path / "autotune.csv"
-    mine.write_text(SETTINGS)
-    train("gloo", 2, mine, "--output", tmp_path, **{**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)}).good()
+    log = tmp_path / "autotune.csv"
+    train("gloo", 2, "linear", *SETTINGS, "--output", tmp_path, **{**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)}).good()
     assert '"traceEvents"' in (tmp_path / "profile.json").read_text()
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
     heading, first, *_ = log.read_text().splitlines()
     row = dict(zip(heading.split(","), first.split(","), strict=False))
     assert float(row["cycle_time_ms"]) == 1.5
-    assert float(row["tensor_fusion_threshold"]) == 3 * 2**20
+    assert float(row["tensor_fusion_threshold"]) == 3  # MiB

@@ -3,7 +3,7 @@
 import pytest
 from ranks import needs_horovod, needs_torch
 
-pytestmark = needs_torch
+pytestmark = [needs_torch, pytest.mark.timeout(900)]
 
 
 def expected(size):

@@ -112,8 +112,8 @@ def test_a_step_of_four_tasks_in_which_horovod_is_alone(tmp_path):
     assert ended.code == 2, ended.err
     (line,) = ended.lines
     assert re.fullmatch(
-        r"WorldError \(rank 0 on \S+\): srun promised rank 0 of 4 on \S+, but Horovod says rank 0 of 1: nothing would be "
-        r"averaged; ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix \(Open MPI\), .*",
+        r"WorldError \(rank 0 on \S+\): srun promised rank 0 of 4 on \S+, but Horovod says rank 0 of 1: nothing would "
+        r"be averaged; ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix \(Open MPI\), .*",
         line,
     )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -11,7 +11,7 @@ import pytest
 from ranks import needs_horovod, needs_torch, started, train, train_here
 from torch_worlds import LINE, PICTURES, RUNS, arrays, records
 
-pytestmark = [needs_torch, needs_horovod]
+pytestmark = [needs_torch, needs_horovod, pytest.mark.timeout(900)]
 
 
 def wait_for_step(ranks, folder, step):

@@ -10,9 +10,10 @@ from ranks import programs
 
 LINE = ["linear", "--epochs", "30", "--log-every-steps", "1", "--guard-every-steps", "10"]
 SHORT_LINE = ["linear", "--epochs", "4", "--log-every-steps", "1"]
+CLIPPED = [*SHORT_LINE, "--clip-norm", "0.05", "--momentum", "0.5"]
 PICTURES = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
-    "--lr-rule", "none", "--momentum", "0.9", "--weight-decay", "5e-4",
+    "--lr-rule", "none", "--base-lr", "0.01", "--momentum", "0.9", "--weight-decay", "5e-4",
 ]  # fmt: skip
 DIGITS = [
     "digits", "--batch-size", "16", "--log-every-steps", "1", "--lr-rule", "none", "--warmup-epochs", "0",
@@ -24,41 +25,41 @@ RUNS: dict[str, list[str]] = {
     "line a rank": [*LINE, "--batch-size-per-rank", "25"],
     "short": SHORT_LINE,
     "parts": [*SHORT_LINE, "--accumulation-steps", "5"],
-    "clipped": [*SHORT_LINE, "--clip-norm", "0.05", "--momentum", "0.5"],
-    "clipped parts": [*SHORT_LINE, "--clip-norm", "0.05", "--momentum", "0.5", "--accumulation-steps", "5"],
+    "clipped": CLIPPED,
+    "clipped parts": [*CLIPPED, "--accumulation-steps", "5"],
     "compressed": [*SHORT_LINE, "--compression", "fp16"],
     "adasum": [*SHORT_LINE, "--reduction", "adasum"],
     "bfloat16": [*SHORT_LINE, "--precision", "bfloat16"],
     "float16": [*SHORT_LINE, "--precision", "float16"],
-    "float16 clipped": [*SHORT_LINE, "--precision", "float16", "--clip-norm", "0.05", "--compression", "fp16"],
+    "float16 clipped": [*CLIPPED, "--precision", "float16", "--compression", "fp16"],
     "workers": [*SHORT_LINE, "--workers", "1"],
-    "few to validate": [*PICTURES, "--examples", "16", "--max-steps", "1", "--workers", "1"],
-    "nesterov": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
-    "unfused": [*PICTURES, "--nesterov", "--max-steps", "3"],
-    "channels last": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
-    "sync calm": [*DIGITS, "--batch-norm", "sync", "--base-lr", "1e-3", "--max-steps", "8"],
-    "frozen": [*DIGITS, "--batch-norm", "frozen", "--base-lr", "1e-5", "--batch-size", "32", "--max-steps", "5"],
-    "sync float64": [
+    "few to validate": [*PICTURES, "--examples", "16", "--max-steps", "1"],
+    "nesterov curve": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
+    "unfused curve": [*PICTURES, "--nesterov", "--max-steps", "3"],
+    "channels last curve": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
+    "sync curve": [*DIGITS, "--batch-norm", "sync", "--base-lr", "1e-3", "--max-steps", "8"],
+    "frozen curve": [*DIGITS, "--batch-norm", "frozen", "--base-lr", "1e-3", "--max-steps", "6"],
+    "sync float64 curve": [
         *DIGITS,
         "--batch-norm",
         "sync",
-        "--precision",
-        "float64",
         "--base-lr",
         "1e-3",
         "--max-steps",
         "4",
+        "--precision",
+        "float64",
     ],
-    "frozen float64": [
+    "frozen float64 curve": [
         *DIGITS,
         "--batch-norm",
         "frozen",
-        "--precision",
-        "float64",
         "--base-lr",
         "1e-3",
         "--max-steps",
-        "6",
+        "4",
+        "--precision",
+        "float64",
     ],
 }
 
@@ -92,11 +93,19 @@ def arrays(folder: Path) -> bytes:
 
 
 LINES = ["line", "line a rank", "short", "parts", "clipped", "clipped parts", "compressed", "bfloat16"]
-NETWORKS = ["sync calm", "frozen", "sync float64", "frozen float64"]
+NETWORKS = ["sync curve", "frozen curve", "sync float64 curve", "frozen float64 curve"]
 
 STARTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "alone-1": (
-        [*LINES, "float16", "float16 clipped", "nesterov", "unfused", "channels last", *NETWORKS],
+        [
+            *LINES,
+            "float16",
+            "float16 clipped",
+            "nesterov curve",
+            "unfused curve",
+            "channels last curve",
+            *NETWORKS,
+        ],
         {},
     ),
     "mpi-1": ([], {}),
@@ -106,6 +115,7 @@ STARTS: dict[str, tuple[list[str], dict[str, Any]]] = {
         {
             "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
             "overflow": {"argv": ["linear", "--precision", "float16", "--output", "{folder}/overflow"]},
+            "adasum": {},
             "refusals": {"cases": {"float16": {"reduction": "adasum", "precision": "float16"}}},
             "parted": {"argv": [*LINE, "--output", "{folder}/parted"], "step": 27},
         },
@@ -119,7 +129,7 @@ STARTS: dict[str, tuple[list[str], dict[str, Any]]] = {
         },
     ),
     "mpi-4": (["line"], {}),
-    "gloo-4": ([*LINES, *NETWORKS], {}),
+    "gloo-4": ([*LINES, "sync curve", "frozen curve"], {}),
 }
 
 

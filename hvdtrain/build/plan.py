@@ -61,6 +61,7 @@ class BuildPlan:
     environment: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...]
     prepare: tuple[Command, ...]
+    toolkit: tuple[Command, ...]
     download: Command
     compile: Command
     install: Command
@@ -103,7 +104,8 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         edits=edits,
         environment=tuple(environment.items()),
         links=_cuda_links(here) if gpu == "nccl" else (),
-        prepare=_prepare(here, mpi, gpu),
+        prepare=_prepare(here, mpi),
+        toolkit=_toolkit(here) if gpu == "nccl" else (),
         download=_download(here, cache),
         compile=_compile(here),
         install=Command(
@@ -252,15 +254,18 @@ def _pip(here: Surroundings) -> tuple[str, ...]:
     return (here.python, "-m", "pip")
 
 
-def _prepare(here: Surroundings, mpi: str, gpu: str) -> tuple[Command, ...]:
-    """What the environment itself must hold for Horovod to run, or for nvcc to be found."""
+def _prepare(here: Surroundings, mpi: str) -> tuple[Command, ...]:
+    """What the environment itself must hold for Horovod to run."""
     wanted = list(here.missing)
     if mpi in MPI_WHEELS and mpi not in dict(here.mpi_wheels):
         wanted.append(f"{MPI_WHEELS[mpi]}=={TESTED_MPI[mpi]}")
-    if gpu == "nccl":
-        release = here.cuda_toolkit or f"{here.torch_cuda}.*"
-        wanted.append(f"cuda-toolkit[nvcc,crt,nvvm]=={release}")
     return (Command("install what Horovod runs on", (*_pip(here), "install", *wanted)),) if wanted else ()
+
+
+def _toolkit(here: Surroundings) -> tuple[Command, ...]:
+    """nvcc and its headers, of the release torch was built with; needed while compiling only."""
+    release = here.cuda_toolkit or f"{here.torch_cuda}.*"
+    return (Command("install nvcc", (*_pip(here), "install", f"cuda-toolkit[nvcc,crt,nvvm]=={release}")),)
 
 
 def _download(here: Surroundings, cache: Path) -> Command:
@@ -289,7 +294,7 @@ def describe(it: BuildPlan) -> str:
     lines += ["", "environment", *(f"  {name}={value}" for name, value in it.environment)]
     lines += [f"  link {link} -> {target}" for link, target in it.links]
     lines += ["", "commands"]
-    for command in (*it.prepare, tools(it.python), it.download, it.compile, it.install):
+    for command in (*it.prepare, *it.toolkit, tools(it.python), it.download, it.compile, it.install):
         lines += [f"  # {command.says}", "  " + " ".join(command.words)]
     lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}"]
     return "\n".join(lines)

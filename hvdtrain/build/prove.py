@@ -83,10 +83,9 @@ def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int, str]:
         raise BuildError(f"cannot start {command[0]}: {error.strerror}; build again to install it.") from None
     try:
         said, _ = process.communicate(timeout=SECONDS)
+        return process.returncode, said
     except subprocess.TimeoutExpired:
+        return 124, f"no end within {SECONDS} seconds"
+    finally:  # also when the user interrupts: the ranks are in a session of their own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        said += f"\nno end within {SECONDS} seconds"
-        return 124, said
-    return process.returncode, said

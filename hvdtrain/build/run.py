@@ -120,7 +120,8 @@ def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
 
 
 def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> None:
-    steps.run(tools(plan.python), work)
+    for command in (*plan.toolkit, tools(plan.python)):
+        steps.run(command, work)
     sdist = plan.wheel.parent.parent / SDIST
     if not _is_the_pinned(sdist):
         (work / "sdist.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")

@@ -1,6 +1,7 @@
 """Batches on the device, read ahead while the step before is computed."""
 
 import contextlib
+import multiprocessing
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,7 @@ class Loader:
     def _in_processes(self, split: Split, requests: list[Request]) -> Iterator[Pair | Exception]:
         """Reads in processes that are started once for each split and wait between epochs."""
         if id(split) not in self._pools:
+            multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once, not by each
             sampler: list[Request] = []
             pool = DataLoader(
                 _Reader(split),

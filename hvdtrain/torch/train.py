@@ -51,7 +51,7 @@ def open_engine(run: Run) -> Engine:
         return LocalEngine(_device(run, gpu_operations=True))
     from hvdtrain.torch.engines.horovod import HorovodEngine
 
-    timeline = run.start.folder.path / "timeline.json" if run.start and run.recipe.timeline else None
+    timeline = run.start.folder.path / "timeline.json" if run.start and run.recipe.horovod_timeline else None
     engine = HorovodEngine(run.recipe, timeline)
     engine.device = _device(run, engine.gpu_operations)
     return engine
@@ -91,6 +91,10 @@ class Training:
 
     def run_to_end(self) -> None:
         """Epoch after epoch: train, validate, tell, checkpoint."""
+        with contextlib.closing(self.reporter) if self.reporter else contextlib.nullcontext():
+            self._run_to_end()
+
+    def _run_to_end(self) -> None:
         with self.profiler or contextlib.nullcontext():
             while self.progress.epoch < self.recipe.epochs and not self._is_stopped():
                 self.train_epoch()
@@ -134,7 +138,7 @@ class Training:
         models.training_mode(self.model, recipe)
         if self.reporter:
             self.reporter.begin_epoch()
-        told, meter, began = progress.step, _Meter(self.engine.device), time.monotonic()
+        meter, began = _Meter(self.engine.device), time.monotonic()
         for start, parts in self._epoch_batches():
             lr = plan.schedule.lr(progress.epoch + start / (plan.steps_per_epoch * plan.global_batch), progress.plateau)
             self._update(parts, lr, meter)
@@ -143,22 +147,21 @@ class Training:
             done = self._is_done()
             last = done or self._is_epoch_done()
             due = _due(progress.step, recipe.checkpoint_every_steps)
-            if last or due or _due(progress.step, recipe.log_every_steps):
+            iteration = progress.sample // plan.global_batch
+            if last or due or _due(iteration, recipe.log_every_steps):
                 totals = meter.take().over_ranks(self.engine.sum)
                 progress.train += totals
                 self._check_finite(totals)
                 if self.reporter:
-                    iteration = progress.sample // plan.global_batch
                     seconds = time.monotonic() - began
                     self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
-                told, began = progress.step, time.monotonic()
+                began = time.monotonic()
             if progress.step == 1 or done or _due(progress.step, recipe.guard_every_steps):
                 self._check_replicas()
             if due and not last:
                 self._checkpoint(None)
             if done:
                 break
-        assert told == progress.step
 
     def _is_epoch_done(self) -> bool:
         """Whether what is left of the epoch's order is less than a batch."""
@@ -288,7 +291,6 @@ class Training:
             self.reporter.note(f"fitted line: y = {slope:.4f} x + {intercept:.4f}")
         self.run.start.folder.write_status("finished", step=self.progress.step)
         self.reporter.note(f"finished at step {self.progress.step}; everything is in {self.run.start.folder.path}")
-        self.reporter.close()
 
 
 class _Meter:

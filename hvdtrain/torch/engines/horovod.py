@@ -74,7 +74,7 @@ class HorovodEngine:
 def _settings(recipe: Recipe) -> dict[str, str]:
     """Horovod's variables for what the recipe says; what it leaves open stays the user's."""
     settings = {"HOROVOD_AUTOTUNE": "1"} if recipe.autotune else {}
-    if recipe.timeline:
+    if recipe.horovod_timeline:
         settings["HOROVOD_TIMELINE"] = "DYNAMIC"  # else start_timeline refuses
     if recipe.fusion_threshold_mb is not None:
         settings["HOROVOD_FUSION_THRESHOLD"] = str(recipe.fusion_threshold_mb * 2**20)
