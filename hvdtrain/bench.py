@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import tyro
 
 from hvdtrain import flags
-from hvdtrain.errors import EngineUnavailable
+from hvdtrain import recipe as recipes
+from hvdtrain.errors import EngineUnavailable, RecipeError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain bench", argv)
+    _check(options)
     horovodrun = Path(sys.executable).with_name("horovodrun")
     if not horovodrun.exists():
         raise EngineUnavailable(f"{horovodrun} is missing; build Horovod first: python -m hvdtrain build")
@@ -38,3 +40,13 @@ def main(argv: Sequence[str]) -> int:
     threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     return subprocess.run([*command, options.recipe, str(options.rounds)], env=environ, check=False).returncode
+
+
+def _check(options: Options) -> None:
+    if options.ranks < 1:
+        raise RecipeError(f"--ranks must be at least 1, got {options.ranks}.")
+    if options.rounds < 2:
+        raise RecipeError(f"--rounds must be at least 2, as the first is warm-up, got {options.rounds}.")
+    model = recipes.load(options.recipe).model
+    if model != "resnet50":
+        raise RecipeError(f"--recipe must train a resnet50, got {options.recipe}, which trains a {model}.")

@@ -1,6 +1,7 @@
 """`python -m hvdtrain COMMAND`: each command is imported only when it is called, so that --help is quick."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except HvdtrainError as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code

@@ -166,4 +166,4 @@ def test_json_holds_the_derived_numbers(make_plan):
     assert "recipe" not in facts
     assert (facts["size"], facts["global_batch"], facts["worker_batch"]) == (2, 64, 32)
     assert (facts["gradient_bytes"], facts["checkpoint_bytes"]) == (94_114_088, 188_228_176)
-    assert facts["schedule"]["peak_lr"] == 0.01
+    assert facts["schedule"]["peak_lr"] == 0.05

@@ -120,7 +120,7 @@ STARTS: dict[str, tuple[list[str], dict[str, Any]]] = {
             "parted": {"argv": [*LINE, "--output", "{folder}/parted"], "step": 27},
         },
     ),
-    "gloo-2": (["line"], {"refusals": {"cases": {"gloo": {"reduction": "adasum"}}}}),
+    "gloo-2": (["line", "sync curve"], {"refusals": {"cases": {"gloo": {"reduction": "adasum"}}}}),
     "mpi-3": (
         [],
         {
@@ -128,8 +128,8 @@ STARTS: dict[str, tuple[list[str], dict[str, Any]]] = {
             "refusals": {"cases": {"three ranks": {"reduction": "adasum"}}},
         },
     ),
-    "mpi-4": (["line"], {}),
-    "gloo-4": ([*LINES, "sync curve", "frozen curve"], {}),
+    "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
+    "gloo-4": (["line"], {}),
 }
 
 

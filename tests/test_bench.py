@@ -1,0 +1,40 @@
+"""`python -m hvdtrain bench`: what it refuses, and that it measures."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from ranks import needs_horovod, needs_torch
+
+from hvdtrain import bench
+from hvdtrain.errors import RecipeError
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        pytest.param(["--ranks", "0"], "--ranks must be at least 1, got 0.", id="no ranks"),
+        pytest.param(["--rounds", "1"], "--rounds must be at least 2, as the first is warm-up, got 1.", id="one round"),
+        pytest.param(
+            ["--recipe", "linear"],
+            "--recipe must train a resnet50, got linear, which trains a linear.",
+            id="another network",
+        ),
+    ],
+)
+def test_refusals(flags, message):
+    with pytest.raises(RecipeError) as refused:
+        bench.main(["overhead", *flags])
+    assert str(refused.value) == message
+
+
+@needs_torch
+@needs_horovod
+def test_overhead_measures_both_loops():
+    command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", "synthetic:tiny", "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    (line,) = (line for line in done.stdout.splitlines() if '{"bench"' in line)
+    result = json.loads(line[line.index("{") :])
+    assert result["ratio"] > 0
+    assert all(seconds > 0 for times in result["step_seconds"].values() for seconds in times)
