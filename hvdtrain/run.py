@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from hvdtrain.output import Start
 from hvdtrain.plan import Plan
 from hvdtrain.recipe import Recipe
 from hvdtrain.topology import Topology, discover
+
+# A launcher ends all ranks when the first one ends: a silent one that is quicker would cut the speaker off.
+SECONDS_TO_SPEAK = 5
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ def _fail(error: HvdtrainError, topology: Topology, run: Run | None) -> int:
     # Before training a host's first rank speaks for the host; later, a damaged file may be one rank's alone.
     if topology.is_chief or (not error.everywhere and (run or topology.local_rank == 0)):
         print(one_line(error, topology), file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_TO_SPEAK)
     return error.exit_code
 
 

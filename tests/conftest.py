@@ -20,3 +20,9 @@ def world(tmp_path_factory):
         return begun[name]
 
     return of
+
+
+def pytest_collection_modifyitems(items):
+    """The fast tests first: those that start ranks come last."""
+    slow = ("test_torch_", "test_bench", "test_build_horovod")
+    items.sort(key=lambda item: item.path.name.startswith(slow))
