@@ -1,7 +1,6 @@
 """`python -m hvdtrain bench`: measurements, each a ratio within one interleaved run."""
 
 import dataclasses
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,9 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if not horovodrun.exists():
         raise EngineUnavailable(f"{horovodrun} is missing; build Horovod first: python -m hvdtrain build")
     command = [str(horovodrun), "-np", str(options.ranks), sys.executable, "-m", "hvdtrain.torch.overhead"]
-    threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    return subprocess.run([*command, options.recipe, str(options.rounds)], env=environ, check=False).returncode
+    return subprocess.run([*command, options.recipe, str(options.rounds)], check=False).returncode
 
 
 def _check(options: Options) -> None:

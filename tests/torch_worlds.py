@@ -19,6 +19,9 @@ DIGITS = [
     "digits", "--batch-size", "16", "--log-every-steps", "1", "--lr-rule", "none", "--warmup-epochs", "0",
     "--lr-schedule", "constant",
 ]  # fmt: skip
+SYNC = [*DIGITS, "--batch-norm", "sync", "--base-lr", "1e-3"]
+FROZEN = [*DIGITS, "--batch-norm", "frozen", "--base-lr", "1e-3"]
+EXACT = ["--max-steps", "4", "--precision", "float64"]
 
 RUNS: dict[str, list[str]] = {
     "line": LINE,
@@ -37,30 +40,10 @@ RUNS: dict[str, list[str]] = {
     "nesterov curve": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
     "unfused curve": [*PICTURES, "--nesterov", "--max-steps", "3"],
     "channels last curve": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
-    "sync curve": [*DIGITS, "--batch-norm", "sync", "--base-lr", "1e-3", "--max-steps", "8"],
-    "frozen curve": [*DIGITS, "--batch-norm", "frozen", "--base-lr", "1e-3", "--max-steps", "6"],
-    "sync float64 curve": [
-        *DIGITS,
-        "--batch-norm",
-        "sync",
-        "--base-lr",
-        "1e-3",
-        "--max-steps",
-        "4",
-        "--precision",
-        "float64",
-    ],
-    "frozen float64 curve": [
-        *DIGITS,
-        "--batch-norm",
-        "frozen",
-        "--base-lr",
-        "1e-3",
-        "--max-steps",
-        "4",
-        "--precision",
-        "float64",
-    ],
+    "sync curve": [*SYNC, "--max-steps", "8"],
+    "frozen curve": [*FROZEN, "--max-steps", "6"],
+    "sync float64 curve": [*SYNC, *EXACT],
+    "frozen float64 curve": [*FROZEN, *EXACT],
 }
 
 

@@ -28,6 +28,10 @@ class Loader:
 
     def __init__(self, recipe: Recipe, dataset: Dataset, device: torch.device) -> None:
         self.recipe, self.dataset, self.device = recipe, dataset, device
+        self._real = torch.float64 if recipe.precision == "float64" else torch.float32
+        # Made once: on a GPU each would wait for a copy in every step.
+        self._mean = torch.tensor(dataset.mean, dtype=self._real, device=device)
+        self._std = torch.tensor(dataset.std, dtype=self._real, device=device)
         self._pools: dict[int, tuple[list[Request], DataLoader]] = {}
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
@@ -81,13 +85,10 @@ class Loader:
         return self._normalised(*pair)
 
     def _normalised(self, x: torch.Tensor, y: torch.Tensor) -> Pair:
-        real = torch.float64 if self.recipe.precision == "float64" else torch.float32
         if self.dataset.classes is None:
-            return x.to(real), y.to(real)
-        mean = torch.tensor(self.dataset.mean, dtype=real, device=self.device)
-        std = torch.tensor(self.dataset.std, dtype=real, device=self.device)
+            return x.to(self._real), y.to(self._real)
         # NHWC pixels seen as NCHW are channels_last already; the other layout wants a copy.
-        x = ((x.to(real) / 255 - mean) / std).permute(0, 3, 1, 2)
+        x = ((x.to(self._real) / 255 - self._mean) / self._std).permute(0, 3, 1, 2)
         return x if self.recipe.channels_last else x.contiguous(), y
 
 
