@@ -3,4 +3,4 @@ import sys
 from hvdtrain.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,11 +10,13 @@ from hvdtrain.errors import HvdtrainError
 COMMANDS = {
     "plan": ("hvdtrain.dry_run", "what a recipe comes to on N ranks, without running it"),
     "build": ("hvdtrain.build", "build Horovod against this environment's frameworks, and prove it"),
+    "convert": ("hvdtrain.convert", "a run's checkpoint for the other framework"),
     "bench": ("hvdtrain.bench", "measure this machine: overhead"),
 }
 
 HELP = """usage: python -m hvdtrain COMMAND [flags]
-       python -m hvdtrain.torch RECIPE [flags]     train
+       python -m hvdtrain.torch RECIPE [flags]          train with PyTorch
+       python -m hvdtrain.tensorflow RECIPE [flags]     train with TensorFlow
 
 commands:
 {commands}
@@ -22,8 +24,9 @@ commands:
 COMMAND --help lists its flags."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs one command; its exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command, of the command line where argv is left out; its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in {"-h", "--help"}:
         print(HELP.format(commands="\n".join(f"  {name:8}{text}" for name, (_, text) in COMMANDS.items())))
         return 0 if argv else 2

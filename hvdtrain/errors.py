@@ -11,6 +11,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── EngineUnavailable          a collective library is not installed
 ├── WorldError                 the launcher and the collective library disagree about the number of ranks
 ├── DeviceError                the visible GPUs do not fit the ranks
+├── KerasError                 a Keras model is put together so that its ranks would not train as one
 └── TrainingError              exit code 1: training began and had to stop
     ├── AbortedError           another rank ended, and this one with it
     ├── DivergedError          the loss is no longer finite
@@ -70,6 +71,10 @@ class WorldError(HvdtrainError):
 
 class DeviceError(HvdtrainError):
     """The visible GPUs do not fit the ranks."""
+
+
+class KerasError(HvdtrainError):
+    """A Keras model is put together so that its ranks would not train as one."""
 
 
 class TrainingError(HvdtrainError):

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 
+from hvdtrain.errors import DivergedError
 from hvdtrain.output import replace
 from hvdtrain.plan import Plan
 
@@ -41,16 +42,36 @@ class Totals:
         return self.correct / self.count
 
 
+def check_finite(totals: Totals, step: int, peak_lr: float) -> None:
+    """Raises DivergedError where the loss of all ranks is no longer a number."""
+    if not math.isfinite(totals.loss):
+        raise DivergedError(
+            f"the training loss is {totals.loss} at step {step}; lower the LR (peak {peak_lr:g}), lengthen the "
+            "warm-up, or set --clip-norm."
+        )
+
+
+class Events(Protocol):
+    """Writes TensorBoard's events; each framework brings its own."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> object:
+        """One point of a curve."""
+
+    def flush(self) -> object:
+        """Makes what was added visible to a reader."""
+
+    def close(self) -> object:
+        """Ends the file."""
+
+
 class Reporter:
     """The chief's voice. On a terminal a progress bar, elsewhere lines; always metrics.jsonl and TensorBoard."""
 
-    def __init__(self, folder: Path, plan: Plan, first_step: int, live: bool) -> None:
+    def __init__(self, folder: Path, events: Events, plan: Plan, first_step: int, live: bool) -> None:
         """Appends to the run's files from `first_step` on; `live` shows a progress bar."""
-        from tensorboardX import SummaryWriter  # it imports torch where there is one
-
         self._classifies = plan.recipe.model != "linear"
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
-        self._events = SummaryWriter(str(folder), purge_step=first_step + 1, write_to_disk=True)
+        self._events = events
         self._bar = _Bar(plan.total_steps, first_step) if live else None
         self._epoch_began = time.monotonic()
 

@@ -46,23 +46,25 @@ class Start:
     notes: tuple[str, ...]
 
 
-def start(plan: Plan, topology: Topology, output: Path | None, resume: Literal["auto", "never"]) -> Start:
+def start(
+    plan: Plan, topology: Topology, framework: str, output: Path | None, resume: Literal["auto", "never"]
+) -> Start:
     """Makes or takes up the run folder and reads the checkpoint to go on from.
 
     Without `output`, takes up the newest unfinished, unlocked run of the same recipe, or makes a new folder.
-    Raises OutputError (unwritable, full, in use) and CheckpointError (of another model).
+    Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
     """
     place = RUNS / _folder_name(plan.recipe.name)
-    found = _unfinished(place, plan) if output is None and resume == "auto" else None
+    found = _unfinished(place, plan, framework) if output is None and resume == "auto" else None
     folder = found or _open(output or _fresh(place, topology))
     try:
-        return _begin(folder, plan, resume)
+        return _begin(folder, plan, framework, resume)
     except HvdtrainError:
         folder.lock.close()
         raise
 
 
-def _begin(folder: RunFolder, plan: Plan, resume: Literal["auto", "never"]) -> Start:
+def _begin(folder: RunFolder, plan: Plan, framework: str, resume: Literal["auto", "never"]) -> Start:
     if resume == "never" and checkpoint.committed(folder.checkpoints):
         raise OutputError(
             f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
@@ -70,9 +72,10 @@ def _begin(folder: RunFolder, plan: Plan, resume: Literal["auto", "never"]) -> S
     state, damaged = checkpoint.newest(folder.checkpoints)
     if state:
         _check_model(state, plan, folder)
+        _check_framework(state, framework, folder)
     notes = _notes(folder, plan, state, damaged)
     _reserve(folder, plan)
-    _write_once(folder, plan, state.meta["step"] if state else 0)
+    describe(folder, plan, framework, state.meta["step"] if state else 0)
     return Start(folder, state, tuple(notes))
 
 
@@ -120,14 +123,15 @@ def _fresh(place: Path, topology: Topology) -> Path:
         path = place / f"{name}-{count}"
 
 
-def _unfinished(place: Path, plan: Plan) -> RunFolder | None:
-    """The newest run of this very recipe that has not ended and that nobody is writing to."""
+def _unfinished(place: Path, plan: Plan, framework: str) -> RunFolder | None:
+    """The newest run of this very recipe and framework that has not ended and that nobody is writing to."""
     text = recipe.dump(plan.recipe)
     folders = [path for path in place.glob("*") if path.is_dir()]
     for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OutputError):
             finished = json.loads((path / "status.json").read_text(encoding="utf-8"))["state"] == "finished"
-            same = (path / "recipe.yaml").read_text(encoding="utf-8") == text
+            ours = json.loads((path / "plan.json").read_text(encoding="utf-8"))["framework"] == framework
+            same = ours and (path / "recipe.yaml").read_text(encoding="utf-8") == text
             if same and not finished and checkpoint.committed(path / "checkpoints"):
                 return _open(path)
     return None
@@ -161,6 +165,15 @@ def _check_model(state: Checkpoint, plan: Plan, folder: RunFolder) -> None:
         )
 
 
+def _check_framework(state: Checkpoint, framework: str, folder: RunFolder) -> None:
+    theirs = state.meta.get("framework")
+    if theirs != framework:
+        raise CheckpointError(
+            f"{folder.path} holds checkpoints of {theirs}, this run trains with {framework}; convert them: "
+            f"python -m hvdtrain convert {folder.path} --to {framework}"
+        )
+
+
 def model_identity(plan: Plan) -> str:
     """What two runs must share to exchange checkpoints."""
     r = plan.recipe
@@ -188,10 +201,11 @@ def _reserve(folder: RunFolder, plan: Plan) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _write_once(folder: RunFolder, plan: Plan, step: int) -> None:
+def describe(folder: RunFolder, plan: Plan, framework: str, step: int) -> None:
+    """Writes what the run is: recipe.yaml, plan.json, and a status of `step` updates. Raises OutputError."""
     try:
         replace(folder.path / "recipe.yaml", recipe.dump(plan.recipe))
-        replace(folder.path / "plan.json", json.dumps(plan.to_json(), indent=1))
+        replace(folder.path / "plan.json", json.dumps({"framework": framework, **plan.to_json()}, indent=1))
         folder.write_status("running", step=step)
     except OSError as error:
         raise _unwritable(folder.path, error) from None

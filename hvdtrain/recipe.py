@@ -79,11 +79,14 @@ class Recipe(BaseModel):
     batch_norm: Literal["local", "sync", "frozen"] = Field(
         "local", description="statistics of a rank's share, of the global batch, or left as they are"
     )
-    channels_last: bool = Field(False, description="NHWC memory layout")
-    fused_optimizer: bool = Field(False, description="one kernel for the whole update")
-    cudnn_benchmark: bool = Field(False, description="let cuDNN time its algorithms first")
+    channels_last: bool = Field(False, description="PyTorch: NHWC memory layout, which TensorFlow always has")
+    fused_optimizer: bool = Field(False, description="PyTorch: one kernel for the whole update")
+    cudnn_benchmark: bool = Field(False, description="PyTorch: let cuDNN time its algorithms first")
+    xla: bool = Field(False, description="TensorFlow: compile forward and backward with XLA")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
-    workers: Count = Field(0, description="loader processes a rank; 0 reads in a thread")
+    workers: Count = Field(
+        0, description="readers a rank: processes (PyTorch) or threads (TensorFlow); 0 is one thread"
+    )
 
     compression: Literal["none", "fp16"] = Field("none", description="gradients on the wire")
     reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
@@ -92,7 +95,7 @@ class Recipe(BaseModel):
     autotune: bool = Field(False, description="let Horovod tune threshold and cycle")
     # Not `timeline`: horovodrun would read --timeline as an abbreviation of its own flags.
     horovod_timeline: bool = Field(False, description="write Horovod's timeline into the run folder")
-    profile: bool = Field(False, description="write a torch.profiler trace of ten steps")
+    profile: bool = Field(False, description="write the framework's profiler trace of ten steps")
 
     log_every_steps: PositiveInt = Field(20, description="steps between two log lines")
     checkpoint_every_epochs: PositiveInt = Field(1, description="epochs between two checkpoints")
@@ -124,6 +127,12 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
         raise RecipeError(_first_line(error)) from None
     _check_together(recipe)
     return recipe
+
+
+def check_framework(recipe: Recipe, framework: str) -> None:
+    """Refuses what the framework has not."""
+    if framework == "torch" and recipe.xla:
+        raise RecipeError("xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.")
 
 
 def dump(recipe: Recipe) -> str:
@@ -235,5 +244,7 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
     if r.reduction == "adasum" and (r.clip_norm or r.compression != "none"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression; drop them.")
+    if r.xla and r.batch_norm == "sync":
+        raise RecipeError("xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.")
     if r.valid_crop > r.valid_resize:
         raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")

@@ -8,12 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from hvdtrain import datasets, flags, guard, output
 from hvdtrain import plan as plans
+from hvdtrain import recipe as recipes
 from hvdtrain.errors import HvdtrainError, OutputError
+from hvdtrain.metrics import Events, Reporter
 from hvdtrain.output import Start
 from hvdtrain.plan import Plan
+from hvdtrain.progress import Progress
 from hvdtrain.recipe import Recipe
 from hvdtrain.topology import Topology, discover
 
@@ -21,10 +26,14 @@ from hvdtrain.topology import Topology, discover
 SECONDS_TO_SPEAK = 5
 
 
+Framework = Literal["torch", "tensorflow"]
+
+
 @dataclass(frozen=True)
 class Run:
     """Everything an adapter needs; `start` is the chief's alone."""
 
+    framework: Framework
     recipe: Recipe
     engine: str
     topology: Topology
@@ -32,18 +41,54 @@ class Run:
     plan: Plan
     start: Start | None
 
+    def reporter(self, step: int, device: str, events: Callable[[Path, int], Events]) -> Reporter | None:
+        """On the chief the run's voice, which has told the plan; else None. `events` makes, for the run folder and
+        the first step to come, the writer of TensorBoard's events."""
+        if not self.start:
+            return None
+        folder = self.start.folder.path
+        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
+        live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
+        reporter = Reporter(folder, events(folder, step + 1), self.plan, step, live)
+        where = f"{self.topology.size} ranks, {self.topology.launcher}, {self.engine} on {device} ({self.framework})"
+        for line in (*self.plan.lines(), f"ranks       {where}", f"output      {folder}", *self.start.notes):
+            reporter.note(line)
+        return reporter
 
-def prepare(prog: str, argv: Sequence[str], topology: Topology) -> Run:
+    def facts(self, progress: Progress, scaler: dict[str, Any], valid_score: float | None) -> dict[str, Any]:
+        """A checkpoint's `meta`: all of the state that is no array. `scaler` is empty where there is none."""
+        return {
+            **progress.facts(),
+            "framework": self.framework,
+            "model": output.model_identity(self.plan),
+            "recipe": self.recipe.name,
+            "ranks": self.topology.size,
+            "scaler": scaler,
+            "valid_score": valid_score,
+        }
+
+    def finish(self, reporter: Reporter | None, step: int, line: tuple[float, float] | None) -> None:
+        """The chief's last words; `line` is the fitted slope and intercept of a linear model."""
+        if not (reporter and self.start):
+            return
+        if line:
+            reporter.note(f"fitted line: y = {line[0]:.4f} x + {line[1]:.4f}")
+        self.start.folder.write_status("finished", step=step)
+        reporter.note(f"finished at step {step}; everything is in {self.start.folder.path}")
+
+
+def prepare(framework: Framework, argv: Sequence[str], topology: Topology) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
-    recipe, options = flags.parse_run(prog, argv)
+    recipe, options = flags.parse_run(f"python -m hvdtrain.{framework}", argv)
+    recipes.check_framework(recipe, framework)
     engine = options.engine
     if engine == "auto":
         engine = "local" if topology.launcher == "alone" else "horovod"
     guard.check_launcher(topology, engine)
     dataset = load_dataset(recipe)
     plan = plans.make(recipe, topology, dataset)
-    start = output.start(plan, topology, options.output, options.resume) if topology.is_chief else None
-    return Run(recipe, engine, topology, dataset, plan, start)
+    start = output.start(plan, topology, framework, options.output, options.resume) if topology.is_chief else None
+    return Run(framework, recipe, engine, topology, dataset, plan, start)
 
 
 def load_dataset(recipe: Recipe) -> datasets.Dataset:
@@ -61,13 +106,13 @@ def load_dataset(recipe: Recipe) -> datasets.Dataset:
     )
 
 
-def main(prog: str, argv: Sequence[str], train: Callable[[Run], None]) -> int:
+def main(framework: Framework, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
     topology = Topology.alone()
     run = None
     try:
         topology = discover(os.environ)
-        run = prepare(prog, argv, topology)
+        run = prepare(framework, argv, topology)
         train(run)
     except HvdtrainError as error:
         return _fail(error, topology, run)

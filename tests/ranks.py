@@ -168,7 +168,7 @@ def train_here(*argv: object) -> Ended:
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = runs.main("python -m hvdtrain.torch", list(map(str, argv)), train_with_torch)
+        code = runs.main("torch", list(map(str, argv)), train_with_torch)
     gc.collect()  # the run folder is locked as long as its run lives
     return Ended(code, out.getvalue(), err.getvalue())
 

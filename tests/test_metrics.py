@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from hvdtrain.metrics import Reporter, Totals
@@ -15,13 +16,17 @@ PASSED = Totals(loss=30.0, correct=6.0, count=8.0)
 VALID = Totals(loss=5.0, correct=3.0, count=4.0)
 
 
+def writer(folder: Path, first_step: int) -> SummaryWriter:
+    return SummaryWriter(str(folder), purge_step=first_step + 1, write_to_disk=True)
+
+
 @pytest.fixture
 def reporter(tmp_path, make_plan):
     """reporter("digits", first_step=0): closed at the end."""
     opened = []
 
     def make(name: str = "synthetic:tiny", first_step: int = 0) -> Reporter:
-        opened.append(Reporter(tmp_path, make_plan(name), first_step, live=False))
+        opened.append(Reporter(tmp_path, writer(tmp_path, first_step), make_plan(name), first_step, live=False))
         return opened[-1]
 
     yield make
@@ -166,7 +171,7 @@ def test_tensorboard_tags_steps_and_values(reporter, tmp_path):
 
 def test_a_progress_bar_shows_the_notes_and_ends(tmp_path, make_plan, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    told = Reporter(tmp_path, make_plan(), 5, live=True)
+    told = Reporter(tmp_path, writer(tmp_path, 5), make_plan(), 5, live=True)
     told.steps(7, 1, 7, PASSED, 0.1, 2.0)
     told.note("[not markup] 1/2")
     told.close()

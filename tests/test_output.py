@@ -26,14 +26,14 @@ def _in_tmp_path(tmp_path, monkeypatch):
 
 
 def begin(plan, topology=IN_JOB, output=None, resume="auto"):
-    begun = start(plan, topology, output, resume)
+    begun = start(plan, topology, "torch", output, resume)
     begun.folder.lock.close()  # as when the process ended
     return begun
 
 
-def save(begun, plan, step: int, model: str | None = None) -> None:
+def save(begun, plan, step: int, model: str | None = None, framework: str = "torch") -> None:
     """What the chief does at a checkpoint."""
-    meta = {"step": step, "model": model or model_identity(plan)}
+    meta = {"step": step, "model": model or model_identity(plan), "framework": framework}
     commit(begun.folder.checkpoints, Checkpoint({"x": np.arange(3)}, meta), keep=2)
     begun.folder.write_status("finished" if step >= plan.total_steps else "running", step=step)
 
@@ -77,7 +77,10 @@ def test_a_new_run_has_its_small_files(make_plan):
     path = begun.folder.path
     assert (begun.checkpoint, begun.notes) == (None, ())
     assert recipe.load(str(path / "recipe.yaml")).epochs == 3
-    assert json.loads((path / "plan.json").read_text()) == json.loads(json.dumps(plan.to_json()))
+    assert json.loads((path / "plan.json").read_text()) == {
+        "framework": "torch",
+        **json.loads(json.dumps(plan.to_json())),
+    }
     status = json.loads((path / "status.json").read_text())
     assert (status["state"], status["step"]) == ("running", 0)
     assert sorted(file.name for file in path.iterdir()) == [
@@ -178,7 +181,7 @@ def test_never_taken_up(left, make_plan):
 
 def test_a_run_that_another_process_writes_is_not_taken_up(make_plan):
     plan = make_plan()
-    held = start(plan, IN_JOB, None, "auto")
+    held = start(plan, IN_JOB, "torch", None, "auto")
     save(held, plan, 40)
     assert begin(plan).folder.path == Path("runs/linear/22-2")
     held.folder.lock.close()
@@ -258,9 +261,26 @@ def test_checkpoints_of_another_model_are_refused(make_plan):
     assert Path("mine/recipe.yaml").read_text() == before
 
 
+def test_a_checkpoint_of_another_framework_is_refused(make_plan):
+    plan, output = make_plan(), Path("mine")
+    save(begin(plan, output=output), plan, 40, framework="tensorflow")
+    assert refusal(CheckpointError, plan, output=output) == (
+        "mine holds checkpoints of tensorflow, this run trains with torch; convert them: "
+        "python -m hvdtrain convert mine --to torch"
+    )
+
+
+def test_another_frameworks_unfinished_run_is_not_taken_up(make_plan):
+    plan = make_plan()
+    theirs = start(plan, IN_JOB, "tensorflow", None, "auto")
+    save(theirs, plan, 40, framework="tensorflow")
+    theirs.folder.lock.close()
+    assert begin(plan).folder.path != theirs.folder.path
+
+
 def test_a_folder_in_use_is_refused(make_plan):
     plan, output = make_plan(), Path("mine")
-    held = start(plan, ALONE, output, "auto")
+    held = start(plan, ALONE, "torch", output, "auto")
     assert refusal(OutputError, plan, output=output) == (
         "mine is being written by another run; wait for it, or give another --output."
     )

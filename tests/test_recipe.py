@@ -262,6 +262,10 @@ TOGETHER = {
         {"reduction": "adasum", "compression": "fp16"},
         "reduction adasum goes with neither clip_norm nor compression; drop them.",
     ),
+    "XLA around a collective": (
+        {"xla": True, "batch_norm": "sync"},
+        "xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.",
+    ),
     "crop beyond the picture": ({"valid_crop": 300}, "valid_crop must be at most valid_resize=256, got 300."),
 }
 
@@ -379,3 +383,9 @@ def test_a_folder_is_no_recipe_file(tmp_path, monkeypatch):
 )
 def test_nearest(word, hint):
     assert nearest(word, ["linear", "digits"]) == hint
+
+
+def test_each_framework_refuses_what_it_has_not():
+    recipe.check_framework(recipe.load("digits", {"xla": True}), "tensorflow")
+    with pytest.raises(RecipeError, match=r"^xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla\.$"):
+        recipe.check_framework(recipe.load("digits", {"xla": True}), "torch")

@@ -66,9 +66,7 @@ def place(tmp_path_factory):
 
     checkpoint.commit(
         folder / "line" / "checkpoints",
-        checkpoint.Checkpoint(
-            {"model.weight": np.zeros(1)}, {"step": 1, "model": "linear, 2 parameters", "plateau": {}}
-        ),
+        checkpoint.Checkpoint({"model.weight": np.zeros(1)}, {"step": 1, "model": "linear, 2 parameters"}),
         keep=2,
     )
     return folder

@@ -130,19 +130,6 @@ def test_momentum_of_zero_starts_as_torchs_sgd_does(options):
     assert ("momentum.weight" in named) == bool(options["momentum"])
 
 
-def test_progress_survives_a_checkpoint():
-    import json
-
-    from hvdtrain.metrics import Totals
-    from hvdtrain.schedule import Plateau
-
-    for progress in (
-        state.Progress(),
-        state.Progress(7, 1, 96, Plateau(0.25, 2, 1), Totals(0.1, 3.0, 96.0)),
-    ):
-        assert state.Progress.of(json.loads(json.dumps(progress.facts()))) == progress
-
-
 def test_frozen_statistics_stay_while_training():
     chosen = recipe.load("digits", {"batch_norm": "frozen"})
     model = models.build(chosen, 10, CPU)

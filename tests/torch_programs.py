@@ -35,7 +35,7 @@ def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
 
 def prepared(argv: list[str]) -> Training:
     """A training ready to begin, as `python -m hvdtrain.torch ARGV` makes it."""
-    run = runs.prepare("test", argv, discover(os.environ))
+    run = runs.prepare("torch", argv, discover(os.environ))
     return Training(run, open_engine(run))
 
 
@@ -221,7 +221,7 @@ def parted(argv: list[str], step: int) -> dict[str, Any]:
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        code = runs.main("test", argv, train)
+        code = runs.main("torch", argv, train)
     return {"code": code, "said": said.getvalue()}
 
 

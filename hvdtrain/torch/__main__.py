@@ -11,4 +11,4 @@ def train(prepared: run.Run) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run.main("python -m hvdtrain.torch", sys.argv[1:], train))
+    sys.exit(run.main("torch", sys.argv[1:], train))

@@ -6,17 +6,14 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.datasets import Dataset, Split
+from hvdtrain.progress import Request
 from hvdtrain.recipe import Recipe
 from hvdtrain.torch.models import DTYPES
-
-Request = tuple[np.ndarray, np.ndarray | None]
-"""What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -50,6 +50,11 @@ def resnet50(classes: int, stem: str) -> nn.Module:
     return model
 
 
+def fitted_line(model: nn.Module) -> tuple[float, float] | None:
+    """Slope and intercept of the linear model; None for another."""
+    return (model.weight.item(), model.bias.item()) if isinstance(model, nn.Linear) else None
+
+
 def training_mode(model: nn.Module, recipe: Recipe) -> None:
     """Training mode, but for BatchNorm where its statistics are frozen."""
     model.train()

@@ -89,8 +89,8 @@ def main(recipe_name: str, rounds: int) -> None:
     dataset = load_dataset(recipe)
     plan = plans.make(recipe, topology, dataset)
     with tempfile.TemporaryDirectory() as folder:
-        start = output.start(plan, topology, Path(folder, "run"), "never") if topology.is_chief else None
-        run = Run(recipe, "horovod", topology, dataset, plan, start)
+        start = output.start(plan, topology, "torch", Path(folder, "run"), "never") if topology.is_chief else None
+        run = Run("torch", recipe, "horovod", topology, dataset, plan, start)
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = measure(run, rounds)
     if topology.is_chief:

@@ -1,37 +1,10 @@
-"""A training state as named tensors and plain facts: what a checkpoint holds and what rank 0 broadcasts."""
+"""A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from hvdtrain.checkpoint import Checkpoint
-from hvdtrain.metrics import Totals
-from hvdtrain.schedule import Plateau
-
-
-@dataclass
-class Progress:
-    """How far a run has come. `sample` counts the places of this epoch's order that were used."""
-
-    step: int = 0
-    epoch: int = 0
-    sample: int = 0
-    plateau: Plateau = field(default_factory=Plateau)
-    train: Totals = field(default_factory=lambda: Totals(0.0, 0.0, 0.0))
-
-    def facts(self) -> dict[str, Any]:
-        """As a JSON mapping; `Progress.of` reads it back."""
-        facts = asdict(self)
-        # JSON has no infinity.
-        facts["plateau"]["best"] = None if self.plateau.best == float("inf") else self.plateau.best
-        return facts
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> "Progress":
-        plateau = dict(facts["plateau"])
-        plateau["best"] = float("inf") if plateau["best"] is None else plateau["best"]
-        return cls(facts["step"], facts["epoch"], facts["sample"], Plateau(**plateau), Totals(**facts["train"]))
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -1,26 +1,23 @@
 """The PyTorch training loop: a run from the first broadcast to the last checkpoint."""
 
 import contextlib
-import math
 import os
-import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hvdtrain import checkpoint, guard, output
-from hvdtrain.datasets import DRAWS
+from hvdtrain import checkpoint, guard
 from hvdtrain.devices import gpu_index, threads
-from hvdtrain.errors import AbortedError, DivergedError
-from hvdtrain.metrics import Reporter, Totals
+from hvdtrain.errors import AbortedError
+from hvdtrain.metrics import Events, Totals, check_finite
+from hvdtrain.progress import Progress, due, train_requests, valid_requests
 from hvdtrain.run import Run
-from hvdtrain.sharding import Epoch, shard
 from hvdtrain.torch import models, state
-from hvdtrain.torch.data import Loader, Pair, Request, autocast
+from hvdtrain.torch.data import Loader, Pair, autocast
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.local import LocalEngine
 
@@ -86,7 +83,7 @@ class Training:
         self.state = state.tensors(self.model, self.optimizer)
         self.progress = self._begin()
         self.loader = Loader(self.recipe, run.dataset, engine.device)
-        self.reporter = self._reporter()
+        self.reporter = run.reporter(self.progress.step, str(engine.device), _events)
         self.profiler = self._profiler()
 
     def run_to_end(self) -> None:
@@ -96,12 +93,12 @@ class Training:
 
     def _run_to_end(self) -> None:
         with self.profiler or contextlib.nullcontext():
-            while self.progress.epoch < self.recipe.epochs and not self._is_stopped():
+            while self.progress.epoch < self.recipe.epochs and not self.progress.is_stopped(self.plan):
                 self.train_epoch()
                 self._finish_epoch()
-        self._tell_result()
+        self.run.finish(self.reporter, self.progress.step, models.fitted_line(self.model))
 
-    def _begin(self) -> state.Progress:
+    def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
         start = self.run.start
         facts = None
@@ -110,27 +107,10 @@ class Training:
             facts = dict(start.checkpoint.meta)
         facts = self.engine.broadcast(self.state, facts)
         if facts is None:
-            return state.Progress()
+            return Progress()
         if facts["scaler"]:  # empty where the checkpoint's run had another precision
             self.scaler.load_state_dict(facts["scaler"])
-        return state.Progress.of(facts)
-
-    def _reporter(self) -> Reporter | None:
-        start = self.run.start
-        if not start:
-            return None
-        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
-        live = sys.stdout.isatty() and self.run.topology.launcher != "mpirun"
-        reporter = Reporter(start.folder.path, self.plan, self.progress.step, live)
-        where = f"{self.engine.size} ranks, {self.run.topology.launcher}, {self.run.engine} on {self.engine.device}"
-        for line in (
-            *self.plan.lines(),
-            f"ranks       {where}",
-            f"output      {start.folder.path}",
-            *start.notes,
-        ):
-            reporter.note(line)
-        return reporter
+        return Progress.of(facts)
 
     def train_epoch(self) -> None:
         """The rest of the current epoch, from where a checkpoint may have left it."""
@@ -140,50 +120,32 @@ class Training:
             self.reporter.begin_epoch()
         meter, began = _Meter(self.engine.device), time.monotonic()
         for start, parts in self._epoch_batches():
-            lr = plan.schedule.lr(progress.epoch + start / (plan.steps_per_epoch * plan.global_batch), progress.plateau)
+            lr = progress.lr(plan, start)
             self._update(parts, lr, meter)
             progress.step += 1
             progress.sample = start + plan.global_batch
-            done = self._is_done()
-            last = done or self._is_epoch_done()
-            due = _due(progress.step, recipe.checkpoint_every_steps)
+            done = progress.is_done(plan)
+            last = done or progress.is_epoch_done(plan)
+            checkpoint_due = due(progress.step, recipe.checkpoint_every_steps)
             iteration = progress.sample // plan.global_batch
-            if last or due or _due(iteration, recipe.log_every_steps):
+            if last or checkpoint_due or due(iteration, recipe.log_every_steps):
                 totals = meter.take().over_ranks(self.engine.sum)
                 progress.train += totals
-                self._check_finite(totals)
+                check_finite(totals, progress.step, plan.peak_lr)
                 if self.reporter:
                     seconds = time.monotonic() - began
                     self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
                 began = time.monotonic()
-            if progress.step == 1 or done or _due(progress.step, recipe.guard_every_steps):
+            if progress.step == 1 or done or due(progress.step, recipe.guard_every_steps):
                 self._check_replicas()
-            if due and not last:
+            if checkpoint_due and not last:
                 self._checkpoint(None)
             if done:
                 break
 
-    def _is_epoch_done(self) -> bool:
-        """Whether what is left of the epoch's order is less than a batch."""
-        return self.progress.sample + self.plan.global_batch > self.plan.train_examples
-
-    def _is_done(self) -> bool:
-        """Whether the run's last update is made. Epochs decide: a resumed run's batch, said per rank, may be
-        another one than that of the steps before it."""
-        return self._is_stopped() or self.progress.epoch + self._is_epoch_done() >= self.recipe.epochs
-
-    def _is_stopped(self) -> bool:
-        return self.recipe.max_steps is not None and self.progress.step >= self.recipe.max_steps
-
     def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""
-        plan, topology = self.plan, self.run.topology
-        order = Epoch.of(plan.train_examples, self.recipe.seed, self.progress.epoch, DRAWS)
-        starts = range(self.progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
-        requests: list[Request] = []
-        for start in starts:
-            share = order.share(start, plan.global_batch, topology.rank, topology.size)
-            requests += [(part, order.draws[part]) for part in np.split(share, self.recipe.accumulation_steps)]
+        starts, requests = train_requests(self.plan, self.progress, self.engine.rank)
         pairs = self.loader.batches(self.run.dataset.train, requests)
         for start in starts:
             yield start, [next(pairs) for _ in range(self.recipe.accumulation_steps)]
@@ -217,27 +179,22 @@ class Training:
     def _finish_epoch(self) -> None:
         models.average_statistics(self.model, self.engine)
         valid = self._validate()
-        progress = self.progress
+        progress, plan = self.progress, self.plan
         if self.reporter:
             self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
-        done = self._is_done()
-        if self._is_epoch_done():
-            plateau = self.plan.schedule.after_epoch(progress.plateau, progress.epoch + 1, valid.mean_loss)
-            self.progress = state.Progress(progress.step, progress.epoch + 1, plateau=plateau)
-        inside = _due(progress.step, self.recipe.checkpoint_every_steps)
-        if done or inside or _due(self.progress.epoch, self.recipe.checkpoint_every_epochs):
+        done = progress.is_done(plan)
+        if progress.is_epoch_done(plan):
+            self.progress = progress.next_epoch(plan, valid.mean_loss)
+        inside = due(progress.step, self.recipe.checkpoint_every_steps)
+        if done or inside or due(self.progress.epoch, self.recipe.checkpoint_every_epochs):
             self._checkpoint(-valid.mean_loss if self.run.dataset.classes is None else valid.accuracy)
 
     def _validate(self) -> Totals:
         """Totals over the whole validation set: every rank reads its part, no example twice or padded."""
-        plan, topology = self.plan, self.run.topology
-        mine = shard(plan.valid_examples, topology.rank, topology.size)
-        cuts = range(plan.micro_batch, len(mine), plan.micro_batch)
-        requests: list[Request] = [(part, None) for part in np.split(mine, cuts) if part.size]
         meter = _Meter(self.engine.device)
         self.model.eval()
         with torch.inference_mode(), autocast(self.recipe, self.engine.device):
-            for x, y in self.loader.batches(self.run.dataset.valid, requests):
+            for x, y in self.loader.batches(self.run.dataset.valid, valid_requests(self.plan, self.engine.rank)):
                 out = self.model(x)
                 meter.add(self._loss(out, y), out, y)
         return meter.take().over_ranks(self.engine.sum)
@@ -249,23 +206,9 @@ class Training:
         start = self.run.start
         if not start:
             return
-        facts = {
-            **self.progress.facts(),
-            "model": output.model_identity(self.plan),
-            "recipe": self.recipe.name,
-            "ranks": self.engine.size,
-            "scaler": self.scaler.state_dict(),
-            "valid_score": valid_score,
-        }
+        facts = self.run.facts(self.progress, self.scaler.state_dict(), valid_score)
         checkpoint.commit(start.folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
         start.folder.write_status("running", step=self.progress.step)
-
-    def _check_finite(self, totals: Totals) -> None:
-        if not math.isfinite(totals.loss):
-            raise DivergedError(
-                f"the training loss is {totals.loss} at step {self.progress.step}; lower the LR (peak "
-                f"{self.plan.peak_lr:g}), lengthen the warm-up, or set --clip-norm."
-            )
 
     def _check_replicas(self) -> None:
         shared_statistics = self.recipe.batch_norm != "local"
@@ -282,15 +225,6 @@ class Training:
             schedule=torch.profiler.schedule(wait=3, warmup=2, active=10, repeat=1),
             on_trace_ready=lambda profile: profile.export_chrome_trace(trace),
         )
-
-    def _tell_result(self) -> None:
-        if not (self.reporter and self.run.start):
-            return
-        if isinstance(self.model, nn.Linear):
-            slope, intercept = self.model.weight.item(), self.model.bias.item()
-            self.reporter.note(f"fitted line: y = {slope:.4f} x + {intercept:.4f}")
-        self.run.start.folder.write_status("finished", step=self.progress.step)
-        self.reporter.note(f"finished at step {self.progress.step}; everything is in {self.run.start.folder.path}")
 
 
 class _Meter:
@@ -314,5 +248,7 @@ class _Meter:
         return totals
 
 
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def _events(folder: Path, first_step: int) -> Events:
+    from tensorboardX import SummaryWriter  # a second of imports, and the chief's alone
+
+    return SummaryWriter(str(folder), purge_step=first_step, write_to_disk=True)

