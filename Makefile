@@ -16,13 +16,13 @@ check: .venv/installed  ## format, lint, types
 	$(BIN)/mypy
 
 horovod: .venv/installed
-	$(BIN)/python -m hvdtrain build --frameworks torch
+	$(BIN)/python -m hvdtrain build --frameworks torch,tensorflow
 
 # A Python without ensurepip (Debian without python3-venv) still has a pip that can install into the environment.
 .venv/installed: setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hvdtrain needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; say which: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv || { $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install pip; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,test]' tensorflow-cpu
 	touch $@
 
 clean:  ## forget the environment; the runs and Horovod's wheel stay

@@ -1,6 +1,7 @@
 """`python -m hvdtrain bench`: measurements, each a ratio within one interleaved run."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,8 +22,9 @@ class Options:
     what: Annotated[
         Literal["overhead"],
         tyro.conf.Positional,
-        tyro.conf.arg(help="overhead: step time of hvdtrain.torch over that of a hand-written Horovod loop"),
+        tyro.conf.arg(help="overhead: step time of hvdtrain over that of a hand-written Horovod loop"),
     ]
+    framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
     recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take both steps from")] = "digits"
     ranks: Annotated[int, tyro.conf.arg(help="local ranks")] = 2
     rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, in turn; the first is warm-up")] = 6
@@ -35,8 +37,10 @@ def main(argv: Sequence[str]) -> int:
     horovodrun = Path(sys.executable).with_name("horovodrun")
     if not horovodrun.exists():
         raise EngineUnavailable(f"{horovodrun} is missing; build Horovod first: python -m hvdtrain build")
-    command = [str(horovodrun), "-np", str(options.ranks), sys.executable, "-m", "hvdtrain.torch.overhead"]
-    return subprocess.run([*command, options.recipe, str(options.rounds)], check=False).returncode
+    command = [str(horovodrun), "-np", str(options.ranks), sys.executable, "-m"]
+    command += [f"hvdtrain.{options.framework}.overhead", options.recipe, str(options.rounds)]
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "KERAS_BACKEND": "tensorflow"}
+    return subprocess.run(command, env=environ, check=False).returncode
 
 
 def _check(options: Options) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from ranks import needs_horovod, needs_torch
+from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain import bench
 from hvdtrain.errors import RecipeError
@@ -29,12 +29,16 @@ def test_refusals(flags, message):
     assert str(refused.value) == message
 
 
-@needs_torch
 @needs_horovod
-def test_overhead_measures_both_loops():
+@pytest.mark.parametrize(
+    "framework", [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
+)
+def test_overhead_measures_both_loops(framework):
     command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", "synthetic:tiny", "--rounds", "2"]
+    command += ["--framework", framework]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     (line,) = (line for line in done.stdout.splitlines() if '{"bench"' in line)
     result = json.loads(line[line.index("{") :])
+    assert result["framework"] == framework
     assert result["ratio"] > 0
     assert all(seconds > 0 for times in result["step_seconds"].values() for seconds in times)

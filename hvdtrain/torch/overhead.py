@@ -5,15 +5,9 @@ one does what such a script does and no more: no guard, no log, no exact metrics
 logs as a run does, into a temporary folder; checkpoints and validation are in neither time.
 """
 
-import contextlib
-import json
-import os
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import horovod.torch as hvd
 import numpy as np
@@ -22,11 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hvdtrain import output
-from hvdtrain import plan as plans
-from hvdtrain import recipe as recipes
-from hvdtrain.run import Run, load_dataset
-from hvdtrain.topology import discover
+from hvdtrain import overhead
+from hvdtrain.run import Run
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.models import resnet50
@@ -83,42 +74,11 @@ def ours(run: Run, engine: Engine) -> Callable[[], float]:
     return epoch
 
 
-def main(recipe_name: str, rounds: int) -> None:
-    topology = discover(os.environ)
-    recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
-    dataset = load_dataset(recipe)
-    plan = plans.make(recipe, topology, dataset)
-    with tempfile.TemporaryDirectory() as folder:
-        start = output.start(plan, topology, "torch", Path(folder, "run"), "never") if topology.is_chief else None
-        run = Run("torch", recipe, "horovod", topology, dataset, plan, start)
-        with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
-            seconds = measure(run, rounds)
-    if topology.is_chief:
-        tell(run, {name: times[1:] for name, times in seconds.items()})
-
-
-def measure(run: Run, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, averaged over the ranks, in each round of each loop."""
+def loops(run: Run) -> overhead.Loops:
+    """Both loops over one engine."""
     engine = open_engine(run)
-    loops = {"hvdtrain": ours(run, engine), "hand-written": hand_written(run)}
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for turn in range(rounds):
-        for name, epoch in sorted(loops.items(), reverse=bool(turn % 2)):
-            seconds[name].append(float(engine.sum(np.array([epoch()]))[0]) / engine.size)
-    engine.close()
-    return seconds
-
-
-def tell(run: Run, seconds: dict[str, list[float]]) -> None:
-    """Prints a line for each loop and the ratio of their medians, and all of it as JSON."""
-    for name, times in seconds.items():
-        low, high = 1e3 * min(times), 1e3 * max(times)
-        print(f"{name:13}{1e3 * statistics.median(times):9.2f} ms a step ({low:.2f} to {high:.2f})")
-    ratios = [a / b for a, b in zip(seconds["hvdtrain"], seconds["hand-written"], strict=True)]
-    ratio, spread = statistics.median(ratios), f"{min(ratios):.4f} to {max(ratios):.4f}"
-    print(f"ratio        {ratio:9.4f} ({spread} over {len(ratios)} rounds; {run.topology.size} ranks)")
-    print(json.dumps({"bench": "overhead", "recipe": run.recipe.name, "ratio": ratio, "step_seconds": seconds}))
+    return overhead.Loops(ours(run, engine), hand_written(run), engine.sum, engine.close)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    overhead.main("torch", loops, sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,69 @@
+"""What both adapters' `bench overhead` share: two loops timed in turn, and what they come to."""
+
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain import output
+from hvdtrain import plan as plans
+from hvdtrain import recipe as recipes
+from hvdtrain.run import Framework, Run, load_dataset
+from hvdtrain.topology import discover
+
+Epoch = Callable[[], float]
+"""Trains one epoch; the seconds of one step."""
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Two loops over the same ranks: hvdtrain's and the hand-written one; how to add over the ranks, and to end."""
+
+    ours: Epoch
+    hand_written: Epoch
+    sum: Callable[[np.ndarray], np.ndarray]
+    close: Callable[[], None]
+
+
+def main(framework: Framework, loops: Callable[[Run], Loops], recipe_name: str, rounds: int) -> None:
+    """Measures on every rank; the chief prints. The first round is warm-up."""
+    topology = discover(os.environ)
+    recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
+    dataset = load_dataset(recipe)
+    plan = plans.make(recipe, topology, dataset)
+    with tempfile.TemporaryDirectory() as folder:
+        start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
+        run = Run(framework, recipe, "horovod", topology, dataset, plan, start)
+        with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
+            seconds = _measure(loops(run), topology.size, rounds)
+    if topology.is_chief:
+        _tell(run, {name: times[1:] for name, times in seconds.items()})
+
+
+def _measure(loops: Loops, size: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step, averaged over the ranks, in each round of each loop."""
+    pair = {"hvdtrain": loops.ours, "hand-written": loops.hand_written}
+    seconds: dict[str, list[float]] = {name: [] for name in pair}
+    for turn in range(rounds):
+        for name, epoch in sorted(pair.items(), reverse=bool(turn % 2)):
+            seconds[name].append(float(loops.sum(np.array([epoch()]))[0]) / size)
+    loops.close()
+    return seconds
+
+
+def _tell(run: Run, seconds: dict[str, list[float]]) -> None:
+    """Prints a line for each loop and the ratio of their medians, and all of it as JSON."""
+    for name, times in seconds.items():
+        low, high = 1e3 * min(times), 1e3 * max(times)
+        print(f"{name:13}{1e3 * statistics.median(times):9.2f} ms a step ({low:.2f} to {high:.2f})")
+    ratios = [a / b for a, b in zip(seconds["hvdtrain"], seconds["hand-written"], strict=True)]
+    ratio, spread = statistics.median(ratios), f"{min(ratios):.4f} to {max(ratios):.4f}"
+    print(f"ratio        {ratio:9.4f} ({spread} over {len(ratios)} rounds; {run.topology.size} ranks, {run.framework})")
+    facts = {"bench": "overhead", "framework": run.framework, "recipe": run.recipe.name}
+    print(json.dumps({**facts, "ratio": ratio, "step_seconds": seconds}))

@@ -1,0 +1,45 @@
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from hvdtrain import run
+
+# Before the first import of TensorFlow or Keras: a log that a person can read, and never another backend.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["KERAS_BACKEND"] = "tensorflow"
+
+# What TensorFlow 2.21 says of itself while it is imported, whatever the level.
+BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable the following instructions")
+
+
+def train(prepared: run.Run) -> None:
+    """Imports the framework only now that recipe, data and output folder have been found good."""
+    with without_banner():
+        from hvdtrain.tensorflow.train import train as train_with_tensorflow
+
+    train_with_tensorflow(prepared)
+
+
+@contextlib.contextmanager
+def without_banner() -> Iterator[None]:
+    """Leaves TensorFlow's banner out of what the block writes to stderr; TF_CPP_MIN_LOG_LEVEL=0 keeps it."""
+    if os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0":
+        yield
+        return
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            caught.seek(0)
+            os.write(2, b"".join(line for line in caught if not BANNER.match(line)))
+
+
+if __name__ == "__main__":
+    sys.exit(run.main("tensorflow", sys.argv[1:], train))

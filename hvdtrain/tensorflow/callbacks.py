@@ -1,0 +1,191 @@
+"""Keras callbacks that make several ranks' `fit` one training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.errors import KerasError
+from hvdtrain.tensorflow.distributed import broadcast_variables, check_called, check_distributed, hvd, sum_arrays
+
+Logs = dict[str, Any]
+
+
+class _Callback(keras.callbacks.Callback):
+    """Refuses to begin where the model's optimizer would not average."""
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        check_distributed(self.model.optimizer)
+
+
+class BroadcastCallback(_Callback):
+    """Starts all ranks from the root's weights and optimizer state, and keeps BatchNorm's moving statistics one.
+
+    A model that its first batch builds is sent after that batch. Random seeds stay each rank's own. What layers in
+    training keep beside their trainable weights in floating point is averaged at the end of an epoch, before its
+    validation. jit_compile="auto", which compiles by XLA on a GPU, is turned off.
+    """
+
+    def __init__(self, root_rank: int = 0) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._sent = False
+        self._apart = False  # whether batches have moved the ranks' statistics apart
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        # Keras records what "auto" came to, not "auto": on a GPU an explicit True cannot be told from it.
+        if hvd.size() > 1 and model.jit_compile and model._resolve_auto_jit_compile():
+            model.jit_compile = False
+            model.train_function = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        super().on_train_begin(logs)
+        self._send()
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._send()
+        self._apart = True
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        self._unify()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        check_called(self.model.optimizer)
+        self._unify()
+
+    def _send(self) -> None:
+        if self._sent or not self.model.built:
+            return
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        broadcast_variables([*self.model.weights, *optimizer.variables], self.root_rank)
+        self._sent = True
+
+    def _unify(self) -> None:
+        if not self._apart:
+            return
+        self._send()
+        statistics = _statistics(self.model)
+        for variable, total in zip(statistics, sum_arrays([v.numpy() for v in statistics]), strict=True):
+            variable.assign(total / hvd.size())
+        self._apart = False
+
+
+def _statistics(model: keras.Model) -> list[keras.Variable]:
+    frozen = {id(weight) for layer in model._flatten_layers() if not layer.trainable for weight in layer.weights}
+    return [
+        weight
+        for weight in model.non_trainable_weights
+        if keras.backend.is_float_dtype(weight.dtype) and id(weight) not in frozen
+    ]
+
+
+class MetricAverageCallback(_Callback):
+    """Puts into an epoch's logs the metrics of all ranks' examples together, the same on every rank.
+
+    The states behind Keras's metrics, such as sums and counts, are added over the ranks, so shares may be of unequal
+    size; the metrics themselves stay as they are. What no metric stands behind is averaged. Callbacks that read
+    the logs come after this one. A metric of your own must have states that may be added. Raises KerasError where
+    the ranks' logs have different names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._train: list[np.ndarray] | None = None
+        self._valid: list[np.ndarray] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._train = self._valid = None
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        self._train = self._states()  # validation resets the metrics
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        self._valid = self._states()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if logs and hvd.size() > 1:
+            logs.update(self._of_all_ranks(logs))
+
+    def _states(self) -> list[np.ndarray]:
+        return [np.array(variable) for variable in self.model.metrics_variables]
+
+    def _of_all_ranks(self, logs: Logs) -> Logs:
+        _check_names(sorted(logs))
+        train, valid = self._train or self._states(), self._valid or []
+        values = {name: np.asarray(logs[name], np.float64) for name in sorted(logs)}
+        own = self._results(train, valid)
+        # A step of the user's may log something else under a metric's name.
+        metric = np.array([name in own and np.allclose(own[name], values[name], 1e-6, 0, True) for name in values])
+        behind, *sums = sum_arrays([metric, *values.values(), *train, *valid])
+        totals, states = sums[: len(values)], sums[len(values) :]
+        exact = self._results(states[: len(train)], states[len(train) :])
+        return {
+            name: _plain(exact[name] if ranks == hvd.size() else total / hvd.size())
+            for name, ranks, total in zip(values, behind, totals, strict=True)
+        }
+
+    def _results(self, train: Sequence[np.ndarray], valid: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """The metrics by their names in the logs, if their states were these."""
+        found = {}
+        for prefix, states in (("", train), ("val_", valid)):
+            if states:
+                with keras.StatelessScope(list(zip(self.model.metrics_variables, states, strict=True))):
+                    results = self.model.get_metrics_result()
+                found.update({prefix + name: np.asarray(result, np.float64) for name, result in results.items()})
+        return found
+
+
+def _check_names(names: list[str]) -> None:
+    everybodys = hvd.allgather_object(names, name="hvdtrain.logs")
+    for rank, others in enumerate(everybodys):
+        if others != everybodys[0]:
+            raise KerasError(
+                f"rank {rank} logs {', '.join(others)}, but rank 0 {', '.join(everybodys[0])}: MetricAverageCallback "
+                "needs the same metrics of every rank; validate on all ranks or on none."
+            )
+
+
+def _plain(value: np.ndarray) -> Any:
+    return value if value.ndim else float(value)
+
+
+class WarmupCallback(_Callback):
+    """Raises the LR with every batch of the first epochs, from peak_lr / ranks to peak_lr (Goyal et al. 2017,
+    arXiv:1706.02677), and prints so on rank 0.
+
+    `steps_per_epoch` is Keras's own where that is known. Raises KerasError where neither is.
+    """
+
+    def __init__(self, peak_lr: float, warmup_epochs: int = 5, steps_per_epoch: int | None = None) -> None:
+        super().__init__()
+        self.peak_lr, self.warmup_epochs, self.steps_per_epoch = peak_lr, warmup_epochs, steps_per_epoch
+        self._epoch = 0
+        self._rising = False
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        super().on_train_begin(logs)
+        self._steps = self.steps_per_epoch or self.params["steps"]
+        if not self._steps:
+            raise KerasError("WarmupCallback needs steps_per_epoch where Keras does not know an epoch's length.")
+        if hvd.rank() == 0:
+            print(
+                f"LR warm-up: {self.peak_lr / hvd.size():g} to {self.peak_lr:g} ({hvd.size()} ranks) over "
+                f"{self.warmup_epochs} epochs of {self._steps} steps",
+                flush=True,
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._epoch = epoch
+        if self._rising and epoch >= self.warmup_epochs:  # with steps_per_execution the last batches had no call
+            self.model.optimizer.learning_rate = self.peak_lr
+            self._rising = False
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        if self._epoch < self.warmup_epochs:
+            share = (self._epoch + (batch + 1) / self._steps) / self.warmup_epochs
+            self.model.optimizer.learning_rate = self.peak_lr / hvd.size() * (1 + (hvd.size() - 1) * min(1, share))
+            self._rising = True

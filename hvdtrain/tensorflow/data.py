@@ -1,0 +1,66 @@
+"""Batches read ahead by tf.data while the step before is computed."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.datasets import Dataset, Split
+from hvdtrain.progress import Request
+from hvdtrain.recipe import Recipe
+
+Pair = tuple[tf.Tensor, tf.Tensor]
+
+AHEAD = 2
+
+
+class Loader:
+    """Reads requests of a split into pairs (x, y) on the device, as the data set has them."""
+
+    def __init__(self, recipe: Recipe, dataset: Dataset, device: str) -> None:
+        self._readers, self._device = max(1, recipe.workers), device
+        self._types = (tf.float32, tf.float32) if dataset.classes is None else (tf.uint8, tf.int64)
+        self._pipelines: dict[int, _Pipeline] = {}
+
+    def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
+        """One pair a request, in order. An error of the reader is raised here."""
+        if id(split) not in self._pipelines:
+            self._pipelines[id(split)] = _Pipeline(split, self._types, self._readers, self._device)
+        return self._pipelines[id(split)].batches(requests)
+
+
+class _Pipeline:
+    """One split's tf.data pipeline: made once, as making it takes longer than a short epoch."""
+
+    def __init__(self, split: Split, types: tuple[tf.DType, tf.DType], readers: int, device: str) -> None:
+        self._split, self._requests = split, list[Request]()
+        self._error: Exception | None = None
+        places = tf.data.Dataset.from_generator(
+            lambda: range(len(self._requests)), output_signature=tf.TensorSpec((), tf.int64)
+        )
+        pairs = places.map(
+            lambda place: tf.numpy_function(self._read, [place], types),
+            num_parallel_calls=readers,
+            deterministic=True,
+        )
+        ahead = pairs.prefetch(AHEAD)
+        if "GPU" in device:
+            ahead = ahead.apply(tf.data.experimental.prefetch_to_device(device, AHEAD))
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        options.threading.private_threadpool_size = readers + 1
+        self._pairs = ahead.with_options(options)
+
+    def batches(self, requests: list[Request]) -> Iterator[Pair]:
+        self._requests, self._error = requests, None
+        try:
+            yield from self._pairs
+        except tf.errors.OpError as error:
+            raise self._error or error from None
+
+    def _read(self, place: np.int64) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return self._split.read(*self._requests[place])
+        except Exception as error:  # TensorFlow would make an OpError of it
+            self._error = error
+            raise

@@ -1,0 +1,59 @@
+"""Horovod behind the engine's verbs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import settings
+from hvdtrain.errors import EngineUnavailable
+from hvdtrain.recipe import Recipe
+
+try:
+    import horovod.tensorflow as hvd
+except ImportError as error:
+    raise EngineUnavailable(
+        f"Horovod for TensorFlow cannot be imported ({error}); build it: "
+        "python -m hvdtrain build --frameworks tensorflow"
+    ) from None
+
+
+class HorovodEngine:
+    """Ranks joined by Horovod; see `Engine` for the verbs."""
+
+    def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
+        # Horovod's core reads these from the process environment when it starts, and nowhere else.
+        os.environ.update(settings.variables(recipe))
+        hvd.init()
+        self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
+        settings.check_reduction(recipe, self.size, hvd.mpi_enabled())
+        self._op = hvd.Adasum if recipe.reduction == "adasum" else hvd.Average
+        self._compression = hvd.Compression.fp16 if recipe.compression == "fp16" else hvd.Compression.none
+        if timeline:
+            hvd.start_timeline(str(timeline))
+
+    @property
+    def gpu_operations(self) -> bool:
+        """Whether this Horovod averages tensors that lie on a GPU."""
+        return bool(hvd.nccl_built() or hvd.cuda_built())
+
+    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
+        if variables:
+            hvd.broadcast_variables(list(variables.values()), root_rank=0)
+        return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
+
+    def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [hvd.allreduce(tensor, op=self._op, compression=self._compression) for tensor in tensors]
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        # A tensor on the host whatever the device: NCCL has nothing to do with a handful of numbers.
+        with tf.device("/CPU:0"):
+            return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.sum").numpy()
+
+    def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(tensor, op=hvd.Sum)
+
+    def close(self) -> None:
+        hvd.shutdown()

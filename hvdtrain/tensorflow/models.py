@@ -1,0 +1,228 @@
+"""The recipes' networks as Keras models with torchvision's architecture, and BatchNorm over the global batch."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from hvdtrain.recipe import Recipe
+from hvdtrain.tensorflow.engines import Engine
+from hvdtrain.tensorflow.sync_batch_norm import global_moments
+
+POLICIES = {
+    "float32": "float32",
+    "bfloat16": "mixed_bfloat16",
+    "float16": "mixed_float16",
+    "float64": "float64",
+}
+# torchvision's, in TensorFlow's words: PyTorch's momentum of .1 weighs the new statistics.
+BATCH_NORM_MOMENTUM = 0.9
+BATCH_NORM_EPSILON = 1e-5
+STAGES = ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2))
+EXPANSION = 4
+
+
+def build(recipe: Recipe, classes: int | None, engine: Engine) -> keras.Model:
+    """The recipe's network, its weights drawn from the recipe's seed alone.
+
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50: pictures [n, height, width, 3] -> logits [n, classes].
+    Layers are named as torchvision names its modules.
+    """
+    policy = POLICIES[recipe.precision]
+    if recipe.model == "linear":
+        x = keras.Input((1,))
+        y = layers.Dense(1, kernel_initializer="zeros", dtype=policy, name="linear")(x)
+        return keras.Model(x, y)
+    return resnet50(classes or 0, recipe.stem, recipe.seed, policy, _norm(recipe, engine))
+
+
+def _norm(recipe: Recipe, engine: Engine) -> Callable[..., "BatchNorm"]:
+    own = recipe.batch_norm == "sync" or recipe.precision == "float64"  # the fused kernel knows neither
+    sum_over_ranks = engine.sum_tensor if recipe.batch_norm == "sync" else tf.identity
+
+    def norm(name: str, start: str) -> BatchNorm:
+        return BatchNorm(
+            name,
+            start,
+            frozen=recipe.batch_norm == "frozen",
+            sum_over_ranks=sum_over_ranks if own else None,
+            dtype=POLICIES[recipe.precision],
+        )
+
+    return norm
+
+
+def resnet50(
+    classes: int, stem: str, seed: int = 0, policy: str = "float32", norm: Callable[..., "BatchNorm"] | None = None
+) -> keras.Model:
+    """torchvision's ResNet50 v1.5 (stride in the 3x3 convolution, no convolution bias), residual branches starting
+    at 0 as in `hvdtrain.torch`. The CIFAR stem has stride 1 and no max-pool."""
+    return _ResNet50(classes, stem, seed, policy, norm or BatchNorm).model()
+
+
+class _ResNet50:
+    """He et al. 2016, arXiv:1512.03385, with the initialisers that torchvision gives it."""
+
+    def __init__(self, classes: int, stem: str, seed: int, policy: str, norm: Callable[..., "BatchNorm"]) -> None:
+        self.classes, self.stem, self.policy, self.norm = classes, stem, policy, norm
+        self._seeds = _seeds(seed)
+
+    def model(self) -> keras.Model:
+        pictures = keras.Input((None, None, 3))
+        x = self._conv(pictures, 64, 7, 1 if self.stem == "cifar" else 2, "conv1")
+        x = self._relu(self.norm("bn1", "ones")(x))
+        if self.stem == "imagenet":
+            x = layers.ZeroPadding2D(1, dtype=self.policy)(x)  # nothing after a ReLU is less than the 0 it pads with
+            x = layers.MaxPooling2D(3, 2, dtype=self.policy)(x)
+        for stage, (blocks, width, stride) in enumerate(STAGES, start=1):
+            for block in range(blocks):
+                x = self._bottleneck(x, width, stride if block == 0 else 1, f"layer{stage}.{block}", block == 0)
+        x = layers.GlobalAveragePooling2D(dtype=self.policy)(x)
+        return keras.Model(pictures, self._linear(x, "fc"))
+
+    def _bottleneck(self, x: Any, width: int, stride: int, name: str, downsample: bool) -> Any:
+        y = self._relu(self.norm(f"{name}.bn1", "ones")(self._conv(x, width, 1, 1, f"{name}.conv1")))
+        y = self._relu(self.norm(f"{name}.bn2", "ones")(self._conv(y, width, 3, stride, f"{name}.conv2")))
+        # Goyal et al. 2017, arXiv:1706.02677, section 5.1: the branch starts at 0.
+        y = self.norm(f"{name}.bn3", "zeros")(self._conv(y, width * EXPANSION, 1, 1, f"{name}.conv3"))
+        if downsample:
+            x = self._conv(x, width * EXPANSION, 1, stride, f"{name}.downsample.0")
+            x = self.norm(f"{name}.downsample.1", "ones")(x)
+        return self._relu(layers.Add(dtype=self.policy)([x, y]))
+
+    def _conv(self, x: Any, filters: int, side: int, stride: int, name: str) -> Any:
+        if stride > 1 and side > 1:  # "same" would pad an even picture on one side only
+            x = layers.ZeroPadding2D(side // 2, dtype=self.policy)(x)
+        return layers.Conv2D(
+            filters,
+            side,
+            stride,
+            padding="valid" if stride > 1 else "same",
+            use_bias=False,
+            kernel_initializer=keras.initializers.VarianceScaling(
+                2.0, "fan_out", "untruncated_normal", seed=next(self._seeds)
+            ),
+            dtype=self.policy,
+            name=name,
+        )(x)
+
+    def _linear(self, x: Any, name: str) -> Any:
+        """PyTorch's Linear: weights and bias uniform within 1 / sqrt(inputs)."""
+        most = 1 / math.sqrt(x.shape[-1])
+        kernel, bias = (keras.initializers.RandomUniform(-most, most, seed=next(self._seeds)) for _ in range(2))
+        dense = layers.Dense(
+            self.classes, kernel_initializer=kernel, bias_initializer=bias, dtype=self.policy, name=name
+        )
+        return dense(x)
+
+    def _relu(self, x: Any) -> Any:
+        return layers.ReLU(dtype=self.policy)(x)
+
+
+def _seeds(seed: int) -> Iterator[int]:
+    draw = np.random.default_rng(seed)
+    while True:
+        yield int(draw.integers(2**31))
+
+
+class BatchNorm(layers.Layer):
+    """PyTorch's BatchNorm2d: x [n, height, width, channels] normalised by the batch's mean and biased variance, the
+    running variance taken unbiased.
+
+    `sum_over_ranks` None takes the fused kernel over this rank's own share. `start` initialises gamma.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: str = "ones",
+        *,
+        frozen: bool = False,
+        sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(name=name, dtype=dtype)
+        self._start, self._frozen, self._sum_over_ranks = start, frozen, sum_over_ranks
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        def weight(name: str, start: str, trainable: bool) -> Any:
+            return self.add_weight(
+                shape=(shape[-1],), initializer=start, trainable=trainable, name=name, autocast=False
+            )
+
+        self.gamma, self.beta = weight("gamma", self._start, True), weight("beta", "zeros", True)
+        self.moving_mean = weight("moving_mean", "zeros", False)
+        self.moving_variance = weight("moving_variance", "ones", False)
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        if not training or self._frozen:
+            return self._normalised(x, self.moving_mean.value, self.moving_variance.value)
+        if self._sum_over_ranks:
+            wide = tf.cast(x, self.variable_dtype)
+            mean, variance, count = global_moments(wide, [0, 1, 2], self._sum_over_ranks)
+            out = self._normalised(x, mean, variance)
+            variance = variance * count / (count - 1)
+        else:
+            out, mean, variance = self._fused(x, [], [], True)  # this kernel's variance is the unbiased one
+        self._follow(self.moving_mean.value, mean)
+        self._follow(self.moving_variance.value, variance)
+        return out
+
+    def _normalised(self, x: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> tf.Tensor:
+        if not self._sum_over_ranks:
+            return self._fused(x, mean, variance, False)[0]
+        scale = self.gamma.value * tf.math.rsqrt(variance + BATCH_NORM_EPSILON)
+        wide = (tf.cast(x, self.variable_dtype) - mean) * scale + self.beta.value
+        return tf.cast(wide, self.compute_dtype)
+
+    def _fused(self, x: tf.Tensor, mean: Any, variance: Any, training: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        out = tf.raw_ops.FusedBatchNormV3(
+            x=x,
+            scale=self.gamma.value,
+            offset=self.beta.value,
+            mean=tf.convert_to_tensor(mean, tf.float32),
+            variance=tf.convert_to_tensor(variance, tf.float32),
+            epsilon=BATCH_NORM_EPSILON,
+            is_training=training,
+        )
+        return out.y, out.batch_mean, out.batch_variance
+
+    def _follow(self, running: tf.Variable, new: tf.Tensor) -> None:
+        running.assign_sub((running - tf.stop_gradient(new)) * (1 - BATCH_NORM_MOMENTUM))
+
+
+def fitted_line(model: keras.Model) -> tuple[float, float] | None:
+    """Slope and intercept of the linear model; None for another."""
+    if [weight.shape for weight in model.weights] != [(1, 1), (1,)]:
+        return None
+    slope, intercept = (float(weight.numpy().item()) for weight in model.weights)
+    return slope, intercept
+
+
+def average_statistics(model: keras.Model, engine: Engine) -> None:
+    """Sets BatchNorm's running statistics to the mean over the ranks, so that all ranks hold one model."""
+    statistics = [weight.value for weight in model.non_trainable_weights]
+    if engine.size == 1 or not statistics:
+        return
+    flat = np.concatenate([statistic.numpy() for statistic in statistics])
+    mean = engine.sum(flat) / flat.dtype.type(engine.size)
+    parts = np.split(mean, np.cumsum([statistic.shape[0] for statistic in statistics])[:-1])
+    for statistic, part in zip(statistics, parts, strict=True):
+        statistic.assign(part)
+
+
+@functools.partial(tf.function, autograph=False)
+def fingerprint(variables: list[tf.Variable]) -> tf.Tensor:
+    """64 bits that change when any bit of the variables does."""
+    total = tf.zeros((), tf.int64)
+    for variable in variables:
+        words = tf.reshape(tf.bitcast(variable, tf.int32), [-1])
+        # Odd, different factors: a swap of two values shows, and so does every single changed bit.
+        factors = tf.range(1, 2 * tf.size(words, tf.int64), 2)
+        total = total * 1_000_003 + tf.reduce_sum(tf.cast(words, tf.int64) * factors)
+    return total

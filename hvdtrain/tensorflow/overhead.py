@@ -1,0 +1,77 @@
+"""hvdtrain's loop and a hand-written tf.function + Horovod loop, epoch by epoch in turn, in the same processes.
+
+Both train the same network on the CPU, on the same pictures with the same update; the hand-written one does what such
+a script does and no more: no guard, no log, no exact metrics, no order kept over ranks. hvdtrain's logs as a run does,
+into a temporary folder; checkpoints and validation are in neither time.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import overhead
+from hvdtrain.run import Run
+from hvdtrain.tensorflow.engines import Engine
+from hvdtrain.tensorflow.models import resnet50
+from hvdtrain.tensorflow.sgd import SGD
+from hvdtrain.tensorflow.train import Training, open_engine
+
+
+def hand_written(run: Run) -> Callable[[], float]:
+    """The bare loop: a function that trains one epoch and returns the seconds of one step."""
+    recipe, dataset, batch = run.recipe, run.dataset, run.plan.worker_batch
+    x, y = dataset.train.read(np.arange(len(dataset.train)), None)
+    pictures = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((pictures, y)).shard(hvd.size(), hvd.rank())
+    data = data.shuffle(len(y)).batch(batch, drop_remainder=True).prefetch(2)
+    model = resnet50(dataset.classes or 0, recipe.stem, recipe.seed)
+    weights = [weight.value for weight in model.trainable_weights]
+    optimizer = SGD(recipe, weights)  # keras.optimizers.SGD takes longer, and steps otherwise
+    hvd.broadcast_variables([weight.value for weight in model.weights] + optimizer.momentum, root_rank=0)
+    lr = tf.constant(run.plan.peak_lr)
+
+    @tf.function
+    def step(inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            logits = model(inputs, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, weights)
+        optimizer.descend(gradients, lr)
+        return loss
+
+    def epoch() -> float:
+        began, steps = time.perf_counter(), 0
+        for inputs, labels in data:
+            loss = step(inputs, labels)
+            steps += 1
+        loss.numpy()
+        return (time.perf_counter() - began) / steps
+
+    return epoch
+
+
+def ours(run: Run, engine: Engine) -> Callable[[], float]:
+    """hvdtrain's loop, with its log, metrics and guard: the same."""
+    training = Training(run, engine)
+
+    def epoch() -> float:
+        training.progress.sample = 0
+        before, began = training.progress.step, time.perf_counter()
+        training.train_epoch()
+        return (time.perf_counter() - began) / (training.progress.step - before)
+
+    return epoch
+
+
+def loops(run: Run) -> overhead.Loops:
+    """Both loops over one engine."""
+    engine = open_engine(run)
+    return overhead.Loops(ours(run, engine), hand_written(run), engine.sum, engine.close)
+
+
+if __name__ == "__main__":
+    overhead.main("tensorflow", loops, sys.argv[1], int(sys.argv[2]))

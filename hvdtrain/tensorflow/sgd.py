@@ -1,0 +1,82 @@
+"""SGD as PyTorch defines it, and the loss scale of float16: the same updates in both frameworks."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.recipe import Recipe
+
+
+class SGD:
+    """g += weight_decay * w; m = momentum * m + g; w -= lr * (m, or g + momentum * m after Nesterov).
+
+    The LR stands outside the momentum, as in torch.optim.SGD and unlike in keras.optimizers.SGD: a change of the LR
+    acts on the whole update.
+    """
+
+    def __init__(self, recipe: Recipe, variables: list[tf.Variable]) -> None:
+        self._recipe, self._variables = recipe, variables
+        self.momentum = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if recipe.momentum else []
+
+    def descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        """One update of every variable; `lr` is a scalar."""
+        decay = tf.constant(self._recipe.weight_decay, lr.dtype)
+        if self._recipe.weight_decay:
+            gradients = [g + decay * v for g, v in zip(gradients, self._variables, strict=True)]
+        if not self.momentum:
+            for variable, gradient in zip(self._variables, gradients, strict=True):
+                variable.assign_sub(lr * gradient)
+        for variable, gradient, momentum in zip(self._variables, gradients, self.momentum, strict=False):
+            tf.raw_ops.ResourceApplyMomentum(
+                var=variable.handle,
+                accum=momentum.handle,
+                lr=lr,
+                grad=gradient,
+                momentum=tf.constant(self._recipe.momentum, lr.dtype),
+                use_nesterov=self._recipe.nesterov,
+            )
+
+
+def clipped(gradients: list[tf.Tensor], norm: float) -> list[tf.Tensor]:
+    """The gradients, scaled down so that their common norm is at most `norm` (torch.nn.utils.clip_grad_norm_)."""
+    total = tf.linalg.global_norm(gradients)
+    factor = tf.minimum(norm / (total + 1e-6), tf.ones((), total.dtype))
+    return [gradient * factor for gradient in gradients]
+
+
+class Scaler:
+    """The dynamic loss scale of float16 (torch.amp.GradScaler's rule and numbers); 1 where it is not `enabled`."""
+
+    GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = tf.Variable(2.0**16 if enabled else 1.0, trainable=False)
+        self._steps = tf.Variable(0, trainable=False)
+
+    def unscaled(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradients of the loss itself."""
+        return [gradient / tf.cast(self.scale, gradient.dtype) for gradient in gradients]
+
+    def update(self, finite: tf.Tensor) -> None:
+        """Halves the scale after gradients that were not `finite`, doubles it after a long row of finite ones."""
+        grown = finite & (self._steps + 1 >= self.INTERVAL)
+        self._steps.assign(tf.where(finite & ~grown, self._steps + 1, 0))
+        self.scale.assign(self.scale * tf.where(finite, tf.where(grown, self.GROWTH, 1.0), self.BACKOFF))
+
+    def state_dict(self) -> dict[str, Any]:
+        """In GradScaler's words; empty where it is not enabled."""
+        if not self.enabled:
+            return {}
+        return {
+            "scale": float(self.scale.numpy()),
+            "growth_factor": self.GROWTH,
+            "backoff_factor": self.BACKOFF,
+            "growth_interval": self.INTERVAL,
+            "_growth_tracker": int(self._steps.numpy()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.enabled:
+            self.scale.assign(state["scale"])
+            self._steps.assign(state["_growth_tracker"])

@@ -1,0 +1,32 @@
+"""A training state as named variables: what a checkpoint holds and what rank 0 broadcasts."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.checkpoint import Checkpoint
+from hvdtrain.tensorflow.sgd import SGD
+
+
+def variables(model: keras.Model, optimizer: SGD) -> dict[str, tf.Variable]:
+    """Every variable of the state by name: `model.LAYER.NAME`, `momentum.LAYER.NAME`."""
+    state = {f"model.{_name(weight)}": weight.value for weight in model.weights}
+    for weight, momentum in zip(model.trainable_weights, optimizer.momentum, strict=False):
+        state[f"momentum.{_name(weight)}"] = momentum
+    return state
+
+
+def _name(weight: keras.Variable) -> str:
+    return weight.path.replace("/", ".")
+
+
+def load(state: dict[str, tf.Variable], checkpoint: Checkpoint) -> None:
+    """Copies the checkpoint's arrays into the variables."""
+    for name, variable in state.items():
+        variable.assign(checkpoint.arrays[name])
+
+
+def snapshot(state: dict[str, tf.Variable], facts: dict[str, Any]) -> Checkpoint:
+    """A checkpoint of the state as it is now."""
+    return Checkpoint({name: variable.numpy() for name, variable in state.items()}, facts)

@@ -1,0 +1,59 @@
+"""BatchNorm whose statistics are those of the global batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+SumOverRanks = Callable[[tf.Tensor], tf.Tensor]
+"""Adds a tensor over the ranks; differentiable."""
+
+
+def global_moments(
+    x: tf.Tensor, axes: Sequence[int], sum_over_ranks: SumOverRanks, mask: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Mean, biased variance and number of the values of x over `axes` and all ranks: x's dtype, its shape without
+    `axes`.
+
+    Where there is a boolean `mask` (x's shape), only what it marks counts. A rank may have nothing that counts.
+    Squared deviations from each rank's own mean are combined, so that no large sums are subtracted from one
+    another: Chan, Golub, LeVeque 1983, doi:10.1080/00031305.1983.10483115.
+    """
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        kept = values if mask is None else tf.where(mask, values, tf.zeros([], x.dtype))
+        return tf.reduce_sum(kept, axes, keepdims=True)
+
+    sums = total(x)
+    if mask is None:
+        count = tf.fill(tf.shape(sums), tf.cast(tf.size(x) // tf.size(sums), x.dtype))
+    else:
+        count = total(tf.ones_like(x))
+    own_mean = tf.math.divide_no_nan(sums, count)
+    squares = total(tf.square(x - own_mean))
+
+    global_count, global_sums = tf.unstack(sum_over_ranks(tf.stack([count, sums])))
+    mean = tf.math.divide_no_nan(global_sums, global_count)
+    global_squares = sum_over_ranks(squares + count * tf.square(own_mean - mean))
+    variance = tf.math.divide_no_nan(global_squares, global_count)
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes), tf.squeeze(global_count, axes)
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Keras's BatchNormalization with mean and variance of the batch over all ranks; for a custom `tf.function`
+    loop as for `fit`. XLA cannot compile it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.supports_jit = False
+
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        # Imported here: global_moments and a saved model's evaluation need no Horovod.
+        from hvdtrain.tensorflow.distributed import sum_over_ranks
+
+        if mask is not None:  # as in Keras: the mask lacks the last dimension
+            mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+        mean, variance, _ = global_moments(inputs, self._reduction_axes, sum_over_ranks, mask)
+        return mean, variance

@@ -1,0 +1,531 @@
+"""What test_tensorflow_keras.py starts on every rank: `python tensorflow_keras_programs.py FOLDER`.
+
+FOLDER/given.json holds programs of this module by name, with the values to call them with; what they return on
+rank R goes to FOLDER/rank-R.json. On one rank alone a case is plain Keras on the batch of RANKS ranks.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from tensorflow_keras_refusals import refusals  # noqa: F401
+
+import hvdtrain.tensorflow as ours
+from hvdtrain.tensorflow import distributed
+from hvdtrain.tensorflow.sync_batch_norm import global_moments
+
+ours.init()
+ours.init()
+
+RANKS = 2  # that the single process stands for
+STEPS, SHARE, EPOCHS = 12, 4, 2
+RANK, SIZE = ours.rank(), ours.size()
+ALONE = SIZE == 1
+
+draw = np.random.RandomState(0)
+PICTURES = draw.randn(STEPS, RANKS, SHARE, 6, 6, 2).astype("f")
+VALUES = draw.randn(STEPS, RANKS, SHARE, 1).astype("f")
+WORDS = draw.randint(0, 50, (STEPS, RANKS, SHARE, 5))
+OVERFLOWS = VALUES.copy()
+OVERFLOWS[3, RANKS - 1] = 1e30
+
+
+def own(table: np.ndarray) -> np.ndarray:
+    """This rank's examples; alone, those of all ranks, step by step."""
+    return (table if ALONE else table[:, RANK]).reshape(-1, *table.shape[3:])
+
+
+@dataclass
+class Case:
+    """A training by fit. `options` are the distributed optimizer's."""
+
+    model: Callable[[], keras.Model]
+    optimizer: Callable[[], keras.optimizers.Optimizer]
+    options: Callable[[keras.Model], dict[str, Any]] = lambda model: {}
+    compiled: dict[str, Any] = field(default_factory=lambda: {"jit_compile": False})
+    x: np.ndarray = field(default_factory=lambda: PICTURES)
+    y: np.ndarray = field(default_factory=lambda: VALUES)
+    policy: str = "float32"
+    epochs: int = EPOCHS
+
+
+def network(norm: Callable[[], layers.Layer] | None = None) -> keras.Model:
+    return keras.Sequential(
+        [
+            layers.Input((6, 6, 2)),
+            layers.Conv2D(4, 3, activation="tanh"),
+            *([norm()] if norm else []),
+            layers.Flatten(),
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(1),
+        ]
+    )
+
+
+def words() -> keras.Model:
+    return keras.Sequential(
+        [layers.Input((5,), dtype="int32"), layers.Embedding(50, 3), layers.Flatten(), layers.Dense(1)]
+    )
+
+
+def unbuilt() -> keras.Model:
+    start = keras.initializers.GlorotUniform
+    return keras.Sequential(
+        [
+            layers.Flatten(),
+            layers.Dense(8, activation="tanh", kernel_initializer=start(3 + RANK)),
+            layers.Dense(1, kernel_initializer=start(4 + RANK)),
+        ]
+    )
+
+
+def dropout() -> keras.Model:
+    return keras.Sequential([layers.Input((6, 6, 2)), layers.Flatten(), layers.Dropout(0.5), layers.Dense(1)])
+
+
+def norm() -> layers.Layer:
+    return layers.BatchNormalization() if ALONE else ours.SyncBatchNormalization()
+
+
+def sgd(**more: Any) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: keras.optimizers.SGD(0.05, momentum=0.9, **more)
+
+
+def loss_scaled(**more: Any) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: keras.optimizers.LossScaleOptimizer(sgd(**more)(), initial_scale=2.0**10)
+
+
+CASES = {
+    "fit": Case(network, sgd()),
+    "auto": Case(network, sgd(), compiled={}),
+    "auto on a GPU": Case(network, sgd(), compiled={}),
+    "eagerly": Case(network, sgd(), compiled={"run_eagerly": True}, epochs=1),
+    "several steps a call": Case(network, sgd(), compiled={"steps_per_execution": 5}),
+    "adam": Case(network, lambda: keras.optimizers.Adam(1e-2)),
+    "adamw": Case(network, lambda: keras.optimizers.AdamW(1e-2, use_ema=True, ema_overwrite_frequency=5)),
+    "clipped": Case(network, sgd(global_clipnorm=0.1)),
+    "sync batch norm": Case(lambda: network(norm), sgd()),
+    "sync batch norm, float64": Case(lambda: network(norm), sgd(), policy="float64"),
+    "batch norm": Case(lambda: network(layers.BatchNormalization), sgd()),
+    "dropout": Case(dropout, lambda: keras.optimizers.Adam(1e-2)),
+    "built by a batch": Case(unbuilt, sgd()),
+    "accumulating": Case(network, sgd(gradient_accumulation_steps=3, global_clipnorm=0.1)),
+    "accumulating, each step": Case(
+        network,
+        sgd(gradient_accumulation_steps=3, global_clipnorm=0.1),
+        lambda model: {"groups": [model.trainable_variables[1:4]]},
+    ),
+    "sparse": Case(words, lambda: keras.optimizers.Adagrad(0.1), x=WORDS),
+    "sparse as dense": Case(words, sgd(), lambda model: {"sparse_as_dense": True}, x=WORDS),
+    "float16": Case(network, loss_scaled(), policy="mixed_float16"),
+    "float16 overflow": Case(network, loss_scaled(), y=OVERFLOWS, policy="mixed_float16"),
+    "float16 accumulating": Case(
+        network, loss_scaled(gradient_accumulation_steps=3), y=OVERFLOWS, policy="mixed_float16"
+    ),
+}
+
+
+def trainings(names: list[str]) -> dict[str, Any]:
+    """Of each case: weights, optimizer state, history and what else there is to see."""
+    return {name: training(name) for name in names}
+
+
+def training(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    if ALONE and name == "batch norm":
+        return {"weights": by_hand(case)}
+    # Ranks other than 0 start from other weights.
+    keras.utils.set_random_seed(7 if RANK == 0 else 1000 + RANK)
+    precision(case.policy)
+    model, optimizer = case.model(), case.optimizer()
+    with pretended_gpu(name.endswith("GPU")):
+        callbacks = []
+        if not ALONE:
+            optimizer = ours.DistributedOptimizer(optimizer, **case.options(model))
+            callbacks = [ours.BroadcastCallback(), ours.MetricAverageCallback()]
+        model.compile(optimizer, "mse", metrics=["mae"], **case.compiled)
+        history = model.fit(
+            own(case.x),
+            own(case.y),
+            batch_size=SHARE * (RANKS if ALONE else 1),
+            epochs=case.epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+    precision("float32")
+    told = {
+        "weights": flat(model.weights),
+        "state": flat(optimizer.variables),
+        "seeds": flat([v for v in model.variables if "seed" in v.path]),
+        "history": history.history,
+        "jit": model.jit_compile,
+    }
+    if case.policy == "mixed_float16":
+        told |= {"scale": float(optimizer.dynamic_scale), "updates": int(optimizer.iterations)}
+    return told
+
+
+def precision(policy: str) -> None:
+    keras.config.set_dtype_policy(policy)
+    keras.config.set_floatx("float64" if policy == "float64" else "float32")
+
+
+class pretended_gpu:  # noqa: N801
+    """Makes Keras believe that it is on a GPU, where "auto" means XLA."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.real, self.wanted = tf.config.list_physical_devices, wanted
+
+    def __enter__(self) -> None:
+        gpu = type("GPU", (), {"device_type": "GPU", "name": "pretended"})
+        if self.wanted:
+            tf.config.list_physical_devices = lambda kind=None: self.real(kind) if kind else [*self.real(), gpu]
+
+    def __exit__(self, *error: object) -> None:
+        tf.config.list_physical_devices = self.real
+
+
+def by_hand(case: Case) -> list[float]:
+    """The weights after shard upon shard, gradients and moving statistics averaged by hand in every step."""
+    keras.utils.set_random_seed(7)
+    model, optimizer = case.model(), case.optimizer()
+    optimizer.build(model.trainable_variables)
+    statistics = model.non_trainable_variables
+    for step in [*range(STEPS)] * case.epochs:
+        before = [v.numpy() for v in statistics]
+        gradients, moved = [], []
+        for rank in range(RANKS):
+            for variable, value in zip(statistics, before, strict=True):
+                variable.assign(value)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(case.x[step, rank], training=True) - case.y[step, rank]) ** 2)
+            gradients.append(tape.gradient(loss, model.trainable_variables))
+            moved.append([v.numpy() for v in statistics])
+        for variable, values in zip(statistics, zip(*moved, strict=True), strict=True):
+            variable.assign(np.mean(values, 0))
+        optimizer.apply([sum(g) / RANKS for g in zip(*gradients, strict=True)], model.trainable_variables)
+    return flat(model.weights)
+
+
+def flat(variables: list[Any]) -> list[float]:
+    """All values; float64 holds each of them as it is."""
+    return np.concatenate([np.zeros(0), *(np.ravel(np.asarray(v, "f8")) for v in variables)]).tolist()
+
+
+def updates(adasum: bool) -> dict[str, list[float]]:
+    """Two weights after an update of lr 1 from 0, where rank r's gradients are r + 1 and 10 (r + 1)."""
+    told = {}
+    own_gradients = [tf.fill((1, 1), RANK + 1.0), tf.fill((1, 1), 10.0 * (RANK + 1))]
+    rows = tf.IndexedSlices(own_gradients[1], tf.constant([0], tf.int64), tf.constant([1, 1], tf.int64))
+    cases: dict[str, tuple[dict[str, Any], list[Any]]] = {
+        "average": ({}, own_gradients),
+        "sum": ({"op": ours.Sum}, own_gradients),
+        "predivided": ({"gradient_predivide_factor": 2.0}, own_gradients),
+        "compressed": ({"compression": ours.Compression.fp16}, own_gradients),
+        "one group": ({"groups": 1}, own_gradients),
+        "more groups than weights": ({"groups": 3}, own_gradients),
+        "a list of groups": ({"groups": "both"}, own_gradients),
+        "the same gradient twice": ({}, own_gradients[:1] * 2),
+        "without a gradient": ({}, [None, own_gradients[1]]),
+        "sparse": ({}, [own_gradients[0], rows]),
+        "sparse in a group": ({"groups": 1}, [own_gradients[0], rows]),
+        "sparse as dense": ({"sparse_as_dense": True, "groups": 1}, [own_gradients[0], rows]),
+        "local layer": ({"local_layers": "second"}, own_gradients),
+        "sparse local layer": ({"local_layers": "second"}, [own_gradients[0], rows]),
+    }
+    if adasum:  # of parallel gradients: their average
+        cases["adasum"] = ({"op": ours.Adasum}, own_gradients)
+    for name, (options, gradients) in cases.items():
+        model = keras.Sequential([layers.Dense(1, use_bias=False, kernel_initializer="zeros") for _ in range(2)])
+        model.build((None, 1))
+        marks = {"both": [model.trainable_variables], "second": model.layers[1:]}
+        optimizer = ours.DistributedOptimizer(
+            keras.optimizers.SGD(1.0),
+            **{key: marks[value] if isinstance(value, str) else value for key, value in options.items()},
+        )
+        optimizer.build(model.trainable_variables)
+        tf.function(optimizer.apply)(gradients)
+        told[name] = flat(model.weights)
+    return told
+
+
+def loops() -> dict[str, list[float]]:
+    """The weights that steps of the user's own come to, by how they are written."""
+    return {
+        "graph": loop(tf.function, nested=False),
+        "eager": loop(lambda step: step, nested=False),
+        "nested": loop(tf.function, nested=True),
+    }
+
+
+def loop(compiled: Callable[[Any], Any], nested: bool) -> list[float]:
+    """The sources are Keras's variables in a list, or nested and TensorFlow's."""
+    keras.utils.set_random_seed(7 if RANK == 0 else 1000 + RANK)
+    model, optimizer = network(norm), sgd()()
+    optimizer.build(model.trainable_variables)
+    *body, head = model.trainable_variables
+    sources = {"head": head.value, "body": [v.value for v in body]} if nested else [*body, head]
+
+    @compiled
+    def step(x: tf.Tensor, y: tf.Tensor, first: bool) -> None:
+        if first:  # as Horovod's own examples do it, within the first step
+            ours.broadcast_variables([model.weights, optimizer.variables])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = ours.DistributedGradientTape(tape).gradient(loss, sources)
+        optimizer.apply([*gradients["body"], gradients["head"]] if nested else gradients, [*body, head])
+
+    batches = zip(*(np.split(own(table), STEPS) for table in (PICTURES, VALUES)), strict=True)
+    for number, (x, y) in enumerate(batches):
+        step(tf.constant(x), tf.constant(y), number == 0)
+    return flat(model.weights)
+
+
+def single_source() -> list[float]:
+    """The gradient, on all ranks together, of (rank + 1) w by one w alone."""
+    weight = keras.Variable(np.ones(2), dtype="float32")
+    with ours.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum((RANK + 1.0) * weight)
+    return tape.gradient(loss, weight).numpy().tolist()
+
+
+def started() -> dict[str, list[float]]:
+    """Variables of three types after a broadcast from the last rank: nested, and a single one."""
+    variables = {
+        "whole": keras.Variable(2**53 + RANK, dtype="int64"),
+        "pair": [keras.Variable([0.1 + RANK] * 2, dtype="float64"), tf.Variable([RANK + 0.5])],
+    }
+    ours.broadcast_variables(variables, root_rank=SIZE - 1)
+    single = keras.Variable([float(RANK)])
+    ours.broadcast_variables(single, SIZE - 1)
+    return {"whole": int(variables["whole"].numpy()), "pair": flat(variables["pair"]), "single": flat([single])}
+
+
+def moments(offset: float) -> dict[str, float]:
+    """The largest differences of global_moments to NumPy's on all ranks' values: unequal shares, one of them empty."""
+    told = {}
+    for dtype in ("float32", "float64"):
+        for name, shares in {"unequal": (3, 5), "empty": (0, 4)}.items():
+            values = np.random.RandomState(1).randn(sum(shares), 7, 4) + offset
+            begin = sum(shares[:RANK])
+            mine = tf.constant(values[begin : begin + shares[RANK]] if not ALONE else values, dtype)
+            marked = np.random.RandomState(2).rand(*values.shape) < 0.6
+            mask = tf.constant(marked[begin : begin + shares[RANK]] if not ALONE else marked)
+            add = tf.identity if ALONE else distributed.sum_over_ranks
+            typed = values.astype(dtype).astype("f8")
+            for masked in (False, True):
+                take = np.ma.masked_array(typed, ~marked) if masked else typed
+                with tf.GradientTape() as tape:
+                    tape.watch(mine)
+                    mean, variance, count = tf.function(global_moments)(mine, [0, 1], add, mask if masked else None)
+                    goal = tf.reduce_sum(tf.sin(mean) + variance**2)
+                gradient = tape.gradient(goal, mine)
+                n, m, v = (
+                    take.reshape(-1, 4).count(0) if masked else len(typed) * 7,
+                    take.mean((0, 1)),
+                    take.var((0, 1)),
+                )
+                # Every rank's goal is the same one, and all of them are summed.
+                right = SIZE * (np.cos(m) + 4 * v * (typed - m)) / n * (marked if masked else 1)
+                right = right if ALONE else right[begin : begin + shares[RANK]]
+                key = f"{dtype} {name}{' masked' * masked}"
+                told[key] = {
+                    "mean": float(np.abs(mean - m).max() / max(1, offset)),
+                    "variance": float(np.abs(variance - v).max()),
+                    "count": float(np.abs(count - n).max()),
+                    "gradient": float(np.abs(gradient - right).max()) if right.size else 0.0,
+                    "dtype": mean.dtype.name,
+                    "shape": [*mean.shape, *variance.shape, *count.shape],
+                }
+    return told
+
+
+def masked_norm() -> dict[str, Any]:
+    """BatchNorm over sequences with a mask: outputs and moving statistics; alone, of all ranks' sequences."""
+    x = np.random.RandomState(3).randn(RANKS * 3, 5, 2).astype("f") + 10
+    mask = np.random.RandomState(4).rand(RANKS * 3, 5) < 0.5
+    part = slice(None) if ALONE else slice(3 * RANK, 3 * RANK + 3)
+    layer = norm()
+    out = layer(x[part], training=True, mask=tf.constant(mask[part]))
+    again = type(layer).from_config(layer.get_config())
+    return {
+        "out": out.numpy().tolist(),
+        "statistics": flat(layer.weights),
+        "config": again.get_config() == layer.get_config(),
+    }
+
+
+def metrics(folder: str) -> dict[str, Any]:
+    """Exact metrics of unequal shares, of weights that stay as they are."""
+    draw = np.random.RandomState(5)
+    sizes = {"train": (23, 9), "valid": (4, 13)}
+    shares = {}
+    for kind, counts in sizes.items():
+        x, y = draw.randn(sum(counts), 3).astype("f"), draw.randint(0, 2, (sum(counts), 1)).astype("f")
+        part = slice(None) if ALONE else slice(sum(counts[:RANK]), sum(counts[: RANK + 1]))
+        shares[kind] = (x[part] + (x[part, :1] > 0), y[part])
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(1, activation="sigmoid")])
+    optimizer = keras.optimizers.SGD(0.0)
+    kinds = keras.metrics
+    seen: dict[str, Any] = {"own": [], "later": []}
+
+    def before(epoch: int, logs: dict[str, Any]) -> None:
+        logs["unknown"] = float(RANK)
+        seen["own"].append(dict(logs))
+        seen["states"] = flat(model.metrics_variables)
+
+    def after(epoch: int, logs: dict[str, Any]) -> None:
+        seen["later"].append(dict(logs))
+        seen["undisturbed"] = seen["states"] == flat(model.metrics_variables)
+
+    model.compile(
+        optimizer if ALONE else ours.DistributedOptimizer(optimizer),
+        "binary_crossentropy",
+        metrics=["accuracy", kinds.AUC(), kinds.RootMeanSquaredError(), kinds.F1Score(threshold=0.5), kinds.R2Score()],
+        weighted_metrics=["mae"],
+    )
+    batch = 32 if ALONE else 8 + 4 * RANK  # 3 steps of 8, or 1 of 12
+    steps = 1 if ALONE else 3
+    data = tf.data.Dataset.from_tensor_slices(shares["train"]).batch(
+        batch if ALONE else -(-len(shares["train"][0]) // steps)
+    )
+    history = model.fit(
+        data,
+        validation_data=tf.data.Dataset.from_tensor_slices(shares["valid"]).batch(3),
+        validation_freq=2,
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(on_epoch_end=before),
+            *([] if ALONE else [ours.BroadcastCallback(), ours.MetricAverageCallback()]),
+            keras.callbacks.LambdaCallback(on_epoch_end=after),
+            keras.callbacks.ModelCheckpoint(f"{folder}/best-{RANK}.keras", monitor="val_loss", save_best_only=True),
+        ],
+    )
+    plain = json.loads(
+        json.dumps({"history": history.history, **seen}, default=lambda value: np.asarray(value).tolist())
+    )
+    return {**plain, "stored": Path(f"{folder}/best-{RANK}.keras").exists()}
+
+
+class OwnStep(keras.Model):
+    """Logs a figure of its own under the loss's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        super().train_step(data)
+        return {"loss": tf.constant(10.0 * RANK), "steps": tf.constant(1.0)}
+
+
+def own_step() -> dict[str, list[float]]:
+    """What the logs of a step of the user's become."""
+    model = OwnStep()
+    model.compile(ours.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    history = model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[ours.MetricAverageCallback()])
+    return history.history
+
+
+def warmups() -> dict[str, list[list[float]]]:
+    """The LR of every batch, or call, by epoch."""
+    return {"every batch": warmup(1), "two batches a call": warmup(2)}
+
+
+def warmup(steps_per_execution: int) -> list[list[float]]:
+    seen: list[list[float]] = []
+    model = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+    model.compile(ours.DistributedOptimizer(keras.optimizers.SGD(0.3)), "mse", steps_per_execution=steps_per_execution)
+    model.fit(
+        np.ones((8, 2)),
+        np.ones((8, 1)),
+        batch_size=2,
+        epochs=4,
+        verbose=0,
+        callbacks=[
+            ours.WarmupCallback(0.8, warmup_epochs=2),
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs: seen.append([]),
+                on_train_batch_begin=lambda batch, logs: seen[-1].append(float(model.optimizer.learning_rate)),
+            ),
+        ],
+    )
+    return seen
+
+
+def allreduces() -> dict[str, list[int]]:
+    """How many gradients each step of six has sent, where every third one updates."""
+    real, sent = distributed.hvd.allreduce, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        sent[-1] += 1
+        return real(*args, **kwargs)
+
+    distributed.hvd.allreduce = counted
+    told = {}
+    for name, options in {"at the update": {}, "each step": {"groups": [[]]}}.items():
+        model, sent = network(), []
+        optimizer = ours.DistributedOptimizer(sgd(gradient_accumulation_steps=3)(), **options)
+        optimizer.build(model.trainable_variables)
+        for _ in range(6):
+            sent.append(0)
+            optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
+        told[name] = sent
+    distributed.hvd.allreduce = real
+    return told
+
+
+def saved(folder: str) -> dict[str, Any]:
+    """A training that goes on from a stored model, beside one that was not interrupted."""
+    keras.utils.set_random_seed(7)
+
+    def fit(model: keras.Model, epochs: int) -> None:
+        model.fit(own(PICTURES), own(VALUES), batch_size=SHARE, epochs=epochs, shuffle=False, verbose=0,
+                  callbacks=[ours.BroadcastCallback()])  # fmt: skip
+
+    model = network(norm)
+    start = model.get_weights()
+    model.compile(ours.DistributedOptimizer(keras.optimizers.Adam(1e-2)), "mse")
+    fit(model, 1)
+    path = f"{folder}/{RANK}.keras"
+    model.save(path)
+    again = keras.models.load_model(path)
+    loaded = type(again.optimizer).__name__, isinstance(again.optimizer, distributed._Distributed)
+    ours.DistributedOptimizer(again.optimizer)
+    fit(again, 1)
+    whole = network(norm)
+    whole.set_weights(start)
+    whole.compile(ours.DistributedOptimizer(keras.optimizers.Adam(1e-2)), "mse")
+    fit(whole, 2)
+    return {
+        "loaded": loaded,
+        "config": keras.optimizers.serialize(model.optimizer)
+        == keras.optimizers.serialize(keras.optimizers.Adam.from_config(model.optimizer.get_config())),
+        "went on": flat(again.weights),
+        "uninterrupted": flat(whole.weights),
+    }
+
+
+def modules() -> list[str]:
+    """The frameworks that this process holds."""
+    return sorted({"torch", "tensorflow", "horovod"} & {name.partition(".")[0] for name in sys.modules})
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    told = {name: globals()[name](**given) for name, given in json.loads((folder / "given.json").read_text()).items()}
+    (folder / f"rank-{RANK}.json").write_text(json.dumps(told))
+    ours.shutdown()

@@ -1,0 +1,130 @@
+"""What hvdtrain.tensorflow refuses: programs of tensorflow_keras_programs.py."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import hvdtrain.tensorflow as ours
+from hvdtrain.errors import HvdtrainError
+
+
+def refusals() -> dict[str, str]:
+    """What is said to everything that would go wrong."""
+    told = {}
+    for name, program in REFUSED.items():
+        keras.config.set_dtype_policy("mixed_float16" if "float16" in name else "float32")
+        try:
+            program()
+            told[name] = "taken"
+        except HvdtrainError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    keras.config.set_dtype_policy("float32")
+    return told
+
+
+def tiny_fit(optimizer: Any, *callbacks: Any, **compiled: Any) -> keras.Model:
+    model = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+    model.compile(optimizer, "mse", **compiled)
+    fit_again(model, *callbacks)
+    return model
+
+
+def fit_again(model: keras.Model, *callbacks: Any, **more: Any) -> None:
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=list(callbacks), **more)
+
+
+def stock(of_tensorflow: bool) -> Any:
+    if of_tensorflow:
+        import horovod.tensorflow.keras as horovods
+    else:
+        import horovod.keras as horovods
+    return horovods.DistributedOptimizer(plain())
+
+
+def plain() -> Any:
+    return keras.optimizers.SGD(0.1, name="sgd")
+
+
+def own_xla_step() -> None:
+    weight = tf.Variable(1.0)
+
+    @tf.function(jit_compile=True)
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = weight**2
+        return ours.DistributedGradientTape(tape).gradient(loss, weight)
+
+    step()
+
+
+def xla_sync_batch_norm() -> None:
+    layer = ours.SyncBatchNormalization()
+    layer.build((None, 2))
+    tf.function(lambda: layer(tf.ones((3, 2)), training=True), jit_compile=True)()
+
+
+def older_function() -> None:
+    model = tiny_fit(plain())
+    ours.DistributedOptimizer(model.optimizer)
+    fit_again(model, ours.BroadcastCallback())
+
+
+def validated_by_one() -> None:
+    model = tiny_fit(ours.DistributedOptimizer(plain()))
+    valid = (np.ones((4, 2)), np.ones((4, 1))) if ours.rank() == 0 else None
+    fit_again(model, ours.BroadcastCallback(), ours.MetricAverageCallback(), validation_data=valid)
+
+
+def endless() -> None:
+    def batches() -> Iterator[Any]:
+        yield np.ones((4, 2)), np.ones((4, 1))
+
+    model = tiny_fit(ours.DistributedOptimizer(plain()))
+    model.fit(batches(), verbose=0, callbacks=[ours.WarmupCallback(0.1)])
+
+
+def another_world() -> None:
+    real = dict(os.environ)
+    for name in real:
+        if name.startswith(("HOROVOD_", "OMPI_", "PMI", "PRTE")):
+            del os.environ[name]
+    os.environ |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4", "PMI_RANK": "0", "PMI_SIZE": "4"}
+    try:
+        ours.init()
+    finally:
+        os.environ.clear()
+        os.environ.update(real)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "twice": lambda: ours.DistributedOptimizer(ours.DistributedOptimizer(plain())),
+    "accumulation by its old name": lambda: ours.DistributedOptimizer(plain(), backward_passes_per_step=2),
+    "an unknown option": lambda: ours.DistributedGradientTape(tf.GradientTape(), device_dense="/cpu:0"),
+    "predivided sum": lambda: ours.DistributedOptimizer(plain(), gradient_predivide_factor=2.0, op=ours.Sum),
+    "groups of Adasum": lambda: ours.DistributedOptimizer(plain(), groups=2, op=ours.Adasum),
+    "stock wrapped": lambda: ours.DistributedOptimizer(stock(False)),
+    "stock": lambda: tiny_fit(stock(False), ours.BroadcastCallback()),
+    "stock of tensorflow": lambda: tiny_fit(stock(True), ours.MetricAverageCallback()),
+    "stock in float16": lambda: tiny_fit(stock(False), ours.BroadcastCallback()),
+    "plain, broadcast": lambda: tiny_fit(plain(), ours.BroadcastCallback()),
+    "plain, metrics": lambda: tiny_fit(plain(), ours.MetricAverageCallback()),
+    "plain, warm-up": lambda: tiny_fit(plain(), ours.WarmupCallback(0.1)),
+    "an older function": older_function,
+    "float16 by compile": lambda: tiny_fit(ours.DistributedOptimizer(plain())),
+    "float16 outside": lambda: keras.optimizers.LossScaleOptimizer(ours.DistributedOptimizer(plain())),
+    "XLA": lambda: tiny_fit(ours.DistributedOptimizer(plain()), ours.BroadcastCallback(), jit_compile=True),
+    "XLA, accumulating": lambda: tiny_fit(
+        ours.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2)), jit_compile=True
+    ),
+    "XLA in a loop": own_xla_step,
+    "XLA, synchronised": xla_sync_batch_norm,
+    "XLA, broadcast": tf.function(lambda: ours.broadcast_variables(tf.Variable(1.0)), jit_compile=True),
+    "validated by one rank": validated_by_one,
+    "an unknown length": endless,
+    "another world": another_world,
+}  # fmt: skip
