@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Writes the new run folder and says how to go on. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain convert", argv)
     state, damaged = checkpoint.newest(options.run / "checkpoints")
-    print("".join(f"{line}\n" for line in damaged), end="")
+    print("".join(f"{line} The one before it is looked at.\n" for line in damaged), end="")
     if state is None:
         raise CheckpointError(f"{options.run} holds no whole checkpoint; give the folder of a run that wrote one.")
     target = options.output or options.run.with_name(f"{options.run.name}-{options.to}")

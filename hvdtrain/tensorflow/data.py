@@ -43,13 +43,12 @@ class _Pipeline:
             num_parallel_calls=readers,
             deterministic=True,
         )
-        ahead = pairs.prefetch(AHEAD)
-        if "GPU" in device:
-            ahead = ahead.apply(tf.data.experimental.prefetch_to_device(device, AHEAD))
         options = tf.data.Options()
         options.autotune.enabled = False
         options.threading.private_threadpool_size = readers + 1
-        self._pairs = ahead.with_options(options)
+        self._pairs = pairs.prefetch(AHEAD).with_options(options)
+        if "GPU" in device:  # this one must be the last
+            self._pairs = self._pairs.apply(tf.data.experimental.prefetch_to_device(device, AHEAD))
 
     def batches(self, requests: list[Request]) -> Iterator[Pair]:
         self._requests, self._error = requests, None

@@ -35,10 +35,15 @@ def build(recipe: Recipe, classes: int | None, engine: Engine) -> keras.Model:
     """
     policy = POLICIES[recipe.precision]
     if recipe.model == "linear":
-        x = keras.Input((1,))
+        x = keras.Input((1,), dtype=_real(policy))
         y = layers.Dense(1, kernel_initializer="zeros", dtype=policy, name="linear")(x)
         return keras.Model(x, y)
     return resnet50(classes or 0, recipe.stem, recipe.seed, policy, _norm(recipe, engine))
+
+
+def _real(policy: str) -> str:
+    """The type of what a model is given; Keras casts it to this."""
+    return "float64" if policy == "float64" else "float32"
 
 
 def _norm(recipe: Recipe, engine: Engine) -> Callable[..., "BatchNorm"]:
@@ -73,7 +78,7 @@ class _ResNet50:
         self._seeds = _seeds(seed)
 
     def model(self) -> keras.Model:
-        pictures = keras.Input((None, None, 3))
+        pictures = keras.Input((None, None, 3), dtype=_real(self.policy))
         x = self._conv(pictures, 64, 7, 1 if self.stem == "cifar" else 2, "conv1")
         x = self._relu(self.norm("bn1", "ones")(x))
         if self.stem == "imagenet":

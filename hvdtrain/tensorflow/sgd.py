@@ -52,7 +52,7 @@ class Scaler:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.scale = tf.Variable(2.0**16 if enabled else 1.0, trainable=False)
-        self._steps = tf.Variable(0, trainable=False)
+        self._steps = tf.Variable(tf.zeros((), tf.int64), trainable=False)  # GPUs hold no 32-bit integers
 
     def unscaled(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """The gradients of the loss itself."""
@@ -61,7 +61,7 @@ class Scaler:
     def update(self, finite: tf.Tensor) -> None:
         """Halves the scale after gradients that were not `finite`, doubles it after a long row of finite ones."""
         grown = finite & (self._steps + 1 >= self.INTERVAL)
-        self._steps.assign(tf.where(finite & ~grown, self._steps + 1, 0))
+        self._steps.assign(tf.where(finite & ~grown, self._steps + 1, tf.zeros_like(self._steps)))
         self.scale.assign(self.scale * tf.where(finite, tf.where(grown, self.GROWTH, 1.0), self.BACKOFF))
 
     def state_dict(self) -> dict[str, Any]:

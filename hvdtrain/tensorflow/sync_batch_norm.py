@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 SumOverRanks = Callable[[tf.Tensor], tf.Tensor]
-"""Adds a tensor over the ranks; differentiable."""
+"""Adds a tensor over the ranks."""
 
 
 def global_moments(
@@ -21,23 +21,31 @@ def global_moments(
     another: Chan, Golub, LeVeque 1983, doi:10.1080/00031305.1983.10483115.
     """
 
-    def total(values: tf.Tensor) -> tf.Tensor:
-        kept = values if mask is None else tf.where(mask, values, tf.zeros([], x.dtype))
-        return tf.reduce_sum(kept, axes, keepdims=True)
+    def kept(values: tf.Tensor) -> tf.Tensor:
+        return values if mask is None else tf.where(mask, values, tf.zeros([], x.dtype))
 
-    sums = total(x)
-    if mask is None:
-        count = tf.fill(tf.shape(sums), tf.cast(tf.size(x) // tf.size(sums), x.dtype))
-    else:
-        count = total(tf.ones_like(x))
-    own_mean = tf.math.divide_no_nan(sums, count)
-    squares = total(tf.square(x - own_mean))
+    @tf.custom_gradient
+    def moments(x: tf.Tensor) -> Any:
+        sums = tf.reduce_sum(kept(x), axes, keepdims=True)
+        count = tf.reduce_sum(kept(tf.ones_like(x)), axes, keepdims=True)
+        own_mean = tf.math.divide_no_nan(sums, count)
+        squares = tf.reduce_sum(kept(tf.square(x - own_mean)), axes, keepdims=True)
 
-    global_count, global_sums = tf.unstack(sum_over_ranks(tf.stack([count, sums])))
-    mean = tf.math.divide_no_nan(global_sums, global_count)
-    global_squares = sum_over_ranks(squares + count * tf.square(own_mean - mean))
-    variance = tf.math.divide_no_nan(global_squares, global_count)
-    return tf.squeeze(mean, axes), tf.squeeze(variance, axes), tf.squeeze(global_count, axes)
+        global_count, global_sums = tf.unstack(sum_over_ranks(tf.stack([count, sums])))
+        mean = tf.math.divide_no_nan(global_sums, global_count)
+        global_squares = sum_over_ranks(squares + count * tf.square(own_mean - mean))
+        variance = tf.math.divide_no_nan(global_squares, global_count)
+
+        def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            # By hand: what goes through own_mean cancels, and would leave its rounding.
+            all_ranks = sum_over_ranks(tf.stack([of_mean, of_variance]))
+            a, b = tf.unstack(tf.math.divide_no_nan(all_ranks, global_count))
+            return kept(a + 2 * b * (x - mean))
+
+        return (mean, variance, global_count), gradient
+
+    mean, variance, count = moments(x)
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes), tf.squeeze(count, axes)
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")

@@ -23,7 +23,7 @@ class Engine(Protocol):
         """The sum of the ranks' arrays, on every rank."""
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The same inside a graph; gradients flow through."""
+        """The same inside a graph."""
 
     def close(self) -> None:
         """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""

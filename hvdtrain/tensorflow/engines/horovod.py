@@ -45,7 +45,10 @@ class HorovodEngine:
         return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [hvd.allreduce(tensor, op=self._op, compression=self._compression) for tensor in tensors]
+        return [
+            hvd.allreduce(tensor, op=self._op, compression=self._compression, name=f"hvdtrain.gradient.{place}")
+            for place, tensor in enumerate(tensors)
+        ]
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         # A tensor on the host whatever the device: NCCL has nothing to do with a handful of numbers.

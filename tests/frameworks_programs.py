@@ -1,0 +1,56 @@
+"""What test_frameworks.py starts, in a process of its own for each framework: `python frameworks_programs.py
+FRAMEWORK FOLDER`.
+
+FOLDER/given.json holds programs of this module by name, with the command lines of the runs to make by name; what they
+return on rank R goes to FOLDER/rank-R.json.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import run as runs
+from hvdtrain.topology import discover
+
+FRAMEWORK = sys.argv[1]
+
+
+def prepared(argv: list[str]) -> Any:
+    """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
+    adapter = importlib.import_module(f"hvdtrain.{FRAMEWORK}.train")
+    run = runs.prepare(FRAMEWORK, argv, discover(os.environ))
+    return adapter.Training(run, adapter.open_engine(run))
+
+
+def initial(argv: list[str]) -> None:
+    """Leaves a checkpoint of step 0."""
+    prepared(argv)._checkpoint(None)
+
+
+def train(argv: list[str]) -> list[str]:
+    """Trains to the end; the frameworks that this process then holds."""
+    prepared(argv).run_to_end()
+    return sorted({"torch", "tensorflow"} & set(sys.modules))
+
+
+def logits(argv: list[str]) -> list[list[float]]:
+    """What the run's newest checkpoint answers to its first validation pictures."""
+    training = prepared(argv)
+    indices = np.arange(32)
+    x, _ = next(training.loader.batches(training.run.dataset.valid, [(indices, None)]))
+    if FRAMEWORK == "tensorflow":
+        return training.model(training._inputs(x), training=False).numpy().tolist()
+    return training.model.eval()(x).detach().numpy().tolist()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[2])
+    rank = discover(os.environ).rank
+    given = json.loads((folder / "given.json").read_text())
+    told = {program: {name: globals()[program](argv) for name, argv in of.items()} for program, of in given.items()}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
