@@ -14,6 +14,13 @@ from hvdtrain import flags
 from hvdtrain import recipe as recipes
 from hvdtrain.errors import EngineUnavailable, RecipeError
 
+# What the hand-written loops do and leave out.
+HAND_WRITTEN = {
+    "model": "resnet50", "precision": "float32", "accumulation_steps": 1, "clip_norm": None, "batch_norm": "local",
+    "compression": "none", "reduction": "average", "channels_last": False, "xla": False, "max_steps": None,
+    "checkpoint_every_steps": None,
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -48,6 +55,7 @@ def _check(options: Options) -> None:
         raise RecipeError(f"--ranks must be at least 1, got {options.ranks}.")
     if options.rounds < 2:
         raise RecipeError(f"--rounds must be at least 2, as the first is warm-up, got {options.rounds}.")
-    model = recipes.load(options.recipe).model
-    if model != "resnet50":
-        raise RecipeError(f"--recipe must train a resnet50, got {options.recipe}, which trains a {model}.")
+    recipe = recipes.load(options.recipe)
+    for key, wanted in HAND_WRITTEN.items():
+        if (got := getattr(recipe, key)) != wanted:
+            raise RecipeError(f"--recipe must have {key} {wanted}, as the hand-written loop has, got {got}.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     target = options.output or options.run.with_name(f"{options.run.name}-{options.to}")
     _write(options.run, target, converted(state, options.to))
     print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
-    print(f"go on with: python -m hvdtrain.{options.to} {target / 'recipe.yaml'} --output {target}")
+    command = ["python", "-m", f"hvdtrain.{options.to}", str(target / "recipe.yaml"), "--output", str(target)]
+    print(f"go on with: {shlex.join(command)}")
     return 0
 
 

@@ -21,8 +21,8 @@ def gpu_index(
         raise DeviceError("--device cuda needs a visible GPU, got none; take --device cpu, or ask for a GPU.")
     if not gpu_operations:
         raise DeviceError(
-            f"GPUs are visible ({visible}), but this Horovod averages on the CPU only; build it for them: "
-            "python -m hvdtrain build --gpu nccl, or take --device cpu."
+            f"GPUs are visible ({visible}), but this Horovod averages on the CPU only; hide them (--device cpu, or "
+            "CUDA_VISIBLE_DEVICES=), or, for PyTorch, build it for them: python -m hvdtrain build --gpu nccl"
         )
     if visible not in {1, topology.local_size}:
         raise DeviceError(

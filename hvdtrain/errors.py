@@ -88,6 +88,12 @@ class AbortedError(TrainingError):
 
     everywhere = True
 
+    def __init__(self) -> None:
+        super().__init__(
+            "another rank ended, and this one with it; the first message of another rank tells why. "
+            "The same command goes on from the last checkpoint."
+        )
+
 
 class DivergedError(TrainingError):
     """The loss is no longer finite."""

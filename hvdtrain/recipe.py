@@ -244,6 +244,8 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
     if r.reduction == "adasum" and (r.clip_norm or r.compression != "none"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression; drop them.")
+    if r.reduction == "adasum" and r.precision == "float16":
+        raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")
     if r.xla and r.batch_norm == "sync":
         raise RecipeError("xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.")
     if r.valid_crop > r.valid_resize:

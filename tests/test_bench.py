@@ -18,7 +18,7 @@ from hvdtrain.errors import RecipeError
         pytest.param(["--rounds", "1"], "--rounds must be at least 2, as the first is warm-up, got 1.", id="one round"),
         pytest.param(
             ["--recipe", "linear"],
-            "--recipe must train a resnet50, got linear, which trains a linear.",
+            "--recipe must have model resnet50, as the hand-written loop has, got linear.",
             id="another network",
         ),
     ],

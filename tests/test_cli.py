@@ -26,7 +26,8 @@ def train(prepared):
 sys.exit(run.main("python -m hvdtrain.torch", sys.argv[2:], train))
 """
 HELP = """usage: python -m hvdtrain COMMAND [flags]
-       python -m hvdtrain.torch RECIPE [flags]     train
+       python -m hvdtrain.torch RECIPE [flags]          train with PyTorch
+       python -m hvdtrain.tensorflow RECIPE [flags]     train with TensorFlow
 
 commands:
   plan    what a recipe comes to on N ranks, without running it
@@ -57,7 +58,7 @@ def test_help_imports_nothing_heavy(python):
     assert done.stdout.startswith(HELP)
     assert done.stdout.endswith("\n0\n")
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
-    third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorboardX"}
+    third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorflow", "keras"}
     assert "hvdtrain" in loaded
     assert not loaded & third_party
 

@@ -39,8 +39,8 @@ def test_gpu_index(wanted, visible, operations, index):
             "auto",
             4,
             False,
-            "GPUs are visible (4), but this Horovod averages on the CPU only; build it for them: "
-            "python -m hvdtrain build --gpu nccl, or take --device cpu.",
+            "GPUs are visible (4), but this Horovod averages on the CPU only; hide them (--device cpu, or "
+            "CUDA_VISIBLE_DEVICES=), or, for PyTorch, build it for them: python -m hvdtrain build --gpu nccl",
             id="Horovod without NCCL",
         ),
         pytest.param(

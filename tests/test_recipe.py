@@ -258,6 +258,10 @@ TOGETHER = {
         {"reduction": "adasum", "clip_norm": 1.0},
         "reduction adasum goes with neither clip_norm nor compression; drop them.",
     ),
+    "Adasum in float16": (
+        {"reduction": "adasum", "precision": "float16"},
+        "reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.",
+    ),
     "Adasum, compressed": (
         {"reduction": "adasum", "compression": "fp16"},
         "reduction adasum goes with neither clip_norm nor compression; drop them.",

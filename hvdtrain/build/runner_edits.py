@@ -18,7 +18,8 @@ def controller_edits(mpi: bool) -> tuple[Edit, ...]:
             ext_base_name, built_fn, 'built with {name}', verbose)
 """,
             f"        result = {built}\n",
-            "it imports a whole framework to find out, at every start: seconds, and TensorFlow's banner",
+            "it imports a whole framework to find out, at every start: seconds, and TensorFlow's banner (the loop "
+            "around it now ends in its first turn)",
         )
         for name, built in (("MPI", mpi), ("Gloo", True))
     )

@@ -23,8 +23,10 @@ HOMES = {
     "SyncBatchNormalization": "sync_batch_norm",
 }
 HOROVODS_OWN = (
-    "shutdown", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
-    "allreduce", "allgather", "broadcast", "broadcast_object", "Average", "Sum", "Adasum", "Compression",
+    "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
+    "allreduce", "allgather", "broadcast", "broadcast_object", "allgather_object",
+    "Average", "Sum", "Adasum", "Min", "Max", "Compression",
+    "ProcessSet", "add_process_set", "global_process_set",
 )  # fmt: skip
 
 

@@ -25,7 +25,10 @@ def train(prepared: run.Run) -> None:
 
 @contextlib.contextmanager
 def without_banner() -> Iterator[None]:
-    """Leaves TensorFlow's banner out of what the block writes to stderr; TF_CPP_MIN_LOG_LEVEL=0 keeps it."""
+    """Leaves TensorFlow's banner out of what the block writes to stderr.
+
+    What a crash inside the block had to say is lost: TF_CPP_MIN_LOG_LEVEL=0 leaves everything as it is.
+    """
     if os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0":
         yield
         return

@@ -35,18 +35,19 @@ class _Pipeline:
     def __init__(self, split: Split, types: tuple[tf.DType, tf.DType], readers: int, device: str) -> None:
         self._split, self._requests = split, list[Request]()
         self._error: Exception | None = None
-        places = tf.data.Dataset.from_generator(
-            lambda: range(len(self._requests)), output_signature=tf.TensorSpec((), tf.int64)
-        )
-        pairs = places.map(
-            lambda place: tf.numpy_function(self._read, [place], types),
-            num_parallel_calls=readers,
-            deterministic=True,
-        )
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        options.threading.private_threadpool_size = readers + 1
-        self._pairs = pairs.prefetch(AHEAD).with_options(options)
+        with tf.device("/CPU:0"):
+            places = tf.data.Dataset.from_generator(
+                lambda: range(len(self._requests)), output_signature=tf.TensorSpec((), tf.int64)
+            )
+            pairs = places.map(
+                lambda place: tf.numpy_function(self._read, [place], types),
+                num_parallel_calls=readers,
+                deterministic=True,
+            )
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            options.threading.private_threadpool_size = readers + 1
+            self._pairs = pairs.prefetch(AHEAD).with_options(options)
         if "GPU" in device:  # this one must be the last
             self._pairs = self._pairs.apply(tf.data.experimental.prefetch_to_device(device, AHEAD))
 

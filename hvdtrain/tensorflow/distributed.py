@@ -35,16 +35,24 @@ REMEDIES = {
 def init() -> None:
     """Joins the ranks and gives this one its GPU, whose memory then grows with need; a second call changes nothing.
 
-    Raises WorldError where Horovod sees another world than the launcher promised, TopologyError, DeviceError.
+    Raises WorldError where Horovod sees another world than the launcher promised, TopologyError, DeviceError, and
+    KerasError where TensorFlow has taken its GPUs already.
     """
     hvd.init()
     topology = discover(os.environ)
     check_world(topology, hvd.rank(), hvd.size())
     gpus = tf.config.list_physical_devices("GPU")
-    index = gpu_index("auto", len(gpus), topology, bool(hvd.nccl_built() or hvd.cuda_built()))
-    if index is not None:
+    averages_there = hvd.size() == 1 or bool(hvd.nccl_built() or hvd.cuda_built())
+    index = gpu_index("auto", len(gpus), topology, averages_there)
+    if index is None:
+        return
+    try:
         tf.config.set_visible_devices(gpus[index], "GPU")
         tf.config.experimental.set_memory_growth(gpus[index], True)
+    except RuntimeError:
+        raise KerasError(
+            "TensorFlow has taken its GPUs already: call init() before the first tensor or model."
+        ) from None
 
 
 def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) -> keras.optimizers.Optimizer:  # noqa: N802
@@ -182,6 +190,8 @@ class Reduction:
             raise KerasError(f"{name} is no option under Keras 3: {REMEDIES.get(name, 'leave it out')}.")
         if gradient_predivide_factor != 1.0 and op != hvd.Average:
             raise KerasError(f"gradient_predivide_factor={gradient_predivide_factor} goes with op=Average alone.")
+        if isinstance(groups, int) and groups < 1:
+            raise KerasError(f"groups must be at least 1, got {groups}.")
         if groups is not None and op == hvd.Adasum:
             raise KerasError("Adasum combines each gradient by itself: leave groups out.")
         self._sparse_as_dense, self._groups, self._process_set = sparse_as_dense, groups, process_set

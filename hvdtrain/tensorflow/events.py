@@ -1,9 +1,11 @@
 """TensorBoard's events, written with TensorFlow's own records: tensorboardX would load PyTorch beside TensorFlow."""
 
+import contextlib
 import errno
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ V1 = tf.compat.v1
 
 
 class EventWriter:
-    """Scalars into a new file of `folder`; readers forget those from `first_step` on that older files hold."""
+    """Scalars into a new file of `folder`; readers forget those from `first_step` on that older files hold.
+    Every verb raises OSError where the disk is full."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -25,15 +28,23 @@ class EventWriter:
         self._write(step=step, summary=V1.Summary(value=[V1.Summary.Value(tag=tag, simple_value=value)]))
 
     def flush(self) -> None:
-        """Raises OSError where the disk is full."""
-        try:
+        """Makes what was added visible to a reader."""
+        with self._full_disk_told():
             self._records.flush()
-        except tf.errors.ResourceExhaustedError:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from None
 
     def close(self) -> None:
-        self.flush()
-        self._records.close()
+        """Ends the file."""
+        with self._full_disk_told():
+            self._records.close()
 
     def _write(self, **what: Any) -> None:
-        self._records.write(V1.Event(wall_time=time.time(), **what).SerializeToString())
+        with self._full_disk_told():
+            self._records.write(V1.Event(wall_time=time.time(), **what).SerializeToString())
+
+    @contextlib.contextmanager
+    def _full_disk_told(self) -> Iterator[None]:
+        """Raises OSError for a full disk, as Python's own files do."""
+        try:
+            yield
+        except tf.errors.ResourceExhaustedError:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from None

@@ -16,7 +16,7 @@ class SGD:
 
     def __init__(self, recipe: Recipe, variables: list[tf.Variable]) -> None:
         self._recipe, self._variables = recipe, variables
-        self.momentum = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if recipe.momentum else []
+        self.momentum = zeros_like(variables) if recipe.momentum else []
 
     def descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         """One update of every variable; `lr` is a scalar."""
@@ -26,7 +26,8 @@ class SGD:
         if not self.momentum:
             for variable, gradient in zip(self._variables, gradients, strict=True):
                 variable.assign_sub(lr * gradient)
-        for variable, gradient, momentum in zip(self._variables, gradients, self.momentum, strict=False):
+            return
+        for variable, gradient, momentum in zip(self._variables, gradients, self.momentum, strict=True):
             tf.raw_ops.ResourceApplyMomentum(
                 var=variable.handle,
                 accum=momentum.handle,
@@ -35,6 +36,11 @@ class SGD:
                 momentum=tf.constant(self._recipe.momentum, lr.dtype),
                 use_nesterov=self._recipe.nesterov,
             )
+
+
+def zeros_like(variables: list[tf.Variable]) -> list[tf.Variable]:
+    """A variable of zeros for each."""
+    return [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in variables]
 
 
 def clipped(gradients: list[tf.Tensor], norm: float) -> list[tf.Tensor]:

@@ -12,9 +12,8 @@ from hvdtrain.tensorflow.sgd import SGD
 def variables(model: keras.Model, optimizer: SGD) -> dict[str, tf.Variable]:
     """Every variable of the state by name: `model.LAYER.NAME`, `momentum.LAYER.NAME`."""
     state = {f"model.{_name(weight)}": weight.value for weight in model.weights}
-    for weight, momentum in zip(model.trainable_weights, optimizer.momentum, strict=False):
-        state[f"momentum.{_name(weight)}"] = momentum
-    return state
+    names = [_name(weight) for weight in model.trainable_weights] if optimizer.momentum else []
+    return state | {f"momentum.{name}": of for name, of in zip(names, optimizer.momentum, strict=True)}
 
 
 def _name(weight: keras.Variable) -> str:

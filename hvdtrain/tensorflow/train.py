@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,13 @@ from hvdtrain.tensorflow.data import Loader, Pair
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.events import EventWriter
-from hvdtrain.tensorflow.sgd import SGD, Scaler, clipped
+from hvdtrain.tensorflow.sgd import SGD, Scaler, clipped, zeros_like
 
 # AutoGraph would only cost time: what depends on a tensor says so with tf.cond.
 graph = functools.partial(tf.function, autograph=False)
+
+# Horovod's failures have no type of their own: its words, or the names that we gave its operations.
+OF_HOROVOD = re.compile(r"Horovod|hvdtrain\.(gradient|sum|facts)")
 
 
 def train(run: Run) -> None:
@@ -33,12 +37,9 @@ def train(run: Run) -> None:
         guard.check_world(run.topology, engine.rank, engine.size)
         Training(run, engine).run_to_end()
     except tf.errors.OpError as error:
-        if "Horovod" not in str(error):  # its failures have no type of their own
+        if not OF_HOROVOD.search(str(error)):
             raise
-        raise AbortedError(
-            "another rank ended, and this one with it; the first message of another rank tells why. "
-            "The same command goes on from the last checkpoint."
-        ) from None
+        raise AbortedError from None
     finally:
         engine.close()
 
@@ -86,12 +87,12 @@ class Training:
         self.scaler = Scaler(enabled=self.recipe.precision == "float16")
         self.state = state.variables(self.model, self.optimizer)
         self._meter = _Meter()
-        self._part_gradients = [tf.Variable(tf.zeros_like(w), trainable=False) for w in self.weights if self._in_parts]
+        self._part_gradients = zeros_like(self.weights) if self._in_parts else []
         compiled = self.recipe.xla
         self._gradients = graph(self._differentiate, jit_compile=True) if compiled else self._differentiate
         self.progress = self._begin()
         self.loader = Loader(self.recipe, run.dataset, engine.device)
-        self.reporter = run.reporter(self.progress.step, engine.device, EventWriter)
+        self.reporter = run.reporter(self.progress.step, engine.device.strip("/").lower(), EventWriter)
         self._trace = _Trace(run.start.folder.path if run.start and self.recipe.profile else None)
 
     @property
@@ -256,8 +257,8 @@ class Training:
 
     def _validate(self) -> Totals:
         """Totals over the whole validation set: every rank reads its part, no example twice or padded."""
-        with tf.device(self.engine.device):
-            for x, y in self.loader.batches(self.run.dataset.valid, valid_requests(self.plan, self.engine.rank)):
+        for x, y in self.loader.batches(self.run.dataset.valid, valid_requests(self.plan, self.engine.rank)):
+            with tf.device(self.engine.device):
                 self._evaluate(x, y)
         return self._meter.take().over_ranks(self.engine.sum)
 

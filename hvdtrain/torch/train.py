@@ -31,10 +31,7 @@ def train(run: Run) -> None:
     except RuntimeError as error:
         if type(error).__name__ != "HorovodInternalError":  # known by name: a LocalEngine runs without Horovod
             raise
-        raise AbortedError(
-            "another rank ended, and this one with it; the first message of another rank tells why. "
-            "The same command goes on from the last checkpoint."
-        ) from None
+        raise AbortedError from None
     finally:
         engine.close()
 
