@@ -58,7 +58,7 @@ def test_help_imports_nothing_heavy(python):
     assert done.stdout.startswith(HELP)
     assert done.stdout.endswith("\n0\n")
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
-    third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorflow", "keras"}
+    third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorflow"}
     assert "hvdtrain" in loaded
     assert not loaded & third_party
 

@@ -100,7 +100,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(trained, capsy
     (newest / "state.safetensors").write_bytes(b"")
     convert.main([str(trained), "--to", "tensorflow"])
     said = capsys.readouterr().out
-    assert said.startswith(f"checkpoint {newest} is damaged: its checksum differs. The one before it is looked at.\nstep 3 of {trained}")
+    assert said.startswith(
+        f"checkpoint {newest} is damaged: its checksum differs. The one before it is looked at.\nstep 3 of {trained}"
+    )
 
 
 def refused(error, *argv):
