@@ -7,22 +7,45 @@ pytest_plugins = ["core_fixtures"]
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """`world("mpi-2")`: what that start of torch_worlds.STARTS gave; each is started once a session."""
-    from torch_worlds import begin
+    """`world("mpi-2", "tensorflow")`: what that start of worlds.STARTS gave; each is started once a session."""
+    from worlds import begin
 
     begun = {}
 
-    def of(name):
-        if name not in begun:
-            begun[name] = None
-            begun[name] = begin(name, tmp_path_factory.mktemp(name))
-        assert begun[name], f"the start {name} failed before"
-        return begun[name]
+    def of(name, framework="torch"):
+        key = f"{framework}-{name}"
+        if key not in begun:
+            begun[key] = None
+            begun[key] = begin(framework, name, tmp_path_factory.mktemp(key))
+        assert begun[key], f"the start {key} failed before"
+        return begun[key]
 
     return of
 
 
+@pytest.fixture(scope="session")
+def train_here():
+    """`train_here("tensorflow", *argv)`: a run of one process, which serves all of them in turn."""
+    from ranks import Trainer
+
+    trainers = {}
+
+    def train(framework, *argv):
+        if framework not in trainers:
+            trainers[framework] = Trainer(framework)
+        return trainers[framework].train(*argv)
+
+    yield train
+    for trainer in trainers.values():
+        trainer.close()
+
+
+SLOW = (
+    "test_agreement", "test_bench", "test_build_horovod", "test_engines", "test_frameworks", "test_input",
+    "test_pictures", "test_restart", "test_tensorflow_", "test_torch_",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items):
     """The fast tests first: those that start ranks come last."""
-    slow = ("test_torch_", "test_bench", "test_build_horovod")
-    items.sort(key=lambda item: item.path.name.startswith(slow))
+    items.sort(key=lambda item: item.path.name.startswith(SLOW))

@@ -1,9 +1,7 @@
 """Starting real ranks for tests: a clean environment, a time limit, and nothing left behind."""
 
 import contextlib
-import gc
 import importlib.util
-import io
 import json
 import os
 import shutil
@@ -22,9 +20,9 @@ import pytest
 
 from hvdtrain import errors
 
-PROGRAMS = Path(__file__).with_name("torch_programs.py")
+PROGRAMS = Path(__file__).with_name("programs.py")
 TAG = "HVDTRAIN_TEST_TAG"
-LIMIT = 400
+LIMIT = 800
 FOREIGN = ("HOROVOD_", "OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_", "OMP_", "UCX_")
 LAUNCHERS = {
     "alone": lambda ranks: [],
@@ -33,10 +31,27 @@ LAUNCHERS = {
 }
 CONTROLLERS = ("mpi", "gloo")
 
+TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+
+
+def lacking(framework: str) -> str:
+    """What this machine lacks to start ranks of the framework, and how to get it; "" is nothing."""
+    if not importlib.util.find_spec(framework):
+        return f"needs {TITLES[framework]}: pip install -e .[{framework}]"
+    horovod = importlib.util.find_spec("horovod")
+    folders = (horovod and horovod.submodule_search_locations) or []
+    if not any(Path(folder).glob(f"{framework}/mpi_lib*") for folder in folders):
+        return f"needs Horovod for {TITLES[framework]}: python -m hvdtrain build --frameworks torch,tensorflow"
+    return ""
+
+
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch: pip install -e .[torch]")
 needs_horovod = pytest.mark.skipif(
     not importlib.util.find_spec("horovod"), reason="needs Horovod: python -m hvdtrain build"
 )
+NEEDS = {name: pytest.mark.skipif(bool(lacking(name)), reason=lacking(name)) for name in TITLES}
+needs_tensorflow = NEEDS["tensorflow"]
+FRAMEWORKS = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
 
 
 @dataclass
@@ -73,10 +88,7 @@ class Ranks:
         found = {}
         for pid in tagged(self.tag):
             command = _words(pid, "cmdline")
-            if (
-                any(word in command for word in ("hvdtrain.torch", str(PROGRAMS)))
-                and Path(command[0]).name[:6] == "python"
-            ):
+            if any(f"hvdtrain.{name}" in command for name in TITLES) and Path(command[0]).name[:6] == "python":
                 said = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
                 if rank := said.get("HOROVOD_RANK") or said.get("OMPI_COMM_WORLD_RANK"):
                     found[int(rank)] = pid
@@ -156,28 +168,47 @@ def run(
         return process.wait(limit)
 
 
-def train(launcher: str, ranks: int, *argv: object, **more: Any) -> Ended:
-    """`python -m hvdtrain.torch ARGV` under that launcher."""
-    return run(launcher, ranks, [sys.executable, "-m", "hvdtrain.torch", *map(str, argv)], **more)
+def command(framework: str, *argv: object) -> list[str]:
+    """`python -m hvdtrain.FRAMEWORK ARGV`."""
+    return [sys.executable, "-m", f"hvdtrain.{framework}", *map(str, argv)]
 
 
-def train_here(*argv: object) -> Ended:
-    """The same in this very process, alone, which saves it the start."""
-    from hvdtrain import run as runs
-    from hvdtrain.torch.train import train as train_with_torch
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = runs.main("torch", list(map(str, argv)), train_with_torch)
-    gc.collect()  # the run folder is locked as long as its run lives
-    return Ended(code, out.getvalue(), err.getvalue())
+def train(framework: str, launcher: str, ranks: int, *argv: object, **more: Any) -> Ended:
+    """The same under that launcher."""
+    return run(launcher, ranks, command(framework, *argv), **more)
 
 
-def programs(launcher: str, ranks: int, folder: Path, given: dict[str, Any], **more: Any) -> dict[str, list[Any]]:
-    """By program of `torch_programs.py`, what each rank returned for the given values, by rank."""
+class Trainer:
+    """A process that trains alone what it is given, one run after the other, which saves them the start."""
+
+    def __init__(self, framework: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS), framework],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=clean_environ(),
+        )
+
+    def train(self, *argv: object) -> Ended:
+        """As `python -m hvdtrain.FRAMEWORK ARGV` would."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps([str(word) for word in argv]), file=self._process.stdin, flush=True)
+        return Ended(*json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def programs(
+    framework: str, launcher: str, ranks: int, folder: Path, given: dict[str, Any], **more: Any
+) -> dict[str, list[Any]]:
+    """By program of `programs.py` or the framework's own, what each rank returned for the given values, by rank."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given, default=str))
-    run(launcher, ranks, [sys.executable, str(PROGRAMS), str(folder)], **more).good()
+    run(launcher, ranks, [sys.executable, str(PROGRAMS), framework, str(folder)], **more).good()
     told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     return {name: [rank[name] for rank in told] for name in given}
 

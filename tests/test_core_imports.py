@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import hvdtrain
 
 FORBIDDEN = ("torch", "torchvision", "tensorflow", "keras", "horovod", "mpi4py", "lightning", "pytorch_lightning")
@@ -45,5 +47,7 @@ def test_the_core_imports_no_framework():
     assert refused(*core()) == []
 
 
-def test_the_adapter_does():
-    assert refused("hvdtrain.torch.train") == ["hvdtrain.torch.train forbidden torch"]
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_an_adapter_imports_its_own_with_the_loop(framework):
+    package, loop = f"hvdtrain.{framework}", f"hvdtrain.{framework}.train"
+    assert refused(package, f"{package}.__main__", loop) == [f"{loop} forbidden {framework}"]

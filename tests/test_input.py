@@ -1,4 +1,4 @@
-"""Bad input to `python -m hvdtrain.torch`: exit code 2, one line, and no framework loaded for it."""
+"""Bad input to `python -m hvdtrain.FRAMEWORK`: exit code 2, one line, and no framework loaded for it."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ranks import clean_environ, needs_horovod, needs_torch, started, train, train_here
+from ranks import FRAMEWORKS, NEEDS, TITLES, clean_environ, command, started, train
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -19,9 +19,10 @@ SRUN = {
 # Runs the module as `python -m` does, and says at the end which frameworks were loaded.
 WATCHED = """
 import atexit, runpy, sys
-atexit.register(lambda: print("loaded:", sorted({"torch", "tensorflow", "horovod"} & set(sys.modules))))
-sys.argv[0] = "hvdtrain.torch"
-runpy.run_module("hvdtrain.torch", run_name="__main__", alter_sys=True)
+atexit.register(lambda: print("loaded:", sorted({"torch", "tensorflow", "keras", "horovod"} & set(sys.modules))))
+framework = sys.argv.pop(1)
+sys.argv[0] = f"hvdtrain.{framework}"
+runpy.run_module(f"hvdtrain.{framework}", run_name="__main__", alter_sys=True)
 """
 
 YAML = "default: {model: linear, dataset: linear, epochs: 1, base_lr: 1, %s}\n"
@@ -72,9 +73,9 @@ def place(tmp_path_factory):
     return folder
 
 
-def watched(argv, cwd, **environ):
+def watched(framework, argv, cwd, **environ):
     return subprocess.run(
-        [sys.executable, "-c", WATCHED, *argv],
+        [sys.executable, "-c", WATCHED, framework, *argv],
         cwd=cwd,
         env={**clean_environ(), **environ},
         capture_output=True,
@@ -84,18 +85,32 @@ def watched(argv, cwd, **environ):
     )
 
 
+either = pytest.mark.parametrize("framework", TITLES)  # which need not be installed
+on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
+
+
+@either
 @pytest.mark.parametrize("case", CASES)
-def test_one_line_and_no_framework(case, place):
+def test_one_line_and_no_framework(framework, case, place):
     argv, expected = CASES[case]
-    ended = watched(argv, place)
+    check_refused(watched(framework, argv, place), expected)
+
+
+def test_pytorch_has_no_xla(place):
+    expected = "RecipeError: xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.\n"
+    check_refused(watched("torch", ["linear", "--xla"], place), expected)
+
+
+def check_refused(ended, expected):
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.startswith(expected)
     assert ended.stderr.count("\n") == 1 and ended.stderr.endswith("\n"), ended.stderr
     assert ended.stdout == "loaded: []\n"
 
 
-def test_torchrun_and_horovod(place):
-    ended = watched(["linear", "--engine", "horovod"], place, **TORCHRUN)
+@either
+def test_torchrun_and_horovod(framework, place):
+    ended = watched(framework, ["linear", "--engine", "horovod"], place, **TORCHRUN)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "loaded: []\n", 1)
     assert (
         "torchrun started 2 ranks, but Horovod does not read torchrun's variables: start with horovodrun"
@@ -103,10 +118,9 @@ def test_torchrun_and_horovod(place):
     )
 
 
-@needs_torch
-@needs_horovod
-def test_a_step_of_four_tasks_in_which_horovod_is_alone(tmp_path):
-    ended = train("alone", 1, "linear", "--output", tmp_path / "run", **SRUN)
+@on_both
+def test_a_step_of_four_tasks_in_which_horovod_is_alone(framework, tmp_path):
+    ended = train(framework, "alone", 1, "linear", "--output", tmp_path / "run", **SRUN)
     assert ended.code == 2, ended.err
     (line,) = ended.lines
     assert re.fullmatch(
@@ -127,13 +141,18 @@ UNDER_RANKS = {
 }
 
 
-@needs_torch
-@needs_horovod
-@pytest.mark.parametrize("case", UNDER_RANKS)
-def test_ranks_say_it_once_and_end(case, place):
+@pytest.mark.parametrize(
+    ("framework", "case"),
+    [
+        pytest.param(framework, case, id=f"{framework}-{case}", marks=NEEDS[framework])
+        for framework in TITLES
+        for case in UNDER_RANKS
+        if framework == "torch" or "below a file" in case  # the others end before a framework is loaded
+    ],
+)
+def test_ranks_say_it_once_and_end(framework, case, place):
     launcher, argv, expected = UNDER_RANKS[case]
-    command = [sys.executable, "-m", "hvdtrain.torch", *argv]
-    with started(launcher, 2, command, place) as ranks:
+    with started(launcher, 2, command(framework, *argv), place) as ranks:
         ended = ranks.wait(60)
     assert ended.code != 0
     assert ended.left == []
@@ -145,7 +164,7 @@ def test_ranks_say_it_once_and_end(case, place):
 def small_disk(tmp_path):
     """A file system of 2 MiB."""
     if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root: sudo python -m pytest tests/test_torch_input.py")
+        pytest.skip("mounting a small file system needs root: sudo python -m pytest tests/test_input.py")
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
@@ -159,27 +178,36 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_disk_without_room_for_the_checkpoints(small_disk):
-    ended = watched(["digits", "--output", small_disk / "run"], small_disk)
+@either
+def test_a_disk_without_room_for_the_checkpoints(framework, small_disk):
+    ended = watched(framework, ["digits", "--output", small_disk / "run"], small_disk)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "loaded: []\n", 1), ended.stderr
     assert re.match(r"OutputError: the run folder \S+ has no room for [\d.,]+ MiB of checkpoints", ended.stderr)
 
 
-@needs_torch
-def test_a_disk_that_fills_while_training(small_disk):
+@on_both
+def test_a_disk_that_fills_while_training(framework, small_disk):
     filler = small_disk / "filler"
     filler.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 160 * 1024))
-    ended = train("alone", 1, "linear", "--log-every-steps", "1", "--output", small_disk / "run")
+    argv = ["linear", "--log-every-steps", "1", "--output", small_disk / "run"]
+    ended = train(framework, "alone", 1, *argv)
     assert ended.code == 2
     (line,) = ended.lines
     assert re.match("OutputError: .*No space left on device; free space", line), ended.err
     filler.unlink()
-    train("alone", 1, "linear", "--log-every-steps", "1", "--output", small_disk / "run").good()
+    train(framework, "alone", 1, *argv).good()
 
 
-@needs_torch
-def test_a_loss_that_is_no_number(tmp_path):
-    ended = train_here("linear", "--lr", "1e30", "--log-every-steps", "1", "--output", tmp_path)
+@on_both
+def test_a_loss_that_is_no_number(framework, train_here, tmp_path):
+    ended = train_here(framework, "linear", "--lr", "1e30", "--log-every-steps", "1", "--output", tmp_path)
     assert ended.code == 1
     assert re.match(r"DivergedError: the training loss is (inf|nan) at step \d+; lower the LR", ended.err)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+@on_both
+def test_a_good_run_says_nothing_on_stderr(framework, tmp_path):
+    ended = train(framework, "alone", 1, "linear", "--epochs", "1", "--output", tmp_path).good()
+    assert ended.err == ""
+    assert "finished at step 10" in ended.out

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from event_files import scalars
 from tensorboardX import SummaryWriter
-from tensorboardX.proto.event_pb2 import Event
 
 from hvdtrain.metrics import Reporter, Totals
 from hvdtrain.sharding import shard
@@ -36,20 +36,6 @@ def reporter(tmp_path, make_plan):
 
 def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag -> (step, value) of every TensorBoard event, read from the record format itself."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        content = path.read_bytes()
-        while content:
-            size = int.from_bytes(content[:8], "little")  # length, its checksum, the event, its checksum
-            event = Event.FromString(content[12 : 12 + size])
-            content = content[16 + size :]
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return found
 
 
 def test_totals_add_up_and_divide_once():

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import needs_horovod, needs_torch, programs, train
-from torch_worlds import records
+from ranks import FRAMEWORKS, programs, train
+from worlds import records
 
 from hvdtrain import datasets
 from hvdtrain.datasets import DRAWS
 from hvdtrain.sharding import Epoch
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
-pytestmark = [needs_torch, needs_horovod, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
 needs_pictures = pytest.mark.skipif(
     not DATA.is_dir(), reason=f"needs {DATA}: CIFAR-100 and Imagenette, packed as its README says"
 )
@@ -52,13 +52,13 @@ FEW = ["--batch-size", "8", "--max-steps", "2", "--log-every-steps", "1"]
 
 
 @needs_pictures
-def test_pictures_train_on_two_ranks(cifar, imagenette, tmp_path):
+def test_pictures_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
     runs = {
         "cifar": ["cifar100", "--data-dir", str(cifar), *FEW],
         "imagenet": ["imagenet", "--data-dir", str(imagenette), *CROPS, *FEW, "--workers", "1"],
     }
     given = {name: [*argv, "--output", str(tmp_path / name)] for name, argv in runs.items()}
-    told = programs("mpi", 2, tmp_path / "told", {"trainings": {"given": given}})["trainings"]
+    told = programs(framework, "mpi", 2, tmp_path / "told", {"trainings": {"given": given}})["trainings"]
     for name in runs:
         losses = [line["loss"] for line in records(tmp_path / name) if line["kind"] == "step"]
         assert len(losses) == 2 and np.isfinite(losses).all()
@@ -66,7 +66,7 @@ def test_pictures_train_on_two_ranks(cifar, imagenette, tmp_path):
 
 
 @needs_pictures
-def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(imagenette, tmp_path):
+def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(framework, imagenette, tmp_path):
     tree = datasets.load("imagenet", data_dir=imagenette, train_crop=32, valid_resize=40, valid_crop=32).train
     second_rank = Epoch.of(len(tree), 0, 0, DRAWS).share(0, 8, 1, 2)
     damaged = tree.path(int(second_rank[0]))
@@ -74,7 +74,7 @@ def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(imagenette, tmp_pa
     damaged.write_bytes(whole[: len(whole) // 2])
     try:
         argv = ["imagenet", "--data-dir", imagenette, *CROPS, *FEW, "--workers", "0", "--output", tmp_path]
-        ended = train("mpi", 2, *argv, limit=120)
+        ended = train(framework, "mpi", 2, *argv, limit=120)
     finally:
         damaged.write_bytes(whole)
     assert ended.code != 0
@@ -87,13 +87,20 @@ def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(imagenette, tmp_pa
 SETTINGS = ["--epochs", "12", "--autotune", "--fusion-threshold-mb", "3", "--cycle-time-ms", "1.5"]
 SETTINGS += ["--horovod-timeline", "--profile"]
 
+# Where a profile is written, and what stands in it.
+PROFILES = {
+    "torch": ("profile.json", b'"traceEvents"'),
+    "tensorflow": ("plugins/profile/*/*.xplane.pb", b"HorovodAllreduce"),
+}
 QUICK = {"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2"}
 
 
-def test_horovod_gets_its_settings_and_writes_its_traces(tmp_path):
+def test_horovod_gets_its_settings_and_writes_its_traces(framework, tmp_path):
     log = tmp_path / "autotune.csv"
-    train("gloo", 2, "linear", *SETTINGS, "--output", tmp_path, **{**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)}).good()
-    assert '"traceEvents"' in (tmp_path / "profile.json").read_text()
+    environ = {**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)}
+    train(framework, "gloo", 2, "linear", *SETTINGS, "--output", tmp_path, **environ).good()
+    (profile,) = tmp_path.glob(PROFILES[framework][0])
+    assert PROFILES[framework][1] in profile.read_bytes()
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
     heading, first, *_ = log.read_text().splitlines()
     row = dict(zip(heading.split(","), first.split(","), strict=False))

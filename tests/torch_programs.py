@@ -1,29 +1,16 @@
-"""What test_torch_*.py start on every rank: `python torch_programs.py FOLDER`.
+"""PyTorch's part of programs.py."""
 
-FOLDER/given.json holds programs of this module by name, with the values to call them with; what they return on
-rank R goes to FOLDER/rank-R.json.
-"""
-
-import contextlib
-import hashlib
-import io
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain import run as runs
-from hvdtrain.errors import HvdtrainError
 from hvdtrain.recipe import load
-from hvdtrain.topology import discover
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.train import Training, open_engine
+from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.train import Training, _Meter, open_engine, train  # noqa: F401
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
@@ -33,23 +20,23 @@ def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
     return HorovodEngine(load(recipe, overrides), None)
 
 
-def prepared(argv: list[str]) -> Training:
-    """A training ready to begin, as `python -m hvdtrain.torch ARGV` makes it."""
-    run = runs.prepare("torch", argv, discover(os.environ))
-    return Training(run, open_engine(run))
+def local() -> Engine:
+    return LocalEngine(torch.device("cpu"))
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """The same for two ranks only where every tensor is the same to the bit."""
-    said = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        said.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + tensor.detach().numpy().tobytes())
-    return said.hexdigest()
+def state(training: Training) -> dict[str, np.ndarray]:
+    """A training's whole state, by name."""
+    return {name: tensor.detach().numpy() for name, tensor in training.state.items()}
 
 
-def verbs() -> dict[str, Any]:
-    """Every verb of Horovod's engine."""
-    return told_by(horovod())
+def flip_a_bit(training: Training) -> None:
+    """Of the linear model's weight."""
+    training.model.weight.detach().view(torch.int32)[0] ^= 1
+
+
+def update(training: Training, parts: list[Any], lr: float) -> None:
+    models.training_mode(training.model, training.recipe)
+    training._update(parts, lr, _Meter(training.engine.device))
 
 
 def told_by(engine: Engine) -> dict[str, Any]:
@@ -93,28 +80,6 @@ def updates(engine: Engine) -> list[list[float]]:
             optimizer.step()
         seen.append([gradient, model.weight.item()])
     return seen
-
-
-def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
-    """Runs by name, one after the other in one process group: digests of weights and state, imported modules.
-
-    Of a network's curve only the first epoch's updates are made: validating and storing it takes far longer.
-    """
-    told = {}
-    for name, argv in given.items():
-        training = prepared(argv)
-        if name.endswith("curve"):
-            training.train_epoch()
-        else:
-            training.run_to_end()
-        told[name] = {
-            "weights": digest(dict(training.model.named_parameters())),
-            "state": digest(training.state),
-            "modules": sorted({name.partition(".")[0] for name in sys.modules}),
-        }
-        if isinstance(training.model, nn.Linear):
-            told[name]["line"] = [training.model.weight.item(), training.model.bias.item()]
-    return told
 
 
 def sync_batch_norm(shape: list[int], steps: int) -> dict[str, float]:
@@ -170,63 +135,3 @@ def adasum() -> list[float]:
     with engine.applying(optimizer):
         optimizer.step()
     return model.weight.flatten().tolist()
-
-
-def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """What the engine says to each recipe that it cannot run here."""
-    told = {}
-    for name, overrides in cases.items():
-        try:
-            horovod(**overrides)
-            told[name] = "taken"
-        except HvdtrainError as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
-
-
-def overflow(argv: list[str]) -> dict[str, Any]:
-    """Three updates with float16's scaler; in the second one rank's input overflows. After each: state, scale."""
-    training = prepared(argv)
-    models.training_mode(training.model, training.recipe)
-    from hvdtrain.torch.train import _Meter
-
-    seen = []
-    for step, (_, own) in zip(range(3), training._epoch_batches(), strict=False):
-        parts = own
-        if step == 1 and training.engine.rank == training.engine.size - 1:
-            parts = [(x * 1e30, y) for x, y in own]
-        training._update(parts, 0.01, _Meter(training.engine.device))
-        training.progress.step += 1
-        weights = dict(training.model.named_parameters())
-        seen.append(
-            [digest(weights), training.scaler.get_scale(), all(bool(p.isfinite().all()) for p in weights.values())]
-        )
-    return {"seen": seen}
-
-
-def parted(argv: list[str], step: int) -> dict[str, Any]:
-    """A run in which one bit of the last rank's weights changes just before that step: exit code and stderr."""
-
-    def train(run: runs.Run) -> None:
-        training = Training(run, open_engine(run))
-        update = training._update
-
-        def flip_then_update(*given: Any) -> None:
-            if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
-                training.model.weight.detach().view(torch.int32)[0] ^= 1
-            update(*given)
-
-        training._update = flip_then_update
-        training.run_to_end()
-
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        code = runs.main("torch", argv, train)
-    return {"code": code, "said": said.getvalue()}
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    rank = discover(os.environ).rank
-    told = {name: globals()[name](**given) for name, given in json.loads((folder / "given.json").read_text()).items()}
-    (folder / f"rank-{rank}.json").write_text(json.dumps(told))

@@ -1,4 +1,4 @@
-"""What is run on how many ranks: one start for each launcher and size, shared by all tests of a session."""
+"""What is run on how many ranks: one start for each framework, launcher and size, shared by all tests of a session."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ranks import programs
+import pytest
+from ranks import NEEDS, programs
 
 LINE = ["linear", "--epochs", "30", "--log-every-steps", "1", "--guard-every-steps", "10"]
 SHORT_LINE = ["linear", "--epochs", "4", "--log-every-steps", "1"]
@@ -19,9 +20,12 @@ DIGITS = [
     "digits", "--batch-size", "16", "--log-every-steps", "1", "--lr-rule", "none", "--warmup-epochs", "0",
     "--lr-schedule", "constant",
 ]  # fmt: skip
-SYNC = [*DIGITS, "--batch-norm", "sync", "--base-lr", "1e-3"]
-FROZEN = [*DIGITS, "--batch-norm", "frozen", "--base-lr", "1e-3"]
-EXACT = ["--max-steps", "4", "--precision", "float64"]
+SYNC = [*DIGITS, "--batch-norm", "sync"]
+FROZEN = [*DIGITS, "--batch-norm", "frozen"]
+# At .001 a single ReLU's input that lies within rounding of 0 takes the other side in float32, which moves the next
+# loss by 8e-5. In float64 none lies so near.
+SINGLE = ["--base-lr", "1e-5"]
+EXACT = ["--base-lr", "1e-3", "--max-steps", "4", "--precision", "float64"]
 
 RUNS: dict[str, list[str]] = {
     "line": LINE,
@@ -40,8 +44,10 @@ RUNS: dict[str, list[str]] = {
     "nesterov curve": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
     "unfused curve": [*PICTURES, "--nesterov", "--max-steps", "3"],
     "channels last curve": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
-    "sync curve": [*SYNC, "--max-steps", "8"],
-    "frozen curve": [*FROZEN, "--max-steps", "6"],
+    "xla": [*SHORT_LINE, "--xla"],
+    "inside": [*PICTURES, "--max-steps", "7", "--checkpoint-every-steps", "3", "--checkpoint-every-epochs", "9"],
+    "sync curve": [*SYNC, *SINGLE, "--max-steps", "8"],
+    "frozen curve": [*FROZEN, *SINGLE, "--max-steps", "6"],
     "sync float64 curve": [*SYNC, *EXACT],
     "frozen float64 curve": [*FROZEN, *EXACT],
 }
@@ -78,49 +84,119 @@ def arrays(folder: Path) -> bytes:
 LINES = ["line", "line a rank", "short", "parts", "clipped", "clipped parts", "compressed", "bfloat16"]
 NETWORKS = ["sync curve", "frozen curve", "sync float64 curve", "frozen float64 curve"]
 
-STARTS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "alone-1": (
-        [
-            *LINES,
-            "float16",
-            "float16 clipped",
-            "nesterov curve",
-            "unfused curve",
-            "channels last curve",
-            *NETWORKS,
-        ],
-        {},
-    ),
-    "mpi-1": ([], {}),
-    "gloo-1": (["line"], {}),
-    "mpi-2": (
-        [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", *NETWORKS],
-        {
-            "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
-            "overflow": {"argv": ["linear", "--precision", "float16", "--output", "{folder}/overflow"]},
-            "adasum": {},
-            "refusals": {"cases": {"float16": {"reduction": "adasum", "precision": "float16"}}},
-            "parted": {"argv": [*LINE, "--output", "{folder}/parted"], "step": 27},
-        },
-    ),
-    "gloo-2": (["line", "sync curve"], {"refusals": {"cases": {"gloo": {"reduction": "adasum"}}}}),
-    "mpi-3": (
-        [],
-        {
-            "sync_batch_norm": {"shape": [1, 4, 3, 3], "steps": 2},
-            "refusals": {"cases": {"three ranks": {"reduction": "adasum"}}},
-        },
-    ),
-    "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
-    "gloo-4": (["line"], {}),
+SMALL_FLOATS: dict[str, Any] = {
+    "overflow": {"argv": ["linear", "--precision", "float16", "--output", "{folder}/overflow"]},
+    "adasum": {},
+    "parted": {"argv": [*LINE, "--output", "{folder}/parted"], "step": 27},
+}
+OVER_GLOO: dict[str, Any] = {
+    "refusals": {"cases": {"gloo": {"reduction": "adasum"}}},
+    "abandoned": {"argv": [*LINE, "--output", "{folder}/abandoned"], "step": 27},
+}
+ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside", *NETWORKS]
+
+DRAW = np.random.default_rng(0)
+BATCH_NORM: dict[str, Any] = {
+    "recipes": {
+        f"{kind} {precision}": {"batch_norm": kind, "precision": precision}
+        for kind in ("local", "sync", "frozen")
+        for precision in ("float32", "float64", "float16")
+    },
+    "values": {
+        "x": (DRAW.normal(size=(3, 8, 3, 4, 5)) * 3 + 2).tolist(),  # steps, examples of all ranks, height, width, maps
+        "g": DRAW.normal(size=(3, 8, 3, 4, 5)).tolist(),
+        "gamma": DRAW.uniform(0.5, 2, 5).tolist(),
+        "beta": DRAW.normal(size=5).tolist(),
+        "moving_mean": DRAW.normal(size=5).tolist(),
+        "moving_variance": DRAW.uniform(0.5, 2, 5).tolist(),
+    },
+}
+SGD: dict[str, Any] = {
+    "options": {
+        "plain": {},
+        "decay": {"weight_decay": 0.1},
+        "momentum": {"momentum": 0.9},
+        "momentum and decay": {"momentum": 0.9, "weight_decay": 0.1},
+        "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    },
+    "start": DRAW.normal(size=4).tolist(),
+    "gradients": DRAW.normal(size=(6, 4)).tolist(),
+    "lrs": [0.1, 0.1, 0.02, 0.5, 0.0, 0.3],
+}
+CLIPPING: dict[str, Any] = {"gradients": [[3.0, -4.0], [12.0]], "norms": [1.0, 12.9, 13.1, 1e9]}
+SCALING: dict[str, Any] = {"finite": [True] * 7 + [False, True, True, False, False, True, True, True], "interval": 3}
+CLASSES = [10, 100, 1000]  # of every shipped recipe's network
+
+STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
+    "torch": {
+        "alone-1": (
+            [
+                *LINES,
+                "float16",
+                "float16 clipped",
+                "nesterov curve",
+                "unfused curve",
+                "channels last curve",
+                *NETWORKS,
+            ],
+            {"local_verbs": {}},
+        ),
+        "mpi-1": ([], {}),
+        "gloo-1": (["line"], {}),
+        "mpi-2": (ON_TWO, {"sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3}, **SMALL_FLOATS}),
+        "gloo-2": (["line", "sync curve"], OVER_GLOO),
+        "mpi-3": (
+            [],
+            {
+                "sync_batch_norm": {"shape": [1, 4, 3, 3], "steps": 2},
+                "refusals": {"cases": {"three ranks": {"reduction": "adasum"}}},
+            },
+        ),
+        "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
+        "gloo-4": (["line"], {}),
+    },
+    "tensorflow": {
+        "alone-1": (
+            [*LINES, "float16", "float16 clipped", "xla", *NETWORKS],
+            {
+                "local_verbs": {},
+                "batch_norm": BATCH_NORM,
+                "sgd_steps": SGD,
+                "clipping": CLIPPING,
+                "scaling": SCALING,
+                "fingerprints": {},
+                "networks": {"classes": CLASSES},
+                "seeds": {},
+                "frozen": {},
+                "events": {"folder": "{folder}"},
+            },
+        ),
+        "mpi-2": (ON_TWO, {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
+        "gloo-2": (["line", "sync curve"], OVER_GLOO),
+        "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
+        "gloo-4": (["line"], {}),
+    },
 }
 
 
-def begin(name: str, folder: Path) -> World:
+def on(*starts: str, besides: tuple[Any, ...] = ()) -> list[Any]:
+    """(framework, start, *besides) of each of these starts that a framework has, as parameters of a test."""
+    return [
+        pytest.param(
+            framework, start, *besides, id="-".join((framework, start, *map(str, besides))), marks=NEEDS[framework]
+        )
+        for framework, begun in STARTS.items()
+        for start in starts
+        if start in begun
+    ]
+
+
+def begin(framework: str, name: str, folder: Path) -> World:
     """Everything of that start; its runs are in `folder`."""
     launcher, _, size = name.partition("-")
-    chosen, more = STARTS[name]
+    chosen, more = STARTS[framework][name]
     runs = {run: [*RUNS[run], "--output", str(folder / run)] for run in chosen}
     filled = json.loads(json.dumps(more).replace("{folder}", str(folder)))
-    given = {"verbs": {}, "trainings": {"given": runs}, **filled}
-    return World(int(size), folder, programs(launcher, int(size), folder, given))
+    # Trainings first: a rank's threads can be said only before TensorFlow has computed anything.
+    given = {"trainings": {"given": runs}, "verbs": {}, **filled}
+    return World(int(size), folder, programs(framework, launcher, int(size), folder, given))

@@ -1,0 +1,170 @@
+"""What the tests start on every rank: `python programs.py FRAMEWORK FOLDER`.
+
+FOLDER/given.json holds programs by name, with the values to call them with: functions of this module, or of the
+framework's own (torch_programs.py, tensorflow_programs.py). What they return on rank R goes to FOLDER/rank-R.json.
+Without a folder it trains what it reads, a JSON list of arguments a line, and answers each with a line.
+"""
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import run as runs
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.topology import discover
+
+FRAMEWORK = sys.argv[1]
+framework: Any = importlib.import_module(f"{FRAMEWORK}_programs")
+told: dict[str, Any] = {}
+
+
+def prepared(argv: list[str]) -> Any:
+    """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
+    run = runs.prepare(FRAMEWORK, argv, discover(os.environ))
+    return framework.Training(run, framework.open_engine(run))
+
+
+def digest(arrays: dict[str, np.ndarray]) -> str:
+    """The same for two ranks only where every array is the same to the bit."""
+    said = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        said.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return said.hexdigest()
+
+
+def verbs() -> dict[str, Any]:
+    """Every verb of Horovod's engine."""
+    return framework.told_by(framework.horovod())
+
+
+def local_verbs() -> dict[str, Any]:
+    """Every verb of the engine of one process."""
+    return framework.told_by(framework.local())
+
+
+def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
+    """Runs by name, one after the other in one process group: digest of the state, imported modules.
+
+    Of a network's curve only the first epoch's updates are made: validating and storing it takes far longer.
+    """
+    told = {}
+    for name, argv in given.items():
+        training = prepared(argv)
+        if name.endswith("curve"):
+            training.train_epoch()
+        else:
+            training.run_to_end()
+        told[name] = {
+            "state": digest(framework.state(training)),
+            "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+            "line": framework.models.fitted_line(training.model),
+        }
+        del training
+        gc.collect()
+    return told
+
+
+def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What the engine says to each recipe that it cannot run here."""
+    told = {}
+    for name, overrides in cases.items():
+        try:
+            framework.horovod(**overrides)
+            told[name] = "taken"
+        except HvdtrainError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def overflow(argv: list[str]) -> dict[str, Any]:
+    """Three updates with float16's scaler; in the second one rank's input overflows. After each: state, scale."""
+    training = prepared(argv)
+    seen = []
+    for step, (_, own) in zip(range(3), training._epoch_batches(), strict=False):
+        parts = own
+        if step == 1 and training.engine.rank == training.engine.size - 1:
+            parts = [(x * 1e30, y) for x, y in own]
+        framework.update(training, parts, 0.01)
+        training.progress.step += 1
+        weights = framework.state(training)
+        finite = all(bool(np.isfinite(array).all()) for array in weights.values())
+        seen.append([digest(weights), training.scaler.state_dict()["scale"], finite])
+    return {"seen": seen}
+
+
+def parted(argv: list[str], step: int) -> dict[str, Any]:
+    """A run in which one bit of the last rank's weights changes just before that step: exit code and stderr."""
+
+    def train(run: runs.Run) -> None:
+        training = framework.Training(run, framework.open_engine(run))
+        update = training._update
+
+        def flip_then_update(*given: Any) -> None:
+            if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
+                framework.flip_a_bit(training)
+            update(*given)
+
+        training._update = flip_then_update
+        training.run_to_end()
+
+    return main_told(argv, train)
+
+
+def abandoned(argv: list[str], step: int) -> dict[str, Any]:
+    """A run whose last rank is gone at that step, which no launcher takes for a failure: exit code and stderr.
+
+    The last program of a start, as the ranks are joined no more.
+    """
+    update = framework.Training._update
+
+    def leave_or_update(training: Any, *given: Any) -> None:
+        if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
+            told["abandoned"] = None
+            write(training.engine.rank)
+            os._exit(0)
+        update(training, *given)
+
+    framework.Training._update = leave_or_update
+    return main_told(argv, framework.train)
+
+
+def main_told(argv: list[str], train: Any) -> dict[str, Any]:
+    """Exit code, stdout and stderr of a run in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = runs.main(FRAMEWORK, argv, train)
+    gc.collect()  # the run folder is locked as long as its run lives
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def write(rank: int) -> None:
+    (Path(sys.argv[2]) / f"rank-{rank}.json").write_text(json.dumps(told))
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        print(json.dumps(list(main_told(json.loads(line), framework.train).values())), flush=True)
+
+
+def run_all(folder: Path) -> None:
+    rank = discover(os.environ).rank
+    for name, given in json.loads((folder / "given.json").read_text()).items():
+        program = globals().get(name) or getattr(framework, name)
+        told[name] = program(**given)
+    write(rank)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        run_all(Path(sys.argv[2]))
+    else:
+        serve()

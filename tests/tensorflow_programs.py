@@ -1,0 +1,261 @@
+"""TensorFlow's part of programs.py."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.recipe import load
+from hvdtrain.tensorflow import models, sgd
+from hvdtrain.tensorflow.engines import Engine
+from hvdtrain.tensorflow.engines.local import LocalEngine
+from hvdtrain.tensorflow.events import EventWriter
+from hvdtrain.tensorflow.train import Training, open_engine, train  # noqa: F401
+
+
+def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
+    """Horovod's engine for a recipe; joins the ranks the first time."""
+    from hvdtrain.tensorflow.engines.horovod import HorovodEngine
+
+    return HorovodEngine(load(recipe, overrides), None)
+
+
+def local() -> Engine:
+    return LocalEngine("/CPU:0")
+
+
+def state(training: Training) -> dict[str, np.ndarray]:
+    """A training's whole state, by name."""
+    return {name: variable.numpy() for name, variable in training.state.items()}
+
+
+def flip_a_bit(training: Training) -> None:
+    """Of the linear model's weight."""
+    weight = training.weights[0].numpy()
+    weight.view(np.int32)[0] ^= 1
+    training.weights[0].assign(weight)
+
+
+def update(training: Training, parts: list[Any], lr: float) -> None:
+    training._update(parts, lr)
+
+
+def told_by(engine: Engine) -> dict[str, Any]:
+    """What each verb of an engine gave on this rank, as plain lists."""
+    rank = engine.rank
+    told: dict[str, Any] = {
+        "place": [rank, engine.size],
+        "sum of float64": engine.sum(np.array([rank + 1.0, 0.125 * rank])).tolist(),
+        "sum of float32": engine.sum(np.array([rank + 1.0], np.float32)).tolist(),
+        "sum of int64": engine.sum(np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1])).tolist(),
+        "sum of a table": engine.sum(np.full((2, 3), rank + 1.0)).tolist(),
+        "sum of another shape": engine.sum(np.arange(7.0)).tolist(),
+        "sum in a graph": summed(engine),
+    }
+    tensors = {
+        "scalar": tf.Variable(rank + 7),
+        "counts": tf.Variable(tf.fill((3,), tf.constant(2**53 + 1 + rank, tf.int64))),
+        "weights": tf.Variable(tf.fill((2, 2), rank + 0.5)),
+        "doubles": tf.Variable(tf.fill((2,), tf.constant(rank + 0.1, tf.float64))),
+    }
+    told["facts"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
+    told["no facts"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
+    told["broadcast"] = {name: tensor.numpy().tolist() for name, tensor in tensors.items()}
+    told["updates"] = updates(engine)
+    return told
+
+
+def summed(engine: Engine) -> list[float]:
+    """The ranks' numbers r + 1 added up, and the gradient by the own one of the ranks' (r + 1) * sum."""
+
+    @tf.function(autograph=False)
+    def graph(own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            total = engine.sum_tensor(own)
+            loss = total * (engine.rank + 1.0)
+        return total, tape.gradient(loss, own)
+
+    return [float(number) for number in graph(tf.constant(engine.rank + 1.0))]
+
+
+def updates(engine: Engine) -> list[list[float]]:
+    """Gradient and weight after each of two updates of lr 1; rank r's gradient is r + 1, then 10 (r + 1)."""
+    weight = tf.Variable(0.0, dtype=tf.float64)
+
+    @tf.function(autograph=False)
+    def step(factor: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = weight * factor * (engine.rank + 1.0)
+        (gradient,) = engine.combine([tape.gradient(loss, weight)])
+        weight.assign_sub(gradient)
+        return gradient
+
+    factors = (tf.constant(factor, tf.float64) for factor in (1.0, 10.0))
+    return [[float(step(factor)), float(weight)] for factor in factors]
+
+
+def adasum() -> list[float]:
+    """What is left of a change of the weights by -1 each, where the two ranks' changes are at right angles."""
+    engine = horovod(reduction="adasum")
+    change = tf.constant([[-1.0, 0.0], [0.0, -1.0]])[engine.rank]
+    (combined,) = tf.function(engine.combine, autograph=False)([change])
+    return combined.numpy().tolist()
+
+
+def batch_norm(recipes: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
+    """For each recipe what its BatchNorm makes of this rank's share of the pictures, step by step."""
+    engine = horovod()
+    return {name: normalised(engine, overrides, values) for name, overrides in recipes.items()}
+
+
+def normalised(engine: Engine, overrides: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    recipe = load("digits", overrides)
+    layer = models._norm(recipe, engine)("bn", "ones")
+    real = tf.float64 if recipe.precision == "float64" else tf.float32
+    x, g = (np.split(np.array(values[name]), engine.size, 1)[engine.rank] for name in ("x", "g"))
+    layer.build(x.shape[1:])
+    for name in ("gamma", "beta", "moving_mean", "moving_variance"):
+        getattr(layer, name).assign(values[name])
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            out = layer(tf.cast(x, layer.compute_dtype), training=True)
+            loss = tf.reduce_sum(tf.cast(out, real) * g)
+        return out, tape.gradient(loss, [x, layer.gamma.value, layer.beta.value])
+
+    told: dict[str, Any] = {"out": [], "x gradient": [], "gamma gradient": [], "beta gradient": []}
+    for one_x, one_g in zip(x, g, strict=True):
+        out, gradients = step(tf.constant(one_x, real), tf.constant(one_g, real))
+        for name, tensor in zip(told, (out, *gradients), strict=True):
+            told[name].append(tensor.numpy().tolist())
+    told["dtype"] = out.dtype.name
+    models.average_statistics(tf.keras.Sequential([layer]), engine)
+    told["moving_mean"], told["moving_variance"] = (v.numpy().tolist() for v in layer.non_trainable_weights)
+    told["evaluated"] = layer(tf.constant(x[0], layer.compute_dtype), training=False).numpy().tolist()
+    return told
+
+
+def sgd_steps(options: dict[str, dict[str, Any]], start: list[float], gradients: list[Any], lrs: list[float]) -> Any:
+    """For each choice of options the variable after every update."""
+    told: dict[str, Any] = {}
+    for name, chosen in options.items():
+        variable = tf.Variable(start, dtype=tf.float64)
+        optimizer = sgd.SGD(load("linear", chosen), [variable])
+        descend = tf.function(optimizer.descend, autograph=False)
+        told[name] = []
+        for gradient, lr in zip(gradients, lrs, strict=True):
+            descend([tf.constant(gradient, tf.float64)], tf.constant(lr, tf.float64))
+            told[name].append(variable.numpy().tolist())
+    return told
+
+
+def clipping(gradients: list[list[float]], norms: list[float]) -> list[list[list[float]]]:
+    """For each norm the clipped gradients."""
+    tensors = [tf.constant(gradient, tf.float64) for gradient in gradients]
+    return [[clipped.numpy().tolist() for clipped in sgd.clipped(tensors, norm)] for norm in norms]
+
+
+def scaling(finite: list[bool], interval: int) -> dict[str, Any]:
+    """The scaler's state at first, and scale and steps without an overflow after each update."""
+    scaler = sgd.Scaler(enabled=True)
+    first = scaler.state_dict()
+    scaler.INTERVAL = interval
+    told = []
+    for was_finite in finite:
+        scaler.update(tf.constant(was_finite))
+        state = scaler.state_dict()
+        told.append([state["scale"], state["_growth_tracker"]])
+    another = sgd.Scaler(enabled=True)
+    another.load_state_dict(scaler.state_dict())
+    kept = another.state_dict()
+    return {"first": first, "then": told, "kept": [kept["scale"], kept["_growth_tracker"]]}
+
+
+def fingerprints() -> dict[str, dict[str, Any]]:
+    """By dtype: how many fingerprints the flips of every single bit gave, how many flips; the swaps not seen."""
+    told = {}
+    for dtype in (np.float32, np.float64):
+        word = f"i{np.dtype(dtype).itemsize}"
+        arrays = [np.array([[1.0, -1.0, 2.0], [0.0, -0.0, -2.0]], dtype), np.zeros(2, dtype)]
+        variables = [tf.Variable(array) for array in arrays]
+
+        def mark(variables: list[tf.Variable] = variables) -> int:
+            return int(models.fingerprint(variables).numpy())
+
+        before = mark()
+        seen, flips, unseen = {before}, 0, []
+        for variable, array in zip(variables, arrays, strict=True):
+            bits = array.reshape(-1).view(word.replace("i", "u"))
+            for place in range(bits.size):
+                for bit in range(8 * array.itemsize):
+                    bits[place] ^= bits.dtype.type(1 << bit)
+                    variable.assign(array)
+                    seen.add(mark())
+                    bits[place] ^= bits.dtype.type(1 << bit)
+                    flips += 1
+            variable.assign(array)
+        flat = arrays[0].reshape(-1)
+        for i in range(6):
+            for j in range(i):
+                flat[[i, j]] = flat[[j, i]]
+                variables[0].assign(arrays[0])
+                unseen += [[i, j]] if mark() == before else []
+                flat[[i, j]] = flat[[j, i]]
+        variables[0].assign(arrays[0])
+        told[np.dtype(dtype).name] = {"seen": len(seen), "flips": flips, "unseen": unseen, "same": mark() == before}
+    return told
+
+
+def networks(classes: list[int]) -> dict[str, Any]:
+    """Trainable parameters for each number of classes; of the last one each weight's shape, standard deviation and
+    largest value; and the sides of the maps that the stems leave and that the network ends with."""
+    told: dict[str, Any] = {"trainable": [], "maps": []}
+    for number in classes:
+        model = models.resnet50(number, "imagenet")
+        told["trainable"].append(sum(int(np.prod(weight.shape)) for weight in model.trainable_weights))
+    arrays = {weight.path: weight.numpy() for weight in model.weights}
+    told["weights"] = {
+        name: [array.shape, float(array.std()), float(np.abs(array).max())] for name, array in arrays.items()
+    }
+    for stem, side in (("cifar", 8), ("cifar", 32), ("imagenet", 64)):
+        model = models.resnet50(10, stem)
+        ends = [model.get_layer("layer1.0.conv1").input, model.layers[-2].input]
+        maps = tf.keras.Model(model.input, ends)(tf.zeros((1, side, side, 3)))
+        told["maps"].append([stem, side, *(one.shape[1] for one in maps)])
+    return told
+
+
+def seeds() -> list[bool]:
+    """Whether two models of one seed start the same, and two of different seeds."""
+    first = []
+    for seed in (1, 1, 2):
+        tf.random.set_seed(len(first))
+        model = models.build(load("digits", {"seed": seed}), 10, local())
+        first.append([model.get_layer(name).kernel.numpy() for name in ("conv1", "layer4.2.conv3", "fc")])
+    return [all(np.array_equal(a, b) for a, b in zip(first[0], other, strict=True)) for other in first[1:]]
+
+
+def frozen() -> dict[str, float]:
+    """How far a step of training moved each kind of weight of a network with frozen BatchNorm."""
+    model = models.build(load("digits", {"batch_norm": "frozen"}), 10, local())
+    layer = model.get_layer("bn1")
+    model(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), training=True)
+    return {
+        "moving_mean": float(np.abs(layer.moving_mean.numpy()).max()),
+        "moving_variance": float(np.abs(layer.moving_variance.numpy() - 1).max()),
+        "trainable": float(any(weight is layer.gamma for weight in model.trainable_weights)),
+    }
+
+
+def events(folder: str) -> None:
+    """An event file from step 7 on, closed."""
+    writer = EventWriter(Path(folder), 7)
+    writer.add_scalar("loss", 0.5, 7)
+    writer.flush()
+    writer.add_scalar("loss", 0.25, 8)
+    writer.add_scalar("lr", 1.0, 8)
+    writer.close()
