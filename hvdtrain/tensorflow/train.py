@@ -61,7 +61,8 @@ def _take_threads(run: Run) -> None:
     count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, run.topology.local_size, os.environ)
     said = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
     if count or said.isdecimal():
-        tf.config.threading.set_intra_op_parallelism_threads(count or int(said))
+        with contextlib.suppress(RuntimeError):  # in a notebook TensorFlow may have begun: it keeps its threads then
+            tf.config.threading.set_intra_op_parallelism_threads(count or int(said))
 
 
 def _device(run: Run, gpu_operations: bool) -> str:
