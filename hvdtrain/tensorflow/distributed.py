@@ -10,17 +10,10 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvdtrain.devices import gpu_index
-from hvdtrain.errors import EngineUnavailable, KerasError
+from hvdtrain.errors import KerasError
 from hvdtrain.guard import check_world
+from hvdtrain.tensorflow.engines.horovod import hvd
 from hvdtrain.topology import discover
-
-try:
-    import horovod.tensorflow as hvd
-except ImportError as error:
-    raise EngineUnavailable(
-        f"Horovod for TensorFlow cannot be imported ({error}); build it: "
-        "python -m hvdtrain build --frameworks tensorflow"
-    ) from None
 
 STOCK = "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
 # Horovod's arguments that have no place under Keras 3, and what to write instead.

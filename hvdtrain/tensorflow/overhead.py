@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from hvdtrain import overhead
 from hvdtrain.run import Run
-from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.models import resnet50
 from hvdtrain.tensorflow.sgd import SGD
 from hvdtrain.tensorflow.train import Training, open_engine
@@ -54,23 +53,10 @@ def hand_written(run: Run) -> Callable[[], float]:
     return epoch
 
 
-def ours(run: Run, engine: Engine) -> Callable[[], float]:
-    """hvdtrain's loop, with its log, metrics and guard: the same."""
-    training = Training(run, engine)
-
-    def epoch() -> float:
-        training.progress.sample = 0
-        before, began = training.progress.step, time.perf_counter()
-        training.train_epoch()
-        return (time.perf_counter() - began) / (training.progress.step - before)
-
-    return epoch
-
-
 def loops(run: Run) -> overhead.Loops:
     """Both loops over one engine."""
     engine = open_engine(run)
-    return overhead.Loops(ours(run, engine), hand_written(run), engine.sum, engine.close)
+    return overhead.Loops(overhead.ours(Training(run, engine)), hand_written(run), engine.sum, engine.close)
 
 
 if __name__ == "__main__":

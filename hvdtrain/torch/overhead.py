@@ -19,7 +19,6 @@ from torch.utils.data.distributed import DistributedSampler
 from hvdtrain import overhead
 from hvdtrain.run import Run
 from hvdtrain.torch.data import Loader
-from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.models import resnet50
 from hvdtrain.torch.train import Training, open_engine
 
@@ -61,23 +60,10 @@ def hand_written(run: Run) -> Callable[[], float]:
     return epoch
 
 
-def ours(run: Run, engine: Engine) -> Callable[[], float]:
-    """hvdtrain's loop, with its log, metrics and guard: the same."""
-    training = Training(run, engine)
-
-    def epoch() -> float:
-        training.progress.sample = 0
-        before, began = training.progress.step, time.perf_counter()
-        training.train_epoch()
-        return (time.perf_counter() - began) / (training.progress.step - before)
-
-    return epoch
-
-
 def loops(run: Run) -> overhead.Loops:
     """Both loops over one engine."""
     engine = open_engine(run)
-    return overhead.Loops(ours(run, engine), hand_written(run), engine.sum, engine.close)
+    return overhead.Loops(overhead.ours(Training(run, engine)), hand_written(run), engine.sum, engine.close)
 
 
 if __name__ == "__main__":
