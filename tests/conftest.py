@@ -41,11 +41,21 @@ def train_here():
 
 
 SLOW = (
-    "test_agreement", "test_bench", "test_build_horovod", "test_engines", "test_frameworks", "test_input",
-    "test_pictures", "test_restart", "test_tensorflow_", "test_torch_",
+    "test_agreement", "test_bench", "test_build_horovod", "test_cluster_", "test_doctor", "test_engines",
+    "test_frameworks", "test_input", "test_pictures", "test_restart", "test_tensorflow_", "test_torch_",
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
-    """The fast tests first: those that start ranks come last."""
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cluster", action="store_true", help="also the tests on a SLURM of several nodes, brought up here"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """The fast tests first: those that start ranks come last. Those of a cluster only where they are asked for."""
     items.sort(key=lambda item: item.path.name.startswith(SLOW))
+    if not config.getoption("--cluster"):
+        for item in items:
+            if item.get_closest_marker("cluster"):
+                item.add_marker(pytest.mark.skip(reason="needs root and a SLURM of several nodes: make cluster-test"))
