@@ -10,7 +10,9 @@ from hvdtrain.errors import HvdtrainError
 COMMANDS = {
     "plan": ("hvdtrain.dry_run", "what a recipe comes to on N ranks, without running it"),
     "build": ("hvdtrain.build", "build Horovod against this environment's frameworks, and prove it"),
+    "doctor": ("hvdtrain.doctor", "what is wrong with this machine or job step, and the command that mends it"),
     "convert": ("hvdtrain.convert", "a run's checkpoint for the other framework"),
+    "slurm": ("hvdtrain.slurm", "a site's job script: print, submit, or check one"),
     "bench": ("hvdtrain.bench", "measure this machine: overhead"),
 }
 

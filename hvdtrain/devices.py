@@ -32,11 +32,19 @@ def gpu_index(
     return 0 if visible == 1 else topology.local_rank
 
 
-def threads(cpus: int, cpus_of_host: int, local_size: int, environ: Mapping[str, str]) -> int | None:
+def threads(cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[str, str]) -> int | None:
     """How many threads a rank computes with, given the CPUs it may run on; None leaves the framework's choice.
 
-    A rank that is bound to some of the host's CPUs has them for itself; unbound ranks share them.
+    A task of srun's takes the CPUs it was promised, where it may run on as many; torchrun's ranks share those of
+    their agent. Elsewhere a rank that is bound to some of the host's CPUs has them for itself; unbound ranks share.
     """
-    if "OMP_NUM_THREADS" in environ or cpus < cpus_of_host:
+    if "OMP_NUM_THREADS" in environ:
         return None
-    return max(1, cpus // local_size)
+    # srun of SLURM 22.05 and later takes SRUN_CPUS_PER_TASK alone, and leaves the job's own variable as it was.
+    promised = environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or ""
+    if promised.isdecimal() and topology.launcher in {"srun", "torchrun"}:
+        share = 1 if topology.launcher == "srun" else topology.local_size
+        return max(1, min(int(promised), cpus) // share)
+    if cpus < cpus_of_host:
+        return None
+    return max(1, cpus // topology.local_size)

@@ -7,6 +7,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── DataError                  a data file is missing, damaged or of the wrong shape
 ├── OutputError                the output folder cannot be written, or is full
 ├── CheckpointError            a checkpoint is damaged, or belongs to another model
+├── JobError                   a job script cannot be made, submitted or read
 ├── BuildError                 Horovod could not be built or did not prove itself
 ├── EngineUnavailable          a collective library is not installed
 ├── WorldError                 the launcher and the collective library disagree about the number of ranks
@@ -14,6 +15,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── KerasError                 a Keras model is put together so that its ranks would not train as one
 └── TrainingError              exit code 1: training began and had to stop
     ├── AbortedError           another rank ended, and this one with it
+    ├── StoppedError           a signal asked the run to stop; exit code 128 + the signal
     ├── DivergedError          the loss is no longer finite
     └── ReplicaError           the ranks' weights have parted
 """
@@ -25,6 +27,8 @@ class HvdtrainError(Exception):
     exit_code = 2
     everywhere = False
     """Whether every rank raises it alike, so that one rank's word is enough."""
+    told = False
+    """Whether it has been printed already."""
 
 
 class RecipeError(HvdtrainError):
@@ -53,6 +57,10 @@ class OutputError(HvdtrainError):
 
 class CheckpointError(HvdtrainError):
     """A checkpoint is damaged, or belongs to another model."""
+
+
+class JobError(HvdtrainError):
+    """A job script cannot be made, submitted or read."""
 
 
 class BuildError(HvdtrainError):
@@ -84,15 +92,26 @@ class TrainingError(HvdtrainError):
 
 
 class AbortedError(TrainingError):
-    """Another rank ended, and this one with it."""
+    """Another rank ended, and this one with it; `reason` names it where it is known."""
 
     everywhere = True
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str | None = None, exit_code: int = TrainingError.exit_code) -> None:
+        why = reason or "another rank ended, and this one with it; the first message of another rank tells why"
+        super().__init__(f"{why}. The same command goes on from the last checkpoint.")
+        self.exit_code = exit_code
+
+
+class StoppedError(TrainingError):
+    """A signal asked the run to stop, and it did, with a checkpoint."""
+
+    everywhere = True
+
+    def __init__(self, step: int, signal_name: str, exit_code: int) -> None:
         super().__init__(
-            "another rank ended, and this one with it; the first message of another rank tells why. "
-            "The same command goes on from the last checkpoint."
+            f"{signal_name}: stopped after step {step}, with a checkpoint; the same command goes on from it."
         )
+        self.exit_code = exit_code
 
 
 class DivergedError(TrainingError):

@@ -16,10 +16,10 @@ MOST_NAMED = 8
 
 REMEDIES = {
     "srun": "ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), "
-    "--mpi=pmi2 or --mpi=cray_shasta (MPICH, Cray-MPICH)",
+    "--mpi=pmi2 or --mpi=cray_shasta (MPICH, Cray-MPICH), and load that MPI's module",
     "mpirun": "start with the mpirun of the MPI that Horovod was built with",
     "mpiexec": "start with the mpiexec of the MPI that Horovod was built with",
-    "torchrun": "Horovod does not read torchrun's variables: start with horovodrun, mpirun or srun",
+    "torchrun": "build Horovod with Gloo: python -m hvdtrain build",
     "horovodrun": "build Horovod with the controller that horovodrun used: python -m hvdtrain build",
     "alone": "take --engine local, or start with horovodrun, mpirun or srun",
 }
@@ -27,8 +27,6 @@ REMEDIES = {
 
 def check_launcher(topology: Topology, engine: str) -> None:
     """Refuses, before any framework is loaded, a launcher that the engine cannot hear."""
-    if topology.launcher == "torchrun" and engine == "horovod" and topology.size > 1:
-        raise WorldError(f"torchrun started {topology.size} ranks, but {REMEDIES['torchrun']}.")
     if engine == "local" and topology.size > 1:
         raise WorldError(
             f"engine local trains one rank alone, but {topology.launcher} started {topology.size}; "

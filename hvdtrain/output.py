@@ -19,6 +19,7 @@ from hvdtrain.plan import Plan
 from hvdtrain.topology import Topology
 
 RUNS = Path("runs")
+State = Literal["running", "finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def write_status(self, state: Literal["running", "finished", "failed"], **facts: Any) -> None:
+    def write_status(self, state: State, **facts: Any) -> None:
         """`status.json`, replaced in one piece: state, the time in seconds since 1970, and the facts."""
         replace(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **facts}, indent=1))
 

@@ -16,6 +16,7 @@ import numpy as np
 from hvdtrain import output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
+from hvdtrain.lifeline import Lifeline
 from hvdtrain.run import Framework, Run, load_dataset
 from hvdtrain.topology import discover
 
@@ -53,7 +54,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], recipe_name: str, 
     plan = plans.make(recipe, topology, dataset)
     with tempfile.TemporaryDirectory() as folder:
         start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
-        run = Run(framework, recipe, "horovod", topology, dataset, plan, start)
+        run = Run(framework, recipe, "horovod", topology, dataset, plan, start, Lifeline(topology))
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, rounds)
     if topology.is_chief:

@@ -38,7 +38,7 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """What one rank hands to allreduce in one step."""
-        on_the_wire = 2 if self.recipe.compression == "fp16" else self._parameter_bytes
+        on_the_wire = {"none": self._parameter_bytes, "fp16": 2, "fp64": 8}[self.recipe.compression]
         return self.parameters * on_the_wire
 
     @property

@@ -88,7 +88,9 @@ class Recipe(BaseModel):
         0, description="readers a rank: processes (PyTorch) or threads (TensorFlow); 0 is one thread"
     )
 
-    compression: Literal["none", "fp16"] = Field("none", description="gradients on the wire")
+    compression: Literal["none", "fp16", "fp64"] = Field(
+        "none", description="gradients on the wire; fp64: sums that no order of the ranks changes"
+    )
     reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
     fusion_threshold_mb: Count | None = Field(None, description="Horovod's fusion buffer, MiB")
     cycle_time_ms: PositiveFloat | None = Field(None, description="Horovod's cycle, milliseconds")
@@ -242,8 +244,8 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("nesterov needs momentum above 0, got momentum=0.")
     if (r.model == "linear") != (r.dataset == "linear"):
         raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
-    if r.reduction == "adasum" and (r.clip_norm or r.compression != "none"):
-        raise RecipeError("reduction adasum goes with neither clip_norm nor compression; drop them.")
+    if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
+        raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")
     if r.reduction == "adasum" and r.precision == "float16":
         raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")
     if r.xla and r.batch_norm == "sync":

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain import datasets, flags, guard, output
+from hvdtrain import datasets, flags, guard, launch, meeting, output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
-from hvdtrain.errors import HvdtrainError, OutputError
+from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
+from hvdtrain.lifeline import NEAR, Lifeline
 from hvdtrain.metrics import Events, Reporter
 from hvdtrain.output import Start
 from hvdtrain.plan import Plan
@@ -31,7 +32,7 @@ Framework = Literal["torch", "tensorflow"]
 
 @dataclass(frozen=True)
 class Run:
-    """Everything an adapter needs; `start` is the chief's alone."""
+    """Everything an adapter needs; `start` is the chief's alone, `line` this rank's end of the lifeline."""
 
     framework: Framework
     recipe: Recipe
@@ -40,6 +41,7 @@ class Run:
     dataset: datasets.Dataset
     plan: Plan
     start: Start | None
+    line: Lifeline
 
     def reporter(self, step: int, device: str, events: Callable[[Path, int], Events]) -> Reporter | None:
         """On the chief the run's voice, which has told the plan; else None. `events` makes, for the run folder and
@@ -77,18 +79,24 @@ class Run:
         reporter.note(f"finished at step {step}; everything is in {self.start.folder.path}")
 
 
-def prepare(framework: Framework, argv: Sequence[str], topology: Topology) -> Run:
+def prepare(framework: Framework, argv: Sequence[str], line: Lifeline) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
+    topology = line.topology
+    line.on_vanished = lambda: launch.cancel_step(os.environ)
     recipe, options = flags.parse_run(f"python -m hvdtrain.{framework}", argv)
     recipes.check_framework(recipe, framework)
     engine = options.engine
     if engine == "auto":
         engine = "local" if topology.launcher == "alone" else "horovod"
     guard.check_launcher(topology, engine)
+    if engine == "horovod":
+        launch.check_plugin(topology, framework, os.environ)
     dataset = load_dataset(recipe)
     plan = plans.make(recipe, topology, dataset)
     start = output.start(plan, topology, framework, options.output, options.resume) if topology.is_chief else None
-    return Run(framework, recipe, engine, topology, dataset, plan, start)
+    if start:
+        line.on_lost = lambda reason: start.folder.write_status("failed", error=reason)
+    return Run(framework, recipe, engine, topology, dataset, plan, start, line)
 
 
 def load_dataset(recipe: Recipe) -> datasets.Dataset:
@@ -109,35 +117,70 @@ def load_dataset(recipe: Recipe) -> datasets.Dataset:
 def main(framework: Framework, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
     topology = Topology.alone()
-    run = None
     try:
         topology = discover(os.environ)
-        run = prepare(framework, argv, topology)
-        train(run)
+        line = Lifeline(topology, meeting.of(topology, os.environ))
+        line.begin()
     except HvdtrainError as error:
-        return _fail(error, topology, run)
+        return _fail(error, topology, None)
+    try:
+        code = _prepare_and_train(framework, argv, line, train)
+    except BaseException as error:  # a fault of ours, or --help's exit
+        line.leave(None if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
+        raise
+    line.leave()
+    return code
+
+
+def _prepare_and_train(framework: Framework, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
+    run = None
+    try:
+        run = prepare(framework, argv, line)
+        with launch.joined(line, framework, run.engine, os.environ):
+            train(run)
+    except HvdtrainError as error:
+        return _fail(error, line.topology, run, line)
     except KeyboardInterrupt:
-        if topology.is_chief:
+        if line.topology.is_chief:
             print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+        line.leave("interrupted", 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
         full = OutputError(f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again.")
-        return _fail(full, topology, run)
+        return _fail(full, line.topology, run, line)
     return 0
 
 
-def _fail(error: HvdtrainError, topology: Topology, run: Run | None) -> int:
+def _fail(error: HvdtrainError, topology: Topology, run: Run | None, line: Lifeline | None = None) -> int:
     if run and run.start:
+        state: output.State = "stopped" if isinstance(error, StoppedError) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
-            run.start.folder.write_status("failed", error=str(error))
+            run.start.folder.write_status(state, error=str(error))
     # Before training a host's first rank speaks for the host; later, a damaged file may be one rank's alone.
-    if topology.is_chief or (not error.everywhere and (run or topology.local_rank == 0)):
+    speaks = topology.is_chief or (not error.everywhere and (run is not None or topology.local_rank == 0))
+    if speaks and not error.told:
         print(one_line(error, topology), file=sys.stderr, flush=True)
-    else:
+    if not speaks and not (line and line.outlast_chief()):
         time.sleep(SECONDS_TO_SPEAK)
+    if line:
+        line.leave(str(error), error.exit_code)
+        if topology.is_chief and isinstance(error, StoppedError):
+            _go_on_later(line)
     return error.exit_code
+
+
+def _go_on_later(line: Lifeline) -> None:
+    """Queues a job again that was warned of its time limit; whoever cancels a job wants it gone."""
+    job_id = line.topology.job_id
+    if not job_id or line.signal not in NEAR:
+        return
+    if line.too_early:  # else it would be queued again for ever, one step a time
+        told = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
+    else:
+        told = launch.requeue(job_id)
+    print(told, file=sys.stderr, flush=True)
 
 
 def one_line(error: HvdtrainError, topology: Topology) -> str:

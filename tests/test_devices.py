@@ -68,13 +68,21 @@ def test_gpu_refused(wanted, visible, operations, message):
 
 
 @pytest.mark.parametrize(
-    ("cpus", "of_host", "ranks", "environ", "expected"),
+    ("launcher", "cpus", "of_host", "environ", "expected"),
     [
-        pytest.param(8, 8, 4, {}, 2, id="unbound ranks share the host"),
-        pytest.param(2, 2, 4, {}, 1, id="never none"),
-        pytest.param(2, 8, 4, {}, None, id="bound by the launcher"),
-        pytest.param(8, 8, 4, {"OMP_NUM_THREADS": "3"}, None, id="said by the user"),
+        pytest.param("mpirun", 8, 8, {}, 2, id="unbound ranks share the host"),
+        pytest.param("mpirun", 2, 2, {}, 1, id="never none"),
+        pytest.param("mpirun", 2, 8, {}, None, id="bound by the launcher"),
+        pytest.param("mpirun", 8, 8, {"SLURM_CPUS_PER_TASK": "4"}, 2, id="srun's promise is not mpirun's"),
+        pytest.param("srun", 8, 8, {"OMP_NUM_THREADS": "3"}, None, id="said by the user"),
+        pytest.param("srun", 24, 96, {"SLURM_CPUS_PER_TASK": "24"}, 24, id="as promised"),
+        pytest.param("srun", 96, 96, {"SLURM_CPUS_PER_TASK": "24"}, 24, id="as promised, unbound"),
+        pytest.param("srun", 96, 96, {"SLURM_CPUS_PER_TASK": "24", "SRUN_CPUS_PER_TASK": "6"}, 6, id="srun's own word"),
+        pytest.param("srun", 1, 96, {"SLURM_CPUS_PER_TASK": "24"}, 1, id="the job's promise, which srun did not keep"),
+        pytest.param("srun", 8, 8, {"SLURM_CPUS_PER_TASK": "many"}, 2, id="no number"),
+        pytest.param("torchrun", 40, 40, {"SLURM_CPUS_PER_TASK": "40"}, 10, id="ranks share their agent's"),
     ],
 )
-def test_threads(cpus, of_host, ranks, environ, expected):
-    assert threads(cpus, of_host, ranks, environ) == expected
+def test_threads(launcher, cpus, of_host, environ, expected):
+    topology = dataclasses.replace(NODE, launcher=launcher)
+    assert threads(cpus, of_host, topology, environ) == expected

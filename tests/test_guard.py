@@ -52,7 +52,7 @@ WORLDS = {
         (0, 1),
         "srun promised rank 2 of 4 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; ask srun for the "
         "plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), --mpi=pmi2 or --mpi=cray_shasta "
-        "(MPICH, Cray-MPICH).",
+        "(MPICH, Cray-MPICH), and load that MPI's module.",
     ),
     "mpirun": (
         ("mpirun", 0, 2),
@@ -69,8 +69,8 @@ WORLDS = {
     "torchrun": (
         ("torchrun", 0, 2),
         (0, 1),
-        "torchrun promised rank 0 of 2 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; Horovod does "
-        "not read torchrun's variables: start with horovodrun, mpirun or srun.",
+        "torchrun promised rank 0 of 2 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; build "
+        "Horovod with Gloo: python -m hvdtrain build.",
     ),
     "horovodrun": (
         ("horovodrun", 1, 2),
@@ -106,12 +106,6 @@ def test_the_promised_world_passes(launcher):
 
 
 DEAF = {
-    "horovod under torchrun": (
-        ("torchrun", 0, 2),
-        "horovod",
-        "torchrun started 2 ranks, but Horovod does not read torchrun's variables: start with horovodrun, mpirun or "
-        "srun.",
-    ),
     "local under srun": (
         ("srun", 0, 8),
         "local",
@@ -134,8 +128,8 @@ def test_a_launcher_the_engine_cannot_hear_is_refused(promised, engine, message)
 
 @pytest.mark.parametrize(
     ("promised", "engine"),
-    [(("torchrun", 0, 1), "horovod"), (("srun", 0, 1), "local"), (("srun", 3, 4), "horovod")],
-    ids=["torchrun of one", "srun of one, local", "srun"],
+    [(("torchrun", 0, 2), "horovod"), (("srun", 0, 1), "local"), (("srun", 3, 4), "horovod")],
+    ids=["torchrun", "srun of one, local", "srun"],
 )
 def test_a_launcher_the_engine_hears_passes(promised, engine):
     check_launcher(started(*promised), engine)

@@ -93,10 +93,11 @@ def test_parameters(name, overrides, parameters, make_plan):
 
 
 BYTES = {  # gradients of a step; checkpoint
-    "plain": ({}, (8, 8)),
-    "momentum": ({"momentum": 0.9}, (8, 16)),
-    "float64": ({"precision": "float64"}, (16, 16)),
-    "mixed": ({"precision": "float16"}, (8, 8)),
+    "plain": ({"compression": "none"}, (8, 8)),
+    "momentum": ({"compression": "none", "momentum": 0.9}, (8, 16)),
+    "float64": ({"compression": "none", "precision": "float64"}, (16, 16)),
+    "mixed": ({"compression": "none", "precision": "float16"}, (8, 8)),
+    "widened": ({"compression": "fp64", "momentum": 0.9}, (16, 16)),
     "compressed": ({"compression": "fp16", "momentum": 0.9}, (4, 16)),
 }
 

@@ -256,7 +256,7 @@ TOGETHER = {
     ),
     "Adasum, clipped": (
         {"reduction": "adasum", "clip_norm": 1.0},
-        "reduction adasum goes with neither clip_norm nor compression; drop them.",
+        "reduction adasum goes with neither clip_norm nor compression fp16; drop them.",
     ),
     "Adasum in float16": (
         {"reduction": "adasum", "precision": "float16"},
@@ -264,7 +264,7 @@ TOGETHER = {
     ),
     "Adasum, compressed": (
         {"reduction": "adasum", "compression": "fp16"},
-        "reduction adasum goes with neither clip_norm nor compression; drop them.",
+        "reduction adasum goes with neither clip_norm nor compression fp16; drop them.",
     ),
     "XLA around a collective": (
         {"xla": True, "batch_norm": "sync"},

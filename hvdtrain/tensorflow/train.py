@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from hvdtrain import checkpoint, guard
 from hvdtrain.devices import gpu_index, threads
-from hvdtrain.errors import AbortedError
 from hvdtrain.metrics import Totals, check_finite
 from hvdtrain.progress import Progress, due, train_requests, valid_requests
 from hvdtrain.run import Run
@@ -35,11 +34,12 @@ def train(run: Run) -> None:
     engine = open_engine(run)
     try:
         guard.check_world(run.topology, engine.rank, engine.size)
+        run.line.exchange(engine.sum)
         Training(run, engine).run_to_end()
     except tf.errors.OpError as error:
         if not OF_HOROVOD.search(str(error)):
             raise
-        raise AbortedError from None
+        raise run.line.aborted() from None
     finally:
         engine.close()
 
@@ -58,7 +58,7 @@ def open_engine(run: Run) -> Engine:
 
 
 def _take_threads(run: Run) -> None:
-    count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, run.topology.local_size, os.environ)
+    count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, run.topology, os.environ)
     said = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
     if count or said.isdecimal():
         with contextlib.suppress(RuntimeError):  # in a notebook TensorFlow may have begun: it keeps its threads then
@@ -136,7 +136,8 @@ class Training:
             progress.sample = start + plan.global_batch
             done = progress.is_done(plan)
             last = done or progress.is_epoch_done(plan)
-            checkpoint_due = due(progress.step, recipe.checkpoint_every_steps)
+            stopping = self.run.line.stops_at(progress.step)
+            checkpoint_due = stopping or due(progress.step, recipe.checkpoint_every_steps)
             iteration = progress.sample // plan.global_batch
             if last or checkpoint_due or due(iteration, recipe.log_every_steps):
                 totals = self._meter.take().over_ranks(self.engine.sum)
@@ -152,6 +153,8 @@ class Training:
                 self._checkpoint(None)
             if done:
                 break
+            if stopping and not last:
+                raise self.run.line.stopped(progress.step)
 
     def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""

@@ -20,6 +20,21 @@ except ImportError as error:
     ) from None
 
 
+class Widened(hvd.Compression.none):
+    """Gradients that travel as float64: the sum of float32 numbers is then exact, whatever the order."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        return tf.cast(tensor, tf.float64), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: tf.DType) -> tf.Tensor:
+        return tf.cast(tensor, ctx)
+
+
+COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
+
+
 class HorovodEngine:
     """Ranks joined by Horovod; see `Engine` for the verbs."""
 
@@ -30,7 +45,7 @@ class HorovodEngine:
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
         settings.check_reduction(recipe, self.size, hvd.mpi_enabled())
         self._op = hvd.Adasum if recipe.reduction == "adasum" else hvd.Average
-        self._compression = hvd.Compression.fp16 if recipe.compression == "fp16" else hvd.Compression.none
+        self._compression = COMPRESSIONS[recipe.compression]
         if timeline:
             hvd.start_timeline(str(timeline))
 

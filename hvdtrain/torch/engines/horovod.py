@@ -20,6 +20,21 @@ except ImportError as error:
     ) from None
 
 
+class Widened(hvd.Compression.none):
+    """Gradients that travel as float64: the sum of float32 numbers is then exact, whatever the order."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        return tensor.double(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
+
+
 class HorovodEngine:
     """Ranks joined by Horovod; see `Engine` for the verbs."""
 
@@ -44,11 +59,10 @@ class HorovodEngine:
         return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        fp16 = self._recipe.compression == "fp16"
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
-            compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+            compression=COMPRESSIONS[self._recipe.compression],
             backward_passes_per_step=self._recipe.accumulation_steps,
             op=hvd.Adasum if self._adasum else hvd.Average,
         )

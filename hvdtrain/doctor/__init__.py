@@ -1,0 +1,78 @@
+"""`python -m hvdtrain doctor`: what was found, what was expected, and the command that mends it."""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import tyro
+
+from hvdtrain import mpi
+from hvdtrain.build.probe import FRAMEWORK_WHEELS
+from hvdtrain.doctor import gather, host, launch, machine, report, software, world
+from hvdtrain.doctor.expected import EXPECTED
+from hvdtrain.doctor.facts import Check, Facts, Live, Rank, Step
+from hvdtrain.topology import discover
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Checks this machine, and inside a job step the step; exit code 1 where something is to be mended."""
+
+    json: Annotated[bool, tyro.conf.arg(help="the checks as JSON")] = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks, and on the chief prints; 1 where a check fails. Raises HvdtrainError where the launcher is mad."""
+    from rich.console import Console
+
+    from hvdtrain import flags
+
+    options = flags.parse(Options, "python -m hvdtrain doctor", argv)
+    started = time.monotonic()
+    facts = gather_facts(os.environ)
+    if facts is None:
+        return 0
+    checks = judge(facts)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
+    else:
+        at = facts.step.topology
+        where = at.host if at.launcher == "alone" else f"{at.size} rank(s) of {at.launcher}, seen from {at.host}"
+        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
+        console = Console(force_terminal=False if at.launcher == "mpirun" else None)
+        report.show(checks, f"hvdtrain doctor: {where}, {time.monotonic() - started:.0f} s", console)
+    return 1 if any(check.status == "fail" for check in checks) else 0
+
+
+def judge(facts: Facts) -> list[Check]:
+    """Every check, in the order of its group."""
+    checks = [*software.checks(facts), *machine.checks(facts), *world.checks(facts)]
+    checks = [dataclasses.replace(check, expected=check.expected or EXPECTED[check.name]) for check in checks]
+    groups = list(dict.fromkeys(check.group for check in checks if check.group not in {"traps", "step"}))
+    return sorted(checks, key=lambda check: [*groups, "traps", "step"].index(check.group))
+
+
+def gather_facts(environ: Mapping[str, str]) -> Facts | None:
+    """All there is to judge, on the chief; None on the other ranks, which only tell theirs."""
+    topology = discover(environ)
+    mine = host.rank(topology, environ)
+    step = host.step(topology, environ)
+    with ThreadPoolExecutor() as pool:
+        installed = pool.submit(gather.software, environ) if topology.is_chief else None
+        live, told = _meet(mine, step, environ)
+    if installed is None:
+        return None
+    ranks = tuple(Rank.from_json(rank) for rank in told) or (mine,)
+    return Facts(installed.result(), ranks, dataclasses.replace(step, live=live), time.time())
+
+
+def _meet(mine: Rank, step: Step, environ: Mapping[str, str]) -> tuple[Live | None, list[dict]]:
+    """What the ranks did together, unless it is plain that they cannot."""
+    framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
+    if step.topology.launcher == "alone" or not framework or launch.mismatch(step, mpi.of_horovod(framework)):
+        return None, []
+    return gather.live(framework, dataclasses.asdict(mine), environ)

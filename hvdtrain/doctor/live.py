@@ -1,0 +1,87 @@
+"""One rank of the doctor's allreduce: `python -m hvdtrain.doctor.live torch`, its host's facts on stdin."""
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from hvdtrain import launch, meeting
+from hvdtrain.lifeline import Lifeline
+from hvdtrain.topology import discover
+
+MARK = "hvdtrain-doctor "
+MEGABYTES = (1, 16, 64)
+SECONDS_PER_SIZE = 0.8
+LONGEST = 2.0
+
+
+def main(framework: str) -> None:
+    """Says rank and size as soon as Horovod does; then all ranks meet, and rank 0 tells what they measured."""
+    mine = json.load(sys.stdin)
+    topology = discover(os.environ)
+    line = Lifeline(topology, meeting.of(topology, os.environ))
+    line.begin()
+    with launch.joined(line, framework, "horovod", os.environ):
+        _measured(framework, mine)
+    line.leave()
+
+
+def _measured(framework: str, mine: dict[str, Any]) -> None:
+    hvd = importlib.import_module(f"horovod.{framework}")
+    hvd.init()
+    _say(rank=hvd.rank(), size=hvd.size())
+    ranks = hvd.allgather_object({**mine, "rank": hvd.rank()})
+    module = importlib.import_module(framework)
+    ones, over = _device(framework, module, hvd)
+    _average(module, hvd, 0.0)  # every rank has passed it at the same moment, to a millisecond or so
+    clocks = hvd.allgather_object(time.time())
+    seconds = _measure(module, hvd, ones)
+    if hvd.rank() == 0:
+        _say(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
+    hvd.shutdown()
+
+
+def _say(**values: Any) -> None:
+    print(MARK + json.dumps(values), flush=True)
+
+
+def _device(framework: str, module: Any, hvd: Any) -> tuple[Any, str]:
+    """What makes a vector of ones where this Horovod averages best, and the name of that way."""
+    if framework == "torch" and hvd.nccl_built() and module.cuda.device_count() in {1, hvd.local_size()}:
+        index = hvd.local_rank() if module.cuda.device_count() > 1 else 0
+        return lambda count: module.ones(count, device=f"cuda:{index}"), "NCCL"
+    return lambda count: module.ones([count]), "MPI" if hvd.mpi_enabled() else "Gloo"
+
+
+def _measure(module: Any, hvd: Any, ones: Any) -> dict[int, float]:
+    """Seconds of one allreduce, by its bytes; a size that would take long is left out."""
+    seconds: dict[int, float] = {}
+    for megabytes in MEGABYTES:
+        size = megabytes * 10**6
+        if seconds and (size / max(seconds)) * seconds[max(seconds)] > LONGEST:
+            break
+        vector = ones(size // 4)
+        # The ranks must agree how often to repeat, so they average what each has seen.
+        first = _average(module, hvd, _timed(hvd, vector, 1))
+        repeats = max(1, min(20, int(SECONDS_PER_SIZE / first)))
+        seconds[size] = _average(module, hvd, _timed(hvd, vector, repeats))
+    return seconds
+
+
+def _timed(hvd: Any, vector: Any, repeats: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repeats):
+        total = hvd.allreduce(vector, op=hvd.Sum, name="doctor")
+    float(total[0])  # a GPU has finished only once it is read
+    return (time.perf_counter() - started) / repeats
+
+
+def _average(module: Any, hvd: Any, value: float) -> float:
+    tensor = hvd.allreduce(module.ones([1]) * value, op=hvd.Average, name="doctor.average")
+    return float(tensor[0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,45 @@
+"""The step, judged: whether its ranks are one world, and how fast they add."""
+
+from hvdtrain.doctor import launch
+from hvdtrain.doctor.facts import Check, Facts, Verdict
+
+
+def checks(facts: Facts) -> list[Check]:
+    """The lines about the ranks together."""
+    return [_world(facts).named("world", "step"), _allreduce(facts).named("allreduce", "step")]
+
+
+def _world(facts: Facts) -> Verdict:
+    step, live = facts.step, facts.step.live
+    promised = f"{step.topology.launcher} started {step.topology.size} rank(s)"
+    if step.topology.launcher == "alone":
+        return Verdict("skip", "no launcher: start the doctor as you start the training to check the step")
+    if not facts.software.has_horovod:
+        return Verdict("fail", f"{promised}; no Horovod to join them", "Horovod", "python -m hvdtrain build")
+    if wrong := launch.mismatch(step, facts.software.mpi):
+        return Verdict("fail", wrong, f"one world of {step.topology.size} ranks", launch.cure(facts))
+    if live is None or live.size is None:
+        said = live.said if live else "nothing"
+        return Verdict("fail", f"{promised}; Horovod said: {said}", "rank and size", launch.cure(facts))
+    if (live.rank, live.size) != (step.topology.rank, step.topology.size):
+        found = f"{promised}; Horovod says rank {live.rank} of {live.size}"
+        return Verdict("fail", found, f"rank {step.topology.rank} of {step.topology.size}", launch.cure(facts))
+    return Verdict("ok", f"{promised}, and Horovod says {live.size} on {facts.hosts} host(s)")
+
+
+def _allreduce(facts: Facts) -> Verdict:
+    live, topology = facts.step.live, facts.step.topology
+    if live is None or live.size != topology.size:
+        return Verdict("skip", "no world to add over")
+    if not live.seconds:
+        said = live.said or "no end"
+        return Verdict("fail", f"the ranks met, then: {said}", "an allreduce", launch.cure(facts))
+    told = ", ".join(f"{size // 10**6} MB: {_rate(size, live.size, seconds)}" for size, seconds in live.seconds.items())
+    return Verdict("ok", f"over {live.over}; {told}")
+
+
+def _rate(size: int, ranks: int, seconds: float) -> str:
+    """Bus bandwidth, as NCCL's tests define it; a single rank sends nothing, so its time is told."""
+    if ranks == 1:
+        return f"{seconds * 1e3:.2g} ms"
+    return f"{size * 2 * (ranks - 1) / ranks / seconds / 1e9:.2g} GB/s"

@@ -1,0 +1,56 @@
+"""Horovod over Gloo without horovodrun: the rendezvous and the variables that horovodrun would have given."""
+
+from collections.abc import Sequence
+
+from hvdtrain.meeting import Seat
+from hvdtrain.topology import Topology
+
+
+def serve(seats: Sequence[Seat]) -> int:
+    """Starts Horovod's rendezvous server in a thread of this process, for ranks in these seats; its port."""
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = server.start()
+    server.init(
+        [
+            SlotInfo(seat.label, rank, seat.local_rank, cross_rank, len(seats), _local_size(seats, seat), cross_size)
+            for rank, seat in enumerate(seats)
+            for cross_rank, cross_size in (_cross(seats, seat),)
+        ]
+    )
+    return int(port)
+
+
+def variables(
+    topology: Topology, seats: Sequence[Seat], address: str, port: int, interface: str | None
+) -> dict[str, str]:
+    """What Horovod's Gloo controller reads at its start. `interface` None leaves the choice to Gloo."""
+    own = seats[topology.rank]
+    cross_rank, cross_size = _cross(seats, own)
+    told = {
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+        "HOSTNAME": own.label,
+        "RANK": topology.rank,
+        "SIZE": topology.size,
+        "LOCAL_RANK": own.local_rank,
+        "LOCAL_SIZE": _local_size(seats, own),
+        "CROSS_RANK": cross_rank,
+        "CROSS_SIZE": cross_size,
+        "GLOO_RENDEZVOUS_ADDR": address,
+        "GLOO_RENDEZVOUS_PORT": port,
+        **({"GLOO_IFACE": interface} if interface else {}),
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in told.items()}
+
+
+def _local_size(seats: Sequence[Seat], own: Seat) -> int:
+    return sum(seat.node == own.node for seat in seats)
+
+
+def _cross(seats: Sequence[Seat], own: Seat) -> tuple[int, int]:
+    """The seat's place among the hosts that have its local rank, and their number."""
+    nodes = sorted(seat.node for seat in seats if seat.local_rank == own.local_rank)
+    return nodes.index(own.node), len(nodes)

@@ -1,0 +1,103 @@
+"""What a rank's libraries are given before they start, and what is refused because they could not start right."""
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from hvdtrain import gloo, mpi
+from hvdtrain.errors import WorldError
+from hvdtrain.lifeline import Lifeline
+from hvdtrain.topology import Topology
+
+RENDEZVOUS_LAUNCHERS = ("srun", "torchrun")  # they start no rendezvous of Horovod's, so the chief does
+
+
+def check_plugin(topology: Topology, framework: str, environ: Mapping[str, str]) -> None:
+    """Refuses an srun step whose PMI plugin cannot reach Horovod's MPI, before anything is loaded.
+
+    Only what is certain is refused here; what else goes wrong the guard finds once Horovod has started.
+    """
+    if topology.launcher != "srun" or topology.size == 1 or uses_gloo(topology, framework, environ):
+        return
+    library, plugin = mpi.of_horovod(framework), mpi.plugin_of(environ)
+    if library is None or not library.found or plugin is None or plugin in library.plugins:
+        return
+    if library.kind == "mpich" and (plugin != "pmix" or b"libpmix.so" in library.library.read_bytes()):
+        return  # a site's MPICH may find a way of its own
+    if library.kind == "openmpi" and "PMIX_NAMESPACE" in environ:
+        return
+    outcome = "abort" if library.kind == "mpich" else "believe itself alone"
+    raise WorldError(
+        f"srun started {topology.size} tasks with the plugin {plugin}, but this Horovod uses {library.title}, with "
+        f"which every task would {outcome}; start with: srun --mpi={library.plugins[0]} (srun --mpi=list shows what "
+        "SLURM has), or load the module of the MPI that belongs to that plugin and build again: "
+        "python -m hvdtrain build --mpi system"
+    )
+
+
+def uses_gloo(topology: Topology, framework: str, environ: Mapping[str, str]) -> bool:
+    """Whether the ranks shall meet over Gloo with the chief's own rendezvous."""
+    if topology.launcher not in RENDEZVOUS_LAUNCHERS:
+        return False
+    if topology.launcher == "torchrun" or environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+        return True
+    return bool(mpi.horovod_library(framework)) and mpi.of_horovod(framework) is None
+
+
+@contextlib.contextmanager
+def joined(line: Lifeline, framework: str, engine: str, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Around training: the ranks have met, and `environ` holds what their libraries look for; then it is as before.
+
+    Raises AbortedError or WorldError where not every rank comes.
+    """
+    over_gloo = engine == "horovod" and uses_gloo(line.topology, framework, environ)
+    line.meet(gloo.serve if over_gloo else lambda seats: None)
+    before = dict(environ)
+    environ.update(variables(line, framework, environ))
+    try:
+        yield
+    finally:
+        environ.clear()
+        environ.update(before)
+
+
+def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What libraries look for: torch.distributed's variables, and Horovod's where no launcher gave them."""
+    topology = line.topology
+    told = {
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "LOCAL_WORLD_SIZE": str(topology.local_size),
+    }
+    if line.place and topology.launcher != "torchrun":
+        told |= {"MASTER_ADDR": line.place.host, "MASTER_PORT": str(line.place.ports[-1])}
+    if line.rendezvous:
+        told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface())
+    if environ.get("PMIX_SECURITY_MODE") == "munge,native":
+        told["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
+    library = mpi.of_horovod(framework)
+    if library and library.kind == "mpich" and not library.cray and mpi.plugin_of(environ) == "pmi2":
+        told["UCX_UNIFIED_MODE"] = environ.get(
+            "UCX_UNIFIED_MODE", "y"
+        )  # else UCX's addresses are longer than SLURM's pmi2 can carry
+    return told
+
+
+def cancel_step(environ: Mapping[str, str]) -> None:
+    """Ends this srun step, if it is one: srun itself waits minutes for a dead node before it ends the others' tasks."""
+    scancel = shutil.which("scancel")
+    if scancel and mpi.plugin_of(environ):
+        subprocess.Popen([scancel, f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"])
+
+
+def requeue(job_id: str) -> str:
+    """Asks SLURM to start the job again; what to tell the user."""
+    scontrol = shutil.which("scontrol")
+    if not scontrol:
+        return "submit the job again to go on."
+    done = subprocess.run([scontrol, "requeue", job_id], capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode == 0:
+        return f"job {job_id} is queued again."
+    return f"scontrol requeue {job_id}: {done.stderr.strip() or done.returncode}; submit the job again to go on."

@@ -1,0 +1,96 @@
+"""Where the ranks of a run find one another before any collective library has started: host and ports."""
+
+import fcntl
+import re
+import socket
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdtrain.topology import Topology
+
+# Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
+FIRST_PORT, PORTS = 10_000, 20_000
+BLOCK = 8
+SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Rank 0's host, a block of ports of this step's own, and the word by which its ranks know one another.
+
+    The last port is MASTER_PORT, for libraries; the chief listens on the first free one of the others.
+    """
+
+    host: str
+    ports: range
+    token: str
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: its host's name and index, and its place on it."""
+
+    host: str
+    node: int
+    local_rank: int
+
+    @property
+    def label(self) -> str:
+        """A name of the host that no other has: containers may all be called alike."""
+        return f"{self.host}-{self.node}"
+
+
+def of(topology: Topology, environ: Mapping[str, str]) -> Meeting | None:
+    """Where the ranks of an srun step or a torchrun meet; None where the launcher tells no host, or for one rank.
+
+    The ports follow from job and step: neighbouring steps have neighbouring blocks, and no variable has to be
+    exported by the job script.
+    """
+    if topology.size == 1:
+        return None
+    if topology.launcher == "srun" and "SLURM_STEP_NODELIST" in environ:
+        job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
+        return Meeting(
+            first_host(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
+        )
+    if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
+        token = "-".join(environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+        return Meeting(environ["MASTER_ADDR"], _block(zlib.crc32(token.encode())), token)
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM list such as `jwb[0001-0004,0010],login1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else nodes)
+
+
+def addresses() -> list[str]:
+    """This host's IPv4 addresses, loopback last."""
+    found = [address for _, name in socket.if_nameindex() if (address := _address(name))]
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
+
+
+def _address(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, request)[20:24])
+        except OSError:  # an interface without an IPv4 address
+            return None
+
+
+def _block(number: int) -> range:
+    start = FIRST_PORT + number * BLOCK % PORTS
+    return range(start, start + BLOCK)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else zlib.crc32(text.encode())
