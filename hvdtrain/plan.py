@@ -65,7 +65,7 @@ class Plan:
         return [
             f"recipe      {r.name}: {r.model} ({self.parameters:,} parameters) on {r.dataset}, "
             f"{self.train_examples:,} examples to train, {self.valid_examples:,} to validate",
-            f"batch       {self.global_batch} = {self.size} ranks x {self.worker_batch}{parts}",
+            f"batch       {self.global_batch} = {self.size} ranks x {self._shares()}{parts}",
             f"steps       {self.steps_per_epoch} an epoch"
             + (f" ({left_out} examples sit out, others each epoch)" if left_out else "")
             + f", {r.epochs} epochs, {self.total_steps} in all{capped}",
@@ -73,6 +73,14 @@ class Plan:
             f"precision   {r.precision}; gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
             f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB",
         ]
+
+    def _shares(self) -> str:
+        least = self.global_batch // self.size
+        return f"{least}" if least == self.worker_batch else f"{least} or {self.worker_batch}"
+
+    def weight(self, examples: int) -> float:
+        """What a mean over one rank's share of a batch counts in the mean over all ranks; 1 where shares are equal."""
+        return examples * self.recipe.accumulation_steps * self.size / self.global_batch
 
     def _lr_line(self) -> str:
         r, s = self.recipe, self.schedule
@@ -96,7 +104,7 @@ def make(recipe: Recipe, topology: Topology, dataset: Dataset) -> Plan:
     """The plan. Raises PlanError where the batch does not go into ranks, parts or examples."""
     examples, size, parts = len(dataset.train), topology.size, recipe.accumulation_steps
     global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
-    if global_batch % (size * parts):
+    if global_batch % (size * parts) and not _may_be_uneven(recipe, global_batch, size):
         raise PlanError(_indivisible(recipe, size))
     if global_batch > examples:
         raise PlanError(
@@ -121,8 +129,8 @@ def make(recipe: Recipe, topology: Topology, dataset: Dataset) -> Plan:
         train_examples=examples,
         valid_examples=len(dataset.valid),
         global_batch=global_batch,
-        worker_batch=global_batch // size,
-        micro_batch=global_batch // size // parts,
+        worker_batch=math.ceil(global_batch / size),
+        micro_batch=math.ceil(global_batch / size / parts),
         steps_per_epoch=steps,
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
         parameters=parameters(recipe, dataset.classes),
@@ -149,6 +157,13 @@ def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch:
             f"BatchNorm needs at least 2 examples in a part of a batch, got {part} (batch {global_batch} over {size} "
             f"ranks in {recipe.accumulation_steps} parts); take a larger batch or batch_norm frozen."
         )
+
+
+def _may_be_uneven(recipe: Recipe, global_batch: int, size: int) -> bool:
+    """Whether ranks may have shares that differ by one example: where nothing but the mean gradient is shared."""
+    alone = recipe.model == "linear" or recipe.batch_norm == "frozen"
+    plain = recipe.accumulation_steps == 1 and recipe.reduction == "average"
+    return alone and plain and recipe.batch_size is not None and global_batch >= size
 
 
 def _indivisible(recipe: Recipe, size: int) -> str:

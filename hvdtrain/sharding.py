@@ -23,10 +23,8 @@ class Epoch:
         return cls(order, numbers)
 
     def share(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
-        """Rank's examples, [global_batch / size], of the batch that begins at place `start` of the order."""
-        worker_batch = global_batch // size
-        first = start + rank * worker_batch
-        return self.order[first : first + worker_batch]
+        """Rank's examples, [global_batch / size, rounded down or up], of the batch that begins at place `start`."""
+        return self.order[start + global_batch * rank // size : start + global_batch * (rank + 1) // size]
 
 
 def shard(examples: int, rank: int, size: int) -> Indices:

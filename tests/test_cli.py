@@ -76,10 +76,10 @@ COMMANDS = {  # argv: exit code, how stdout begins, stderr
         r"RecipeError: unknown recipe 'lineer'\. Did you mean linear\? Recipes: .*; or give a file .*\.yaml\.\n",
     ),
     "indivisible batch": (
-        ["plan", "linear", "--ranks", "3"],
+        ["plan", "digits", "--ranks", "3"],
         2,
         "",
-        r"PlanError: batch_size must be a multiple of 3 ranks, got 100; take 99 or 102\.\n",
+        r"PlanError: batch_size must be a multiple of 3 ranks, got 64; take 63 or 66\.\n",
     ),
     "plan": (["plan", "linear", "--ranks", "4"], 0, "recipe      linear: linear (2 parameters)", ""),
     "ranks first": (["plan", "--ranks=4", "linear"], 0, "recipe      linear: linear (2 parameters)", ""),

@@ -132,7 +132,7 @@ def test_a_step_of_four_tasks_in_which_horovod_is_alone(framework, tmp_path):
 
 
 UNDER_RANKS = {
-    "indivisible": ("mpi", ["linear", "--batch-size", "25"], "PlanError (rank 0 on "),
+    "indivisible": ("mpi", ["linear", "--batch-size", "1"], "PlanError (rank 0 on "),
     "unknown recipe": ("gloo", ["linaer"], "RecipeError (rank 0 on "),
     "local engine": ("mpi", ["linear", "--engine", "local"], "WorldError (rank 0 on "),
     # The other rank is on its way into Horovod and must not wait there.

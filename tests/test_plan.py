@@ -28,7 +28,7 @@ def test_numbers(name, size, overrides, expected, make_plan):
 
 
 REFUSED = {
-    "ranks": ("linear", 3, {}, "batch_size must be a multiple of 3 ranks, got 100; take 99 or 102."),
+    "ranks": ("digits", 3, {}, "batch_size must be a multiple of 3 ranks, got 64; take 63 or 66."),
     "more ranks than batch": ("linear", 128, {}, "batch_size must be a multiple of 128 ranks, got 100; take 128."),
     "parts": (
         "linear",
@@ -85,6 +85,33 @@ PARAMETERS = {
     "ImageNet's 1000 classes": ("synthetic", {}, 25_557_032),
     "100 classes": ("synthetic", {"classes": 100}, 23_712_932),
 }
+
+
+UNEVEN = {  # a batch of 100 on 8 ranks
+    "linear": ({}, True),
+    "adasum": ({"reduction": "adasum"}, False),
+    "in parts": ({"accumulation_steps": 2}, False),
+    "fewer examples than ranks": ({"batch_size": 7}, False),
+}
+
+
+@pytest.mark.parametrize(("overrides", "allowed"), UNEVEN.values(), ids=UNEVEN)
+def test_uneven_shares(overrides, allowed, make_plan):
+    if not allowed:
+        with pytest.raises(PlanError, match="batch_size must be a multiple of 8 ranks"):
+            make_plan("linear", 8, **overrides)
+        return
+    plan = make_plan("linear", 8, **overrides)
+    assert "batch       100 = 8 ranks x 12 or 13" in plan.lines()
+    assert sum(plan.weight(share) for share in [12, 13] * 4) == pytest.approx(8)
+    assert make_plan("linear", 4).weight(25) == 1
+
+
+def test_uneven_shares_need_a_batch_norm_that_does_not_look_at_them(make_plan):
+    assert make_plan("digits", 3, batch_norm="frozen").worker_batch == 22
+    for batch_norm in ("local", "sync"):
+        with pytest.raises(PlanError):
+            make_plan("digits", 3, batch_norm=batch_norm)
 
 
 @pytest.mark.parametrize(("name", "overrides", "parameters"), PARAMETERS.values(), ids=PARAMETERS)

@@ -50,8 +50,7 @@ def test_the_lr_follows_the_place_in_the_epoch(make_plan):
     assert Progress(epoch=1).lr(plan, 0) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("parts", [1, 5])
+@pytest.mark.parametrize(("size", "parts"), [(1, 1), (2, 1), (4, 1), (1, 5), (2, 5), (4, 5), (3, 1), (8, 1)])
 def test_all_ranks_read_one_batch_in_their_parts(make_plan, size, parts):
     plan = make_plan("linear", size=size, accumulation_steps=parts)
     told = [train_requests(plan, Progress(epoch=3, sample=200), rank) for rank in range(size)]
@@ -60,7 +59,8 @@ def test_all_ranks_read_one_batch_in_their_parts(make_plan, size, parts):
         assert starts == whole == alone[0]
         assert len(requests) == len(starts) * parts
         assert all(
-            len(indices) == 100 // size // parts and draws.shape == (len(indices), DRAWS) for indices, draws in requests
+            len(indices) - 100 // size // parts in {0, 100 % size > 0} and draws.shape == (len(indices), DRAWS)
+            for indices, draws in requests
         )
     for update in range(len(whole)):
         mine = [request for _, requests in told for request in requests[update * parts : (update + 1) * parts]]

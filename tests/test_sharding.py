@@ -19,6 +19,14 @@ def test_the_ranks_shares_joined_are_the_batch_of_one_rank(size, examples, epoch
         np.testing.assert_array_equal(np.concatenate(shares), order.share(start, BATCH, 0, 1))
 
 
+@pytest.mark.parametrize(("batch", "size", "lengths"), [(100, 8, [12, 13] * 4), (7, 3, [2, 2, 3]), (4, 4, [1] * 4)])
+def test_uneven_shares_differ_by_one_and_leave_nothing_out(batch, size, lengths):
+    order = Epoch.of(200, seed=3, epoch=0, draws=1)
+    shares = [order.share(100, batch, rank, size) for rank in range(size)]
+    assert [len(share) for share in shares] == lengths
+    np.testing.assert_array_equal(np.concatenate(shares), order.share(100, batch, 0, 1))
+
+
 def test_an_epoch_is_a_permutation_and_draws_lie_in_the_unit_interval():
     epoch = Epoch.of(1000, seed=1, epoch=2, draws=8)
     assert sorted(epoch.order) == list(range(1000))

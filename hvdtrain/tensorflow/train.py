@@ -199,7 +199,8 @@ class Training:
         with tf.GradientTape() as tape:
             out = tf.cast(self.model(self._inputs(x), training=True), self._real)
             loss = self._loss(out, y)
-            scaled = loss * tf.cast(self.scaler.scale, self._real) / self.recipe.accumulation_steps
+            weighted = loss * self.plan.weight(y.shape[0])
+            scaled = weighted * tf.cast(self.scaler.scale, self._real) / self.recipe.accumulation_steps
         return loss, self._correct(out, y), tape.gradient(scaled, self.weights)
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:

@@ -161,7 +161,7 @@ class Training:
             with autocast(self.recipe, self.engine.device):
                 out = self.model(x)
                 loss = self._loss(out, y)
-            self.scaler.scale(loss / len(parts)).backward()
+            self.scaler.scale(loss * self.plan.weight(len(y)) / len(parts)).backward()
             meter.add(loss, out, y)
         self.engine.finish(self.optimizer)
         if self.recipe.clip_norm:
