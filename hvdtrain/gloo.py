@@ -2,14 +2,21 @@
 
 from collections.abc import Sequence
 
+from hvdtrain.errors import EngineUnavailable
 from hvdtrain.meeting import Seat
 from hvdtrain.topology import Topology
 
 
 def serve(seats: Sequence[Seat]) -> int:
-    """Starts Horovod's rendezvous server in a thread of this process, for ranks in these seats; its port."""
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousServer
+    """Starts Horovod's rendezvous server in a thread of this process, for ranks in these seats; its port.
+
+    Raises EngineUnavailable.
+    """
+    try:
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.http.http_server import RendezvousServer
+    except ImportError as error:
+        raise EngineUnavailable(f"Horovod cannot be imported ({error}); build it: python -m hvdtrain build") from None
 
     server = RendezvousServer()
     port = server.start()

@@ -10,6 +10,7 @@ from hvdtrain.errors import WorldError
 from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import Topology
 
+REQUEUE_SECONDS = 30
 RENDEZVOUS_LAUNCHERS = ("srun", "torchrun")  # they start no rendezvous of Horovod's, so the chief does
 
 
@@ -23,15 +24,14 @@ def check_plugin(topology: Topology, framework: str, environ: Mapping[str, str])
     library, plugin = mpi.of_horovod(framework), mpi.plugin_of(environ)
     if library is None or not library.found or plugin is None or plugin in library.plugins:
         return
-    if library.kind == "mpich" and (plugin != "pmix" or b"libpmix.so" in library.library.read_bytes()):
+    if library.kind == "mpich" and plugin != "pmix":
         return  # a site's MPICH may find a way of its own
     if library.kind == "openmpi" and "PMIX_NAMESPACE" in environ:
         return
-    outcome = "abort" if library.kind == "mpich" else "believe itself alone"
     raise WorldError(
-        f"srun started {topology.size} tasks with the plugin {plugin}, but this Horovod uses {library.title}, with "
-        f"which every task would {outcome}; start with: srun --mpi={library.plugins[0]} (srun --mpi=list shows what "
-        "SLURM has), or load the module of the MPI that belongs to that plugin and build again: "
+        f"srun started {topology.size} tasks with the plugin {plugin}, but this Horovod uses {library.title}, "
+        f"which would not find the others by it; start with: srun --mpi={library.plugins[0]} (srun --mpi=list shows "
+        "what SLURM has), or load the module of the MPI that belongs to that plugin and build again: "
         "python -m hvdtrain build --mpi system"
     )
 
@@ -58,8 +58,10 @@ def joined(line: Lifeline, framework: str, engine: str, environ: MutableMapping[
     try:
         yield
     finally:
-        environ.clear()
-        environ.update(before)
+        # One by one: a library's thread may be reading the environment, which must not be empty even for a moment.
+        for name in environ.keys() - before.keys():
+            del environ[name]
+        environ.update({name: value for name, value in before.items() if environ.get(name) != value})
 
 
 def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -79,9 +81,8 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
         told["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
     library = mpi.of_horovod(framework)
     if library and library.kind == "mpich" and not library.cray and mpi.plugin_of(environ) == "pmi2":
-        told["UCX_UNIFIED_MODE"] = environ.get(
-            "UCX_UNIFIED_MODE", "y"
-        )  # else UCX's addresses are longer than SLURM's pmi2 can carry
+        # Else UCX's addresses are longer than SLURM's pmi2 can carry.
+        told["UCX_UNIFIED_MODE"] = environ.get("UCX_UNIFIED_MODE", "y")
     return told
 
 
@@ -97,7 +98,12 @@ def requeue(job_id: str) -> str:
     scontrol = shutil.which("scontrol")
     if not scontrol:
         return "submit the job again to go on."
-    done = subprocess.run([scontrol, "requeue", job_id], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode == 0:
+    try:
+        done = subprocess.run(
+            [scontrol, "requeue", job_id], capture_output=True, text=True, timeout=REQUEUE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"scontrol requeue {job_id} did not answer; submit the job again to go on."
+    if done.returncode <= 0:  # SLURM ends the step at once, and this child with it
         return f"job {job_id} is queued again."
     return f"scontrol requeue {job_id}: {done.stderr.strip() or done.returncode}; submit the job again to go on."

@@ -8,17 +8,14 @@ there for a rank that refused; elsewhere they learn its address through the libr
 """
 
 import contextlib
-import json
 import os
 import secrets
-import selectors
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -26,45 +23,32 @@ import numpy as np
 from hvdtrain import meeting
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError, WorldError
 from hvdtrain.meeting import Meeting, Seat
-from hvdtrain.signals import Ear
+from hvdtrain.signals import NEAR, Ear
 from hvdtrain.topology import Topology
+from hvdtrain.wire import CUT_OFF, Message, Peer, Wires
 
 TICK = 0.5  # seconds between two looks at the clock
 BEAT = 2.0  # seconds between two signs of life
-SILENCE = 20.0  # seconds without one after which a rank is given up
+CUT = 20.0  # seconds without an answer from a host's kernel after which its ranks are given up
+SILENCE = 60.0  # seconds without a word of a rank, in steps: C code that holds Python's lock silences its thread too
 GRACE = 8.0  # seconds the training thread has to end by itself once a rank is lost
 STOPPING = 20.0  # seconds a SIGTERM leaves for a last checkpoint: SLURM kills 30 after it
 ARRIVAL = 300.0  # seconds for all ranks to come: a busy file system starts them minutes apart
-OUTLASTING = 60.0  # seconds the others wait for the chief's last checkpoint
+WELCOME = 5.0  # seconds for the chief to answer; who does not is somebody else
+SPEAKING = 5.0  # seconds a rank that leaves the word to the chief waits for it
 FAREWELL = 10.0  # seconds a rank that refused waits for the others, to tell them
-LONGEST = 65_536  # bytes of a message
-UNKNOWN = Seat("", 0, 0)
-NEAR = {signal.SIGUSR1, signal.SIGUSR2}  # what a job script has SLURM send before its time limit
+MOST_TOLD = 1000  # characters of an error that other ranks are told
+LAST_WORDS = 2.0  # seconds for the status of a run that ends by force: its file system may hang
 
-Message = dict[str, Any]
 Share = Callable[[np.ndarray], np.ndarray]
 """Adds an array of int64 over all ranks and gives every rank the result."""
-
-
-@dataclass
-class _Peer:
-    """The other end of a connection; its rank is -1 until it has said it."""
-
-    socket: socket.socket
-    heard: float
-    rank: int = -1
-    seat: Seat = UNKNOWN
-    ready: bool = False
-    stopping: bool = False
-    left: bool = False
-    unread: bytes = b""
 
 
 class Lifeline:
     """This rank's end of the line, with an ear for the signals that ask a run to stop.
 
-    On the chief `on_lost` is called once, with the reason why training cannot go on, and `on_vanished` besides where a
-    rank ended without a word.
+    On the chief `on_lost` is called with the reason why training cannot go on, at once and where the process has to be
+    ended by force; `on_vanished` where a rank ended without a word.
     """
 
     def __init__(self, topology: Topology, place: Meeting | None = None) -> None:
@@ -81,31 +65,30 @@ class Lifeline:
         self.rendezvous: int | None = None
         """The port of the rendezvous server that the chief opened for the ranks, once they have met."""
         self.reason: str | None = None
+        """Why training cannot go on."""
         self._code = AbortedError.exit_code
-        self._peers: list[_Peer] = []
-        self._came: set[int] = set()
-        self._listener: socket.socket | None = None
-        self._addresses: list[tuple[str, int]] = []
+        self._wires = Wires(topology, CUT)
         self._stop_at: int | None = None
         self._chiefs_interface: str | None = None
-        self._wanted = self._met = self._ended = self._spoken = False
+        self._wanted = self._met = self._stopped = self._ended = self._spoken = self._warned = False
         self._failure: Message | None = None
         self._deadline = float("inf")
         self._changed = threading.Condition(threading.RLock())
-        self._selector = selectors.DefaultSelector()
         self._ear = Ear()
         self._thread: threading.Thread | None = None
 
     # What the training thread calls.
 
     def begin(self) -> None:
-        """Listens for signals and, where the ranks can meet already, for them."""
-        self._ear.open(self._close_after_fork)
-        self._selector.register(self._ear.hears, selectors.EVENT_READ)
-        if self.place and self.topology.is_chief:
-            self._listen(self.place.ports[:-1])
-        elif self.place:
-            self._addresses = [(self.place.host, port) for port in self.place.ports[:-1]]
+        """Listens for signals and, where the ranks can meet already, for them. Raises WorldError."""
+        if self.place:
+            self._wires.token = self.place.token
+            if self.topology.is_chief:
+                self._wires.listen(self.place.ports[:-1])
+            else:
+                self._wires.addresses = [(self.place.host, port) for port in self.place.ports[:-1]]
+        self._ear.open(self._wires.close)
+        self._wires.hear(self._ear.hears)
         self._thread = threading.Thread(target=self._work, name="lifeline", daemon=True)
         self._thread.start()
 
@@ -120,30 +103,26 @@ class Lifeline:
         with self._changed:
             self._met = True
             if not self.topology.is_chief:
-                self._tell({"is": "ready"})
+                self._wires.tell({"is": "ready"})
             came = self._changed.wait_for(lambda: self.reason or self.seats or self._all_ready(), ARRIVAL)
             if self.reason:
                 raise self._aborted()
             if not came:
-                raise WorldError(f"{self._missing()} within {ARRIVAL:.0f} seconds; {self._remedy()}")
-            if self.topology.is_chief:
-                by_rank = {peer.rank: peer.seat for peer in self._peers}
-                self.seats = [self._seat(), *(by_rank[rank] for rank in range(1, self.topology.size))]
-                self.rendezvous = open_rendezvous(self.seats)
-                one_host = len({seat.node for seat in self.seats}) == 1
-                self._chiefs_interface = meeting.interface_of("127.0.0.1") if one_host else self.interface()
-                seats = [asdict(seat) for seat in self.seats]
-                go = {"rendezvous": self.rendezvous, "interface": self._chiefs_interface, "seats": seats}
-                self._tell({"is": "go", **go})
+                raise WorldError(
+                    f"{self._wires.missing()} within {ARRIVAL:.0f} seconds; look at what that rank or its node said, "
+                    "and whether the nodes may talk to one another by TCP."
+                )
+        if self.topology.is_chief:
+            self._let_go(open_rendezvous)
 
     def chief_address(self) -> str:
         """The chief's address, as this rank reaches it."""
         near = self.topology.is_chief or self.seats[0].node == self.topology.node
-        return "127.0.0.1" if near else str(self._peers[0].socket.getpeername()[0])
+        return "127.0.0.1" if near else str(self._wires.peers[0].socket.getpeername()[0])
 
     def interface(self) -> str | None:
         """The network interface over which this host talks to the others; None where it cannot be told."""
-        far = [peer for peer in self._peers if peer.seat.node != self.topology.node]
+        far = [peer for peer in self._wires.ranks() if peer.seat.node != self.topology.node]
         return meeting.interface_of(far[0].socket.getsockname()[0]) if far else self._chiefs_interface
 
     def exchange(self, share: Share) -> None:
@@ -152,17 +131,18 @@ class Lifeline:
             return
         card = np.zeros(256, dtype=np.int64)
         if self.topology.is_chief:
-            self._listen(range(1))
-            assert self._listener
-            own = f"{self._listener.getsockname()[1]} {secrets.token_hex(8)} {' '.join(meeting.addresses())}"
-            text = own.encode()[: card.size]
-            card[: len(text)] = list(text)
-        text = bytes(share(card).astype(np.uint8)).rstrip(b"\0")
-        port, token, *hosts = text.decode().split()
+            self._wires.token = secrets.token_hex(8)
+            own = f"{self._wires.token} {self._wires.listen(range(1))} {' '.join(meeting.addresses()[:8])}".encode()
+            card[: len(own)] = list(own)
+        token, port, *hosts = bytes(share(card).astype(np.uint8)).rstrip(b"\0").decode().split()
         with self._changed:
-            self.place = Meeting(hosts[0], range(int(port), int(port) + 1), token)
-            if not self.topology.is_chief:
-                self._addresses = [(host, int(port)) for host in hosts]
+            self._wires.token = token
+            if self.topology.is_chief:
+                # A rank that is not heard from the first step on could not be told to stop.
+                self._changed.wait_for(lambda: self.reason or self._wires.all_came(), FAREWELL)
+            else:
+                self._wires.addresses = [(host, int(port)) for host in hosts]
+                self._ear.wake()
 
     def stops_at(self, step: int) -> bool:
         """Whether all ranks stop now, `step` steps having been made. Every rank asks after every step."""
@@ -171,12 +151,16 @@ class Lifeline:
             if self._stop_at is None and self._wanted and self.topology.is_chief and self._all_hear():
                 # No rank is further than one step ahead of the chief: all hear of the stop before they reach it.
                 self._stop_at = step + (self.topology.size > 1)
-                self._tell({"is": "stop", "step": self._stop_at})
-                self._changed.wait_for(lambda: self.reason or all(peer.stopping for peer in self._peers))
-            return self._stop_at is not None and step >= self._stop_at
+                self._wires.tell({"is": "stop", "step": self._stop_at, "signal": self.signal})
+                self._changed.wait_for(lambda: self.reason or all(peer.stopping for peer in self._wires.ranks()))
+            stops = self._stop_at is not None and step >= self._stop_at
+            if stops and not self.reason:
+                self._deadline = float("inf")  # the training thread has heard, and its checkpoint may take a while
+            return stops
 
     def stopped(self, step: int) -> StoppedError:
         """The error with which all ranks end after the last checkpoint, made at `step`."""
+        self._stopped = True
         number = self.signal or signal.SIGTERM
         return StoppedError(step, signal.Signals(number).name, 128 + number)
 
@@ -186,265 +170,241 @@ class Lifeline:
             self._changed.wait_for(lambda: self.reason, TICK * 4)
             return self._aborted()
 
-    def outlast_chief(self) -> bool:
-        """Waits for the chief's farewell, which may have a checkpoint to write first; False where nobody is heard.
+    def outlast_chief(self) -> None:
+        """Waits for the chief's farewell, which may have a checkpoint to write first.
 
         A launcher ends all ranks when the first one ends with an error.
         """
         with self._changed:
-            heard = bool(self._came)
-            self._changed.wait_for(lambda: self.reason or not self._peers or self._peers[0].left, OUTLASTING)
-            return heard
+            self._changed.wait_for(lambda: self.reason or self._wires.came, SPEAKING)
+            limit = None if self._stopped else SPEAKING
+            self._changed.wait_for(lambda: self.reason or all(peer.left for peer in self._wires.ranks()), limit)
 
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
         """Says farewell, or with what words and exit code this rank fails; lets go of signals and connections."""
         with self._changed:
             if self._ended:
                 return
-            self._failure = {"is": "left"} if failure is None else {"is": "failed", "text": failure, "code": code}
-            if failure is not None and self.place and not self.seats and not self.reason:
-                self._changed.wait_for(self._all_came, FAREWELL)
-            self._tell(self._failure)
+            self._failure = {"is": "left"}
+            if failure is not None:
+                self._failure = {"is": "failed", "text": " ".join(failure.split())[:MOST_TOLD], "code": code}
+                self._deadline = float("inf")  # the training thread ends by itself
+                if self.place and not self.seats:
+                    self._changed.wait_for(self._wires.all_came, FAREWELL)
+            self._wires.tell(self._failure)
             self._ended = True
         self._ear.wake()
         if self._thread:
             self._thread.join()
         self._ear.close()
-        self._close()
+        self._wires.close()
 
     # What the line's own thread does.
 
     def _work(self) -> None:
+        self._ear.listen_here()
         beat = looked = time.monotonic()
         while not self._ended:
-            ready = self._selector.select(TICK)
+            sources = self._wires.wait(TICK)
+            # Outside the lock: a host that does not answer must not hold up the training thread.
+            found = self._wires.knock()
             with self._changed:
                 now = time.monotonic()
-                if now - looked > SILENCE / 2:  # this process was suspended: the others' silence says nothing
-                    for peer in self._peers:
+                if found:
+                    self._wires.greet(found, now)
+                if now - looked > min(CUT, SILENCE) / 2:  # this process was suspended: the silence was its own
+                    for peer in self._wires.peers:
                         peer.heard = now
                 looked = now
-                for key, _ in ready:
-                    self._read(key.fileobj, now)
-                if self._addresses and not self._peers:
-                    self._connect(now)
+                for source in sources:
+                    self._hear(source, now)
                 if now - beat >= BEAT:
                     beat = now
-                    self._tell({"is": "beat"})
+                    self._wires.tell({"is": "beat"})
                 self._look_for_silence(now)
                 self._changed.notify_all()
-            if now > self._deadline:
-                os._exit(self._code)
+            if now >= self._deadline and not self._ended:
+                self._end()
 
-    def _read(self, source: Any, now: float) -> None:
+    def _hear(self, source: Any, now: float) -> None:
         if source is self._ear.hears:
             for number in self._ear.read():
                 self._heard_signal(number, now)
-        elif source is self._listener:
-            with contextlib.suppress(OSError):
-                self._add(_Peer(self._listener.accept()[0], now))
-        else:
-            peer = next((peer for peer in self._peers if peer.socket is source), None)
-            if peer:
-                self._receive(peer, now)
-
-    def _receive(self, peer: _Peer, now: float) -> None:
-        try:
-            received = peer.socket.recv(LONGEST)
-        except OSError:
-            received = b""
-        *lines, peer.unread = (peer.unread + received).split(b"\n")
-        peer.heard = now
-        for line in lines:
+        elif source is self._wires.listener:
+            self._wires.accept(now)
+        elif peer := self._wires.peer_at(source):
             try:
-                self._obey(peer, json.loads(line))
-            except (ValueError, KeyError, TypeError):  # no rank of ours speaks like that
-                self._drop(peer)
-                return
-        if not received or len(peer.unread) > LONGEST:
-            self._gone(peer)
+                for message in peer.receive(now):
+                    self._obey(peer, message)
+            except OSError as error:
+                self._gone(peer, error)
+            except (LookupError, TypeError, ValueError, RecursionError):  # no rank of ours speaks like that
+                self._wires.drop(peer)
 
-    def _obey(self, peer: _Peer, message: Message) -> None:
+    def _obey(self, peer: Peer, message: Message) -> None:
         match message["is"]:
-            case "here":
-                self._welcome(peer, message)
+            case "hello" | "welcome" | "here":
+                if self._wires.introduced(peer, message):
+                    self._welcome(peer)
+            case _ if peer.rank < 0:
+                self._wires.drop(peer)
             case "ready":
                 peer.ready = True
             case "go":
                 self.rendezvous, self._chiefs_interface = message["rendezvous"], message["interface"]
                 self.seats = [Seat(**seat) for seat in message["seats"]]
             case "wish":
-                self._wish(message["signal"], f" at {_name(peer)}")
+                self._wish(message["signal"], f" at {peer.name}")
             case "stop":
-                self._stop_at = message["step"]
-                self._tell({"is": "stopping"})
+                self._stop_at, self.signal = message["step"], message["signal"]
+                self._wires.tell({"is": "stopping"})
             case "stopping":
                 peer.stopping = True
             case "left":
-                peer.left, self._addresses = True, []
-            case "failed" if peer.rank >= 0:
-                self._lost(f"{_name(peer)} failed: {message['text']}", message["code"], speak=False)
+                peer.left = True
+            case "failed":
+                peer.left = True
+                self._lost(f"{peer.name} failed: {message['text'].rstrip('.')}", message["code"], speak=False)
             case "lost":
                 self._lost(message["text"], message["code"], speak=False)
 
-    def _welcome(self, peer: _Peer, message: Message) -> None:
-        assert self.place
-        if message["token"] != self.place.token:
-            self._drop(peer)
-            return
-        peer.rank, peer.seat = message["rank"], Seat(**message["seat"])
-        self._came.add(peer.rank)
-        _send(peer, {"is": "welcome", "seat": asdict(self._seat())})
+    def _welcome(self, peer: Peer) -> None:
+        """Tells the other end what it has missed."""
         if self._failure:
-            _send(peer, self._failure)
+            peer.send(self._failure)
+        if self.topology.is_chief:
+            if self.reason:
+                peer.send({"is": "lost", "text": self.reason, "code": self._code})
+            return
+        if self._met:
+            peer.send({"is": "ready"})
+        if self.signal:
+            peer.send({"is": "wish", "signal": self.signal})
 
     def _heard_signal(self, number: int, now: float) -> None:
-        if number == signal.SIGTERM:
-            self._code = 128 + number
-            self._deadline = min(self._deadline, now + (STOPPING if self.in_steps else 0))
+        if self.reason or self._stopped:  # the end is near: scancel, which we may have called, adds nothing
+            return
         self._wish(number, "")
         if not self.topology.is_chief:
-            self._tell({"is": "wish", "signal": number})
+            self._wires.tell({"is": "wish", "signal": number})
+        if number == signal.SIGTERM and self.in_steps:
+            self._deadline = min(self._deadline, now + STOPPING)
+        elif number == signal.SIGTERM:
+            self._deadline = now
+            self._fail_here("SIGTERM before the first step")
 
     def _wish(self, number: int, where: str) -> None:
         """A signal asks for the end. One rank tells of it, once; of a SIGTERM after a warning too."""
         again, self._wanted = self.signal in {number, signal.SIGTERM}, True
         if again or self.reason:
             return
+        name = signal.Signals(number).name
         self.signal, self.too_early = number, self.too_early or not self.in_steps
-        if self.topology.is_chief or not self._peers:
+        if self.topology.is_chief or not self._wires.peers:
             means = "the time limit is near" if number in NEAR else "scancel, the time limit or kill"
             then = "a checkpoint after this step, then the end" if self.in_steps else "no step was made yet"
-            self._say(f"{signal.Signals(number).name}{where} ({means}): {then}.")
+            self._say(StoppedError, f"{name}{where} ({means}): {then}.")
 
     def _look_for_silence(self, now: float) -> None:
-        for peer in list(self._peers):
-            if now - peer.heard > SILENCE and not peer.left:
-                if peer.rank < 0:
-                    self._drop(peer)
-                else:
-                    why = f"no sign of life from {_name(peer)} for {SILENCE:.0f} seconds: its node is down or cut off"
-                    self._lost(why, AbortedError.exit_code, speak=True)
+        for peer in list(self._wires.peers):
+            if peer.rank < 0:
+                limit = ARRIVAL if self.topology.is_chief else WELCOME
+            else:
+                limit = SILENCE if self.in_steps else ARRIVAL  # before, libraries are loaded from a busy file system
+            if now - peer.heard > limit and not peer.left:
+                self._silent(peer, limit)
 
-    def _gone(self, peer: _Peer) -> None:
-        self._drop(peer)
-        if peer.rank >= 0 and not peer.left:
-            why = f"{_name(peer)} ended without a word: killed, out of memory, or crashed"
+    def _silent(self, peer: Peer, seconds: float) -> None:
+        self._wires.drop(peer)
+        if peer.rank >= 0:
+            why = (
+                f"no sign of life from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
+            )
+            self._lost(why, AbortedError.exit_code, speak=True)
+
+    def _gone(self, peer: Peer, error: OSError) -> None:
+        if peer.left or peer.rank < 0:
+            self._wires.drop(peer)
+        elif error.errno in CUT_OFF:
+            self._silent(peer, CUT)
+        else:
+            self._wires.drop(peer)
+            why = f"{peer.name} ended without a word: killed, out of memory, or crashed"
             self._lost(why, AbortedError.exit_code, speak=True)
 
     def _lost(self, why: str, code: int, *, speak: bool) -> None:
-        if self.reason or self._ended:
+        """Another rank cannot go on, so this one cannot. `speak`: no rank has told of it."""
+        if self.reason or self._stopped or self._failure:  # this one is ending by itself
             return
         self.reason, self._code = why, code
         self._deadline = min(self._deadline, time.monotonic() + GRACE)
         if speak and self.topology.local_rank == 0:
+            self._say(AbortedError, f"{why}; all ranks end. The same command goes on from the last checkpoint.")
             self._spoken = True
-            self._say(f"{why}; all ranks end. The same command goes on from the last checkpoint.")
         if self.topology.is_chief:
-            self._tell({"is": "lost", "text": why, "code": code})
-            with contextlib.suppress(OSError):  # the disk may be what failed
-                self.on_lost(why)
-            if speak:
+            self._wires.tell({"is": "lost", "text": why, "code": code})
+            threading.Thread(target=self._record, args=(why,), daemon=True).start()  # its file system may hang
+        # Where the chief's node is gone, the first rank of the next one acts for it.
+        if speak and self.topology.local_rank == 0 and self.topology.node in {0, 1, None}:
+            with contextlib.suppress(OSError):
                 self.on_vanished()
 
-    def _connect(self, now: float) -> None:
-        """One try of the next address."""
-        assert self.place
-        address = self._addresses[0]
-        self._addresses = [*self._addresses[1:], address]
-        here = {"is": "here", "rank": self.topology.rank, "seat": asdict(self._seat()), "token": self.place.token}
-        try:
-            peer = _Peer(socket.create_connection(address, TICK * 2), now, 0)
-            _send(peer, here)
-            reply = json.loads(peer.socket.recv(LONGEST).partition(b"\n")[0])
-            peer.seat = Seat(**reply["seat"])
-        except (OSError, ValueError, KeyError, TypeError):  # not there yet, or somebody else's port
-            return
-        self._add(peer)
-        self._came.add(0)
-        if self._met:
-            _send(peer, {"is": "ready"})
+    def _fail_here(self, why: str) -> None:
+        """A SIGTERM ends this rank whatever its training thread does."""
+        self.reason, self._code = why, 128 + signal.SIGTERM
+        self._wires.tell({"is": "failed", "text": why, "code": self._code})
 
-    def _listen(self, ports: range) -> None:
-        for port in ports:
-            with contextlib.suppress(OSError):
-                self._listener = socket.create_server(("", port), backlog=self.topology.size)
-                self._selector.register(self._listener, selectors.EVENT_READ)
-                return
-        raise WorldError(f"ports {ports[0]} to {ports[-1]} of {self.topology.host} are all taken; start again.")
+    def _end(self) -> None:
+        """Ends the process from here: the training thread may be inside C for ever."""
+        with self._changed:
+            if not self.reason:
+                self._fail_here(f"SIGTERM, and no step ended within {STOPPING:.0f} seconds")
+            reason = self.reason or ""
+        last = threading.Thread(target=self._last_words, args=(reason,), daemon=True)
+        last.start()
+        last.join(LAST_WORDS)
+        os._exit(self._code)
 
-    def _add(self, peer: _Peer) -> None:
-        peer.socket.settimeout(TICK * 2)
-        self._peers.append(peer)
-        self._selector.register(peer.socket, selectors.EVENT_READ)
+    def _last_words(self, reason: str) -> None:
+        if self.topology.is_chief:
+            if not self._spoken:
+                self._say(AbortedError, str(AbortedError(reason)))
+            self._record(reason)
 
-    def _drop(self, peer: _Peer) -> None:
-        if peer in self._peers:
-            self._peers.remove(peer)
-            self._selector.unregister(peer.socket)
-            peer.socket.close()
+    def _record(self, reason: str) -> None:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            self.on_lost(reason)
 
-    def _tell(self, message: Message) -> None:
-        for peer in self._peers:
-            if peer.rank >= 0 and not peer.left:
-                _send(peer, message)
+    def _let_go(self, open_rendezvous: Callable[[list[Seat]], int | None]) -> None:
+        """On the chief: all are ready, and learn what they need to start the collective library."""
+        by_rank = {peer.rank: peer.seat for peer in self._wires.ranks()}
+        seats = [self._wires.seat, *(by_rank[rank] for rank in sorted(by_rank))]
+        one_host = len({seat.node for seat in seats}) == 1
+        self._chiefs_interface = meeting.interface_of("127.0.0.1") if one_host else self.interface()
+        self.rendezvous = open_rendezvous(seats)
+        with self._changed:
+            self.seats = seats
+            told = [asdict(seat) for seat in seats]
+            go = {"rendezvous": self.rendezvous, "interface": self._chiefs_interface, "seats": told}
+            self._wires.tell({"is": "go", **go})
 
-    def _say(self, text: str) -> None:
+    def _say(self, kind: type[TrainingError], text: str) -> None:
         where = f" (rank {self.topology.rank} on {self.topology.host})" if self.topology.size > 1 else ""
-        name = StoppedError.__name__ if self.signal else AbortedError.__name__
-        print(f"{name}{where}: {text}", file=sys.stderr, flush=True)
-
-    def _seat(self) -> Seat:
-        return Seat(self.topology.host, self.topology.node or 0, self.topology.local_rank)
-
-    def _all_came(self) -> bool:
-        return len(self._came) == (self.topology.size - 1 if self.topology.is_chief else 1)
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+            print(f"{kind.__name__}{where}: {text}", file=sys.stderr, flush=True)
 
     def _all_hear(self) -> bool:
-        """Whether every rank can be told to stop; where some cannot, none may, and the wish is dropped."""
-        if sum(peer.rank >= 0 for peer in self._peers) == self.topology.size - 1:
-            return True
-        self._wanted = False
-        self._say(f"cannot stop in order: {self._missing()}.")
-        return False
+        """Whether every rank can be told to stop; where some cannot, none may."""
+        all_hear = len(self._wires.ranks()) == self.topology.size - 1
+        if not (all_hear or self._warned):
+            self._warned = True
+            self._say(StoppedError, f"cannot stop in order: {self._wires.missing()}.")
+        return all_hear
 
     def _all_ready(self) -> bool:
-        return self.topology.is_chief and sum(peer.ready for peer in self._peers) == self.topology.size - 1
+        return self.topology.is_chief and sum(peer.ready for peer in self._wires.ranks()) == self.topology.size - 1
 
     def _aborted(self) -> AbortedError:
         error = AbortedError(self.reason, self._code)
         error.told = self._spoken
         return error
-
-    def _missing(self) -> str:
-        assert self.place
-        if not self.topology.is_chief:
-            return f"rank 0 was not met at {self.place.host}, ports {self.place.ports[0]} to {self.place.ports[-2]},"
-        absent = [str(rank) for rank in range(1, self.topology.size) if rank not in self._came]
-        return f"rank {', '.join(absent[:8])} of {self.topology.size} did not come"
-
-    def _remedy(self) -> str:
-        return "look at what that rank or its node said, and whether the nodes may talk to one another by TCP."
-
-    def _close(self) -> None:
-        for peer in list(self._peers):
-            self._drop(peer)
-        if self._listener:
-            self._listener.close()
-        self._selector.close()
-
-    def _close_after_fork(self) -> None:
-        """In a child: the connections are the parent's, and must close when the parent ends."""
-        for peer in self._peers:
-            os.close(peer.socket.fileno())
-        if self._listener:
-            os.close(self._listener.fileno())
-
-
-def _send(peer: _Peer, message: Message) -> None:
-    with contextlib.suppress(OSError):  # a broken connection is found when it is read
-        peer.socket.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _name(peer: _Peer) -> str:
-    return f"rank {peer.rank} on {peer.seat.host}"

@@ -56,7 +56,9 @@ def of(topology: Topology, environ: Mapping[str, str]) -> Meeting | None:
             first_host(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
         )
     if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
-        token = "-".join(environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+        # Every torchrun that is given no id has the same; two on one host differ by their port.
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        token = "-".join(environ.get(name, "") for name in names)
         return Meeting(environ["MASTER_ADDR"], _block(zlib.crc32(token.encode())), token)
     return None
 

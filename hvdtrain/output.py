@@ -56,7 +56,7 @@ def start(
     Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
     """
     place = RUNS / _folder_name(plan.recipe.name)
-    found = _unfinished(place, plan, framework) if output is None and resume == "auto" else None
+    found = _unfinished(place, plan, framework, topology.job_id) if output is None and resume == "auto" else None
     folder = found or _open(output or _fresh(place, topology))
     try:
         return _begin(folder, plan, framework, resume)
@@ -124,11 +124,12 @@ def _fresh(place: Path, topology: Topology) -> Path:
         path = place / f"{name}-{count}"
 
 
-def _unfinished(place: Path, plan: Plan, framework: str) -> RunFolder | None:
-    """The newest run of this very recipe and framework that has not ended and that nobody is writing to."""
+def _unfinished(place: Path, plan: Plan, framework: str, job_id: str | None) -> RunFolder | None:
+    """The run of this very recipe and framework that has not ended and that nobody is writing to: this job's own,
+    where it was queued again, else the newest."""
     text = recipe.dump(plan.recipe)
     folders = [path for path in place.glob("*") if path.is_dir()]
-    for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(folders, key=lambda path: (path.name == job_id, path.stat().st_mtime), reverse=True):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OutputError):
             finished = json.loads((path / "status.json").read_text(encoding="utf-8"))["state"] == "finished"
             ours = json.loads((path / "plan.json").read_text(encoding="utf-8"))["framework"] == framework

@@ -5,27 +5,23 @@ import errno
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from hvdtrain import datasets, flags, guard, launch, meeting, output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
-from hvdtrain.lifeline import NEAR, Lifeline
+from hvdtrain.lifeline import Lifeline
 from hvdtrain.metrics import Events, Reporter
 from hvdtrain.output import Start
 from hvdtrain.plan import Plan
 from hvdtrain.progress import Progress
 from hvdtrain.recipe import Recipe
+from hvdtrain.signals import NEAR
 from hvdtrain.topology import Topology, discover
-
-# A launcher ends all ranks when the first one ends: a silent one that is quicker would cut the speaker off.
-SECONDS_TO_SPEAK = 5
-
 
 Framework = Literal["torch", "tensorflow"]
 
@@ -132,6 +128,13 @@ def main(framework: Framework, argv: Sequence[str], train: Callable[[Run], None]
     return code
 
 
+def end(code: int) -> NoReturn:
+    """Ends the process with this exit code."""
+    if code:  # srun --kill-on-bad-exit and mpirun end whoever has not ended yet, while the interpreter tears down
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(code)
+
+
 def _prepare_and_train(framework: Framework, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
     run = None
     try:
@@ -162,12 +165,12 @@ def _fail(error: HvdtrainError, topology: Topology, run: Run | None, line: Lifel
     speaks = topology.is_chief or (not error.everywhere and (run is not None or topology.local_rank == 0))
     if speaks and not error.told:
         print(one_line(error, topology), file=sys.stderr, flush=True)
-    if not speaks and not (line and line.outlast_chief()):
-        time.sleep(SECONDS_TO_SPEAK)
     if line:
-        line.leave(str(error), error.exit_code)
         if topology.is_chief and isinstance(error, StoppedError):
-            _go_on_later(line)
+            _go_on_later(line)  # before the farewell: srun ends the chief as soon as another rank has ended
+        if not speaks:
+            line.outlast_chief()
+        line.leave(str(error), error.exit_code)
     return error.exit_code
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-ASKING_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+NEAR = (signal.SIGUSR1, signal.SIGUSR2)  # what a job script has SLURM send before its time limit
+ASKING_TO_STOP = (signal.SIGTERM, *NEAR)
 
 
 class Ear:
-    """Hears SIGTERM, SIGUSR1 and SIGUSR2 at `hears`, which turns readable; elsewhere than in the main thread it is
-    deaf, as Python's signals are."""
+    """Hears SIGTERM, SIGUSR1 and SIGUSR2 at `hears`, which turns readable; opened elsewhere than in the main thread
+    it is deaf, as Python's signals are."""
 
     # A Python handler runs only once the main thread comes back from C, which a broken collective never does;
     # the byte that C's handler writes can be read by any thread.
@@ -28,11 +29,20 @@ class Ear:
         """Begins to hear. `in_child` runs after a fork in the child, which is deaf."""
         self.hears.setblocking(False)
         self._mouth.setblocking(False)
+        _open_ears[self] = in_child
         if threading.current_thread() is not threading.main_thread():
             return
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _nothing) for number in ASKING_TO_STOP}
-        _open_ears[self] = in_child
+        for number in ASKING_TO_STOP:
+            self._before[number] = signal.signal(number, _nothing)
+            signal.siginterrupt(number, False)  # not every library asks again where a signal cut its call short
+        # SLURM may signal every process of a step, and the warning would kill a reader of data, which has no handler:
+        # readers inherit that it is blocked here.
+        signal.pthread_sigmask(signal.SIG_BLOCK, NEAR)
+
+    def listen_here(self) -> None:
+        """Lets the calling thread take the signals that the main thread does not."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NEAR)
 
     def read(self) -> list[int]:
         """The signals since the last time."""
@@ -47,10 +57,17 @@ class Ear:
 
     def close(self) -> None:
         """Gives the signals back."""
-        if _open_ears.pop(self, None):
+        if self._before:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, NEAR)
+        self.deafen()
+
+    def deafen(self) -> None:
+        """The same in a forked child, where the warning stays blocked."""
+        _open_ears.pop(self, None)
+        if self._before:
             signal.set_wakeup_fd(self._wakeup)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self.hears.close()
         self._mouth.close()
 
@@ -65,7 +82,7 @@ _open_ears: dict[Ear, Callable[[], None]] = {}
 def _deafen_child() -> None:
     # A child shares the socket: a signal of its own would stop the parent.
     for ear, in_child in list(_open_ears.items()):
-        ear.close()
+        ear.deafen()
         in_child()
 
 

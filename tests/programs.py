@@ -20,6 +20,7 @@ import numpy as np
 
 from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
 
 FRAMEWORK = sys.argv[1]
@@ -29,7 +30,7 @@ told: dict[str, Any] = {}
 
 def prepared(argv: list[str]) -> Any:
     """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
-    run = runs.prepare(FRAMEWORK, argv, discover(os.environ))
+    run = runs.prepare(FRAMEWORK, argv, Lifeline(discover(os.environ)))
     return framework.Training(run, framework.open_engine(run))
 
 

@@ -161,12 +161,13 @@ def test_a_parted_replica_stops_every_rank(world, framework):
 @on_both
 def test_a_rank_that_is_gone_ends_the_other(world, framework):
     ranks = world("gloo-2", framework)
+    host = socket.gethostname()
     told, gone = ranks.told["abandoned"]
     assert gone is None
     assert told["code"] == 1
     assert told["err"] == (
-        f"AbortedError (rank 0 on {socket.gethostname()}): another rank ended, and this one with it; the first "
-        "message of another rank tells why. The same command goes on from the last checkpoint.\n"
+        f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a word: killed, out of memory, or crashed; "
+        "all ranks end. The same command goes on from the last checkpoint.\n"
     )
     assert [line["step"] for line in records(ranks.folder / "abandoned") if line["kind"] == "step"][-1] == 26
 

@@ -1,6 +1,7 @@
 """Run folders: their names, which one is taken up, and every refusal word for word."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -276,6 +277,18 @@ def test_another_frameworks_unfinished_run_is_not_taken_up(make_plan):
     save(theirs, plan, 40, framework="tensorflow")
     theirs.folder.lock.close()
     assert begin(plan).folder.path != theirs.folder.path
+
+
+def test_a_job_that_was_queued_again_goes_on_with_its_own_run(make_plan):
+    plan = make_plan()
+    mine, others = (dataclasses.replace(IN_JOB, job_id=job) for job in ("31", "32"))
+    paths = []
+    for topology in (mine, others):
+        begun = start(plan, topology, "torch", None, "never")
+        save(begun, plan, 40)
+        begun.folder.lock.close()
+        paths.append(begun.folder.path)
+    assert start(plan, mine, "torch", None, "auto").folder.path == paths[0]
 
 
 def test_a_folder_in_use_is_refused(make_plan):

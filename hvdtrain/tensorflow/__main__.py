@@ -45,4 +45,4 @@ def without_banner() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run.main("tensorflow", sys.argv[1:], train))
+    run.end(run.main("tensorflow", sys.argv[1:], train))

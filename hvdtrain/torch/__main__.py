@@ -11,4 +11,4 @@ def train(prepared: run.Run) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run.main("torch", sys.argv[1:], train))
+    run.end(run.main("torch", sys.argv[1:], train))

@@ -1,0 +1,174 @@
+"""Ranks without a framework, for tests of the line between them: `python line_ranks.py` reads what to start, a JSON
+object a line, and answers each with how its ranks ended.
+
+The ranks are forked from here, which saves them the start. They go through `run.main` as those of a framework do, and
+add by a file that they share. `steps`: how many; `acts`: by rank, what it does to itself before a step; `orders`: what
+is done to a rank once all have made a step; `argv`, `delay`: by rank; `constants`: of the lifeline. A rank that stopped
+in order tells its last step as a negative number.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import lifeline
+from hvdtrain import run as runs
+from hvdtrain.errors import DataError
+
+LIMIT = 120
+WIDTH = 256
+
+
+class Together:
+    """Adds over ranks, which all call it equally often. Where a rank has ended it raises, or waits for ever."""
+
+    def __init__(self, folder: Path, rank: int, size: int, breaks: bool) -> None:
+        self.rank, self.turn, self.broken = rank, 0, folder / "broken" if breaks else None
+        self.rows = np.memmap(folder / "rows", np.int64, "r+", shape=(2, size, WIDTH))
+        self.turns = np.memmap(folder / "turns", np.int64, "r+", shape=(size,))
+        self.steps = np.memmap(folder / "steps", np.int64, "r+", shape=(size,))
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        self.turn += 1
+        rows = self.rows[self.turn % 2]  # nobody comes to the turn after the next before all have read this one
+        rows[self.rank, : array.size] = array
+        self.turns[self.rank] = self.turn
+        while self.turns.min() < self.turn:
+            time.sleep(0.0002 * len(self.turns))
+            if self.broken and self.broken.exists() and self.turns.min() < self.turn:
+                raise BrokenPipeError
+        return rows[:, : array.size].sum(axis=0)
+
+
+def act(name: str) -> None:
+    """What a rank does to itself."""
+    match name:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "sleep":
+            time.sleep(600)
+        case "nap":
+            time.sleep(1.5)
+        case "stuck":  # in C, which no Python handler interrupts
+            ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+        case "refuse":
+            raise DataError("part 3 is damaged; copy it again.")
+        case "crash":
+            raise RuntimeError("two\nlines")
+        case "return":
+            os._exit(0)
+        case "fork":
+            if not os.fork():
+                time.sleep(15)
+                os._exit(0)
+        case "busy":  # C code that holds Python's lock
+            ctypes.PyDLL(None).sleep(3)
+
+
+def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
+    topology, line = run.topology, run.line
+    together = Together(folder, topology.rank, topology.size, spec.get("breaks", True))
+    acts = {step: name for rank, step, name in spec.get("acts", ()) if rank == topology.rank}
+    try:
+        act(acts.get(0, ""))
+        if spec.get("exchange", True):
+            line.exchange(together.sum)
+        for step in range(1, spec.get("steps", 100_000) + 1):
+            act(acts.get(step, ""))
+            together.sum(np.ones(1, np.int64))
+            together.steps[topology.rank] = step
+            if line.stops_at(step):
+                together.steps[topology.rank] = -step
+                time.sleep(spec.get("checkpoint", 0) if topology.is_chief else 0)
+                raise line.stopped(step)
+        act(acts.get(-1, ""))
+    except BrokenPipeError:
+        raise line.aborted() from None
+
+
+def environment(spec: dict[str, Any], rank: int) -> dict[str, str]:
+    """The variables of that rank's launcher."""
+    nodes = spec.get("nodes") or [0] * spec["size"]
+    local_rank = nodes[:rank].count(nodes[rank])
+    if spec.get("launcher") == "alone":
+        return {}
+    if spec.get("launcher") == "horovodrun":
+        told = {"SIZE": len(nodes), "LOCAL_RANK": local_rank, "LOCAL_SIZE": nodes.count(nodes[rank])}
+        return {
+            f"HOROVOD_{name}": str(value) for name, value in {**told, "RANK": rank, "CROSS_RANK": nodes[rank]}.items()
+        }
+    tasks = ",".join(str(nodes.count(node)) for node in sorted(set(nodes)))
+    told = {"PROCID": rank, "LOCALID": local_rank, "NODEID": nodes[rank], "STEP_NUM_TASKS": len(nodes)}
+    told |= {"JOB_ID": spec["job"], "STEP_ID": 0, "STEP_TASKS_PER_NODE": tasks, "STEP_NODELIST": "localhost"}
+    return {f"SLURM_{name}": str(value) for name, value in told.items()}
+
+
+def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
+    """A forked rank, to its end."""
+    signal.alarm(LIMIT)
+    with (folder / f"err-{rank}").open("w") as err:
+        os.dup2(err.fileno(), 2)
+    os.environ.update({**environment(spec, rank), **spec.get("environ", {})})
+    vars(lifeline).update(spec.get("constants", {}))
+    time.sleep(spec.get("delay", {}).get(str(rank), 0))
+    argv = spec.get("argv", {}).get(str(rank), ["linear", "--output", str(folder / "run")])
+    code = 1
+    try:
+        code = runs.main("numpy", argv, lambda run: train(run, spec, folder))  # type: ignore[arg-type]
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def launch(spec: dict[str, Any]) -> dict[str, Any]:
+    """Starts the ranks, follows the orders, waits; exit code, stderr, steps and seconds by rank."""
+    folder, size = Path(spec["folder"]), spec["size"]
+    (folder / "broken").unlink(missing_ok=True)
+    np.zeros((2, size, WIDTH), np.int64).tofile(folder / "rows")
+    for name in ("turns", "steps"):
+        np.zeros(size, np.int64).tofile(folder / name)
+    pids = {}
+    for rank in range(size):
+        pids[rank] = os.fork()
+        if not pids[rank]:
+            rank_main(spec, folder, rank)
+    steps = np.memmap(folder / "steps", np.int64, "r", shape=(size,))
+    orders, began = list(spec.get("orders", ())), time.monotonic()
+    codes: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    while len(codes) < size:
+        time.sleep(0.002)
+        if orders and steps.min() >= orders[0][0]:
+            _, victims, number, pause = orders.pop(0)
+            time.sleep(pause)
+            for victim in (pids.keys() if victims == "all" else {victims}) - codes.keys():
+                os.kill(pids[victim], number)
+            began = time.monotonic()
+        if pids.keys() - codes.keys() == set(spec.get("stopped", ())):
+            for rank in spec["stopped"]:
+                os.kill(pids[rank], signal.SIGKILL)
+        for rank in pids.keys() - codes.keys():
+            pid, status = os.waitpid(pids[rank], os.WNOHANG)
+            if pid:
+                codes[rank], seconds[rank] = os.waitstatus_to_exitcode(status), time.monotonic() - began
+                (folder / "broken").touch()
+    return {
+        "codes": [codes[rank] for rank in range(size)],
+        "seconds": [seconds[rank] for rank in range(size)],
+        "steps": steps.tolist(),
+        "err": [(folder / f"err-{rank}").read_text() for rank in range(size)],
+    }
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(launch(json.loads(line))), flush=True)

@@ -1,0 +1,65 @@
+"""What Horovod's Gloo is told, as horovodrun would tell it."""
+
+import urllib.request
+
+import pytest
+from ranks import needs_horovod
+
+from hvdtrain import gloo
+from hvdtrain.meeting import Seat
+from hvdtrain.topology import Topology
+
+
+def seats(*ranks_a_host):
+    return [Seat(f"h{node}", node, local) for node, ranks in enumerate(ranks_a_host) for local in range(ranks)]
+
+
+CROSS = {  # ranks a host: by rank, local rank of local size, cross rank of cross size
+    "one": ((1,), ["0/1 0/1"]),
+    "one host": ((2,), ["0/2 0/1", "1/2 0/1"]),
+    "two hosts": ((2, 2), ["0/2 0/2", "1/2 0/2", "0/2 1/2", "1/2 1/2"]),
+    "unequal": ((2, 1), ["0/2 0/2", "1/2 0/1", "0/1 1/2"]),
+    "unequal, the smaller first": ((1, 2, 1), ["0/1 0/3", "0/2 1/3", "1/2 0/1", "0/1 2/3"]),
+}
+
+
+@pytest.mark.parametrize(("hosts", "told"), CROSS.values(), ids=CROSS.keys())
+def test_places(hosts, told):
+    there = seats(*hosts)
+    for rank, seat in enumerate(there):
+        topology = Topology(rank, len(there), seat.local_rank, hosts[seat.node], seat.node, seat.host, "srun", "1")
+        given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0")
+        local = f"{given['HOROVOD_LOCAL_RANK']}/{given['HOROVOD_LOCAL_SIZE']}"
+        assert f"{local} {given['HOROVOD_CROSS_RANK']}/{given['HOROVOD_CROSS_SIZE']}" == told[rank]
+        assert (given["HOROVOD_RANK"], given["HOROVOD_SIZE"]) == (str(rank), str(len(there)))
+
+
+def test_variables():
+    there = seats(1, 1)
+    topology = Topology(1, 2, 0, 1, 1, "h1", "srun", "1")
+    given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0")
+    assert given == {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_HOSTNAME": "h1-1",
+        "HOROVOD_RANK": "1",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": "0",
+        "HOROVOD_LOCAL_SIZE": "1",
+        "HOROVOD_CROSS_RANK": "1",
+        "HOROVOD_CROSS_SIZE": "2",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "4321",
+        "HOROVOD_GLOO_IFACE": "ib0",
+    }
+    assert "HOROVOD_GLOO_IFACE" not in gloo.variables(topology, there, "10.0.0.1", 4321, None)
+
+
+@needs_horovod
+def test_the_rendezvous_answers():
+    port = gloo.serve(seats(2, 1))
+    place = f"http://127.0.0.1:{port}/global/0"
+    with urllib.request.urlopen(urllib.request.Request(place, b"an address", method="PUT"), timeout=10) as reply:
+        assert reply.status == 200
+    with urllib.request.urlopen(place, timeout=10) as reply:
+        assert reply.read() == b"an address"

@@ -1,0 +1,88 @@
+"""Where ranks meet: host and ports from the launcher's variables alone."""
+
+import socket
+
+import pytest
+from test_topology import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
+
+from hvdtrain import meeting
+from hvdtrain.meeting import Meeting, Seat
+from hvdtrain.topology import discover
+
+NODES = {
+    "one": ("nid001", "nid001"),
+    "a range": ("nid[001-004]", "nid001"),
+    "two": ("a,b", "a"),
+    "a list in a list": ("jwb[0001,0005-0007],x", "jwb0001"),
+    "a list later": ("login1,jwb[0001-0004]", "login1"),
+    "two dimensions": ("r[0-3]n[0-7]", "r0n0"),
+    "an end": ("r[12-13]i", "r12i"),
+    "a dash": ("gpu-a[07-09]", "gpu-a07"),
+}
+
+
+@pytest.mark.parametrize(("nodes", "first"), NODES.values(), ids=NODES.keys())
+def test_the_first_host(nodes, first):
+    assert meeting.first_host(nodes) == first
+
+
+def met(text, **changed):
+    environ = environment(text, **changed)
+    return meeting.of(discover(environ), environ)
+
+
+SRUN = f"{STEP} SLURM_STEP_NODELIST=nid[001-002]"
+ONE = "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"
+PLACES = {
+    "srun": (SRUN, Meeting("nid001", range(10176, 10184), "22.0")),
+    "torchrun": (TORCHRUN, Meeting("a", range(26168, 26176), "x--a-29500")),
+    "srun without a list": (STEP, None),
+    "horovodrun": (HOROVODRUN, None),
+    "mpirun": (OPENMPI4, None),
+    "a batch shell": (JOB, None),
+    "one task": (f"{SRUN} {ONE}", None),
+}
+
+
+@pytest.mark.parametrize(("text", "place"), PLACES.values(), ids=PLACES.keys())
+def test_where_ranks_meet(text, place):
+    assert met(text) == place
+
+
+def test_two_torchruns_on_a_host_do_not_meet():
+    names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+    one, other = (met(TORCHRUN, MASTER_PORT=port, **names) for port in ("29500", "29501"))
+    assert one.token != other.token
+    assert one.ports != other.ports
+    again = met(TORCHRUN, **{**names, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.token != one.token
+
+
+def test_neighbours_have_other_ports():
+    steps = [met(SRUN, SLURM_JOB_ID=str(job), SLURM_STEP_ID="0") for job in range(4_000_000, 4_002_500)]
+    taken = [port for place in steps for port in place.ports]
+    assert len(set(taken)) == len(taken) == 20_000
+    assert min(taken) >= 10_000
+    assert max(taken) < 30_000  # 32768 and above may be anybody's
+    assert met(SRUN, SLURM_STEP_ID="1").ports[0] == met(SRUN).ports[-1] + 1
+
+
+@pytest.mark.parametrize("step", ["4294967291", "4294967292", "interactive"])
+def test_a_step_with_a_strange_number(step):
+    ports = met(SRUN, SLURM_STEP_ID=step).ports
+    assert 10_000 <= ports[0] < ports[-1] < 30_000
+
+
+def test_this_hosts_addresses():
+    found = meeting.addresses()
+    assert "127.0.0.1" in found
+    assert [address.startswith("127.") for address in found] == sorted(address.startswith("127.") for address in found)
+    for address in found:
+        with socket.create_server((address, 0)):
+            pass
+    assert meeting.interface_of("127.0.0.1") == "lo"
+    assert meeting.interface_of("192.0.2.1") is None
+
+
+def test_hosts_of_one_name_are_told_apart():
+    assert Seat("localhost", 0, 1).label != Seat("localhost", 1, 1).label
