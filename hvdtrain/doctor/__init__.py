@@ -14,7 +14,7 @@ from hvdtrain import mpi
 from hvdtrain.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.doctor import gather, host, launch, machine, report, software, world
 from hvdtrain.doctor.expected import EXPECTED
-from hvdtrain.doctor.facts import Check, Facts, Live, Rank, Step
+from hvdtrain.doctor.facts import Check, Facts, Rank, Step, count
 from hvdtrain.topology import discover
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
     else:
         at = facts.step.topology
-        where = at.host if at.launcher == "alone" else f"{at.size} rank(s) of {at.launcher}, seen from {at.host}"
+        where = at.host if at.launcher == "alone" else f"{count(at.size, 'rank')} of {at.launcher}, seen from {at.host}"
         # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
         console = Console(force_terminal=False if at.launcher == "mpirun" else None)
         report.show(checks, f"hvdtrain doctor: {where}, {time.monotonic() - started:.0f} s", console)
@@ -61,18 +61,24 @@ def gather_facts(environ: Mapping[str, str]) -> Facts | None:
     topology = discover(environ)
     mine = host.rank(topology, environ)
     step = host.step(topology, environ)
+    framework = _to_meet_with(step)
+    others = [name for name in FRAMEWORK_WHEELS if name != framework]
     with ThreadPoolExecutor() as pool:
-        installed = pool.submit(gather.software, environ) if topology.is_chief else None
-        live, told = _meet(mine, step, environ)
+        installed = pool.submit(gather.software, environ, others) if topology.is_chief else None
+        met = gather.live(framework, dataclasses.asdict(mine), environ) if framework else gather.Met()
     if installed is None:
         return None
-    ranks = tuple(Rank.from_json(rank) for rank in told) or (mine,)
-    return Facts(installed.result(), ranks, dataclasses.replace(step, live=live), time.time())
+    found = installed.result()
+    if framework:
+        imported = met.framework or gather.framework(framework, environ)
+        found = dataclasses.replace(found, frameworks=(imported, *found.frameworks))
+    ranks = tuple(Rank.from_json(rank) for rank in met.ranks) or (mine,)
+    return Facts(found, ranks, dataclasses.replace(step, live=met.live), time.time())
 
 
-def _meet(mine: Rank, step: Step, environ: Mapping[str, str]) -> tuple[Live | None, list[dict]]:
-    """What the ranks did together, unless it is plain that they cannot."""
+def _to_meet_with(step: Step) -> str | None:
+    """The framework with which the ranks shall meet; None where it is plain that they cannot."""
     framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
     if step.topology.launcher == "alone" or not framework or launch.mismatch(step, mpi.of_horovod(framework)):
-        return None, []
-    return gather.live(framework, dataclasses.asdict(mine), environ)
+        return None
+    return framework

@@ -183,6 +183,11 @@ class Facts:
         return max(self.step.nodes, len({rank.host for rank in self.ranks}))
 
 
+def count(number: int, thing: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def over_ranks(facts: Facts, name: str, group: str, judge: Callable[[Rank], Verdict]) -> Check:
     """The worst of the ranks' verdicts, which names its rank and host where not all are alike."""
     verdicts = [judge(rank) for rank in facts.ranks]

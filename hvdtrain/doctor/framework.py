@@ -5,15 +5,21 @@ import json
 import sys
 from typing import Any
 
-from hvdtrain.doctor.live import MARK
+MARK = "hvdtrain-doctor "
 
 
-def main(name: str) -> None:
-    """Prints, one mark a line, the framework's facts and then Horovod's: a crash leaves what came before it."""
+def imported(name: str) -> tuple[Any, Any]:
+    """The framework and Horovod for it. Says the facts of each as soon as it is there: a crash leaves the first."""
     module = importlib.import_module(name)
-    _say(version=module.__version__, **(_cuda(module) if name == "torch" else {}))
+    say(version=module.__version__, **(_cuda(module) if name == "torch" else {}))
     hvd = importlib.import_module(f"horovod.{name}")
-    _say(nccl_built=bool(hvd.nccl_built()))
+    say(nccl_built=bool(hvd.nccl_built()))
+    return module, hvd
+
+
+def say(**values: Any) -> None:
+    """Prints the values for the doctor, among whatever else a library prints."""
+    print(MARK + json.dumps(values), flush=True)
 
 
 def _cuda(torch: Any) -> dict[str, str]:
@@ -22,9 +28,5 @@ def _cuda(torch: Any) -> dict[str, str]:
     return {"cuda": cuda, "nccl": ".".join(map(str, nccl))}
 
 
-def _say(**values: Any) -> None:
-    print(MARK + json.dumps(values), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    imported(sys.argv[1])

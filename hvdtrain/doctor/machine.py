@@ -7,7 +7,7 @@ from functools import partial
 
 from hvdtrain.devices import gpu_index
 from hvdtrain.doctor import launch
-from hvdtrain.doctor.facts import Check, Facts, Framework, Interface, Rank, Verdict, over_ranks
+from hvdtrain.doctor.facts import Check, Facts, Framework, Interface, Rank, Verdict, count, over_ranks
 from hvdtrain.errors import DeviceError
 from hvdtrain.topology import Topology
 
@@ -55,7 +55,7 @@ def _driver(facts: Facts) -> Verdict:
 def _cuda(facts: Facts) -> Verdict:
     cuda, runs = _torch(facts).cuda, facts.software.driver_cuda
     if not cuda or not runs:
-        return Verdict("skip", f"torch is built for {cuda or 'the CPU'}; the driver runs {runs or 'nothing'}")
+        return Verdict("skip", "torch is built for the CPU" if runs else "no GPU")
     if int(cuda.split(".")[0]) > int(runs.split(".")[0]):
         cure = f"# install a torch built for CUDA {runs} or older, or ask for a driver of CUDA {cuda}"
         return Verdict("fail", f"torch is built for CUDA {cuda}, the driver runs {runs}", "a driver as new", cure)
@@ -65,7 +65,7 @@ def _cuda(facts: Facts) -> Verdict:
 def _nccl(facts: Facts) -> Verdict:
     torch = _torch(facts)
     if not any(rank.visible_gpus for rank in facts.ranks):
-        return Verdict("skip", f"no GPU; torch brings {torch.nccl}" if torch.nccl else "no GPU")
+        return Verdict("skip", "no GPU")
     if not torch.nccl_built:
         cure = "python -m hvdtrain build --frameworks torch --gpu nccl"
         return Verdict("fail", "GPUs are visible, but this Horovod averages on the CPU", "one built with NCCL", cure)
@@ -85,7 +85,7 @@ def _gpus(facts: Facts, rank: Rank) -> Verdict:
         mask = f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(rank.local_size)))}"
         cure = mask if enough else f"# start at most {rank.visible_gpus} ranks a host: one for each GPU"
         return Verdict("fail", found, "one for each rank, or to each rank its own", cure)
-    return Verdict("ok", f"{rank.visible_gpus} visible, {rank.local_size} rank(s) on the host")
+    return Verdict("ok", f"{rank.visible_gpus} visible, {count(rank.local_size, 'rank')} on the host")
 
 
 def _nccl_interface(facts: Facts, rank: Rank) -> Verdict:
@@ -165,7 +165,8 @@ def _cpus(facts: Facts, rank: Rank) -> Verdict:
     have = len(rank.cpus)
     asked = launch.cpus_per_task(rank)
     found = f"{have} of the host's {rank.cpus_of_host}"
-    if not asked.isdigit() or have >= int(asked):
+    # A SLURM that was told of more CPUs than the host has cannot give them: all there are is enough.
+    if not asked.isdigit() or have >= min(int(asked), rank.cpus_of_host):
         return Verdict("ok", found + (f", {asked} asked for" if asked else ""))
     if facts.step.topology.launcher != "srun":
         return Verdict("warn", f"{found}, {asked} asked for", asked, "# start the ranks with srun, which gives them")
@@ -182,9 +183,9 @@ def _threads(rank: Rank) -> Verdict:
     if not said.split(",")[0].isdigit():
         return Verdict("fail", f"OMP_NUM_THREADS={said}", "a number", f"export OMP_NUM_THREADS={have}")
     if int(said.split(",")[0]) > have:
-        found = f"{said} threads on {have} CPU(s)"
+        found = f"{said} threads on {count(have, 'CPU')}"
         return Verdict("warn", found, f"at most {have}", f"export OMP_NUM_THREADS={have}")
-    return Verdict("ok", f"{said}, on {have} CPU(s)")
+    return Verdict("ok", f"{said}, on {count(have, 'CPU')}")
 
 
 def _binding(facts: Facts) -> Verdict:
@@ -196,11 +197,13 @@ def _binding(facts: Facts) -> Verdict:
         # Rank 0 alone was asked where the ranks could not meet.
         together, everybody = set().union(*(rank.cpus for rank in ranks)), ranks[0].local_size
         if len(ranks) == everybody and len(together) < everybody:
-            found = f"{everybody} ranks on {len(together)} CPU(s) of {host}"
-            cure = f"# start at most {len(together)} rank(s) a host, or ask for more CPUs; mpirun: --bind-to none"
+            found = f"{everybody} ranks on {count(len(together), 'CPU')} of {host}"
+            cure = (
+                f"# start at most {count(len(together), 'rank')} a host, or ask for more CPUs; mpirun: --bind-to none"
+            )
             return Verdict("warn", found, "a CPU for each rank", cure)
     bound = len(facts.chief.cpus) < facts.chief.cpus_of_host
-    return Verdict("ok", "each rank to its CPUs" if bound else "none: the ranks of a host share it")
+    return Verdict("ok", "each rank to its CPUs" if bound else "none: the ranks of a host share its CPUs")
 
 
 def _hostname(rank: Rank) -> Verdict:
@@ -211,8 +214,9 @@ def _hostname(rank: Rank) -> Verdict:
 
 
 def _suffixed(rank: Rank) -> Verdict:
-    told = rank.suffixed or "does not resolve; only some sites have it (JUWELS)"
-    return Verdict("ok" if rank.suffixed else "skip", f"{rank.host}i {'is ' if rank.suffixed else ''}{told}")
+    if not rank.suffixed:
+        return Verdict("skip", f"{rank.host}i does not resolve, as at most sites")
+    return Verdict("ok", f"{rank.host}i is {rank.suffixed}")
 
 
 def _folder(rank: Rank) -> Verdict:

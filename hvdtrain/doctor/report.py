@@ -1,11 +1,10 @@
 """The checks as text a person reads: grouped, coloured on a terminal, and the cures whole below."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from hvdtrain.doctor.facts import Check, Status
@@ -20,37 +19,53 @@ PLURALS: dict[Status, str] = {"ok": "ok", "warn": "to look at", "fail": "to mend
 
 
 def show(checks: Sequence[Check], title: str, console: Console) -> None:
-    """Prints the table, then every cure on lines of its own that are never folded."""
-    console.print(Text(title, style="bold"))
-    name_width = max(len(check.name) for check in checks)
-    for group, members in groupby(checks, key=lambda check: check.group):
-        console.print()
-        console.print(Text(group, style="bold cyan"))
-        console.print(Padding(_table(list(members), name_width), (0, 0, 0, 1), expand=False))
-    console.print()
-    for check in sorted(checks, key=lambda check: check.status != "fail"):
-        if check.cure:
-            mark, style = MARKS[check.status]
-            console.print(Text(f"{mark} {check.name}", style=style))
-            # A folded command could not be copied.
-            console.print(Text(f"    {check.cure}"), soft_wrap=True)
+    """Prints the table, then every cure on lines of its own that are never folded, then how many there are of each."""
+    _print(console, Text(title, style="bold"))
+    rows = list(_rows(checks))
+    name_width = max(len(names) for _, names, _ in rows)
+    for group, members in groupby(rows, key=lambda row: row[0]):
+        _print(console, Text(f"\n{group}", style="bold cyan"))
+        for _, names, check in members:
+            _print(console, _line(names.ljust(name_width), check, console.width))
+    worst_first = sorted((check for check in checks if check.cure), key=lambda check: check.status != "fail")
+    for cure in dict.fromkeys(check.cure for check in worst_first):
+        cured = [check for check in worst_first if check.cure == cure]
+        mark, style = MARKS[cured[0].status]
+        _print(console, Text(f"\n{mark} {', '.join(check.name for check in cured)}", style=style))
+        _print(console, Text(f"    {cure}"))
     counts = [
         f"{sum(check.status == status for check in checks)} {word}"
         for status, word in PLURALS.items()
         if any(check.status == status for check in checks)
     ]
-    console.print(Text(", ".join(counts), style="bold"))
+    _print(console, Text(f"\n{', '.join(counts)}", style="bold"))
 
 
-def _table(checks: Sequence[Check], name_width: int) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(width=1)
-    table.add_column(width=name_width, no_wrap=True)
-    table.add_column(overflow="fold", ratio=1)
-    for check in checks:
-        mark, style = MARKS[check.status]
-        found = Text(check.found, style="dim" if check.status == "skip" else "")
-        if check.status in {"warn", "fail"} and check.expected:
-            found = Text.assemble(found, "\n", ("expected: " + check.expected, "dim"))
-        table.add_row(Text(mark, style=style), Text(check.name, style="dim" if check.status == "skip" else ""), found)
-    return table
+def _rows(checks: Sequence[Check]) -> Iterator[tuple[str, str, Check]]:
+    """Group, names and check of each line: neighbours that are left out for the same reason share one."""
+    for _, group in groupby(checks, key=lambda check: (check.group, check.status, check.found)):
+        members = list(group)
+        if members[0].status == "skip":
+            members, names = members[:1], ", ".join(check.name for check in members)
+            yield members[0].group, names, members[0]
+        else:
+            yield from ((check.group, check.name, check) for check in members)
+
+
+def _line(name: str, check: Check, width: int) -> Text:
+    """One check, its words folded to the width of the terminal."""
+    mark, style = MARKS[check.status]
+    room = max(20, width - len(name) - 4)
+    dim = "dim" if check.status == "skip" else ""
+    told = [(line, dim) for line in textwrap.wrap(check.found, room)]
+    if check.status in {"warn", "fail"} and check.expected:
+        told += [(line, "dim") for line in textwrap.wrap(f"expected: {check.expected}", room)]
+    text = Text.assemble(" ", (mark, style), " ", (name, dim))
+    for number, (line, line_style) in enumerate(told):
+        text.append("\n" + " " * (len(name) + 4) if number else " ").append(line, style=line_style)
+    return text
+
+
+def _print(console: Console, text: Text) -> None:
+    # A folded command could not be copied; and what rich takes for a name or number it would colour.
+    console.print(text, soft_wrap=True, highlight=False)

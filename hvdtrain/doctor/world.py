@@ -1,7 +1,9 @@
 """The step, judged: whether its ranks are one world, and how fast they add."""
 
 from hvdtrain.doctor import launch
-from hvdtrain.doctor.facts import Check, Facts, Verdict
+from hvdtrain.doctor.facts import Check, Facts, Verdict, count
+
+NO_LAUNCHER = "no launcher: start the doctor as you start the training to check the step"
 
 
 def checks(facts: Facts) -> list[Check]:
@@ -11,9 +13,9 @@ def checks(facts: Facts) -> list[Check]:
 
 def _world(facts: Facts) -> Verdict:
     step, live = facts.step, facts.step.live
-    promised = f"{step.topology.launcher} started {step.topology.size} rank(s)"
+    promised = f"{step.topology.launcher} started {count(step.topology.size, 'rank')}"
     if step.topology.launcher == "alone":
-        return Verdict("skip", "no launcher: start the doctor as you start the training to check the step")
+        return Verdict("skip", NO_LAUNCHER)
     if not facts.software.has_horovod:
         return Verdict("fail", f"{promised}; no Horovod to join them", "Horovod", "python -m hvdtrain build")
     if wrong := launch.mismatch(step, facts.software.mpi):
@@ -24,11 +26,13 @@ def _world(facts: Facts) -> Verdict:
     if (live.rank, live.size) != (step.topology.rank, step.topology.size):
         found = f"{promised}; Horovod says rank {live.rank} of {live.size}"
         return Verdict("fail", found, f"rank {step.topology.rank} of {step.topology.size}", launch.cure(facts))
-    return Verdict("ok", f"{promised}, and Horovod says {live.size} on {facts.hosts} host(s)")
+    return Verdict("ok", f"{promised}, and Horovod says {live.size} on {count(facts.hosts, 'host')}")
 
 
 def _allreduce(facts: Facts) -> Verdict:
     live, topology = facts.step.live, facts.step.topology
+    if topology.launcher == "alone":
+        return Verdict("skip", NO_LAUNCHER)
     if live is None or live.size != topology.size:
         return Verdict("skip", "no world to add over")
     if not live.seconds:

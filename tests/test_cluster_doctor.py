@@ -1,0 +1,306 @@
+"""The doctor on a SLURM of several nodes: each launch that goes wrong is told and cured, and what else steps lack."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from cluster import ENVIRONMENTS, Minicluster
+from ranks import Ended
+
+from hvdtrain.doctor.facts import Check
+
+pytestmark = [
+    pytest.mark.cluster,
+    *(
+        pytest.mark.skipif(not (folder / "bin" / "python").exists(), reason="needs each Horovod: make cluster-test")
+        for folder in ENVIRONMENTS.values()
+    ),
+]
+
+OPENMPI, MPICH, GLOO = (str(ENVIRONMENTS[build] / "bin") for build in ("openmpi", "mpich", "gloo"))
+DOCTOR = "-m hvdtrain doctor --json"
+TWO = "nid001:1,nid002:1"
+IN_A_JOB = ("salloc", "-Q", "-N2", "--ntasks-per-node=1", "-wnid001,nid002", "bash", "-c")
+OF_TWO_CPUS = (*IN_A_JOB[:-2], "--cpus-per-task=2", *IN_A_JOB[-2:])
+BY_HAND = ("exec", "nid001", "bash", "-c")
+# As any program has it, which imports Horovod and asks.
+ALONE = 'import horovod.torch as hvd; hvd.init(); print("rank", hvd.rank(), "of", hvd.size())'
+
+
+def srun(build: str, plugin: str) -> str:
+    """As the doctor prints it: srun has put the program's path for its name."""
+    return f"srun --mpi={plugin} -N 2 -n 2 {ENVIRONMENTS[build]}/bin/python {DOCTOR}"
+
+
+# Open MPI's mpirun puts its own folder first in its ranks' PATH, and Python of another build is not there.
+MPIRUN = f"{OPENMPI}/mpirun -n 2 -N 1 --bind-to none"
+HYDRA = f"SLURM_MPI_TYPE=none {MPICH}/mpiexec.hydra -n 2 -ppn 1"
+RIGHT = {  # build, how, command; over what they add
+    "Open MPI, srun pmix": ("openmpi", IN_A_JOB, srun("openmpi", "pmix"), "MPI"),
+    "Open MPI, mpirun": ("openmpi", IN_A_JOB, f"mpirun -n 2 -H {TWO} --allow-run-as-root python {DOCTOR}", "MPI"),
+    "Open MPI, horovodrun --gloo": ("openmpi", BY_HAND, f"horovodrun --gloo -np 2 -H {TWO} python {DOCTOR}", "Gloo"),
+    "Open MPI, horovodrun --mpi": ("openmpi", BY_HAND, f"horovodrun --mpi -np 2 -H {TWO} python {DOCTOR}", "MPI"),
+    "MPICH, srun pmi2": ("mpich", IN_A_JOB, srun("mpich", "pmi2"), "MPI"),
+    "MPICH, Hydra": (
+        "mpich",
+        IN_A_JOB,
+        f"SLURM_MPI_TYPE=none mpiexec.hydra -n 2 -hosts {TWO} python {DOCTOR}",
+        "MPI",
+    ),
+    "MPICH, horovodrun --gloo": ("mpich", BY_HAND, f"horovodrun --gloo -np 2 -H {TWO} python {DOCTOR}", "Gloo"),
+    "MPICH, horovodrun --mpi": ("mpich", BY_HAND, f"horovodrun --mpi -np 2 -H {TWO} python {DOCTOR}", "MPI"),
+    "no MPI, srun pmix": ("gloo", IN_A_JOB, srun("gloo", "pmix"), "Gloo"),
+    "no MPI, srun pmi2": ("gloo", IN_A_JOB, srun("gloo", "pmi2"), "Gloo"),
+    "no MPI, srun none": ("gloo", IN_A_JOB, srun("gloo", "none"), "Gloo"),
+    "no MPI, srun cray_shasta": ("gloo", IN_A_JOB, srun("gloo", "cray_shasta"), "Gloo"),
+    "no MPI, horovodrun --gloo": ("gloo", IN_A_JOB, f"horovodrun --gloo -np 2 -H {TWO} python {DOCTOR}", "Gloo"),
+}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A launch that makes no world. `alone`: each process then is rank 0 of 1 without a word; else it aborts."""
+
+    build: str
+    launch: str
+    alone: bool
+    found: str
+    cure: str
+    python: str = "python"
+
+
+MPICH_HYDRA, NO_MPI = (RIGHT[name][2] for name in ("MPICH, Hydra", "no MPI, horovodrun --gloo"))
+OPENMPI_MPIRUN = RIGHT["Open MPI, mpirun"][2]
+WRONG = {
+    "Open MPI, srun pmi2": Wrong(
+        "openmpi",
+        "srun --mpi=pmi2",
+        True,
+        "srun started 2 tasks with --mpi=pmi2; Horovod's Open MPI {version} needs --mpi=pmix",
+        srun("openmpi", "pmix"),
+    ),
+    "Open MPI, srun none": Wrong(
+        "openmpi",
+        "srun --mpi=none",
+        True,
+        "srun started 2 tasks with --mpi=none; Horovod's Open MPI {version} needs --mpi=pmix",
+        srun("openmpi", "pmix"),
+    ),
+    "Open MPI, srun cray_shasta": Wrong(
+        "openmpi",
+        "srun --mpi=cray_shasta",
+        True,
+        "srun started 2 tasks with --mpi=cray_shasta; Horovod's Open MPI {version} needs --mpi=pmix",
+        srun("openmpi", "pmix"),
+    ),
+    "Open MPI, Hydra": Wrong(
+        "openmpi",
+        HYDRA,
+        True,
+        "mpiexec of MPICH started 2 ranks; this Horovod was built with Open MPI {version}",
+        OPENMPI_MPIRUN,
+    ),
+    "MPICH, srun pmix": Wrong(
+        "mpich",
+        "srun --mpi=pmix",
+        False,
+        "srun started 2 tasks with --mpi=pmix; Horovod's MPICH {version} needs --mpi=pmi2",
+        srun("mpich", "pmi2"),
+    ),
+    "MPICH, srun none": Wrong(
+        "mpich",
+        "srun --mpi=none",
+        True,
+        "srun started 2 tasks with --mpi=none; Horovod's MPICH {version} needs --mpi=pmi2",
+        srun("mpich", "pmi2"),
+    ),
+    "MPICH, srun cray_shasta": Wrong(
+        "mpich",
+        "srun --mpi=cray_shasta",
+        True,
+        "srun started 2 tasks with --mpi=cray_shasta; Horovod's MPICH {version} needs --mpi=pmi2",
+        srun("mpich", "pmi2"),
+    ),
+    "MPICH, mpirun": Wrong(
+        "mpich",
+        MPIRUN,
+        False,
+        "mpirun of Open MPI started 2 ranks; this Horovod was built with MPICH {version}",
+        MPICH_HYDRA.replace("python", f"{MPICH}/python"),
+        python=f"{MPICH}/python",
+    ),
+    "MPICH, Hydra over the job's pmix": Wrong(
+        "mpich",
+        "mpiexec.hydra -n 2 -ppn 1",
+        False,
+        "mpiexec started 2 ranks; Horovod said: .* Found both env vars PMI_SIZE and PMIX_NAMESPACE.*",
+        MPICH_HYDRA,
+    ),
+    "MPICH, horovodrun --mpi over the job's pmix": Wrong(
+        "mpich",
+        f"horovodrun --mpi -np 2 -H {TWO}",
+        False,
+        "mpiexec started 2 ranks; Horovod said: .* Found both env vars PMI_SIZE and PMIX_NAMESPACE.*",
+        MPICH_HYDRA,
+    ),
+    "no MPI, mpirun": Wrong(
+        "gloo",
+        MPIRUN,
+        True,
+        "mpirun of Open MPI started 2 ranks; this Horovod was built without MPI",
+        NO_MPI.replace("python", f"{GLOO}/python"),
+        python=f"{GLOO}/python",
+    ),
+    "no MPI, Hydra": Wrong(
+        "gloo",
+        HYDRA,
+        True,
+        "mpiexec of MPICH started 2 ranks; this Horovod was built without MPI",
+        NO_MPI,
+    ),
+}
+
+
+class Doctors:
+    """Runs the doctor under a launch; what it said is kept, so that the cures and the right launches share starts."""
+
+    def __init__(self, cluster: Minicluster) -> None:
+        self.cluster = cluster
+        self.told: dict[tuple[str, ...], tuple[int, dict[str, Check]]] = {}
+
+    def __call__(self, build: str, how: tuple[str, ...], command: str) -> tuple[int, dict[str, Check]]:
+        """The exit code of the launch, and the checks by name."""
+        key = (build, *how, command)
+        if key not in self.told:
+            ended = self.cluster.run(*how, command, build=build)
+            self.told[key] = (ended.code, checks(ended))
+        return self.told[key]
+
+
+def checks(ended: Ended) -> dict[str, Check]:
+    """What was printed as JSON, by name; a launcher may have put the rank before each line."""
+    lines = [re.sub(r"^\[[\d,]+\](<stdout>:| ) ?", "", line) for line in ended.out.splitlines()]
+    assert "[" in lines, f"exit code {ended.code}:\n{ended.out[-2000:]}\n{ended.err[-4000:]}"
+    # Hydra ends its ranks' output with a box of its own.
+    found, _ = json.JSONDecoder().raw_decode("\n".join(lines[lines.index("[") :]))
+    return {check["name"]: Check(**check) for check in found}
+
+
+@pytest.fixture(scope="module")
+def doctor(cluster: Minicluster) -> Doctors:
+    """`doctor("mpich", IN_A_JOB, "srun …")`"""
+    return Doctors(cluster)
+
+
+def sound(told: tuple[int, dict[str, Check]]) -> bool:
+    """Whether the ranks are one world, and nothing is to be mended."""
+    code, found = told
+    assert [check for check in found.values() if check.status == "fail"] == []
+    assert found["world"].found.endswith(" started 2 ranks, and Horovod says 2 on 2 hosts")
+    assert re.fullmatch(r"over (MPI|Gloo); 1 MB: .*\d [GM]B/s", found["allreduce"].found)
+    return code == 0
+
+
+@pytest.mark.parametrize(("build", "how", "command", "over"), RIGHT.values(), ids=RIGHT)
+def test_a_launch_that_is_right(doctor, build, how, command, over):
+    told = doctor(build, how, command)
+    assert sound(told)
+    assert told[1]["allreduce"].found.startswith(f"over {over}; ")
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_launch_that_is_wrong_is_told_and_cured(doctor, wrong):
+    code, found = doctor(wrong.build, IN_A_JOB, f"{wrong.launch} {wrong.python} {DOCTOR}")
+    assert code
+    world = found["world"]
+    pattern = re.escape(wrong.found).replace(r"\.\*", ".*").replace(r"\{version\}", r"\d+\.\d+\.\d+")
+    assert re.fullmatch(pattern, world.found)
+    assert (world.status, world.cure) == ("fail", wrong.cure)
+    assert found["allreduce"].status == "skip"
+    assert sound(doctor(wrong.build, IN_A_JOB, world.cure))
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_what_horovod_makes_of_a_launch_that_is_wrong(cluster, wrong):
+    ended = cluster.run(*IN_A_JOB, f"{wrong.launch} {wrong.python} -c '{ALONE}'", build=wrong.build)
+    if wrong.alone:
+        assert ended.code == 0
+        assert ended.out.count("rank 0 of 1\n") == 2
+    else:
+        assert ended.code
+        assert "rank" not in ended.out
+
+
+def test_horovodrun_itself_refuses_mpi_where_there_is_none(cluster):
+    ended = cluster.run(*BY_HAND, f"horovodrun --mpi -np 2 -H {TWO} python {DOCTOR}", build="gloo")
+    assert ended.code
+    assert "MPI support has not been built" in ended.err
+
+
+# The minicluster's SLURM binds nobody; a site's binds a task to one CPU where SRUN_CPUS_PER_TASK does not say more.
+SICK = """\
+[ "$SLURMD_NODENAME" = nid001 ] || export NCCL_SOCKET_IFNAME=ipogif0
+exec taskset -c 0 python -m hvdtrain doctor --json
+"""
+FULL = "/tmp/full"
+FAULTS = {  # check: what is found, what was expected, the cure
+    "NCCL's interface": (
+        "rank 1 on nid002: NCCL_SOCKET_IFNAME=ipogif0 names none that is up",
+        "one of: lo, eth0",
+        "export NCCL_SOCKET_IFNAME=eth0",
+    ),
+    "output folder": (
+        f"rank 1 on nid002: {FULL}: No space left on device",
+        f"to write {FULL}/runs",
+        'cd "${SCRATCH:-$HOME}"',
+    ),
+    "cpus per task": (
+        f"1 of the host's {os.cpu_count()}",
+        "2: srun of SLURM 22.05 and newer does not take it from sbatch",
+        f"srun --mpi=pmix --cpus-per-task=2 -N 2 -n 2 python {DOCTOR}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sick(cluster: Minicluster, doctor: Doctors) -> Iterator[dict[str, Check]]:
+    """The checks of a step with all the faults."""
+    script = cluster.folder / "sick.sh"
+    script.write_text(SICK)
+    for host in ("head", "nid001", "nid002"):
+        cluster("exec", host, "mkdir", FULL)
+    cluster("exec", "nid002", "mount", "-t", "tmpfs", "-o", "size=4k", "none", FULL)
+    cluster("exec", "nid002", "sh", "-c", f"yes > {FULL}/checkpoint || true")
+    code, found = doctor("gloo", OF_TWO_CPUS, f"cd {FULL}; srun bash {script}")
+    assert code == 1
+    yield found
+    cluster("exec", "nid002", "umount", FULL)
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs two CPUs, to take one away")
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_else_a_step_lacks_is_told(sick, name):
+    check = sick[name]
+    assert (check.status, check.found, check.expected, check.cure) == ("fail", *FAULTS[name])
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs two CPUs, to take one away")
+def test_what_else_a_step_lacks_is_cured(sick, doctor):
+    assert sorted(check.name for check in sick.values() if check.status == "fail") == sorted(FAULTS)
+    *before, command = (sick[name].cure for name in FAULTS)
+    told = doctor("gloo", OF_TWO_CPUS, f"cd {FULL}; {'; '.join(before)}; {command}")
+    assert sound(told)
+    assert told[1]["NCCL's interface"].found.endswith(", from NCCL_SOCKET_IFNAME")
+    assert told[1]["cpus per task"].found == f"{os.cpu_count()} of the host's {os.cpu_count()}, 2 asked for"
+
+
+def test_a_healthy_step_of_four_nodes_prints_one_table(cluster):
+    ended = cluster.run("srun", "-N4", "-n8", "--mpi=pmix", "python", "-m", "hvdtrain", "doctor").good()
+    lines = ended.out.splitlines()
+    assert lines[0].startswith("hvdtrain doctor: 8 ranks of srun, seen from nid001, ")
+    assert len([line for line in lines if re.match(" [✓!✗-] world ", line)]) == 1
+    assert re.fullmatch(r"\d+ ok(, \d+ to look at)?, \d+ left out", lines[-1])
+    assert ended.err == ""
