@@ -151,7 +151,7 @@ SITES: Mapping[str, Site] = MappingProxyType(
         ),
         "generic": Site(
             title="any other cluster",
-            source="no centre; say your nodes' with --gpus-per-node and --cpus-per-task",
+            source="a node of 4 GPUs and 32 CPUs; say yours with --gpus-per-node and --cpus-per-task",
             gpus=4,
             cpus=32,
             launchers=("srun", "torchrun", "tf-config"),

@@ -11,12 +11,13 @@ from typing import Annotated, Literal
 import tyro
 
 from hvdtrain import flags
-from hvdtrain.errors import JobError
+from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.job_check import check, report
 from hvdtrain.recipe import nearest
 from hvdtrain.sites import MPI_PLUGINS, SITES, TIME, Site, table
 
 PROG = "python -m hvdtrain slurm"
+AS_IN = f"give it after --, as in: {PROG} --site NAME -- python -m hvdtrain.torch linear"
 NAME = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 OF_A_RANK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 COMMENTS_AT = 48
@@ -38,10 +39,11 @@ TORCHRUN = """\
 # speak of the step. One torchrun a node starts one rank a GPU.
 {order_why}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
   trap "" USR2  # torchrun would end at the signal of the time limit; its ranks hear it none the less
-  # The first node{suffix_note}.
+  # The ranks meet on the first node{suffix_note}.
   MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1){suffix}
   MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000))  # the last four digits of the job id: jobs do not share a port
   export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / {gpus}))}}"  # torchrun would say 1
+  # is_host says which node opens the meeting place: by a second name of it torchrun would not know.
   exec torchrun --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node={gpus} \\
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\
     --rdzv-conf="is_host=$((SLURM_NODEID == 0))"{local_address} "$@"
@@ -93,8 +95,13 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Prints, submits or checks a job script; 1 where a checked one has errors. Raises JobError."""
     end = argv.index("--") if "--" in argv else len(argv)
-    options: Options = flags.parse(Options, PROG, argv[:end])
     command = tuple(argv[end + 1 :])
+    try:
+        options: Options = flags.parse(Options, PROG, argv[:end])
+    except RecipeError as error:
+        if command or "belongs to no flag" not in str(error):
+            raise
+        raise JobError(f"no -- before the command; {AS_IN}") from None
     if options.list:
         print(table())
         return 0
@@ -120,9 +127,10 @@ def render(site: Site, options: Options, command: Sequence[str]) -> str:
     lines = ["#!/bin/bash", f"# {site.title}; made by `{PROG}`. Submit it with `sbatch FILE`."]
     lines += [f"# Its values: {site.source}."]
     lines += [_commented(f"#SBATCH {option}", why) for option, why in _directives(site, options, command)]
-    if site.account[1] and not options.account:
-        lines.append(f"# Say your project with `sbatch --account=NAME FILE`; here it reads like {site.account[1]}.")
-    lines += ["", *_environment(site, options, command), ""]
+    if not options.account:
+        reads = f"; here it reads like {site.account[1]}" if site.account[1] else ", where the centre asks for one"
+        lines.append(f"# Say your project with `sbatch --account=NAME FILE`{reads}.")
+    lines += ["", *_environment(site, options, command), "", ""]
     return "\n".join(lines) + _step(site, options, command)
 
 
@@ -160,9 +168,7 @@ def _check(path: Path, name: str | None) -> int:
 
 def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) -> None:
     if not command:
-        raise JobError(
-            f"no command to run; give it after --, as in: {PROG} --site NAME -- python -m hvdtrain.torch linear"
-        )
+        raise JobError(f"no command to run; {AS_IN}")
     if found := OF_A_RANK.search(" ".join(command)):
         raise JobError(
             f"the command's ${found.group(1)} would be filled in by the job's shell, the same for every rank; "
@@ -270,7 +276,7 @@ def _step(site: Site, options: Options, command: Sequence[str]) -> str:
     values = {
         "mpi": f" --mpi={plugin}" if plugin else "",
         "mpi_why": MPI_WHY if plugin else "",
-        "order": f"env CUDA_VISIBLE_DEVICES={site.gpu_order} " if ordered else "",
+        "order": f"\\\n  env CUDA_VISIBLE_DEVICES={site.gpu_order} " if ordered else "",
         "order_why": ORDER_WHY if ordered else "",
         "gpus": gpus,
         "suffix": site.host_suffix,

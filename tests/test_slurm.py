@@ -16,7 +16,8 @@ from hvdtrain.sites import SITES
 from hvdtrain.slurm import Options, quoted, render
 
 REPOSITORY = Path(__file__).parents[1]
-LINEAR = ("python", "-m", "hvdtrain.torch", "linear")
+# A first job of seconds; 64 examples a step can be shared by as many ranks.
+LINEAR = ("python", "-m", "hvdtrain.torch", "linear", "--batch-size", "64", "--epochs", "5")
 SHOW = ("python", "-c", 'import os; print(os.environ["TF_CONFIG"])')
 EXAMPLES = [(name, launcher) for name, site in SITES.items() for launcher in site.launchers]
 GENERIC = SITES["generic"]
@@ -42,6 +43,13 @@ def test_the_script_kept_under_slurm_is_what_is_rendered(name, launcher):
 def test_no_script_is_kept_that_no_site_renders():
     kept = {path.relative_to(REPOSITORY / "slurm").as_posix() for path in REPOSITORY.glob("slurm/*/*.sbatch")}
     assert kept == {f"{name}/{launcher}.sbatch" for name, launcher in EXAMPLES}
+
+
+@pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
+def test_check_calls_the_script_kept_under_slurm_faultless(name, launcher, capsys):
+    path = REPOSITORY / "slurm" / name / f"{launcher}.sbatch"
+    assert slurm.main(["--check", str(path), "--site", name]) == 0
+    assert capsys.readouterr().out == f"{path}: nothing wrong found; it is ready to submit.\n"
 
 
 @pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
@@ -100,24 +108,26 @@ def test_every_site_has_its_shape_tested():
 
 
 LINES = {  # site: lines its srun form has, without their comments
-    "piz-daint": (
+    "piz-daint": (  # no --mpi: its SLURM knows but one
         "module load daint-gpu PyTorch",
         'export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"',
         "export NCCL_DEBUG=INFO",
         "export NCCL_IB_HCA=ipogif0",
-        "srun --kill-on-bad-exit=1 python -m hvdtrain.torch linear",  # no --mpi: its SLURM knows but one
+        "srun --kill-on-bad-exit=1 python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
     ),
     "juwels-booster": (
         "export CUDA_VISIBLE_DEVICES=0,1,2,3",
-        "srun --kill-on-bad-exit=1 --mpi=pmix python -m hvdtrain.torch linear",
+        "srun --kill-on-bad-exit=1 --mpi=pmix python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
     ),
     "capella": ("module load release/24.04 GCC/12.3.0 OpenMPI/4.1.5 PyTorch/2.1.2-CUDA-12.1.1",),
+    "alpha": ("# Say your project with `sbatch --account=NAME FILE`, where the centre asks for one.",),
     "jean-zay": ("# Say your project with `sbatch --account=NAME FILE`; here it reads like abc@v100.",),
     "perlmutter": (
         "module load pytorch",
         "export FI_MR_CACHE_MONITOR=userfaultfd",
         "export HDF5_USE_FILE_LOCKING=FALSE",
-        "srun --kill-on-bad-exit=1 --mpi=cray_shasta env CUDA_VISIBLE_DEVICES=3,2,1,0 python -m hvdtrain.torch linear",
+        "srun --kill-on-bad-exit=1 --mpi=cray_shasta \\",
+        "  env CUDA_VISIBLE_DEVICES=3,2,1,0 python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
     ),
 }
 
@@ -221,7 +231,7 @@ def through_bash(words: str) -> list[str]:
 
 
 TORCHRUN_WORDS = {
-    "module": (LINEAR, "-m hvdtrain.torch linear"),
+    "module": (LINEAR, "-m hvdtrain.torch linear --batch-size 64 --epochs 5"),
     "file": (("python3", "train.py", "--lr", "1"), "train.py --lr 1"),
     "python's flag": (("python", "-u", "train.py"), "--no-python python -u train.py"),
     "program": (("./train", "$WORK"), '--no-python ./train "$WORK"'),
@@ -234,12 +244,15 @@ def test_torchrun_takes_no_python(command, words):
 
 
 def run_step(script: str, folder: Path, node: int, job: str, **changed: str) -> list[str]:
-    """What a task of the step is started with; srun, scontrol and torchrun are stand-ins that only say so."""
+    """What a task of the step is started with; srun, scontrol and torchrun are stand-ins that only say so.
+
+    What it starts hears at once the signal of the time limit, which must not end it.
+    """
     stand_ins = {
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
         "scontrol": 'printf "%s\\n" nid001 nid002 nid003',
-        "torchrun": 'printf "%s\\n" "$OMP_NUM_THREADS" "$CUDA_VISIBLE_DEVICES" "$@"',
-        "show": 'printf "%s\\n" "$TF_CONFIG" "$@"',
+        "torchrun": 'kill -USR2 $$; printf "%s\\n" "$OMP_NUM_THREADS" "$CUDA_VISIBLE_DEVICES" "$@"',
+        "show": 'kill -USR2 $$; printf "%s\\n" "$TF_CONFIG" "$@"',
     }
     for name, body in stand_ins.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -306,6 +319,15 @@ REFUSED = {  # argv: the one line
         ["--site", "capella"],
         "no command to run; give it after --, as in: python -m hvdtrain slurm --site NAME -- python -m hvdtrain.torch "
         "linear",
+    ),
+    "no -- before the command": (
+        ["--site", "capella", "python", "-m", "hvdtrain.torch", "linear"],
+        "no -- before the command; give it after --, as in: python -m hvdtrain slurm --site NAME -- python -m "
+        "hvdtrain.torch linear",
+    ),
+    "a word too many before the command": (
+        ["--site", "capella", "2", "--", "python"],
+        "'2' belongs to no flag; see python -m hvdtrain slurm --help.",
     ),
     "a rank's variable": (
         ["--site", "capella", "--", "python", "x.py", "--out=${SLURM_PROCID}"],

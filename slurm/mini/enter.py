@@ -37,6 +37,8 @@ def environment(environ: Mapping[str, str], user: pwd.struct_passwd, given: Mapp
     folders += [folder for folder in environ.get("PATH", os.defpath).split(":") if folder not in folders]
     # /etc/profile sets PATH anew in `bash -l`, with which sites' scripts start; ours puts this one back.
     kept["PATH"] = kept["MINICLUSTER_PATH"] = ":".join([*folders, "/run/minicluster/bin"])
+    # Most of the cores are imagined: ranks that spin while they wait would take the real ones from one another.
+    kept["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if user.pw_uid == 0:
         for library in ("OMPI", "PRTE"):
             kept |= {f"{library}_ALLOW_RUN_AS_ROOT": "1", f"{library}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

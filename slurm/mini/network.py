@@ -82,6 +82,8 @@ def connect(cluster: Cluster, host: str) -> None:
             take = ("ip", "link", "set", port, "netns", str(node.pid), "name", interface)
             wait(functools.partial(_succeeds, switch, *take), 10, f"the port {port}")
         else:
+            # A dead host's network lives on, port and all, while its connections wait for answers.
+            in_network(switch, "ip", "link", "del", port, check=False)
             peer = ("peer", "name", interface, "netns", str(node.pid))
             in_network(switch, "ip", "link", "add", port, "type", "veth", *peer)
             in_network(switch, "ip", "link", "set", port, "master", f"br-{interface}", "up")

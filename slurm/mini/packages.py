@@ -15,7 +15,7 @@ PACKAGES = {  # package: a file of it, or a command
     "slurmd": "slurmd",
     "slurm-client": "srun",
     "munge": "munged",
-    "libpmix2": "/usr/lib/*/libpmix.so.2",
+    "libpmix-dev": "/usr/lib/*/libpmix.so",  # Debian's SLURM opens PMIx by the name that only this package has
     "openssh-server": "sshd",
     "openssh-client": "ssh-keygen",
     "iproute2": "ip",
