@@ -5,13 +5,17 @@ BIN := $(CURDIR)/.venv/bin
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train test check horovod clean
+.PHONY: train test cluster-test check horovod clean
 
 train: horovod  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/horovodrun -np 2 $(BIN)/python -m hvdtrain.torch digits
 
 test: horovod  ## every test
 	$(BIN)/python -m pytest
+
+cluster-test: horovod .venv-mpich/built .venv-gloo/built  ## on a SLURM of four nodes, brought up here; needs root
+	$(BIN)/python slurm/minicluster install
+	$(BIN)/python -m pytest --cluster -m cluster
 
 check: .venv/installed  ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -21,6 +25,12 @@ check: .venv/installed  ## format, lint, types
 horovod: .venv/installed
 	$(BIN)/python -m hvdtrain build
 
+# The same packages with another Horovod: one over MPICH, one without MPI.
+.venv-mpich/built .venv-gloo/built: .venv/installed
+	$(BIN)/python tests/environment_beside.py .venv $(@D)
+	$(@D)/bin/python -m hvdtrain build --frameworks torch --mpi $(if $(findstring mpich,$@),pip-mpich,none)
+	touch $@
+
 # A Python without ensurepip (Debian without python3-venv) still has a pip that can install into the environment.
 .venv/installed: setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hvdtrain needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; say which: make PYTHON=python3.11")'
@@ -29,4 +39,4 @@ horovod: .venv/installed
 	touch $@
 
 clean:  ## forget the environment; the runs and Horovod's wheel stay
-	rm -rf .venv
+	rm -rf .venv .venv-mpich .venv-gloo

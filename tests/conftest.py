@@ -24,6 +24,16 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """Four nodes with a site's patience: SLURM itself calls a silent node down after five minutes."""
+    from cluster import minicluster
+
+    patience = ("--slurmd-timeout", 300, "--kill-wait", 5)
+    with minicluster(tmp_path_factory.mktemp("cluster"), "--nodes", 4, *patience) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
 def train_here():
     """`train_here("tensorflow", *argv)`: a run of one process, which serves all of them in turn."""
     from ranks import Trainer
@@ -42,7 +52,8 @@ def train_here():
 
 SLOW = (
     "test_agreement", "test_bench", "test_build_horovod", "test_cluster_", "test_doctor", "test_engines",
-    "test_frameworks", "test_input", "test_pictures", "test_restart", "test_tensorflow_", "test_torch_",
+    "test_frameworks", "test_input", "test_launch", "test_lifeline", "test_pictures", "test_restart",
+    "test_tensorflow_", "test_torch_",
 )  # fmt: skip
 
 

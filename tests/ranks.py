@@ -90,7 +90,8 @@ class Ranks:
             command = _words(pid, "cmdline")
             if any(f"hvdtrain.{name}" in command for name in TITLES) and Path(command[0]).name[:6] == "python":
                 said = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
-                if rank := said.get("HOROVOD_RANK") or said.get("OMPI_COMM_WORLD_RANK"):
+                names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID")
+                if rank := next(filter(None, map(said.get, names)), None):
                     found[int(rank)] = pid
         return found
 

@@ -1,0 +1,170 @@
+"""What ends a job on a cluster ends every rank of it, names rank and host, and leaves no process behind."""
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import ENVIRONMENTS
+from ranks import tagged
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+SECONDS = 60
+ENDLESS = ("linear", "--epochs", 100_000, "--log-every-steps", 1, "--checkpoint-every-epochs", 50)
+OVER_SSH = ("-np", 2, "-H", "nid001:1,nid002:1")
+
+# Two ranks on two nodes, started in every way; where `srun` is not told to kill on a bad exit, it must not be needed.
+STARTS = {
+    "srun, Open MPI": ("openmpi", "torch", ("srun", "-w", "nid[001-002]", "-N2", "-n2", "--mpi=pmix")),
+    "srun, MPICH": ("mpich", "torch", ("srun", "-w", "nid[001-002]", "-N2", "-n2", "--mpi=pmi2")),
+    "srun, Gloo": ("gloo", "torch", ("srun", "-w", "nid[001-002]", "-N2", "-n2")),
+    "horovodrun --gloo": ("openmpi", "torch", ("exec", "nid001", "horovodrun", "--gloo", *OVER_SSH)),
+    "horovodrun --mpi": ("openmpi", "torch", ("exec", "nid001", "horovodrun", "--mpi", *OVER_SSH)),
+}
+TENSORFLOW = {"srun, TensorFlow": ("openmpi", "tensorflow", STARTS["srun, Open MPI"][2])}
+
+
+@contextlib.contextmanager
+def training(cluster, starts, *before):
+    """These runs, each having made some steps: by name the launcher with its ranks, and the run folder."""
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for name, (build, framework, words) in starts.items():
+            folder = cluster.folder / f"{name} {time.monotonic_ns()}"
+            python = ENVIRONMENTS[build] / "bin" / "python"
+            train = (python, "-m", f"hvdtrain.{framework}", *ENDLESS, "--output", folder)
+            start = cluster.started(words[0], *before, *words[1:], *train, build=build)
+            runs[name] = stack.enter_context(start), folder
+        for ranks, folder in runs.values():
+            wait_until(ranks, lambda folder=folder: steps(folder) > 5)
+        yield runs
+
+
+def steps(folder):
+    recorded = folder / "metrics.jsonl"
+    return recorded.read_text().count('"kind": "step"') if recorded.exists() else 0
+
+
+def wait_until(ranks, true, limit=150):
+    deadline = time.monotonic() + limit
+    while not true():
+        if ranks.process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"{ranks.out.read_text()[-2000:]}{ranks.err.read_text()[-4000:]}")
+        ranks.nap()
+
+
+def trainers(ranks):
+    """The ranks' processes that are alive, wherever they run, cut-off nodes included."""
+    return [pid for pid in tagged(ranks.tag) if "-m hvdtrain." in command(pid) and "srun" not in command(pid)]
+
+
+def command(pid):
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return " ".join(words) if "python" in words[0] else ""
+    return ""
+
+
+def end(ranks, limit=SECONDS):
+    """The launcher's end, once every rank has ended too."""
+    ended = ranks.wait(limit)
+    deadline = time.monotonic() + limit
+    while (left := trainers(ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    return ended
+
+
+def said(ended):
+    return ended.out + ended.err
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+def test_a_killed_rank_is_named(cluster):
+    with training(cluster, STARTS | TENSORFLOW) as runs:
+        for ranks, _ in runs.values():
+            ranks.kill_rank(1)
+        for name, (ranks, folder) in runs.items():
+            ended = end(ranks)
+            assert ended.code != 0, name
+            assert "rank 1 on nid002 ended without a word" in said(ended), name
+            assert status(folder)["state"] == "failed"
+            assert "rank 1 on nid002" in status(folder)["error"]
+            assert ended.left == [], name
+
+
+@pytest.mark.parametrize("power", [(), ("--power",)], ids=["a cut link", "a dead node"])
+def test_a_node_that_is_lost_ends_every_rank_and_is_named(cluster, power):
+    with training(cluster, STARTS | TENSORFLOW) as runs:
+        try:
+            cluster("cut", *power, "nid002")
+            for name, (ranks, folder) in runs.items():
+                ended = end(ranks)
+                assert ended.code != 0, name
+                assert "rank 1 on nid002" in said(ended), (name, said(ended)[-3000:])
+                assert status(folder)["state"] == "failed"
+        finally:
+            cluster("heal", "nid002")
+        for name, (ranks, _) in runs.items():
+            assert ranks.left() == [], name
+
+
+def test_a_lost_chief_is_named_by_the_others(cluster):
+    with training(cluster, {"srun": STARTS["srun, Open MPI"]}) as runs:
+        ((ranks, _),) = runs.values()
+        try:
+            cluster("cut", "nid001")
+            ended = end(ranks)
+            assert ended.code != 0
+            assert "rank 0 on nid001" in said(ended)
+        finally:
+            cluster("heal", "nid001")
+
+
+def test_scancel_stops_after_the_step_with_a_checkpoint(cluster):
+    starts = {name: STARTS[name] for name in ("srun, Open MPI", "srun, MPICH", "srun, Gloo")} | TENSORFLOW
+    with training(cluster, starts) as runs:
+        for job in cluster.jobs():
+            cluster("scancel", job)
+        for name, (ranks, folder) in runs.items():
+            ended = end(ranks)
+            assert ended.code != 0, (name, said(ended)[-3000:])
+            assert "(rank 0 on nid001): SIGTERM" in said(ended), name
+            assert status(folder)["state"] == "stopped", (name, said(ended)[-3000:])
+            assert ended.left == [], name
+            assert list((folder / "checkpoints").glob("step-*")), name
+
+
+def test_the_time_limit_stops_after_the_step_with_a_checkpoint(cluster):
+    with training(cluster, {"srun": STARTS["srun, Open MPI"]}, "--time=1") as runs:
+        ((ranks, folder),) = runs.values()
+        ended = end(ranks, 120)
+    assert ended.code != 0
+    assert "DUE TO TIME LIMIT" in said(ended)
+    assert "(rank 0 on nid001): SIGTERM" in said(ended)
+    assert status(folder)["state"] == "stopped"
+    assert ended.left == []
+
+
+def test_a_rank_that_raises_ends_the_others_too(cluster):
+    program = (
+        "import sys; from hvdtrain import run; "
+        "from hvdtrain.torch.train import Training, train as original; "
+        "from hvdtrain.torch import train as module; "
+        "take = Training._update; "
+        "Training._update = lambda self, parts, lr, meter: 1 / 0 if self.progress.step == 9 and self.engine.rank == 1 "
+        "else take(self, parts, lr, meter); "
+        "sys.exit(run.main('torch', sys.argv[1:], module.train))"
+    )
+    words = ("srun", "-N2", "-n4", "--mpi=pmix", sys.executable, "-c", program, *ENDLESS)
+    with cluster.started(*words, "--output", cluster.folder / "raised") as ranks:
+        ended = end(ranks)
+    assert ended.code != 0
+    assert "ZeroDivisionError" in ended.err
+    assert ended.left == []

@@ -1,0 +1,153 @@
+"""Every launcher on a SLURM of four nodes: the right seats, the same losses to the bit, wrong plugins refused."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cluster import ENVIRONMENTS, losses
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+SEAT = Path(__file__).with_name("seat.py")
+HOSTS = ",".join(f"nid00{node}:2" for node in range(1, 5))
+TORCHRUN = ["torchrun", "--nnodes=4", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=nid001:29400"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How 8 ranks on 4 nodes are started; `says` is what hvdtrain calls the launcher."""
+
+    says: str
+    words: tuple[str, ...]
+    build: str = "openmpi"
+
+    def command(self, *program: object) -> list[str]:
+        """`program` is what follows `python`."""
+        python = () if "torchrun" in self.words else (str(ENVIRONMENTS[self.build] / "bin" / "python"),)
+        return [*self.words, *python, *map(str, program)]
+
+
+STARTS = {
+    "srun pmix": Start("srun", ("srun", "-N4", "-n8", "--mpi=pmix")),
+    "srun pmi2": Start("srun", ("srun", "-N4", "-n8", "--mpi=pmi2"), "mpich"),
+    "srun without MPI": Start("srun", ("srun", "-N4", "-n8"), "gloo"),
+    "mpirun": Start("mpirun", ("salloc", "-N4", "-n8", "mpirun", "-np", "8")),
+    # SLURM's own PMIx would contradict Hydra's PMI in the ranks that Hydra starts through srun.
+    "mpiexec": Start(
+        "mpiexec", ("salloc", "-N4", "-n8", "env", "SLURM_MPI_TYPE=none", "mpiexec.hydra", "-n", "8"), "mpich"
+    ),
+    "horovodrun gloo": Start("horovodrun", ("exec", "nid001", "horovodrun", "--gloo", "-np", "8", "-H", HOSTS)),
+    "horovodrun mpi": Start("mpirun", ("exec", "nid001", "horovodrun", "--mpi", "-np", "8", "-H", HOSTS)),
+    "torchrun": Start("torchrun", ("srun", "-N4", "--ntasks-per-node=1", *TORCHRUN)),
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_every_rank_knows_its_seat(cluster, tmp_path_factory, start):
+    folder = tmp_path_factory.mktemp("seats", numbered=True)
+    cluster.run(*start.command(SEAT, folder), build=start.build, limit=120).good()
+    seats = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
+    for rank, seat in enumerate(seats):
+        assert (seat["launcher"], seat["rank"], seat["size"]) == (start.says, rank, 8)
+        assert (seat["host"], seat["local_rank"], seat["local_size"]) == (f"nid00{rank // 2 + 1}", rank % 2, 2)
+        assert seat["node"] == (None if start.says in {"mpirun", "mpiexec"} else rank // 2)
+        told = seat["told"]
+        assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
+        assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
+        assert seat["restored"] or start.says == "torchrun"
+    if start.says in {"srun", "torchrun"}:
+        assert {seat["told"]["MASTER_ADDR"] for seat in seats} == {"nid001"}
+        assert len({seat["told"]["MASTER_PORT"] for seat in seats}) == 1
+
+
+TRAINED = [
+    *(("torch", name) for name in STARTS),
+    ("tensorflow", "srun pmix"),
+    ("tensorflow", "horovodrun gloo"),
+]
+LINEAR = ("linear", "--epochs", 4, "--log-every-steps", 1)
+
+
+@pytest.fixture(scope="module")
+def trained(cluster):
+    """`trained("torch", "srun pmix")`: every step's loss of that run, each made once."""
+    made = {}
+
+    def of(framework, name):
+        if (framework, name) not in made:
+            folder, start = cluster.folder / f"{framework} {name}", STARTS[name]
+            cluster.run(
+                *start.command("-m", f"hvdtrain.{framework}", *LINEAR, "--output", folder), build=start.build
+            ).good()
+            made[framework, name] = losses(folder)
+        return made[framework, name]
+
+    return of
+
+
+@pytest.mark.parametrize(("framework", "name"), TRAINED)
+def test_every_launcher_gives_the_same_losses_to_the_bit(trained, framework, name):
+    told = trained(framework, name)
+    assert [step for step, _ in told] == list(range(1, 41))
+    assert told == trained(framework, "srun pmix")
+
+
+def test_eight_uneven_shares_train_as_one_process(cluster, trained):
+    python = ENVIRONMENTS["openmpi"] / "bin" / "python"
+    cluster.run("exec", "nid001", python, "-m", "hvdtrain.torch", *LINEAR, "--output", "alone").good()
+    alone = dict(losses(cluster.folder / "alone"))
+    assert dict(trained("torch", "srun pmix")) == pytest.approx(alone, rel=1e-6)
+
+
+CURES = {"openmpi": "start with: srun --mpi=pmix", "mpich": "--mpi=pmi2"}
+WRONG = [
+    ("openmpi", ("srun", "-N2", "-n2", "--mpi=pmi2")),
+    ("openmpi", ("srun", "-N2", "-n2", "--mpi=none")),
+    ("openmpi", ("srun", "-N2", "-n2", "--mpi=cray_shasta")),
+    ("mpich", ("srun", "-N2", "-n2", "--mpi=pmix")),
+    ("mpich", ("srun", "-N2", "-n2", "--mpi=none")),
+    ("mpich", ("srun", "-N2", "-n2", "--mpi=cray_shasta")),
+]
+
+
+@pytest.mark.parametrize(("build", "words"), WRONG, ids=lambda value: value if isinstance(value, str) else value[-1])
+def test_a_wrong_plugin_is_refused_with_the_cure(cluster, build, words):
+    python = ENVIRONMENTS[build] / "bin" / "python"
+    ended = cluster.run(*words, python, "-m", "hvdtrain.torch", "linear", build=build, limit=60)
+    assert ended.code == 2
+    assert ended.lines, ended.err
+    for line in ended.lines:  # ranks that each believe to be alone may each speak
+        assert line.startswith("WorldError (rank 0 on nid")
+        assert CURES[build] in line
+    assert ended.left == []
+
+
+OTHER_MPI = {
+    "Open MPI under MPICH's mpiexec": ("openmpi", "mpich", ("mpiexec.hydra", "-n", "2")),
+    "Horovod without MPI under MPICH's mpiexec": ("gloo", "mpich", ("mpiexec.hydra", "-n", "2")),
+    "Horovod without MPI under Open MPI's mpirun": ("gloo", "openmpi", ("mpirun", "-np", "2")),
+}
+
+
+@pytest.mark.parametrize(("program", "launcher", "words"), OTHER_MPI.values(), ids=OTHER_MPI)
+def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, words):
+    tool, *more = words
+    path, python = ENVIRONMENTS[launcher] / "bin" / tool, ENVIRONMENTS[program] / "bin" / "python"
+    train = (python, "-m", "hvdtrain.torch", "linear")
+    ended = cluster.run("exec", "nid001", path, *more, *train, build=launcher, limit=60)
+    assert ended.code == 2
+    assert (
+        "promised rank 0 of 2 on nid001, but Horovod says rank 0 of 1: nothing would be averaged; start with the"
+        in (ended.out + ended.err)
+    )
+
+
+def test_nobody_waits_for_a_chief_that_refuses(cluster):
+    train = (sys.executable, "-m", "hvdtrain.torch", "linear", "--output", "/proc/forbidden")
+    ended = cluster.run("srun", "-N2", "-n4", "--mpi=pmix", *train, limit=60)
+    assert ended.code == 2
+    (line,) = ended.lines
+    assert line.startswith("OutputError (rank 0 on nid001): ")
+    assert ended.left == []
