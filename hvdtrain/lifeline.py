@@ -300,7 +300,7 @@ class Lifeline:
             return
         name = signal.Signals(number).name
         self.signal, self.too_early = number, self.too_early or not self.in_steps
-        if self.topology.is_chief or not self._wires.peers:
+        if self.topology.is_chief:
             means = "the time limit is near" if number in NEAR else "scancel, the time limit or kill"
             then = "a checkpoint after this step, then the end" if self.in_steps else "no step was made yet"
             self._say(StoppedError, f"{name}{where} ({means}): {then}.")
