@@ -65,7 +65,6 @@ def test_every_rank_knows_its_seat(cluster, tmp_path_factory, start):
 TRAINED = [
     *(("torch", name) for name in STARTS),
     ("tensorflow", "srun pmix"),
-    ("tensorflow", "horovodrun gloo"),
 ]
 LINEAR = ("linear", "--epochs", 4, "--log-every-steps", 1)
 
