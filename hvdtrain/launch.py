@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdtrain import gloo, mpi
@@ -81,8 +82,9 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
         told["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
     library = mpi.of_horovod(framework)
     if library and library.kind == "mpich" and not library.cray and mpi.plugin_of(environ) == "pmi2":
-        # Else UCX's addresses are longer than SLURM's pmi2 can carry.
-        told["UCX_UNIFIED_MODE"] = environ.get("UCX_UNIFIED_MODE", "y")
+        # Else MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too.
+        short = "MPIR_CVAR_CH4_NETMOD" if library.library.is_relative_to(sys.prefix) else "UCX_UNIFIED_MODE"
+        told[short] = environ.get(short, "ofi" if short.startswith("MPIR") else "y")
     return told
 
 
