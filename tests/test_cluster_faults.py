@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -58,13 +59,12 @@ def wait_until(ranks, true, limit=150):
 
 def trainers(ranks):
     """The ranks' processes that are alive, wherever they run, cut-off nodes included."""
-    return [pid for pid in tagged(ranks.tag) if "-m hvdtrain." in command(pid) and "srun" not in command(pid)]
+    return [pid for pid in tagged(ranks.tag) if re.match(r"[^\0]*python[\d.]*\0-m\0hvdtrain\.", command(pid))]
 
 
 def command(pid):
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        return " ".join(words) if "python" in words[0] else ""
+        return Path(f"/proc/{pid}/cmdline").read_text()
     return ""
 
 
