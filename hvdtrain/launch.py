@@ -80,8 +80,8 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
         told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface())
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":
         told["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
-    library = mpi.of_horovod(framework)
-    if library and library.kind == "mpich" and not library.cray and mpi.plugin_of(environ) == "pmi2":
+    library = mpi.of_horovod(framework) if mpi.plugin_of(environ) == "pmi2" else None
+    if library and library.kind == "mpich" and not library.cray:
         # Else MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too.
         short = "MPIR_CVAR_CH4_NETMOD" if library.library.is_relative_to(sys.prefix) else "UCX_UNIFIED_MODE"
         told[short] = environ.get(short, "ofi" if short.startswith("MPIR") else "y")

@@ -71,16 +71,17 @@ def first_host(nodes: str) -> str:
 
 def addresses() -> list[str]:
     """This host's IPv4 addresses, loopback last."""
-    found = [address for _, name in socket.if_nameindex() if (address := _address(name))]
+    found = [address for _, name in socket.if_nameindex() if (address := address_of(name))]
     return sorted(found, key=lambda address: address.startswith("127."))
 
 
 def interface_of(address: str) -> str | None:
     """The network interface that has this address."""
-    return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
-def _address(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """An interface's IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", interface.encode()[:15])
         try:

@@ -64,20 +64,21 @@ def probe(environ: Mapping[str, str]) -> Surroundings:
         tag=_wheel_tag(),
         frameworks=tuple((name, version) for name in FRAMEWORK_WHEELS if (version := _framework(name))),
         torch_cuda=_torch_cuda(Path(site)),
-        cuda_toolkit=_version("cuda-toolkit"),
+        cuda_toolkit=version_of("cuda-toolkit"),
         gpu_visible=_gpu_visible(environ),
         compiler=compiler,
         compiler_says=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
         system_mpi=_system_mpi(environ),
-        mpi_wheels=tuple((kind, version) for kind, name in MPI_WHEELS.items() if (version := _version(name))),
+        mpi_wheels=tuple((kind, version) for kind, name in MPI_WHEELS.items() if (version := version_of(name))),
         arch_flags=_arch_flags(),
         cores=len(os.sched_getaffinity(0)),
-        missing=tuple(name for name in RUNTIME if not _version(name)),
-        horovod=_version("horovod"),
+        missing=tuple(name for name in RUNTIME if not version_of(name)),
+        horovod=version_of("horovod"),
     )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +86,7 @@ def _version(package: str) -> str | None:
 
 
 def _framework(name: str) -> str | None:
-    return next((version for wheel in FRAMEWORK_WHEELS[name] if (version := _version(wheel))), None)
+    return next((version for wheel in FRAMEWORK_WHEELS[name] if (version := version_of(wheel))), None)
 
 
 def _wheel_tag() -> str:

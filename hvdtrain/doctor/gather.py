@@ -1,6 +1,5 @@
 """Software facts: packages, launchers, and what children that import a framework say. Nothing is judged here."""
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain import mpi
-from hvdtrain.build.probe import FRAMEWORK_WHEELS
+from hvdtrain.build.probe import FRAMEWORK_WHEELS, version_of
 from hvdtrain.doctor.facts import Framework, Live, Program, Software
 from hvdtrain.doctor.framework import MARK
 from hvdtrain.mpi import Kind
@@ -39,13 +38,13 @@ def software(environ: Mapping[str, str], names: Sequence[str]) -> Software:
         found = (mpi.of_horovod(name) for name in FRAMEWORK_WHEELS)
         return Software(
             frameworks=tuple(frameworks),
-            horovod=_version("horovod"),
+            horovod=version_of("horovod") or "",
             built_against=_built_against(),
             mpi=next(filter(None, found), None),
             mpi4py=mpi4py.result(),
             programs=tuple(chain.from_iterable(programs)),
             slurm_plugins=plugins.result(),
-            packages=frozenset(name for name in PACKAGES if _version(name)),
+            packages=frozenset(name for name in PACKAGES if version_of(name)),
             cached_wheels=wheels.result(),
             driver=driver.result()[0],
             driver_cuda=driver.result()[1],
@@ -54,7 +53,7 @@ def software(environ: Mapping[str, str], names: Sequence[str]) -> Software:
 
 def framework(name: str, environ: Mapping[str, str]) -> Framework:
     """What a child finds that imports the framework, then Horovod for it."""
-    version = next(filter(None, map(_version, FRAMEWORK_WHEELS[name])), "")
+    version = next(filter(None, map(version_of, FRAMEWORK_WHEELS[name])), "")
     built = mpi.horovod_library(name) is not None
     if not version:
         return Framework(name, horovod_built=built)
@@ -138,13 +137,6 @@ def _output(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ran.stdout if ran and ran.returncode == 0 else None
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _built_against() -> dict[str, str]:

@@ -1,13 +1,10 @@
 """This rank's facts: its CPUs, limits, network and folder, and how it was started."""
 
-import contextlib
-import fcntl
 import os
 import resource
 import shlex
 import shutil
 import socket
-import struct
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -16,6 +13,7 @@ from pathlib import Path
 from hvdtrain import mpi
 from hvdtrain.doctor import gather, launch
 from hvdtrain.doctor.facts import Interface, Rank, Step
+from hvdtrain.meeting import address_of
 from hvdtrain.topology import Topology
 
 VARIABLES = (
@@ -23,7 +21,6 @@ VARIABLES = (
     "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "RDMAV_FORK_SAFE",
     "IBV_FORK_SAFE",
 )  # fmt: skip
-SIOCGIFADDR = 0x8915
 UP = 0x1
 OUTPUT = Path("runs")
 
@@ -72,11 +69,7 @@ def step(topology: Topology, environ: Mapping[str, str]) -> Step:
 def _interface(name: str) -> Interface:
     flags = Path(f"/sys/class/net/{name}/flags")
     up = flags.is_file() and bool(int(flags.read_text(), 16) & UP)
-    address = ""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as to_kernel:
-        told = fcntl.ioctl(to_kernel.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        address = socket.inet_ntoa(told[20:24])
-    return Interface(name, up, address)
+    return Interface(name, up, address_of(name) or "")
 
 
 def _default_route() -> str:
