@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdtrain import gloo, mpi
 from hvdtrain.errors import WorldError
-from hvdtrain.lifeline import Lifeline
+from hvdtrain.lifeline import GRACE, Lifeline
 from hvdtrain.topology import Topology
 
 REQUEUE_SECONDS = 30
@@ -78,6 +78,8 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
         told |= {"MASTER_ADDR": line.place.host, "MASTER_PORT": str(line.place.ports[-1])}
     if line.rendezvous:
         told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface())
+    # Else Open MPI, when a rank is killed, now and then ends its peers before the lifeline could name it.
+    told["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{GRACE + 2:.0f}")
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":
         told["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
     library = mpi.of_horovod(framework) if mpi.plugin_of(environ) == "pmi2" else None

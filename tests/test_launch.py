@@ -100,7 +100,7 @@ def test_who_meets_over_gloo(text, library, compiled, gloo, monkeypatch):
     assert launch.uses_gloo(discover(environment(text)), "torch", environment(text)) is gloo
 
 
-RANK = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+RANK = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMPI_MCA_mpi_abort_delay": "10"}
 MASTER = {"MASTER_ADDR": "nid001", "MASTER_PORT": "10007"}
 TOLD = {
     "srun": (PMIX, OPEN_MPI_5, {**RANK, **MASTER}),
@@ -112,6 +112,11 @@ TOLD = {
     "pmi2 with MPICH": (PMI2, MPICH, {**RANK, **MASTER, "UCX_UNIFIED_MODE": "y"}),
     "pmi2 with MPICH, said": (f"{PMI2} UCX_UNIFIED_MODE=n", MPICH, {**RANK, **MASTER, "UCX_UNIFIED_MODE": "n"}),
     "pmi2 with Cray's": (PMI2, CRAY_MPICH, {**RANK, **MASTER}),
+    "a delay, said": (
+        f"{PMIX} OMPI_MCA_mpi_abort_delay=0",
+        OPEN_MPI_5,
+        {**RANK, **MASTER, "OMPI_MCA_mpi_abort_delay": "0"},
+    ),
     "torchrun has told": (f"{TORCHRUN} RANK=3 WORLD_SIZE=4", None, RANK),
 }
 
