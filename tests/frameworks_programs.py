@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import run as runs
+from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
 
 FRAMEWORK = sys.argv[1]
@@ -23,7 +24,7 @@ FRAMEWORK = sys.argv[1]
 def prepared(argv: list[str]) -> Any:
     """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
     adapter = importlib.import_module(f"hvdtrain.{FRAMEWORK}.train")
-    run = runs.prepare(FRAMEWORK, argv, discover(os.environ))
+    run = runs.prepare(FRAMEWORK, argv, Lifeline(discover(os.environ)))
     return adapter.Training(run, adapter.open_engine(run))
 
 
