@@ -5,10 +5,13 @@ BIN := $(CURDIR)/.venv/bin
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train test cluster-test check horovod clean
+.PHONY: train labs test cluster-test check horovod clean
 
 train: horovod  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/horovodrun -np 2 $(BIN)/python -m hvdtrain.torch digits
+
+labs: horovod .venv/labs  ## the notebooks, in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: horovod  ## every test
 	$(BIN)/python -m pytest
@@ -36,6 +39,10 @@ horovod: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hvdtrain needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; say which: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv || { $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,test]' $(TENSORFLOW)
+	touch $@
+
+.venv/labs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[labs]'
 	touch $@
 
 clean:  ## forget the environment; the runs and Horovod's wheel stay

@@ -12,6 +12,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── EngineUnavailable          a collective library is not installed
 ├── WorldError                 the launcher and the collective library disagree about the number of ranks
 ├── DeviceError                the visible GPUs do not fit the ranks
+├── LabError                   a learner's mistake in a lab, explained; its text may have several lines
 ├── KerasError                 a Keras model is put together so that its ranks would not train as one
 └── TrainingError              exit code 1: training began and had to stop
     ├── AbortedError           another rank ended, and this one with it
@@ -79,6 +80,14 @@ class WorldError(HvdtrainError):
 
 class DeviceError(HvdtrainError):
     """The visible GPUs do not fit the ranks."""
+
+
+class LabError(HvdtrainError):
+    """A learner's mistake in a lab, explained; its text may have several lines, and a notebook shows it alone."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this in place of a traceback."""
+        return [str(self)]
 
 
 class KerasError(HvdtrainError):

@@ -7,27 +7,42 @@ from hvdtrain.meeting import Seat
 from hvdtrain.topology import Topology
 
 
-def serve(seats: Sequence[Seat]) -> int:
-    """Starts Horovod's rendezvous server in a thread of this process, for ranks in these seats; its port.
+class Rendezvous:
+    """Horovod's rendezvous server, in a thread of this process, at `port`; one run of ranks after another may use it.
 
     Raises EngineUnavailable.
     """
-    try:
-        from horovod.runner.common.util.hosts import SlotInfo
-        from horovod.runner.http.http_server import RendezvousServer
-    except ImportError as error:
-        raise EngineUnavailable(f"Horovod cannot be imported ({error}); build it: python -m hvdtrain build") from None
 
-    server = RendezvousServer()
-    port = server.start()
-    server.init(
-        [
-            SlotInfo(seat.label, rank, seat.local_rank, cross_rank, len(seats), _local_size(seats, seat), cross_size)
-            for rank, seat in enumerate(seats)
-            for cross_rank, cross_size in (_cross(seats, seat),)
-        ]
-    )
-    return int(port)
+    def __init__(self) -> None:
+        try:
+            from horovod.runner.http.http_server import RendezvousServer
+        except ImportError as error:
+            raise EngineUnavailable(
+                f"Horovod cannot be imported ({error}); build it: python -m hvdtrain build"
+            ) from None
+        self._server = RendezvousServer()
+        self.port = int(self._server.start())
+
+    def expect(self, seats: Sequence[Seat]) -> None:
+        """Forgets the ranks of before and waits for ranks in these seats."""
+        from horovod.runner.common.util.hosts import SlotInfo
+
+        self._server.init(
+            [
+                SlotInfo(
+                    seat.label, rank, seat.local_rank, cross_rank, len(seats), _local_size(seats, seat), cross_size
+                )
+                for rank, seat in enumerate(seats)
+                for cross_rank, cross_size in (_cross(seats, seat),)
+            ]
+        )
+
+
+def serve(seats: Sequence[Seat]) -> int:
+    """Starts Horovod's rendezvous server for ranks in these seats; its port. Raises EngineUnavailable."""
+    rendezvous = Rendezvous()
+    rendezvous.expect(seats)
+    return rendezvous.port
 
 
 def variables(

@@ -1,0 +1,170 @@
+"""A rank of a notebook: a warm process that forks a fresh one for every run, or a process of one mpirun."""
+
+import contextlib
+import importlib
+import io
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hvdtrain import meeting
+from hvdtrain.errors import LabError
+
+Address = tuple[str, int]
+
+_pipe: list[Connection] = []
+"""The way to the notebook, in a process that runs a rank's function."""
+
+
+def tell(value: Any) -> None:
+    """Sends a value from a rank's function to the notebook, which hands it to `watch(rank, value)`.
+
+    Raises LabError outside of one.
+    """
+    if not _pipe:
+        raise LabError("tell() sends a value from a rank to the notebook: call it in a function that Ranks.run starts.")
+    _send(("told", value))
+
+
+def serve(address: Address, key: bytes, preload: Sequence[str], rank: int | None = None) -> None:
+    """Runs one function after another for the notebook that listens there, until it is gone.
+
+    Each runs in a process of its own, forked from this one, in which the framework and the modules to preload are
+    loaded and nothing has started. `rank` is Horovod's own where none is given.
+    """
+    for name in ("horovod.torch", *preload):
+        importlib.import_module(name)
+    with Client(address, authkey=key) as notebook:
+        rank = int(os.environ["HOROVOD_RANK"]) if rank is None else rank
+        notebook.send(("ready", rank, socket.gethostname(), _interface(notebook)))
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                word, *task = pickle.loads(notebook.recv_bytes())
+                if word == "run":
+                    _run(notebook, *task)
+
+
+def serve_once(address: Address, key: bytes, task: bytes) -> None:
+    """Runs one function as a rank of mpirun, in this very process, and waits until the notebook has all results."""
+    from mpi4py import MPI
+
+    _forget_launcher(value="(None,)")
+    with Client(address, authkey=key) as notebook:
+        notebook.send(("ready", MPI.COMM_WORLD.Get_rank(), socket.gethostname(), None))
+        _perform(notebook, task)
+
+
+def _run(notebook: Connection, environ: dict[str, str], task: bytes) -> None:
+    context = get_context("fork")
+    ours, its = context.Pipe()
+    process = context.Process(target=_perform_in, args=(its, environ, task))
+    process.start()
+    its.close()
+    try:
+        _pass_on(notebook, ours, process)
+    finally:
+        process.kill()
+        process.join()
+    notebook.send_bytes(pickle.dumps(("ended", process.exitcode)))
+
+
+def _pass_on(notebook: Connection, ours: Connection, process: BaseProcess) -> None:
+    while True:
+        for source in wait([notebook, ours]):
+            if source is notebook:
+                word = notebook.recv_bytes()
+                if pickle.loads(word)[0] == "stop":
+                    return
+                with contextlib.suppress(OSError):  # it has ended by itself
+                    ours.send_bytes(word)
+            else:
+                try:
+                    message = ours.recv_bytes()
+                except (EOFError, OSError):
+                    process.join()
+                    return
+                notebook.send_bytes(message)
+
+
+def _perform_in(pipe: Connection, environ: dict[str, str], task: bytes) -> None:
+    _forget_launcher()
+    os.environ.update(environ)
+    _perform(pipe, task)
+
+
+def _forget_launcher(value: str | None = None) -> None:
+    """Drops what horovod.run has set, all of it or what has this value.
+
+    horovod.run sets HOROVOD_CYCLE_TIME and HOROVOD_CACHE_CAPACITY to "(None,)", which Horovod reads as 0.
+    """
+    for name, text in list(os.environ.items()):
+        if name.startswith("HOROVOD_") and value in {None, text}:
+            del os.environ[name]
+
+
+def _perform(pipe: Connection, task: bytes) -> None:
+    _pipe[:] = [pipe]
+    said = _Said()
+    try:
+        with contextlib.redirect_stdout(said):
+            function, arguments = pickle.loads(task)
+            result = function(*arguments)
+            said.end()
+            _send(("result", result))
+    except BaseException as error:
+        said.end()
+        _send(("failed", type(error).__name__, str(error), _place(error.__traceback__)))
+    if pickle.loads(pipe.recv_bytes())[0] == "stop":
+        os._exit(1)  # others may be in a collective for ever: mpirun ends them
+    # Every rank has its result: none leaves while another is in a collective.
+    horovod = sys.modules.get("horovod.torch")
+    if horovod and horovod.is_initialized():
+        horovod.shutdown()
+
+
+class _Said(io.TextIOBase):
+    """What a function prints goes to the notebook, line by line."""
+
+    def __init__(self) -> None:
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            _send(("said", line))
+        return len(text)
+
+    def end(self) -> None:
+        if self._line:
+            self.write("\n")
+
+
+def _send(message: tuple[Any, ...]) -> None:
+    import cloudpickle
+
+    _pipe[0].send_bytes(cloudpickle.dumps(message))
+
+
+def _place(trace: TracebackType | None) -> tuple[str, int, str] | None:
+    """File, line and function of the innermost line that is the learner's own, or else a library's."""
+    place = None
+    while trace:
+        code = trace.tb_frame.f_code
+        if "site-packages" not in code.co_filename and Path(code.co_filename) != Path(__file__):
+            place = (code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return place
+
+
+def _interface(notebook: Connection) -> str | None:
+    """The network interface over which this rank reached the notebook."""
+    with socket.socket(fileno=os.dup(notebook.fileno())) as twin:
+        return meeting.interface_of(twin.getsockname()[0])

@@ -1,0 +1,317 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5. Scaling and profiling
+#
+# How much faster is a training on more ranks, where does the time go that is lost, and what would you ask for next:
+# more GPUs, a faster network, faster storage? You train a small ResNet on 1, 2 and 4 ranks of this machine, take the
+# time of every part of its step, read Horovod's own record of it, fit a model of the step to what you measured, and
+# then put the same model to published runs, up to 1,024 GPUs.
+#
+# It takes under a minute, without a GPU.
+
+# %%
+import os
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from hvdtrain.labs import Ranks, profiling, scaling, style
+from hvdtrain.labs.scale import scaled
+
+style.use()
+ranks = Ranks(4, preload=["torch._dynamo", "torchvision.models", "sklearn.datasets"])
+
+# %% [markdown]
+# ## 1. A training loop with a clock
+#
+# This is an ordinary Horovod loop. What is new are the lines with `now()`: a stamp between any two parts of a step.
+# Three things in it are worth a look.
+#
+# - `loss.backward()` already **starts** the allreduce: as soon as the gradient of a layer is there, Horovod sends it
+#   on its way, while the layers before it are still being computed. `optimizer.synchronize()` then **waits** for what
+#   is still under way. So the part that we call `allreduce` is not how long the gradients travel, but how long they
+#   keep us waiting.
+# - That includes waiting for a slower rank: no sum is complete before its last term.
+# - Each rank computes with one thread, so that 4 ranks use 4 cores, if there are as many.
+
+# %%
+BATCH = 16  # pictures a rank and step
+
+
+def train(batch, steps):
+    """Trains on this rank; its stamps [steps, parts + 1], in seconds since 1970."""
+    from time import time as now
+
+    import horovod.torch as hvd
+    import torch
+    from torchvision.models import resnet18
+
+    from hvdtrain.datasets import load
+    from hvdtrain.sharding import Epoch
+
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    digits = load("digits").train
+    order = Epoch.of(len(digits), seed=0, epoch=0, draws=0)
+    global_batch = batch * hvd.size()
+
+    model = resnet18(num_classes=10)
+    model.maxpool = torch.nn.Identity()  # the digits have only 8 x 8 pixels
+    model.conv1.stride = (1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+    stamps = []
+    for step in range(steps):
+        times = [now()]
+
+        start = step * global_batch % (len(digits) - global_batch)
+        x, y = digits.read(order.share(start, global_batch, hvd.rank(), hvd.size()), None)
+        x, y = torch.from_numpy(x).permute(0, 3, 1, 2) / 255, torch.from_numpy(y)
+        times.append(now())  # data
+
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        times.append(now())  # forward
+
+        loss.backward()
+        times.append(now())  # backward
+
+        optimizer.synchronize()
+        times.append(now())  # allreduce
+
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        times.append(now())  # update
+
+        stamps.append(times)
+    return np.array(stamps)
+
+
+# %% [markdown]
+# ## 2. Throughput and efficiency
+#
+# We keep the batch **of each rank** and take more ranks: every step does more work in, one hopes, the same time. That
+# is **weak scaling**. (**Strong scaling** keeps the global batch: every rank has less and less to do in a step, while
+# the gradients stay as large as they were. It is the harder of the two.) With $B$ images a rank and $t(N)$ seconds a
+# step on $N$ ranks,
+#
+# $$\text{throughput}(N) = \frac{N B}{t(N)}, \qquad
+# \text{efficiency}(N) = \frac{\text{throughput}(N)}{N \cdot \text{throughput}(1)} = \frac{t(1)}{t(N)}.$$
+#
+# But ranks compute on cores. Where there are fewer cores than ranks, the ranks take turns, and no software in the world
+# makes 4 ranks on 2 cores 4 times as fast as one. The green line is the most that this machine's cores allow.
+
+# %%
+cores = len(os.sched_getaffinity(0))
+steps = scaled(16, least=3)
+NUMBERS = (1, 2, 4)
+
+stamps = {n: np.array(ranks.run(train, BATCH, steps, ranks=n)) for n in NUMBERS}  # each [ranks, steps, parts + 1]
+parts = {n: profiling.typical_step(stamps[n]) for n in NUMBERS}  # each [parts], in seconds
+
+print(f"{cores} cores, batch {BATCH} a rank, {steps} steps")
+print("ranks   images/s   efficiency   at most, with these cores")
+for n in NUMBERS:
+    efficiency = parts[1].sum() / parts[n].sum()
+    print(f"{n:5}{n * BATCH / parts[n].sum():11.1f}{efficiency:12.0%}{min(1, cores / n):17.0%}")
+
+profiling.draw_throughput(NUMBERS, [n * BATCH / parts[n].sum() for n in NUMBERS], cores)
+plt.show()
+
+# %% [markdown]
+# ## 3. Where a step's time goes
+#
+# The stamps say which part grew. On one rank there is nobody to wait for, and `allreduce` is next to nothing. On more
+# ranks it appears. If forward and backward grow as well, the ranks compete with one another: for cores, where there are
+# fewer than ranks, and in any case for caches and memory. Horovod's own threads need a core now and then, too.
+
+# %%
+print("rank " + "".join(f"{part:>11}" for part in profiling.PARTS) + "   (ms, median step)")
+for n in NUMBERS:
+    for rank in range(n):
+        milliseconds = 1e3 * np.median(np.diff(stamps[n][rank, 1:]), axis=0)
+        print(f"{rank}/{n}  " + "".join(f"{part:11.1f}" for part in milliseconds))
+
+figure, axes = plt.subplots()
+profiling.draw_parts(axes, parts)
+plt.show()
+
+# %% [markdown]
+# Look at the rows of one run: a rank that computes longer waits less, and the other way round. Together they all need
+# the same, for in each step they all wait for the last.
+#
+# ## 4. Horovod's timeline
+#
+# With `HOROVOD_TIMELINE=file` in the environment, rank 0 writes down what happens to each gradient. The file is a trace
+# that Chrome shows, too (`chrome://tracing`, or <https://ui.perfetto.dev>). A gradient goes through these phases:
+#
+# | phase | what happens |
+# |---|---|
+# | NEGOTIATE | one rank has the gradient, and waits for the others to have it as well |
+# | QUEUE | all have it; another allreduce is under way |
+# | MEMCPY_IN | several gradients are copied into one buffer, **fused**: one large message is faster than many small |
+# | ALLREDUCE | the buffer travels around the ring (here GLOO_ALLREDUCE; with MPI or NCCL the name says so) |
+# | MEMCPY_OUT | the sums are copied back |
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "timeline.json")
+    two_ranks = ranks.run(train, BATCH, 4, ranks=2, environ={"HOROVOD_TIMELINE": str(path)})
+    groups = profiling.read_timeline(path)
+
+last_step = two_ranks[0][-1]  # of rank 0, which wrote the timeline
+profiling.draw_timeline(groups, last_step)
+plt.show()
+
+# %% [markdown]
+# How to read it: the grey bars on top are rank 0's own stamps. Below them, each row is a group of gradients that
+# travelled together: the largest one's name, how many others, and their size. From top to bottom they are in the
+# order of travel, which is that of backward: from the network's last layer to its first.
+#
+# - **Overlap with backward.** What is left of the dashed line happens while backward still computes: it costs
+#   nothing, at least where somebody else than the computing cores does it (a GPU's copy engines, a network adapter).
+#   What is right of it, the rank waits for: that is the part `allreduce` of the bars above.
+# - **Fusion.** Groups of many small tensors make one message. Horovod collects what has become ready every
+#   `HOROVOD_CYCLE_TIME` milliseconds (1, where it is not set), up to `HOROVOD_FUSION_THRESHOLD` bytes.
+# - **Long NEGOTIATE** is no fault of the network: another rank has come late.
+#
+# ## 5. A model of the step
+#
+# With a few parameters one can say what was not measured. Forward, backward and update take `compute` seconds;
+# the ring allreduce of $n$ bytes among $N$ ranks sends $2(N-1)$ messages of $n/N$ bytes, one after another:
+#
+# $$t(N) = \underbrace{\text{compute}}_{\times \max(1,\,N/\text{cores})} +
+# \max\big(0,\; \text{allreduce}(N) - \text{what backward hides}\big),
+# \qquad \text{allreduce}(N) = 2(N-1)\,\alpha + 2\,\frac{N-1}{N}\,n\,\beta .$$
+#
+# On this machine, nothing is hidden: the cores that compute are those that add up the gradients. The messages are
+# large, so $\alpha$ does not matter. Two parameters remain: `compute`, which is the step on one rank, and $\beta$,
+# fitted to the steps on 2 and on 4.
+
+# %%
+gradient_bytes = sum(group.nbytes for group in groups) // 4  # the timeline holds 4 steps
+step_seconds = [parts[n].sum() for n in NUMBERS]
+laptop = scaling.fit_laptop(NUMBERS, step_seconds, gradient_bytes, cores)
+print(f"compute {1e3 * laptop.compute:.0f} ms; a gradient of {gradient_bytes / 1e6:.1f} MB")
+if laptop.byte_seconds:
+    print(f"a ring at {1e-9 / laptop.byte_seconds:.2f} GB/s")
+print("ranks   measured/ms   model/ms")
+for n, seconds in zip(NUMBERS, step_seconds, strict=True):
+    print(f"{n:5}{1e3 * seconds:14.0f}{1e3 * laptop.step(n):11.0f}")
+
+figure, axes = plt.subplots()
+scaling.draw_laptop(axes, laptop, NUMBERS, step_seconds)
+plt.show()
+
+# %% [markdown]
+# How far the points lie from the blue line is how well two parameters describe your machine. Everything the model
+# does not know, such as the caches that the ranks share, has gone into $\beta$: do not take it for the speed of
+# anything else. The green line is a forecast that nobody has tested: the same ring, and a core for each rank.
+#
+# ## 6. To 1,024 GPUs
+#
+# The Jülich Supercomputing Centre (JSC) has published how long ResNet50 takes for 10 epochs of ImageNet on A100s, four
+# in a node:
+
+# %%
+print("GPUs   batch a GPU   seconds   step/ms   efficiency")
+for run in (scaling.JSC_ONE, scaling.JSC_NODE, scaling.JSC_NODES):
+    efficiency = scaling.JSC_ONE.image_seconds / run.image_seconds
+    print(f"{run.gpus:4}{run.batch:14}{run.seconds:10.0f}{1e3 * run.step_seconds:10.1f}{efficiency:13.1%}")
+
+# %% [markdown]
+# Between 4 GPUs (one node) and 16 (four nodes), which have the same batch, a step becomes some 24 ms longer. Why?
+# There are at least two stories:
+#
+# - **The network's fault.** The allreduce between nodes takes longer than backward can hide, and what is left over, we
+#   wait for. The ring's $2\frac{M-1}{M}n\beta$ among $M$ nodes hardly grows any more with $M$: the efficiency stays.
+# - **The fixed part's fault.** A run also does things that take as long on 1,000 GPUs as on one: start, find the
+#   files, start the readers anew in each epoch, save. Spread over fewer and fewer steps, that is a term `drag`
+#   $\times N$: the efficiency falls and falls. (A straggler, or storage that cannot keep up, lies somewhere between
+#   the two.)
+#
+# Both stories, and every mixture of them, pass **exactly** through the two points. So the honest answer is a band:
+
+# %%
+figure, axes = plt.subplots(figsize=(12, 7))
+scaling.draw_published(axes)
+plt.show()
+
+print("GPUs   efficiency, lowest to highest of the models that fit")
+for gpus in (16, 64, 256, 1024):
+    lowest, highest = scaling.jsc_band(gpus)
+    print(f"{gpus:4}{lowest:10.0%} to {highest:.0%}")
+
+# %% [markdown]
+# Two points cannot pin a curve with three unknowns, and the band does not even count that each run was measured once.
+# (The other points are other networks on other machines: they lie there for comparison, nothing was fitted to them.)
+# Yet the model is useful: it says what to look at next.
+
+# %%
+for name, model in (
+    ("the network's", scaling.through_jsc(1, scaling.BACKWARD)),
+    ("the fixed part's", scaling.through_jsc(0, scaling.BACKWARD)),
+):
+    print(f"If it is {name} fault, one GPU alone needs {1e3 * model.step(1):.1f} ms for a batch of 128,")
+    if model.byte_seconds:
+        print(f"   and the network between the nodes carries {1e-9 / model.byte_seconds:.1f} GB/s.")
+    if model.drag:
+        fixed = model.drag * scaling.IMAGES / scaling.JSC_NODE.batch
+        print(f"   and {fixed:.0f} s of each run do not shrink with more GPUs.")
+print(f"One GPU needs {1e3 * 128 * scaling.JSC_ONE.image_seconds:.1f} ms for 128 images when its batch is 256.")
+
+# %% [markdown]
+# Each line is a cheap experiment: a few minutes on **one** GPU with batch 128; the bandwidth test of the network; the
+# time until a run's first step, and between its epochs. And the network of the first story would be a slow one: a
+# single InfiniBand adapter of 200 Gbit/s carries up to 25 GB/s. A run on 64 GPUs, of an hour or less, would tell the
+# stories apart: look at the band there. Ask for that before you ask for a thousand.
+#
+# ## 7. What to ask for next
+#
+# Amdahl's law: if a part has the share $f$ of a step, then a part twice as fast makes the training $\frac{1}{1 -
+# f/2}$ times as fast, and no improvement of this part alone ever makes it more than $\frac{1}{1 - f}$ times as fast.
+
+# %%
+REMEDY = {
+    "data": "faster storage, more readers, data kept in memory",
+    "forward": "faster GPUs, or more of them; lower precision",
+    "backward": "faster GPUs, or more of them; lower precision",
+    "allreduce": "a faster network, a larger batch a rank, fp16 compression",
+    "update": "a fused optimizer",
+}
+gains = {n: scaling.gain_of_halving(parts[n]) for n in NUMBERS}
+print("halve        " + "".join(f"{n:>3} rank{'s' if n > 1 else ' '}" for n in NUMBERS) + "   which takes")
+for index, (part, remedy) in enumerate(REMEDY.items()):
+    print(f"{part:13}" + "".join(f"{gains[n][index]:+8.1%}" for n in NUMBERS) + f"   {remedy}")
+
+# %% [markdown]
+# Read a column from top to bottom: the largest number is the part to work on.
+#
+# - If **forward and backward** dominate, the ranks compute, as they should: faster GPUs help, and so do more of them.
+#   (Here, with more ranks than cores, "a faster GPU" means: more cores.)
+# - If **allreduce** dominates, more ranks make it worse. A larger batch on each rank computes longer for the same
+#   gradient, `compression=hvd.Compression.fp16` halves the bytes, a faster network halves the seconds. But look at the
+#   table of the ranks first: if one rank hardly waits and all others wait for it, the network is not to blame.
+# - If **data** dominates, GPUs are waiting for storage: buy none. (Digits in memory cost nothing; a
+#   million photographs on a shared file system do.)
+#
+# **Try:** `BATCH = 4` and `BATCH = 64` above. Which columns change, and why? Then give the timeline's run
+# `"HOROVOD_CYCLE_TIME": "50"` as well: how many groups are there now, and where do they travel, left or right of the
+# dashed line?
