@@ -175,6 +175,42 @@ def test_ranks_of_mpi():
         run_mpi(fails_over_mpi, ranks=2)
 
 
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    """Two ipyparallel engines in one mpirun, as a teacher would start them."""
+    import ipyparallel
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for library in ("OMPI", "PRTE"):
+        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT", "1")
+        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    cluster = ipyparallel.Cluster(n=2, engines="mpi", log_level=40)
+    cluster.start_cluster_sync()
+    try:
+        cluster.connect_client_sync().wait_for_engines(2, timeout=60)
+        yield cluster
+    finally:
+        cluster.stop_cluster_sync()
+
+
+def parent():
+    return os.getppid()
+
+
+def test_ranks_beside_engines_over_mpi(engines):
+    with engines.connect_client_sync() as client:
+        of_engines = client[:].apply_sync(os.getpid)
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(where, 10) == [(0, 2, 0, 10.0), (1, 2, 1, 10.0)]
+        workers = ranks.run(parent)
+        starters = [Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1] for worker in workers]
+        assert sorted(map(int, starters)) == sorted(of_engines)
+    finally:
+        ranks.close()
+
+
 NOTEBOOK = """
 import os, time
 from hvdtrain.labs import Ranks, tell
