@@ -141,13 +141,15 @@ class _Call:
             self._ending()
 
     def _start(self, task: bytes) -> "subprocess.Popen[bytes]":
+        # pip's mpirun lies beside this Python, which an environment need not be activated to start.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         # A session of its own: the interrupt of a cell is not for the launcher.
         process = subprocess.Popen(
             [sys.executable, "-m", "hvdtrain.labs.start"],
             stdin=subprocess.PIPE,
             stdout=self._errors,
             stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PATH": path},
             start_new_session=True,
         )
         assert process.stdin
