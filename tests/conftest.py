@@ -52,7 +52,7 @@ def train_here():
 
 SLOW = (
     "test_agreement", "test_bench", "test_build_horovod", "test_cluster_", "test_doctor", "test_engines",
-    "test_frameworks", "test_input", "test_launch", "test_lifeline", "test_pictures", "test_restart",
+    "test_frameworks", "test_input", "test_labs_", "test_launch", "test_lifeline", "test_pictures", "test_restart",
     "test_tensorflow_", "test_torch_",
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """The fast tests first: those that start ranks come last. Those of a cluster only where they are asked for."""
-    items.sort(key=lambda item: item.path.name.startswith(SLOW))
+    items.sort(key=lambda item: item.path.suffix == ".ipynb" or item.path.name.startswith(SLOW))
     if not config.getoption("--cluster"):
         for item in items:
             if item.get_closest_marker("cluster"):

@@ -8,12 +8,12 @@ import jupytext
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import torch
 
 from hvdtrain.labs import batches
 from hvdtrain.labs.batches import History, Setting
 from hvdtrain.sharding import Epoch
 
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 LAB = Path(__file__).parents[1] / "labs" / "4-large_batches.py"
 
 

@@ -5,18 +5,18 @@ import re
 import sys
 from pathlib import Path
 
-import cloudpickle
-import horovod.torch as hvd
 import jupytext
 import nbclient
 import numpy as np
 import pytest
-import torch
 
 from hvdtrain.labs import LabError, Ranks, line
 from hvdtrain.labs.exercise import Check
 from hvdtrain.schedule import peak_lr
 
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+hvd = pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
+cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LABS = Path(__file__).parents[1] / "labs"

@@ -8,12 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-import cloudpickle
 import pytest
 
 from hvdtrain.labs import LabError, Ranks, run_mpi, tell
 from hvdtrain.labs.scale import scaled
 
+pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
+cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

@@ -4,7 +4,6 @@ import re
 import sys
 from pathlib import Path
 
-import cloudpickle
 import jupytext
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,6 +11,8 @@ import pytest
 
 from hvdtrain.labs import ring, run_mpi
 
+pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
+cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LAB = Path(__file__).parents[1] / "labs" / "3-ring_allreduce.py"
 COUNTS = (1, 2, 3, 4)

@@ -2,7 +2,6 @@
 
 import sys
 
-import cloudpickle
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -10,6 +9,8 @@ import pytest
 from hvdtrain.labs import LabError, Ranks, profiling, scaling
 from hvdtrain.labs.scaling import StepModel
 
+pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
+cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
