@@ -199,6 +199,14 @@ WRONG = {  # facts, name: status, found, expected, cure
         "an MPI that loads",
         f"{PIP} --no-cache-dir --no-binary mpi4py mpi4py",
     ),
+    "mpi4py on none, and Horovod does without": (
+        software(mpi=None, mpi4py="does not load an MPI"),
+        "mpi4py's MPI",
+        "warn",
+        "mpi4py does not load an MPI",
+        "an MPI that loads",
+        f"{PIP} --no-cache-dir --no-binary mpi4py mpi4py",
+    ),
     "launcher of the other MPI first, ranks that met": (
         software(programs=(HORO, MPICH_MPIRUN, HIDDEN)),
         "launchers",

@@ -4,7 +4,7 @@ import re
 
 from hvdtrain.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.doctor import launch
-from hvdtrain.doctor.facts import Check, Facts, Framework, Verdict, over_ranks
+from hvdtrain.doctor.facts import Check, Facts, Framework, Status, Verdict, over_ranks
 from hvdtrain.doctor.gather import NO_END, kind_in
 from hvdtrain.mpi import TITLES
 
@@ -88,7 +88,9 @@ def _mpi4py(facts: Facts) -> Verdict:
         return Verdict("skip", "not installed")
     rebuild = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
     if kind_in(told) is None:
-        return Verdict("fail", f"mpi4py {told}", "an MPI that loads", rebuild)
+        # A Horovod without MPI trains all the same.
+        status: Status = "fail" if mpi or not facts.software.has_horovod else "warn"
+        return Verdict(status, f"mpi4py {told}", "an MPI that loads", rebuild)
     if mpi and kind_in(told) != mpi.kind:
         return Verdict("fail", told, f"Horovod's, {mpi.title}: two MPIs in one process end it", rebuild)
     return Verdict("ok", told)
