@@ -38,7 +38,7 @@ horovod: .venv/installed
 .venv/installed: setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hvdtrain needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; say which: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv || { $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install pip; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,test]' $(TENSORFLOW)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,lightning,test]' $(TENSORFLOW)
 	touch $@
 
 .venv/labs: .venv/installed

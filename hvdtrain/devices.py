@@ -1,5 +1,7 @@
 """Which GPU and how many threads a rank takes: arithmetic on what is visible, for every framework."""
 
+import shutil
+import subprocess
 from collections.abc import Mapping
 from typing import Literal
 
@@ -30,6 +32,16 @@ def gpu_index(
             "each rank, or to each rank its own; change the number of ranks or CUDA_VISIBLE_DEVICES."
         )
     return 0 if visible == 1 else topology.local_rank
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """How many GPUs this process may use, told without a framework: CUDA_VISIBLE_DEVICES, else the driver's list."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        named = environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return next((place for place, name in enumerate(named) if name.strip() in {"", "-1"}), len(named))
+    smi = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    told = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False).stdout if smi else ""
+    return sum(line.startswith("GPU ") for line in told.splitlines())
 
 
 def threads(cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[str, str]) -> int | None:

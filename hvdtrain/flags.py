@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hvdtrain import engines
 from hvdtrain import recipe as recipes
 from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import Recipe
@@ -35,8 +36,13 @@ class Options:
         "auto"
     )
     engine: Annotated[
-        Literal["auto", "horovod", "local"], tyro.conf.arg(help="auto: local for one process, else horovod")
+        engines.Name,
+        tyro.conf.arg(help="what joins the ranks; auto: local for one process, else horovod", aliases=["--strategy"]),
     ] = "auto"
+    devices: Annotated[
+        str | None,
+        tyro.conf.arg(help="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"),
+    ] = None
 
 
 def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:

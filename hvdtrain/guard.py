@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hvdtrain.engines import ENGINES
 from hvdtrain.errors import ReplicaError, WorldError
 from hvdtrain.topology import Topology
 
@@ -27,20 +28,20 @@ REMEDIES = {
 
 def check_launcher(topology: Topology, engine: str) -> None:
     """Refuses, before any framework is loaded, a launcher that the engine cannot hear."""
-    if engine == "local" and topology.size > 1:
+    if ENGINES[engine].one_process and topology.size > 1:
         raise WorldError(
-            f"engine local trains one rank alone, but {topology.launcher} started {topology.size}; "
-            "drop --engine local, or start one process."
+            f"engine {engine} trains one rank alone, but {topology.launcher} started {topology.size}; "
+            f"drop --engine {engine}, or start one process."
         )
 
 
-def check_world(topology: Topology, rank: int, size: int) -> None:
+def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod") -> None:
     """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
     if (rank, size) != (topology.rank, topology.size):
         outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
         error = WorldError(
             f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
-            f"but Horovod says rank {rank} of {size}: {outcome}; {REMEDIES[topology.launcher]}."
+            f"but {title} says rank {rank} of {size}: {outcome}; {REMEDIES[topology.launcher]}."
         )
         error.everywhere = size == 1  # ranks in another order may leave the chief in its place
         raise error

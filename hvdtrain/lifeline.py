@@ -82,15 +82,18 @@ class Lifeline:
     def begin(self) -> None:
         """Listens for signals and, where the ranks can meet already, for them. Raises WorldError."""
         if self.place:
-            self._wires.token = self.place.token
-            if self.topology.is_chief:
-                self._wires.listen(self.place.ports[:-1])
-            else:
-                self._wires.addresses = [(self.place.host, port) for port in self.place.ports[:-1]]
+            self._arrive(self.place)
         self._ear.open(self._wires.close)
         self._wires.hear(self._ear.hears)
         self._thread = threading.Thread(target=self._work, name="lifeline", daemon=True)
         self._thread.start()
+
+    def settle(self, place: Meeting) -> None:
+        """Where the launcher told no place: the ranks will meet at this one. Raises WorldError."""
+        with self._changed:
+            self.place = place
+            self._arrive(place)
+            self._ear.wake()
 
     def meet(self, open_rendezvous: Callable[[list[Seat]], int | None]) -> None:
         """Waits until every rank is ready to start the collective library; fills `seats` and `rendezvous`.
@@ -198,6 +201,13 @@ class Lifeline:
             self._thread.join()
         self._ear.close()
         self._wires.close()
+
+    def _arrive(self, place: Meeting) -> None:
+        self._wires.token = place.token
+        if self.topology.is_chief:
+            self._wires.listen(place.ports[:-1])
+        else:
+            self._wires.addresses = [(place.host, port) for port in place.ports[:-1]]
 
     # What the line's own thread does.
 

@@ -1,6 +1,7 @@
 """Where the ranks of a run find one another before any collective library has started: host and ports."""
 
 import fcntl
+import os
 import re
 import socket
 import struct
@@ -8,6 +9,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdtrain.errors import EngineUnavailable, WorldError
 from hvdtrain.topology import Topology
 
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
@@ -61,6 +63,41 @@ def of(topology: Topology, environ: Mapping[str, str]) -> Meeting | None:
         token = "-".join(environ.get(name, "") for name in names)
         return Meeting(environ["MASTER_ADDR"], _block(zlib.crc32(token.encode())), token)
     return None
+
+
+# In what each launcher says of itself, the word that only the ranks of one start share.
+WORDS = {"horovodrun": "HOROVOD_GLOO_RENDEZVOUS_PORT", "mpirun": "PMIX_NAMESPACE", "mpiexec": "PMI_PORT"}
+
+
+def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
+    """Where ranks meet whose launcher tells no host: on the one host they share, or where MPI says that rank 0 is.
+
+    Raises EngineUnavailable or WorldError where they can learn of no place.
+    """
+    if topology.local_size == topology.size:
+        word = environ.get(WORDS.get(topology.launcher, ""), str(os.getppid()))
+        return Meeting("127.0.0.1", _block(zlib.crc32(word.encode())), word)
+    if topology.launcher == "horovodrun":
+        raise WorldError(
+            "horovodrun --gloo tells its ranks no host to meet on, and they are on several; start them with srun, "
+            "torchrun or horovodrun --mpi."
+        )
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise EngineUnavailable(
+            f"ranks of {topology.launcher} on several hosts meet through mpi4py, which cannot be imported "
+            f"({error}); install it: pip install --no-binary mpi4py mpi4py"
+        ) from None
+    ranks = MPI.COMM_WORLD
+    if ranks.size != topology.size:
+        raise WorldError(
+            f"{topology.launcher} started {topology.size} ranks, but mpi4py says {ranks.size}: it was built for "
+            "another MPI; build it for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
+        )
+    word = f"{topology.host} {os.getpid()}"
+    place = Meeting(addresses()[0], _block(zlib.crc32(word.encode())), word)
+    return ranks.bcast(place)
 
 
 def first_host(nodes: str) -> str:

@@ -54,7 +54,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], recipe_name: str, 
     plan = plans.make(recipe, topology, dataset)
     with tempfile.TemporaryDirectory() as folder:
         start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
-        run = Run(framework, recipe, "horovod", topology, dataset, plan, start, Lifeline(topology))
+        run = Run(framework, recipe, "horovod", (), topology, dataset, plan, start, Lifeline(topology))
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, rounds)
     if topology.is_chief:

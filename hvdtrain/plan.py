@@ -38,7 +38,7 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """What one rank hands to allreduce in one step."""
-        on_the_wire = {"none": self._parameter_bytes, "fp16": 2, "fp64": 8}[self.recipe.compression]
+        on_the_wire = {"none": self._parameter_bytes, "fp16": 2, "bf16": 2, "fp64": 8}[self.recipe.compression]
         return self.parameters * on_the_wire
 
     @property

@@ -88,8 +88,8 @@ class Recipe(BaseModel):
         0, description="readers a rank: processes (PyTorch) or threads (TensorFlow); 0 is one thread"
     )
 
-    compression: Literal["none", "fp16", "fp64"] = Field(
-        "none", description="gradients on the wire; fp64: sums that no order of the ranks changes"
+    compression: Literal["none", "fp16", "bf16", "fp64"] = Field(
+        "none", description="gradients on the wire; fp64: sums that no order of the ranks changes; bf16: engine ddp's"
     )
     reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
     fusion_threshold_mb: Count | None = Field(None, description="Horovod's fusion buffer, MiB")

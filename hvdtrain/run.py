@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from hvdtrain import datasets, flags, guard, launch, meeting, output
+from hvdtrain import datasets, devices, engines, flags, guard, launch, meeting, output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
+from hvdtrain.engines import ENGINES, Adapter
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
 from hvdtrain.lifeline import Lifeline
 from hvdtrain.metrics import Events, Reporter
@@ -33,6 +34,8 @@ class Run:
     framework: Framework
     recipe: Recipe
     engine: str
+    devices: tuple[str, ...]
+    """Of an engine of one process that takes several; () elsewhere."""
     topology: Topology
     dataset: datasets.Dataset
     plan: Plan
@@ -75,24 +78,33 @@ class Run:
         reporter.note(f"finished at step {step}; everything is in {self.start.folder.path}")
 
 
-def prepare(framework: Framework, argv: Sequence[str], line: Lifeline) -> Run:
+def prepare(adapter: Adapter, argv: Sequence[str], line: Lifeline) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
-    topology = line.topology
+    topology, framework = line.topology, framework_of(adapter)
     line.on_vanished = lambda: launch.cancel_step(os.environ)
-    recipe, options = flags.parse_run(f"python -m hvdtrain.{framework}", argv)
+    recipe, options = flags.parse_run(f"python -m hvdtrain.{adapter}", argv)
     recipes.check_framework(recipe, framework)
-    engine = options.engine
-    if engine == "auto":
-        engine = "local" if topology.launcher == "alone" else "horovod"
+    engine = engines.choose(options.engine, adapter, topology.launcher)
+    engines.check(engine, recipe)
     guard.check_launcher(topology, engine)
+    visible = devices.visible_gpus(os.environ) if ENGINES[engine].devices else 0
+    own_devices = engines.devices(engine, options.devices, visible, recipe.device)
     if engine == "horovod":
         launch.check_plugin(topology, framework, os.environ)
     dataset = load_dataset(recipe)
-    plan = plans.make(recipe, topology, dataset)
+    replicas = len(own_devices) if ENGINES[engine].replicas else 1
+    plan = plans.make(recipe, replace(topology, size=topology.size * replicas), dataset)
+    if ENGINES[engine].meets and topology.size > 1 and not line.place:
+        line.settle(meeting.beside(topology, os.environ))
     start = output.start(plan, topology, framework, options.output, options.resume) if topology.is_chief else None
     if start:
         line.on_lost = lambda reason: start.folder.write_status("failed", error=reason)
-    return Run(framework, recipe, engine, topology, dataset, plan, start, line)
+    return Run(framework, recipe, engine, own_devices, topology, dataset, plan, start, line)
+
+
+def framework_of(adapter: Adapter) -> Framework:
+    """What the adapter trains with."""
+    return "torch" if adapter == "lightning" else adapter
 
 
 def load_dataset(recipe: Recipe) -> datasets.Dataset:
@@ -110,7 +122,7 @@ def load_dataset(recipe: Recipe) -> datasets.Dataset:
     )
 
 
-def main(framework: Framework, argv: Sequence[str], train: Callable[[Run], None]) -> int:
+def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
     topology = Topology.alone()
     try:
@@ -120,7 +132,7 @@ def main(framework: Framework, argv: Sequence[str], train: Callable[[Run], None]
     except HvdtrainError as error:
         return _fail(error, topology, None)
     try:
-        code = _prepare_and_train(framework, argv, line, train)
+        code = _prepare_and_train(adapter, argv, line, train)
     except BaseException as error:  # a fault of ours, or --help's exit
         line.leave(None if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
         raise
@@ -135,11 +147,11 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _prepare_and_train(framework: Framework, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
+def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
     run = None
     try:
-        run = prepare(framework, argv, line)
-        with launch.joined(line, framework, run.engine, os.environ):
+        run = prepare(adapter, argv, line)
+        with launch.joined(line, run.framework, run.engine, os.environ):
             train(run)
     except HvdtrainError as error:
         return _fail(error, line.topology, run, line)

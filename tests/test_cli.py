@@ -23,7 +23,7 @@ def train(prepared):
     if outcome == "full":
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
-sys.exit(run.main("python -m hvdtrain.torch", sys.argv[2:], train))
+sys.exit(run.main("torch", sys.argv[2:], train))
 """
 HELP = """usage: python -m hvdtrain COMMAND [flags]
        python -m hvdtrain.torch RECIPE [flags]          train with PyTorch

@@ -1,0 +1,106 @@
+"""The engines that a run may ask for by name, and what each of them cannot do: told before a framework is loaded."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.errors import DeviceError, RecipeError
+from hvdtrain.recipe import Recipe, nearest
+
+Adapter = Literal["torch", "tensorflow", "lightning"]
+Name = Literal[
+    "auto", "horovod", "local", "ddp", "dataparallel", "modelparallel",
+    "mirrored", "multiworker", "central", "parameter-server",
+]  # fmt: skip
+
+DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of the table: a library that joins ranks or devices."""
+
+    title: str
+    """What the library is called in a message."""
+    adapters: tuple[Adapter, ...]
+    one_process: bool = False
+    """Whether one process holds everything: several ranks are then refused."""
+    devices: int = 0
+    """How many devices of its one process it needs at least; 0 where it takes a rank's own."""
+    replicas: bool = False
+    """Whether each of these devices trains on a share of its own."""
+    meets: bool = False
+    """Whether its ranks must know the chief's address before it starts."""
+    compressions: tuple[str, ...] = ("none", "fp64")
+    """What its gradients may travel as. In one process nothing travels, and fp64 changes nothing."""
+
+
+ENGINES: Mapping[str, Engine] = {
+    "horovod": Engine("Horovod", ("torch", "tensorflow", "lightning"), compressions=("none", "fp16", "fp64")),
+    "local": Engine(
+        "one process", ("torch", "tensorflow", "lightning"), one_process=True, compressions=("none", "fp16", "fp64")
+    ),
+    "ddp": Engine(
+        "torch.distributed", ("torch", "lightning"), meets=True, compressions=("none", "fp16", "bf16", "fp64")
+    ),
+    "dataparallel": Engine("DataParallel", ("torch",), one_process=True, devices=2),
+    "modelparallel": Engine("the split model", ("torch",), one_process=True, devices=2),
+    "mirrored": Engine("MirroredStrategy", ("tensorflow",), one_process=True, devices=1, replicas=True),
+    "multiworker": Engine("MultiWorkerMirroredStrategy", ("tensorflow",), meets=True),
+    "central": Engine("CentralStorageStrategy", ("tensorflow",), one_process=True, devices=1, replicas=True),
+    "parameter-server": Engine("ParameterServerStrategy", ("tensorflow",), meets=True),
+}
+
+# Keys of a recipe that only Horovod heeds, and what they are where they ask for nothing.
+HOROVODS = {
+    "reduction": "average", "autotune": False, "horovod_timeline": False, "fusion_threshold_mb": None,
+    "cycle_time_ms": None,
+}  # fmt: skip
+
+
+def choose(name: Name, adapter: Adapter, launcher: str) -> str:
+    """The engine's name; "auto" is local for one process, else Horovod. Raises RecipeError."""
+    if name == "auto":
+        return "local" if launcher == "alone" else "horovod"
+    known = [engine for engine, row in ENGINES.items() if adapter in row.adapters]
+    if name not in known:
+        near = nearest(name, known) if name not in ENGINES else ""
+        raise RecipeError(f"engine {name} is none of hvdtrain.{adapter}'s;{near} take one of {', '.join(known)}.")
+    return name
+
+
+def check(name: str, recipe: Recipe) -> None:
+    """Refuses what the recipe asks of the engine and the engine has not. Raises RecipeError."""
+    engine = ENGINES[name]
+    if name not in {"horovod", "local"}:
+        for key, nothing in HOROVODS.items():
+            if (asked := getattr(recipe, key)) != nothing:
+                raise RecipeError(f"{key} {asked} is Horovod's alone, this run takes engine {name}; drop it.")
+    if recipe.compression not in engine.compressions:
+        raise RecipeError(
+            f"compression must be one of {', '.join(engine.compressions)} with engine {name}, got {recipe.compression}."
+        )
+
+
+def devices(name: str, said: str | None, visible: int, wanted: str) -> tuple[str, ...]:
+    """The devices of an engine of one process: those `said`, as in cpu,cpu, else the `visible` GPUs, else the CPU.
+
+    `wanted` is the recipe's device; () for an engine that takes a rank's own. Raises DeviceError.
+    """
+    engine = ENGINES[name]
+    if not engine.devices:
+        if said is not None:
+            several = [other for other, row in ENGINES.items() if row.devices]
+            raise DeviceError(f"--devices goes with engine {', '.join(several)}, got engine {name}; drop it.")
+        return ()
+    gpus = 0 if wanted == "cpu" else visible
+    found = tuple(said.split(",")) if said is not None else tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu",)
+    if wrong := [device for device in found if not DEVICE.fullmatch(device)]:
+        raise DeviceError(f"--devices must list devices such as cuda:0,cuda:1 or cpu,cpu, got {wrong[0]!r}.")
+    if len(found) < engine.devices:
+        raise DeviceError(
+            f"engine {name} needs at least {engine.devices} devices, this process has {len(found)} ({found[0]}); "
+            "ask for more GPUs, or name them: --devices cuda:0,cuda:1"
+        )
+    return found
