@@ -47,9 +47,10 @@ def load(
 
             return cifar100.load(data_dir)
         case "imagenet":
-            from hvdtrain.datasets import imagenet
+            from hvdtrain.datasets import imagenet, index
 
-            return imagenet.load(data_dir, train_crop, valid_resize, valid_crop)
+            read = index.load if index.is_in(data_dir) else imagenet.load
+            return read(data_dir, train_crop, valid_resize, valid_crop)
         case "synthetic":
             from hvdtrain.datasets import synthetic
 

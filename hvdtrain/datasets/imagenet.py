@@ -81,24 +81,35 @@ def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: 
 
     Raises DataError where a folder is missing or empty, or the two hold different classes.
     """
-    require_positive(train_crop=train_crop, valid_resize=valid_resize, valid_crop=valid_crop)
-    if valid_crop > valid_resize:
-        raise DataError(f"valid_crop must be at most valid_resize={valid_resize}, got {valid_crop}.")
+    check_sides(train_crop, valid_resize, valid_crop)
     if data_dir is None:
         raise DataError("imagenet needs a data_dir with the folders train/<class> and val/<class>.")
     train_root, valid_root = _subfolder(data_dir, "train"), _subfolder(data_dir, "val", "valid")
     classes = _classes(train_root)
     _require_same_classes(train_root, classes, valid_root, _classes(valid_root))
-    train_resize = math.ceil(train_crop * valid_resize / valid_crop)
-    return Dataset(
-        "imagenet",
+    train_resize = resize_beside(train_crop, valid_resize, valid_crop)
+    return dataset(
         Pictures(train_root, classes, *_scan(train_root, classes), train_resize, train_crop),
         Pictures(valid_root, classes, *_scan(valid_root, classes), valid_resize, valid_crop),
         len(classes),
-        (train_crop, train_crop, 3),
-        MEAN,
-        STD,
     )
+
+
+def check_sides(train_crop: int, valid_resize: int, valid_crop: int) -> None:
+    """Raises DataError where crops and resize, in pixels, do not go together."""
+    require_positive(train_crop=train_crop, valid_resize=valid_resize, valid_crop=valid_crop)
+    if valid_crop > valid_resize:
+        raise DataError(f"valid_crop must be at most valid_resize={valid_resize}, got {valid_crop}.")
+
+
+def resize_beside(train_crop: int, valid_resize: int, valid_crop: int) -> int:
+    """The shorter side of a training picture that is not augmented: in proportion to a validation picture's."""
+    return math.ceil(train_crop * valid_resize / valid_crop)
+
+
+def dataset(train: Pictures, valid: Pictures, classes: int) -> Dataset:
+    """The two splits, with ImageNet's mean and standard deviation."""
+    return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD)
 
 
 def _subfolder(data_dir: Path, *names: str) -> Path:

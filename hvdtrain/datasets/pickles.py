@@ -1,6 +1,8 @@
 """Reads the published CIFAR pickles without running anything that a pickle may ask for."""
 
+import contextlib
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,16 @@ def read_batch(path: Path, remedy: str) -> dict[str, Any]:
 
     Files pickled by Python 2 and 3 are read alike. Raises DataError, ending in the remedy, for all else.
     """
-    try:
-        with path.open("rb") as file:
-            batch = _BatchUnpickler(file, encoding="bytes").load()
+    with told(path, remedy), path.open("rb") as file:
+        batch = _BatchUnpickler(file, encoding="bytes").load()
         return {_text(key): _plain(value) for key, value in batch.items()}
+
+
+@contextlib.contextmanager
+def told(path: Path, remedy: str) -> Iterator[None]:
+    """Around the reading of a pickle: whatever goes wrong is a DataError that names the file and the remedy."""
+    try:
+        yield
     except FileNotFoundError:
         raise DataError(f"{path} is missing: {remedy}") from None
     except OSError as error:

@@ -1,0 +1,99 @@
+"""ImageNet by index files: train_data.pkl and val_data.pkl, each a pickled {path of a picture: class}.
+
+Paths are absolute, or relative to the folder of the files. Classes are numbers from 0, or names, which are numbered
+in alphabetical order. A pickle may ask Python to run anything: only what an index is made of is let through.
+"""
+
+import os
+import pickle
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.datasets import pickles
+from hvdtrain.datasets.base import Dataset
+from hvdtrain.datasets.imagenet import Pictures, check_sides, dataset, resize_beside
+from hvdtrain.errors import DataError
+
+TRAIN, VALID = "train_data.pkl", "val_data.pkl"
+PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}
+REMEDY = "an index file is a pickled dict {path: class}; write it again."
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(Pictures):
+    """Pictures whose whole paths an index file gives."""
+
+    def path(self, index: int) -> Path:
+        return self.root / os.fsdecode(self.names[index])
+
+
+def is_in(data_dir: Path | None) -> bool:
+    """Whether the folder holds an index file, and no folder of training pictures that would go before it."""
+    return data_dir is not None and (data_dir / TRAIN).is_file() and not (data_dir / "train").is_dir()
+
+
+def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
+    """The pictures that data_dir/train_data.pkl and data_dir/val_data.pkl name, in the order of the files.
+
+    Raises DataError where a file is missing, damaged or empty, or a class of the second is not in the first.
+    """
+    check_sides(train_crop, valid_resize, valid_crop)
+    if data_dir is None:
+        raise DataError(f"imagenet by index needs a data_dir with the files {TRAIN} and {VALID}.")
+    train, valid = read(data_dir / TRAIN), read(data_dir / VALID)
+    numbers = _numbers(data_dir / TRAIN, train.values())
+    train_resize = resize_beside(train_crop, valid_resize, valid_crop)
+    classes = tuple(str(name) for name in numbers)
+    return dataset(
+        _listed(data_dir / TRAIN, train, numbers, classes, train_resize, train_crop),
+        _listed(data_dir / VALID, valid, numbers, classes, valid_resize, valid_crop),
+        max(numbers.values()) + 1,
+    )
+
+
+def read(path: Path) -> dict[str, int | str]:
+    """The index in that file. Raises DataError, and runs nothing, for all that is none."""
+    with pickles.told(path, REMEDY), path.open("rb") as file:
+        index = _IndexUnpickler(file, encoding="latin1").load()
+    if not isinstance(index, dict) or not index:
+        held = "an empty index" if index == {} else f"an object of type {type(index).__name__}"
+        raise DataError(f"{path} holds {held}: {REMEDY}")
+    for picture, label in index.items():
+        if not isinstance(picture, str | bytes | os.PathLike) or type(label) not in {int, str}:
+            raise DataError(f"{path} must map paths to classes, got {picture!r} with class {label!r}: {REMEDY}")
+    return {os.fsdecode(picture): label for picture, label in index.items()}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib" and name in PATHS:
+            return PurePosixPath
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index file needs")
+
+
+def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
+    """Class -> number."""
+    found = set(labels)
+    if all(isinstance(label, str) for label in found):
+        return {label: number for number, label in enumerate(sorted(found, key=str))}
+    if all(isinstance(label, int) and label >= 0 for label in found):
+        return {label: int(label) for label in sorted(found)}
+    wrong = next(label for label in found if not isinstance(label, int) or label < 0)
+    raise DataError(f"{path}: classes must all be names or all numbers from 0, got {wrong!r}: {REMEDY}")
+
+
+def _listed(
+    path: Path, index: Mapping[str, int | str], numbers: Mapping[int | str, int], classes: tuple[str, ...], *sides: int
+) -> Listed:
+    if unknown := sorted({str(label) for label in index.values() if label not in numbers}):
+        raise DataError(
+            f"{path} holds {len(unknown)} classes that {TRAIN} lacks ({', '.join(unknown[:3])}): both must hold the "
+            "same."
+        )
+    names = np.array([os.fsencode(picture) for picture in index])
+    labels = np.array([numbers[label] for label in index.values()], np.int64)
+    return Listed(path.parent, classes, names, labels, *sides)

@@ -1,0 +1,60 @@
+"""The Lightning adapter: `python -m hvdtrain.lightning RECIPE [flags]`.
+
+Importing it brings `Trainer(strategy="horovod")` back for anybody's module, with classes for exact validation.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+__all__ = [
+    "ExactAccuracy",
+    "HorovodStrategy",
+    "ImageNetDataModule",
+    "RankDDPStrategy",
+    "RankEnvironment",
+    "RecipeDataModule",
+    "RecipeModule",
+    "UnpaddedSampler",
+]
+
+if TYPE_CHECKING:
+    from hvdtrain.lightning.data import ImageNetDataModule, RecipeDataModule, UnpaddedSampler
+    from hvdtrain.lightning.ddp import RankDDPStrategy
+    from hvdtrain.lightning.environment import RankEnvironment
+    from hvdtrain.lightning.metrics import ExactAccuracy
+    from hvdtrain.lightning.module import RecipeModule
+    from hvdtrain.lightning.strategy import HorovodStrategy
+
+
+MODULES = {
+    "ExactAccuracy": "metrics",
+    "HorovodStrategy": "strategy",
+    "ImageNetDataModule": "data",
+    "RankDDPStrategy": "ddp",
+    "RankEnvironment": "environment",
+    "RecipeDataModule": "data",
+    "RecipeModule": "module",
+    "UnpaddedSampler": "data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The classes, each loaded when it is first asked for."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+
+
+def _horovod(**settings: Any) -> Any:
+    """Loaded when a Trainer takes it: whoever trains with ddp needs no Horovod."""
+    return __getattr__("HorovodStrategy")(**settings)
+
+
+# Python sets argv[0] so while it looks for the module to run with -m: that one reads recipe and data before any
+# framework is loaded.
+if sys.argv[:1] != ["-m"]:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    if "horovod" not in StrategyRegistry:
+        StrategyRegistry.register("horovod", _horovod, description="ranks joined by Horovod")

@@ -1,0 +1,138 @@
+"""Data for Lightning: the same samples in the same step whatever the number of ranks, none validated twice."""
+
+from collections.abc import Callable, Iterator, Sized
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DistributedSampler
+
+from hvdtrain import recipe as recipes
+from hvdtrain import run
+from hvdtrain.datasets import DRAWS, Dataset, Split
+from hvdtrain.errors import DataError, PlanError
+from hvdtrain.lightning.module import RecipeModule
+from hvdtrain.progress import Request, train_requests, valid_requests
+from hvdtrain.sharding import Epoch, shard
+from hvdtrain.torch.data import Loader, Pair
+
+
+class UnpaddedSampler(DistributedSampler):
+    """Every example once over all ranks, in order: what validation needs to be exact.
+
+    PyTorch's own repeats some where the ranks do not divide the examples. Lightning leaves this one as it is.
+    """
+
+    def __init__(self, dataset: Sized, rank: int, size: int) -> None:
+        super().__init__(dataset, num_replicas=size, rank=rank, shuffle=False)
+        self._mine = shard(len(dataset), rank, size)
+        if len(dataset) < size:
+            raise DataError(f"the examples must be at least the {size} ranks, got {len(dataset)}; take fewer ranks.")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine.tolist())
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+
+class Batches:
+    """A loader whose batches are `requests()` of a split, asked for each time it is iterated."""
+
+    def __init__(self, loader: Loader, split: Split, requests: Callable[[], list[Request]]) -> None:
+        self._loader, self._split, self._requests = loader, split, requests
+
+    def __len__(self) -> int:
+        return len(self._requests())
+
+    def __iter__(self) -> Iterator[Pair]:
+        yield from self._loader.batches(self._split, self._requests())
+
+
+class RecipeDataModule(LightningDataModule):
+    """The data of a recipe's run, from where its module's `progress` stands: one epoch at a time."""
+
+    def __init__(self, module: RecipeModule, dataset: Dataset, rank: int, device: torch.device) -> None:
+        super().__init__()
+        self._module, self._dataset, self._rank = module, dataset, rank
+        self._loader = Loader(module.plan.recipe, dataset, device)
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def train_dataloader(self) -> Batches:
+        plan, progress = self._module.plan, self._module.progress
+        _, requests = train_requests(plan, progress, self._rank)
+        limit = plan.recipe.max_steps
+        left = requests if limit is None else requests[: (limit - progress.step) * plan.recipe.accumulation_steps]
+        return Batches(self._loader, self._dataset.train, lambda: left)
+
+    def val_dataloader(self) -> Batches:
+        requests = valid_requests(self._module.plan, self._rank)
+        return Batches(self._loader, self._dataset.valid, lambda: requests)
+
+
+class ImageNetDataModule(LightningDataModule):
+    """ImageNet for any module: index files train_data.pkl and val_data.pkl, or folders train/<class> and val/<class>.
+
+    Batches are (pictures [n, 3, crop, crop], labels [n]), normalised; the pictures a crop of their own in each epoch.
+    One global batch holds the same pictures whatever the number of ranks, and each is validated by one rank alone.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        batch_size: int,
+        num_workers: int = 0,
+        train_crop: int = 224,
+        valid_resize: int = 256,
+        valid_crop: int = 224,
+        seed: int = 0,
+    ) -> None:
+        """`batch_size` is the global one: all ranks' pictures in one step. Raises DataError and RecipeError."""
+        super().__init__()
+        self.recipe = recipes.load(
+            "imagenet",
+            {
+                "data_dir": Path(data_dir),
+                "batch_size": batch_size,
+                "workers": num_workers,
+                "train_crop": train_crop,
+                "valid_resize": valid_resize,
+                "valid_crop": valid_crop,
+                "seed": seed,
+            },
+        )
+        self.batch_size = batch_size
+        self.dataset = run.load_dataset(self.recipe)
+        self._loader = Loader(self.recipe, self.dataset, torch.device("cpu"))
+
+    def setup(self, stage: str) -> None:
+        """Refuses what the ranks cannot share. Raises PlanError."""
+        size, pictures = self._ranks()[1], len(self.dataset.train)
+        if self.batch_size % size or self.batch_size > pictures:
+            raise PlanError(
+                f"batch_size must be a multiple of {size} ranks and at most the {pictures} training pictures, got "
+                f"{self.batch_size}."
+            )
+        if len(self.dataset.valid) < size:
+            raise PlanError(f"validation needs a picture a rank, got {len(self.dataset.valid)} for {size} ranks.")
+
+    def train_dataloader(self) -> Batches:
+        return Batches(self._loader, self.dataset.train, self._train_requests)
+
+    def val_dataloader(self) -> Batches:
+        rank, size = self._ranks()
+        mine = shard(len(self.dataset.valid), rank, size)
+        batch = self.batch_size // size
+        requests: list[Request] = [(mine[start : start + batch], None) for start in range(0, len(mine), batch)]
+        return Batches(self._loader, self.dataset.valid, lambda: requests)
+
+    def _train_requests(self) -> list[Request]:
+        rank, size = self._ranks()
+        pictures = len(self.dataset.train)
+        epoch = Epoch.of(pictures, self.recipe.seed, self.trainer.current_epoch if self.trainer else 0, DRAWS)
+        starts = range(0, pictures - self.batch_size + 1, self.batch_size)
+        shares = (epoch.share(start, self.batch_size, rank, size) for start in starts)
+        return [(share, epoch.draws[share]) for share in shares]
+
+    def _ranks(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

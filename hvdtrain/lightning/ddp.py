@@ -1,0 +1,44 @@
+"""Lightning's DDP for ranks that any launcher started."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy
+
+from hvdtrain.lightning.environment import RankEnvironment
+
+
+class RankDDPStrategy(DDPStrategy):
+    """DDP over the ranks of the launcher, also where hosts have unequal numbers of them.
+
+    Validation goes past DistributedDataParallel, which would exchange buffers in every batch: ranks may then have
+    unequal numbers of batches, and no example has to be read twice.
+    """
+
+    strategy_name = "rank_ddp"
+
+    def __init__(self, **settings: Any) -> None:
+        """Settings as DDPStrategy's."""
+        super().__init__(**{"cluster_environment": RankEnvironment(), **settings})
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank if len(devices) > 1 else 0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def on_validation_start(self) -> None:
+        """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
+        _sync_module_states(self.lightning_module)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.lightning_module.test_step(*args, **kwargs)

@@ -1,0 +1,67 @@
+"""Lightning's view of a rank's place: the same topology that every adapter reads."""
+
+import os
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+from hvdtrain import meeting
+from hvdtrain.errors import DeviceError
+from hvdtrain.topology import Topology, discover
+
+
+class RankEnvironment(ClusterEnvironment):
+    """The ranks of any launcher that hvdtrain knows: horovodrun, mpirun, torchrun, mpiexec, an srun step, or none.
+
+    Lightning's own environments would ask SLURM first, wherever an mpirun inside the step says otherwise.
+    """
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        super().__init__()
+        self.topology = topology or discover(os.environ)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR") or self._meeting().host
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT") or self._meeting().ports[-1])
+
+    @staticmethod
+    def detect() -> bool:
+        return discover(os.environ).launcher != "alone"
+
+    def world_size(self) -> int:
+        return self.topology.size
+
+    def global_rank(self) -> int:
+        return self.topology.rank
+
+    def local_rank(self) -> int:
+        return self.topology.local_rank
+
+    def node_rank(self) -> int:
+        return self.topology.node or 0
+
+    def set_world_size(self, size: int) -> None:
+        """The launcher has said it."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """The launcher has said it."""
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Refuses a Trainer that was promised other ranks than there are. Raises DeviceError."""
+        size, local_size = self.topology.size, self.topology.local_size
+        if num_devices not in {1, local_size} or (num_devices > 1 < num_nodes and num_devices * num_nodes != size):
+            raise DeviceError(
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) must fit the {size} ranks, {local_size} of "
+                f"them on {self.topology.host}, that {self.topology.launcher} started; leave both out, or give "
+                f"devices={local_size}."
+            )
+
+    def _meeting(self) -> meeting.Meeting:
+        return meeting.of(self.topology, os.environ) or meeting.beside(self.topology, os.environ)

@@ -1,0 +1,177 @@
+"""`Trainer(strategy="horovod")`, which Lightning dropped at 2.0, for anybody's module."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torchmetrics import Metric
+
+from hvdtrain import guard
+from hvdtrain.devices import gpu_index
+from hvdtrain.errors import RecipeError
+from hvdtrain.lightning.environment import RankEnvironment
+from hvdtrain.lightning.gradients import Averager
+from hvdtrain.torch.engines.horovod import hvd
+
+MOST_DIMENSIONS = 8
+OPERATIONS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
+
+
+class HorovodStrategy(ParallelStrategy):
+    """One process for each device, joined by Horovod; started by horovodrun, mpirun or srun, or alone.
+
+    Weights, buffers and the optimizers' states are rank 0's when training begins; gradients are averaged while
+    backward runs, before they are unscaled and clipped; with accumulation only the last part's backward
+    communicates. Metrics of torchmetrics are added over the ranks. The learning rate stays the user's.
+    """
+
+    strategy_name = "horovod"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: RankEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        compression: str = "none",
+    ) -> None:
+        """`compression` of the gradients on the wire: none, fp16 or fp64 (sums that no order of ranks changes)."""
+        environment = cluster_environment or RankEnvironment()
+        super().__init__(accelerator, parallel_devices, environment, checkpoint_io, precision_plugin)
+        self.topology, self.compression, self.num_nodes = environment.topology, compression, 1
+        self._averager: Averager | None = None
+        self._accumulating = False
+        self._gathering: list[tuple[Metric, Callable[[], bool]]] = []
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning gives each rank a part of a data loader that has no sampler of its own."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank if len(devices) > 1 else 0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """What Lightning calls once it has set devices and nodes. Raises DeviceError where they fit no rank."""
+        self.cluster_environment.validate_settings(len(self.parallel_devices or []), self.num_nodes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
+        hvd.init()
+        guard.check_world(self.topology, hvd.rank(), hvd.size())
+        if self.root_device.type == "cuda":
+            gpu_index("cuda", len(self.parallel_devices), self.topology, bool(hvd.nccl_built() or hvd.cuda_built()))
+        reset_seed()
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """Module and optimizers on the device, the module rank 0's."""
+        if self._layer_sync:
+            raise RecipeError("sync_batchnorm goes with strategy ddp: PyTorch's own needs it; drop it, or take ddp.")
+        super().setup(trainer)
+        self._broadcast(self.lightning_module.state_dict())
+        self._join_metrics()
+
+    def on_train_start(self) -> None:
+        """Once a checkpoint has been read, which only rank 0 may have done: every rank has its state."""
+        self._broadcast(self.lightning_module.state_dict())
+        for optimizer in self.optimizers:
+            state = optimizer.state_dict()
+            if self.broadcast(bool(state["state"])):
+                optimizer.load_state_dict(self.broadcast(move_data_to_device(state, torch.device("cpu"))))
+        self._averager = Averager(self.lightning_module, self.compression) if self.world_size > 1 else None
+
+    def on_validation_start(self) -> None:
+        """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
+        self._broadcast(dict(self.lightning_module.named_buffers()))
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._averager and not self._accumulating:
+            self._averager.begin()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._averager and not self._accumulating:
+            self._averager.finish()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within it gradients only add up on their ranks."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def model_to_device(self) -> None:
+        self.model.to(self.root_device)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if hvd.is_initialized():
+            hvd.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s picklable object, on every rank."""
+        return hvd.broadcast_object(obj, src, name="hvdtrain.broadcast") if hvd.is_initialized() else obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The tensor's mean, sum, maximum or minimum over the ranks; a mean of whole numbers is a float64."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        operation = OPERATIONS[str(reduce_op or "sum").rpartition(".")[2].lower()]
+        if operation == hvd.Average and not tensor.is_floating_point():
+            tensor = tensor.double()
+        return hvd.allreduce(tensor, op=operation, name="hvdtrain.reduce")
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The ranks' tensors, all of one shape, as [size, *shape]; gradients flow through where asked."""
+        rows = tensor[None] if sync_grads else tensor.detach()[None]
+        return hvd.allgather(rows, name="hvdtrain.all_gather")
+
+    def teardown(self) -> None:
+        if self._averager:
+            self._averager.close()
+            self._averager = None
+        for metric, available in self._gathering:
+            metric.dist_sync_fn, metric.distributed_available_fn = None, available
+        self._gathering.clear()
+        super().teardown()
+
+    def _broadcast(self, state: dict[str, Any]) -> None:
+        """Rank 0's tensors into everybody's, in place."""
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
+        hvd.broadcast_parameters(tensors, root_rank=0)
+
+    def _join_metrics(self) -> None:
+        """The module's metrics are synchronised by Horovod, but for those that say how themselves."""
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                self._gathering.append((metric, metric.distributed_available_fn))
+                metric.dist_sync_fn, metric.distributed_available_fn = gather, hvd.is_initialized
+
+
+def gather(result: Tensor, group: Any = None) -> list[Tensor]:
+    """The ranks' tensors, whatever their sizes, as a list on every rank: what a metric calls to be synchronised."""
+    card = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)
+    card[0, 0] = result.dim()
+    card[0, 1 : 1 + result.dim()] = torch.tensor(result.shape)
+    shapes = [row[1 : 1 + row[0]] for row in hvd.allgather(card, name="hvdtrain.shapes").tolist()]
+    values = hvd.allgather(result.detach().flatten(), name="hvdtrain.values")
+    return [part.view(shape) for part, shape in zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)]

@@ -1,0 +1,151 @@
+"""A recipe trained by Lightning's Trainer: a run from the first broadcast to the last checkpoint."""
+
+import contextlib
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+
+from hvdtrain import guard
+from hvdtrain.engines import ENGINES
+from hvdtrain.lightning.callback import RunCallback
+from hvdtrain.lightning.data import RecipeDataModule
+from hvdtrain.lightning.ddp import RankDDPStrategy
+from hvdtrain.lightning.environment import RankEnvironment
+from hvdtrain.lightning.module import RecipeModule
+from hvdtrain.recipe import Recipe
+from hvdtrain.run import Run
+from hvdtrain.torch import models
+from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.train import _events, open_engine
+
+
+def train(run: Run) -> None:
+    """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
+    engine = open_engine(run)
+    try:
+        guard.check_world(run.topology, engine.rank, engine.size, ENGINES[run.engine].title)
+        run.line.exchange(engine.sum)
+        with _quiet():
+            fit(run, engine)
+    except RuntimeError as error:
+        if not engine.is_lost(error):
+            raise
+        raise run.line.aborted() from None
+    finally:
+        engine.close()
+
+
+def fit(run: Run, engine: Engine) -> None:
+    """Trains what is left of the run over an open engine."""
+    module = RecipeModule(run.plan, run.dataset.classes, engine)
+    scaler = torch.amp.GradScaler(engine.device.type) if run.recipe.precision == "float16" else None
+    callback = RunCallback(run, engine, module, scaler)
+    data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
+    reporter = run.reporter(module.progress.step, str(engine.device), _events)
+    callback.reporter = reporter
+    with contextlib.closing(reporter) if reporter else contextlib.nullcontext():
+        if module.progress.epoch < run.recipe.epochs and not module.progress.is_stopped(run.plan):
+            trainer = trainer_of(run, engine, module, callback, scaler)
+            try:
+                trainer.fit(module, data)
+            except SystemExit:  # what Lightning makes of Ctrl-C
+                raise KeyboardInterrupt from None
+        run.finish(reporter, module.progress.step, models.fitted_line(module.model))
+
+
+def trainer_of(
+    run: Run, engine: Engine, module: RecipeModule, callback: RunCallback, scaler: torch.amp.GradScaler | None
+) -> Trainer:
+    """Lightning's Trainer for what is left of the run, with nothing that writes or speaks but the callback."""
+    recipe, progress = run.recipe, module.progress
+    return Trainer(
+        accelerator="cpu" if engine.device.type == "cpu" else "gpu",
+        devices=1 if engine.device.type == "cpu" else [engine.device.index],
+        strategy=strategy_of(run, engine),
+        plugins=[precision_of(recipe, engine.device, scaler)],
+        max_epochs=recipe.epochs - progress.epoch,
+        max_steps=recipe.max_steps - progress.step if recipe.max_steps else -1,
+        accumulate_grad_batches=recipe.accumulation_steps,
+        gradient_clip_val=recipe.clip_norm,
+        benchmark=recipe.cudnn_benchmark,
+        callbacks=[callback],
+        reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from where the run stands
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=os.devnull,  # else a job of SLURM's looks there for a checkpoint of Lightning's to begin with
+    )
+
+
+def strategy_of(run: Run, engine: Engine) -> Strategy:
+    """Lightning's strategy over the engine's ranks and device."""
+    place: dict[str, Any] = {
+        "parallel_devices": [engine.device],
+        "cluster_environment": RankEnvironment(run.topology),
+    }
+    match run.engine:
+        case "local":
+            return SingleDeviceStrategy(device=engine.device)
+        case "ddp":
+            return _RunDDP(engine, **place)
+    from hvdtrain.lightning.strategy import HorovodStrategy
+
+    class RunHorovod(HorovodStrategy):
+        """Without a collective around validation, which a rank without examples for it does not come by."""
+
+        def on_validation_start(self) -> None:
+            """The callback has averaged BatchNorm's statistics."""
+
+    return RunHorovod(compression=run.recipe.compression, **place)
+
+
+class _RunDDP(RankDDPStrategy):
+    """The DistributedDataParallel of the engine, with its compression; and no collective around validation."""
+
+    def __init__(self, engine: Engine, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._engine = engine
+
+    def _setup_model(self, model: torch.nn.Module) -> Any:
+        network, _ = self._engine.wrap(model, torch.optim.SGD(model.parameters()))
+        return network
+
+    def on_validation_start(self) -> None:
+        """The callback has averaged BatchNorm's statistics."""
+
+
+def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradScaler | None) -> Precision:
+    """Lightning's plugin for the recipe's precision."""
+    match recipe.precision:
+        case "bfloat16":
+            return MixedPrecision("bf16-mixed", device.type)
+        case "float16":
+            return MixedPrecision("16-mixed", device.type, scaler)
+        case "float64":
+            return DoublePrecision()
+    return Precision()
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Lightning's tips and remarks are about what the run has settled already."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning\.")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
