@@ -36,9 +36,11 @@ class RankDDPStrategy(DDPStrategy):
         _sync_module_states(self.lightning_module)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
         with self.precision_plugin.val_step_context():
-            return self.lightning_module.validation_step(*args, **kwargs)
+            return module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
         with self.precision_plugin.test_step_context():
-            return self.lightning_module.test_step(*args, **kwargs)
+            return module.test_step(*args, **kwargs)

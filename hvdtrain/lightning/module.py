@@ -74,8 +74,10 @@ class Sums:
 
     def add(self, loss: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> None:
         """A batch: mean loss, outputs [n, classes] and labels [n] (or both [n, 1]: no right or wrong)."""
-        right = (out.detach().argmax(1) == y).sum() if y.dim() == 1 else torch.zeros_like(loss)
-        self._sums += torch.stack([loss.detach().double() * len(y), right.double(), loss.new_tensor(len(y)).double()])
+        self._sums[0] += loss.detach() * len(y)
+        if y.dim() == 1:
+            self._sums[1] += (out.detach().argmax(1) == y).sum()
+        self._sums[2] += len(y)
 
     def take(self) -> Totals:
         """The sums so far; they start again at 0."""

@@ -12,7 +12,6 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -49,7 +48,7 @@ class HorovodStrategy(ParallelStrategy):
         """`compression` of the gradients on the wire: none, fp16 or fp64 (sums that no order of ranks changes)."""
         environment = cluster_environment or RankEnvironment()
         super().__init__(accelerator, parallel_devices, environment, checkpoint_io, precision_plugin)
-        self.topology, self.compression, self.num_nodes = environment.topology, compression, 1
+        self.environment, self.compression, self.num_nodes = environment, compression, 1
         self._averager: Averager | None = None
         self._accumulating = False
         self._gathering: list[tuple[Metric, Callable[[], bool]]] = []
@@ -70,15 +69,18 @@ class HorovodStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """What Lightning calls once it has set devices and nodes. Raises DeviceError where they fit no rank."""
-        self.cluster_environment.validate_settings(len(self.parallel_devices or []), self.num_nodes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        self.environment.validate_settings(len(self.parallel_devices or [None]), self.num_nodes)
+        speaks: Any = rank_zero_only
+        speaks.rank = self.global_rank
 
     def setup_environment(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
         hvd.init()
-        guard.check_world(self.topology, hvd.rank(), hvd.size())
+        topology = self.environment.topology
+        guard.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
-            gpu_index("cuda", len(self.parallel_devices), self.topology, bool(hvd.nccl_built() or hvd.cuda_built()))
+            visible = len(self.parallel_devices or [])
+            gpu_index("cuda", visible, topology, bool(hvd.nccl_built() or hvd.cuda_built()))
         reset_seed()
         super().setup_environment()
 
@@ -87,21 +89,21 @@ class HorovodStrategy(ParallelStrategy):
         if self._layer_sync:
             raise RecipeError("sync_batchnorm goes with strategy ddp: PyTorch's own needs it; drop it, or take ddp.")
         super().setup(trainer)
-        self._broadcast(self.lightning_module.state_dict())
+        self._broadcast(self._whole.state_dict())
         self._join_metrics()
 
     def on_train_start(self) -> None:
         """Once a checkpoint has been read, which only rank 0 may have done: every rank has its state."""
-        self._broadcast(self.lightning_module.state_dict())
+        self._broadcast(self._whole.state_dict())
         for optimizer in self.optimizers:
             state = optimizer.state_dict()
             if self.broadcast(bool(state["state"])):
                 optimizer.load_state_dict(self.broadcast(move_data_to_device(state, torch.device("cpu"))))
-        self._averager = Averager(self.lightning_module, self.compression) if self.world_size > 1 else None
+        self._averager = Averager(self._whole, self.compression) if self.world_size > 1 else None
 
     def on_validation_start(self) -> None:
         """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
-        self._broadcast(dict(self.lightning_module.named_buffers()))
+        self._broadcast(dict(self._whole.named_buffers()))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._averager and not self._accumulating:
@@ -121,7 +123,7 @@ class HorovodStrategy(ParallelStrategy):
             self._accumulating = False
 
     def model_to_device(self) -> None:
-        self.model.to(self.root_device)
+        self._whole.to(self.root_device)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if hvd.is_initialized():
@@ -154,6 +156,11 @@ class HorovodStrategy(ParallelStrategy):
         self._gathering.clear()
         super().teardown()
 
+    @property
+    def _whole(self) -> Any:
+        """The user's module."""
+        return self.lightning_module
+
     def _broadcast(self, state: dict[str, Any]) -> None:
         """Rank 0's tensors into everybody's, in place."""
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
@@ -161,7 +168,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _join_metrics(self) -> None:
         """The module's metrics are synchronised by Horovod, but for those that say how themselves."""
-        for metric in self.lightning_module.modules():
+        for metric in self._whole.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 self._gathering.append((metric, metric.distributed_available_fn))
                 metric.dist_sync_fn, metric.distributed_available_fn = gather, hvd.is_initialized

@@ -1,0 +1,235 @@
+"""Lightning's part of programs.py: recipes under both strategies, and a module that is none of ours."""
+
+import contextlib
+import gc
+import io
+import os
+import signal
+import sys
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from hvdtrain import run as runs
+from hvdtrain.lightning import ExactAccuracy, HorovodStrategy, RankDDPStrategy, RankEnvironment, UnpaddedSampler
+from hvdtrain.lightning.module import RecipeModule
+from hvdtrain.lightning.strategy import gather
+from hvdtrain.lightning.train import _quiet, fit
+from hvdtrain.torch.train import Training, open_engine
+
+CLASSES = 3
+STRATEGIES: dict[str, Any] = {"horovod": lambda: "horovod", "ddp": RankDDPStrategy}
+
+
+def recipes(given: dict[str, list[str]]) -> dict[str, Any]:
+    """Runs by name in one process group: exit code and stderr. A name that begins with `torch` is hvdtrain.torch's,
+    and one with `signalled` gets a SIGTERM on its last rank after 12 updates."""
+    return {name: _trained(name, argv) for name, argv in given.items()}
+
+
+def _trained(name: str, argv: list[str]) -> dict[str, Any]:
+    out, err = io.StringIO(), io.StringIO()
+    adapter, train = ("torch", _torch) if name.startswith("torch") else ("lightning", _lightning)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _signal(name):
+        code = runs.main(adapter, argv, train)
+    gc.collect()  # the run folder is locked as long as its run lives
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def _lightning(run: runs.Run) -> None:
+    """As hvdtrain.lightning.train does, but the ranks stay joined for the next run."""
+    engine = open_engine(run)
+    run.line.exchange(engine.sum)
+    with _quiet():
+        fit(run, engine)
+
+
+def _torch(run: runs.Run) -> None:
+    engine = open_engine(run)
+    run.line.exchange(engine.sum)
+    Training(run, engine).run_to_end()
+
+
+@contextlib.contextmanager
+def _signal(name: str) -> Any:
+    step = RecipeModule.optimizer_step
+
+    def then_signal(module: RecipeModule, *given: Any) -> None:
+        step(module, *given)
+        last = int(os.environ["WORLD_SIZE"]) - 1 == int(os.environ["RANK"])
+        if last and module.progress.step == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if name.startswith("signalled"):
+        RecipeModule.optimizer_step = then_signal
+    yield
+    RecipeModule.optimizer_step = step
+
+
+class Own(LightningModule):
+    """A module as anybody writes it: BatchNorm, a layer that only some steps use, one that none uses, a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head, self.sometimes, self.never = nn.Linear(8, CLASSES), nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.exact, self.mean = ExactAccuracy(), MeanMetric()
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        features = self.body(x)
+        out = self.head(features)
+        if self.global_rank == 0 and batch_idx % 2:  # on one rank alone
+            out = out + self.sometimes(features)
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return F.cross_entropy(out, y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        out = self.head(self.body(x))
+        loss = F.cross_entropy(out, y)
+        for metric in (self.accuracy, self.exact):
+            metric.update(out, y)
+        self.mean.update(loss, len(y))
+        self.log_dict({"accuracy": self.accuracy, "exact": self.exact, "mean": self.mean})
+        self.log("logged", loss, sync_dist=True, batch_size=len(y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Manual(LightningModule):
+    """Two networks, an optimizer each, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer, network in zip(self.optimizers(), (self.first, self.second), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(network(x), y))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.first.parameters(), 0.1), torch.optim.Adam(self.second.parameters(), 0.1)
+
+
+def own_module(folder: str, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same module under both strategies for each of these settings of the Trainer: weights, metrics, rates."""
+    _find_one_another()
+    return {
+        f"{name} {case}": _fitted(Own, name, given, f"{folder}/{case}-{name}")
+        for case, given in settings.items()
+        for name in STRATEGIES
+    }
+
+
+def manual(folder: str) -> dict[str, Any]:
+    _find_one_another()
+    return {name: _fitted(Manual, name, {}, folder) for name in STRATEGIES}
+
+
+def _find_one_another() -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(RankEnvironment().main_port))
+
+
+def _fitted(kind: Any, name: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    rank, size = RankEnvironment().global_rank(), RankEnvironment().world_size()
+    seed_everything(7 + rank * (kind is Own), verbose=False)  # rank 0's weights are everybody's
+    module = kind()
+    with _quiet():
+        trainer = _trainer(name, folder, **{"max_epochs": 2, **settings})
+        trainer.fit(module, _loader(32, rank, size, 4), _loader(25, rank, size, 3) if kind is Own else None)
+        metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
+        told = {"metrics": metrics, "weights": _weights(module), "rates": getattr(module, "rates", [])}
+        if kind is Own and not settings:
+            told["again"] = {other: _resumed(other, trainer, folder, rank, size) for other in STRATEGIES}
+    return told
+
+
+def _resumed(name: str, before: Trainer, folder: str, rank: int, size: int) -> dict[str, Any]:
+    """What another strategy makes of rank 0's checkpoint: an epoch more."""
+    path = before.checkpoint_callback.best_model_path
+    module = Own()
+    trainer = _trainer(name, f"{folder}/again-{name}", max_epochs=3, accumulate_grad_batches=1)
+    trainer.fit(module, _loader(32, rank, size, 4), _loader(25, rank, size, 3), ckpt_path=path, weights_only=True)
+    return {"weights": _weights(module), "metrics": {k: v.item() for k, v in trainer.callback_metrics.items()}}
+
+
+def _trainer(name: str, folder: str, **settings: Any) -> Trainer:
+    strategy = STRATEGIES[name]()
+    if name == "ddp":
+        strategy = RankDDPStrategy(find_unused_parameters=True)
+    return Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=RankEnvironment().topology.local_size,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, "end", save_last=False, save_top_k=1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **settings,
+    )
+
+
+def _loader(examples: int, rank: int, size: int, batch: int) -> DataLoader:
+    """Of 32 examples the ranks have as many batches each, of 25 not."""
+    draw = torch.Generator().manual_seed(examples)
+    x = torch.randn(examples, 4, generator=draw)
+    data = TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 0).long())
+    return DataLoader(data, batch, sampler=UnpaddedSampler(data, rank, size))
+
+
+def _weights(module: nn.Module) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in module.state_dict().items()}
+
+
+def verbs() -> dict[str, Any]:
+    """Every verb of HorovodStrategy."""
+    strategy = HorovodStrategy()
+    hvd.init()
+    rank = strategy.global_rank
+    number = torch.tensor(rank + 1.0)
+    strategy.barrier()
+    grown = torch.full((), float(rank + 1), requires_grad=True)
+    strategy.all_gather(grown, sync_grads=True).sum().backward()
+    return {
+        "place": [rank, strategy.local_rank, strategy.world_size, strategy.is_global_zero],
+        "reduced": {op: strategy.reduce(number, reduce_op=op).item() for op in ("mean", "avg", "sum", "max", "min")},
+        "as torch says": strategy.reduce(number, reduce_op=torch.distributed.ReduceOp.SUM).item(),
+        "whole numbers": strategy.reduce(torch.tensor(rank), reduce_op="mean").item(),
+        "no tensor": strategy.reduce("text"),
+        "gathered": strategy.all_gather(torch.tensor([rank, 10 * rank])).tolist(),
+        "gradient": grown.grad.item(),
+        "of any size": [part.tolist() for part in gather(torch.arange(rank * 2).view(rank, 2))],
+        "scalars": [part.tolist() for part in gather(torch.tensor(rank))],
+        "broadcast": strategy.broadcast({"rank": rank}, src=strategy.world_size - 1),
+        "all": [strategy.reduce_boolean_decision(rank == 0), strategy.reduce_boolean_decision(True)],
+        "any": [strategy.reduce_boolean_decision(rank == 0, all=False)],
+    }
+
+
+def modules(folder: str) -> list[str]:
+    """What is imported by now, a Trainer with the logger that it takes by itself included."""
+    trainer = Trainer(strategy="horovod", accelerator="cpu", enable_progress_bar=False, default_root_dir=folder)
+    trainer.logger.log_metrics({"loss": 1.0}, 0)
+    return sorted({name.partition(".")[0] for name in sys.modules})
