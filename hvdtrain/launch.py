@@ -12,6 +12,10 @@ from hvdtrain.lifeline import GRACE, Lifeline
 from hvdtrain.topology import Topology
 
 REQUEUE_SECONDS = 30
+# MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too, whose provider
+# "sockets" hangs in one of two MPI_Init on several hosts.
+SITE_MPICH = {"UCX_UNIFIED_MODE": "y"}
+PIP_MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
 RENDEZVOUS_LAUNCHERS = ("srun", "torchrun")  # they start no rendezvous of Horovod's, so the chief does
 
 
@@ -86,9 +90,8 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
         told["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
     library = mpi.of_horovod(framework) if mpi.plugin_of(environ) == "pmi2" else None
     if library and library.kind == "mpich" and not library.cray:
-        # Else MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too.
-        short = "MPIR_CVAR_CH4_NETMOD" if library.library.is_relative_to(sys.prefix) else "UCX_UNIFIED_MODE"
-        told[short] = environ.get(short, "ofi" if short.startswith("MPIR") else "y")
+        wanted = PIP_MPICH if library.library.is_relative_to(sys.prefix) else SITE_MPICH
+        told |= {name: environ.get(name, value) for name, value in wanted.items()}
     return told
 
 
