@@ -1,7 +1,7 @@
 """The promises checked while training: the right world, and replicas identical to the bit."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -61,11 +61,23 @@ def check_replicas(fingerprint: int, step: int, topology: Topology, sum_over_ran
     name[: len(encoded)] = list(encoded)
     hosts = _gather(name, topology, sum_over_ranks).astype(np.uint8)
     named = [f"rank {rank} on {bytes(hosts[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in parted]
+    raise _parted(named, "rank 0's", "host", step)
+
+
+def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]) -> None:
+    """Compares the fingerprints of one process's replicas, one a device. Raises ReplicaError, naming each that
+    differs from the first."""
+    parted = [place for place, mark in enumerate(fingerprints) if mark != fingerprints[0]]
+    if parted:
+        raise _parted([f"replica {place} on {devices[place]}" for place in parted], "replica 0's", "device", step)
+
+
+def _parted(named: list[str], like: str, what: str, step: int) -> ReplicaError:
     more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
     listed = ", ".join(named[:MOST_NAMED] + more)
-    raise ReplicaError(
-        f"after step {step} the weights of {listed} differ from rank 0's: the replicas have parted and "
-        "training stops; go on from the last checkpoint with the same command, and check that host's memory."
+    return ReplicaError(
+        f"after step {step} the weights of {listed} differ from {like}: the replicas have parted and "
+        f"training stops; go on from the last checkpoint with the same command, and check that {what}'s memory."
     )
 
 

@@ -183,6 +183,19 @@ class Lifeline:
             limit = None if self._stopped else SPEAKING
             self._changed.wait_for(lambda: self.reason or all(peer.left for peer in self._wires.ranks()), limit)
 
+    def serve_chief(self) -> None:
+        """Waits, in another rank than the chief, until the chief has finished: for an engine that the chief alone
+        drives. Raises StoppedError or AbortedError."""
+        with self._changed:
+            self.in_steps = True
+            self._changed.wait_for(
+                lambda: self.reason or self._stop_at is not None or not self._wires.peers or self._wires.peers[0].left
+            )
+            if self.reason:
+                raise self._aborted()
+            if self._stop_at is not None and self.stops_at(self._stop_at):
+                raise self.stopped(self._stop_at)
+
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
         """Says farewell, or with what words and exit code this rank fails; lets go of signals and connections."""
         with self._changed:
@@ -387,8 +400,7 @@ class Lifeline:
 
     def _let_go(self, open_rendezvous: Callable[[list[Seat]], int | None]) -> None:
         """On the chief: all are ready, and learn what they need to start the collective library."""
-        by_rank = {peer.rank: peer.seat for peer in self._wires.ranks()}
-        seats = [self._wires.seat, *(by_rank[rank] for rank in sorted(by_rank))]
+        seats = self._wires.seats()
         one_host = len({seat.node for seat in seats}) == 1
         self._chiefs_interface = meeting.interface_of("127.0.0.1") if one_host else self.interface()
         self.rendezvous = open_rendezvous(seats)

@@ -1,7 +1,9 @@
 """Where the ranks of a run find one another before any collective library has started: host and ports."""
 
+import contextlib
 import fcntl
 import os
+import random
 import re
 import socket
 import struct
@@ -15,6 +17,8 @@ from hvdtrain.topology import Topology
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
 FIRST_PORT, PORTS = 10_000, 20_000
 BLOCK = 8
+SERVED = 3
+TRIES = 100
 SIOCGIFADDR = 0x8915
 
 
@@ -32,11 +36,17 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits: its host's name and index, and its place on it."""
+    """Where a rank sits: its host's name and index, and its place on it.
+
+    `address` is its host's, as the other ranks reach it, and `port` the first of three on which it may serve them:
+    known once the ranks have met.
+    """
 
     host: str
     node: int
     local_rank: int
+    address: str = ""
+    port: int = 0
 
     @property
     def label(self) -> str:
@@ -125,6 +135,28 @@ def address_of(interface: str) -> str | None:
             return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, request)[20:24])
         except OSError:  # an interface without an IPv4 address
             return None
+
+
+def seat_alone(topology: Topology) -> Seat:
+    """The seat of a rank that has none to meet."""
+    return Seat(topology.host, 0, 0, "127.0.0.1", free_ports(topology))
+
+
+def free_ports(topology: Topology) -> int:
+    """The first of `SERVED` neighbouring free ports that no other rank of this host takes. Raises WorldError."""
+    own, everybodys = SERVED * topology.local_rank, SERVED * topology.local_size
+    lanes = range(FIRST_PORT + own, FIRST_PORT + PORTS - SERVED, everybodys)
+    for first in random.sample(lanes, min(len(lanes), TRIES)):
+        if all(map(_is_free, range(first, first + SERVED))):
+            return first
+    raise WorldError(f"ports {lanes.start} to {lanes.stop} of {topology.host} are all taken; start again.")
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_server(("", port)).close()
+        return True
+    return False
 
 
 def _block(number: int) -> range:

@@ -5,9 +5,10 @@ import errno
 import json
 import selectors
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hvdtrain import meeting
 from hvdtrain.errors import WorldError
 from hvdtrain.meeting import Seat
 from hvdtrain.topology import Topology
@@ -33,6 +34,8 @@ class Peer:
     stopping: bool = False
     left: bool = False
     unread: bytes = b""
+    ends: tuple[str, str] = ("", "")
+    """On the chief: its own address and the other's, as the connection has them."""
 
     @property
     def name(self) -> str:
@@ -64,7 +67,7 @@ class Wires:
 
     def __init__(self, topology: Topology, silence: float) -> None:
         self.topology, self.silence = topology, silence
-        self.seat = Seat(topology.host, topology.node or 0, topology.local_rank)
+        self.seat = Seat(topology.host, topology.node or 0, topology.local_rank, port=meeting.free_ports(topology))
         self.token = ""
         """The word by which the ranks of a run know one another."""
         self.addresses: list[tuple[str, int]] = []
@@ -96,7 +99,9 @@ class Wires:
         """Lets in who has knocked."""
         assert self.listener
         with contextlib.suppress(OSError):
-            self.add(self.listener.accept()[0], now)
+            connection = self.listener.accept()[0]
+            ends = connection.getsockname()[0], connection.getpeername()[0]
+            self.add(connection, now).ends = ends
 
     def knock(self) -> socket.socket | None:
         """Where the chief is yet to be found: a connection to the next of the addresses at which anybody listens."""
@@ -164,6 +169,14 @@ class Wires:
         """Those who have said their rank."""
         return [peer for peer in self.peers if peer.rank >= 0]
 
+    def seats(self) -> list[Seat]:
+        """On the chief, when all have come: every rank's seat, with its address as all of them reach it."""
+        by_rank = {peer.rank: peer for peer in self.ranks()}
+        far = {rank: peer.ends for rank, peer in by_rank.items() if _apart(*peer.ends)}
+        own = far[min(far)][0] if far else "127.0.0.1"
+        others = [replace(by_rank[r].seat, address=far[r][1] if r in far else own) for r in sorted(by_rank)]
+        return [replace(self.seat, address=own), *others]
+
     def peer_at(self, source: Any) -> Peer | None:
         """Whose socket this is."""
         return next((peer for peer in self.peers if peer.socket is source), None)
@@ -188,3 +201,8 @@ class Wires:
         if self.listener:
             self.listener.close()
         self._selector.close()
+
+
+def _apart(own: str, other: str) -> bool:
+    """Whether a connection's ends are on two hosts."""
+    return own != other and not other.startswith("127.")

@@ -1,5 +1,6 @@
 """Batches read ahead by tf.data while the step before is computed."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -64,3 +65,11 @@ class _Pipeline:
         except Exception as error:  # TensorFlow would make an OpError of it
             self._error = error
             raise
+
+
+def evened(requests: list[list[Request]]) -> tuple[list[Request], list[list[float]]]:
+    """Requests of several replicas, theirs of one step side by side, and for every step what each of them counts:
+    where a replica has fewer than another, it reads what the other reads, and that counts 0."""
+    steps = list(itertools.zip_longest(*requests))
+    read = [one or next(filter(None, step)) for step in steps for one in step]
+    return read, [[float(one is not None) for one in step] for step in steps]

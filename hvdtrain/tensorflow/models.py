@@ -13,6 +13,9 @@ from keras import layers
 from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.sync_batch_norm import global_moments
+from hvdtrain.tensorflow.variables import subtract
+
+Keep = Callable[[Callable[[list[tf.Tensor]], None], list[tf.Tensor]], None]
 
 POLICIES = {
     "float32": "float32",
@@ -56,6 +59,7 @@ def _norm(recipe: Recipe, engine: Engine) -> Callable[..., "BatchNorm"]:
             start,
             frozen=recipe.batch_norm == "frozen",
             sum_over_ranks=sum_over_ranks if own else None,
+            keep=engine.keep,
             dtype=POLICIES[recipe.precision],
         )
 
@@ -139,7 +143,8 @@ class BatchNorm(layers.Layer):
     """PyTorch's BatchNorm2d: x [n, height, width, channels] normalised by the batch's mean and biased variance, the
     running variance taken unbiased.
 
-    `sum_over_ranks` None takes the fused kernel over this rank's own share. `start` initialises gamma.
+    `sum_over_ranks` None takes the fused kernel over this replica's own share. `start` initialises gamma; `keep` is
+    an engine's.
     """
 
     def __init__(
@@ -149,10 +154,11 @@ class BatchNorm(layers.Layer):
         *,
         frozen: bool = False,
         sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] | None = None,
+        keep: Keep = lambda change, tensors: change(tensors),
         dtype: str = "float32",
     ) -> None:
         super().__init__(name=name, dtype=dtype)
-        self._start, self._frozen, self._sum_over_ranks = start, frozen, sum_over_ranks
+        self._start, self._frozen, self._sum_over_ranks, self._keep = start, frozen, sum_over_ranks, keep
 
     def build(self, shape: tuple[int | None, ...]) -> None:
         def weight(name: str, start: str, trainable: bool) -> Any:
@@ -174,8 +180,7 @@ class BatchNorm(layers.Layer):
             variance = variance * count / (count - 1)
         else:
             out, mean, variance = self._fused(x, [], [], True)  # this kernel's variance is the unbiased one
-        self._follow(self.moving_mean.value, mean)
-        self._follow(self.moving_variance.value, variance)
+        self._keep(self._follow, [mean, variance])
         return out
 
     def _normalised(self, x: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> tf.Tensor:
@@ -197,8 +202,9 @@ class BatchNorm(layers.Layer):
         )
         return out.y, out.batch_mean, out.batch_variance
 
-    def _follow(self, running: tf.Variable, new: tf.Tensor) -> None:
-        running.assign_sub((running - tf.stop_gradient(new)) * (1 - BATCH_NORM_MOMENTUM))
+    def _follow(self, statistics: list[tf.Tensor]) -> None:
+        for weight, new in zip((self.moving_mean, self.moving_variance), statistics, strict=True):
+            subtract(weight.value, (weight.value - tf.stop_gradient(new)) * (1 - BATCH_NORM_MOMENTUM))
 
 
 def fitted_line(model: keras.Model) -> tuple[float, float] | None:
@@ -210,12 +216,13 @@ def fitted_line(model: keras.Model) -> tuple[float, float] | None:
 
 
 def average_statistics(model: keras.Model, engine: Engine) -> None:
-    """Sets BatchNorm's running statistics to the mean over the ranks, so that all ranks hold one model."""
+    """Sets BatchNorm's running statistics to the mean over the replicas, so that all of them hold one model."""
     statistics = [weight.value for weight in model.non_trainable_weights]
-    if engine.size == 1 or not statistics:
+    copies = list(zip(*map(engine.copies, statistics), strict=True))
+    if engine.size * len(copies) < 2:
         return
-    flat = np.concatenate([statistic.numpy() for statistic in statistics])
-    mean = engine.sum(flat) / flat.dtype.type(engine.size)
+    flat = np.sum([np.concatenate([statistic.numpy() for statistic in copy]) for copy in copies], axis=0)
+    mean = engine.sum(flat) / flat.dtype.type(engine.size * len(copies))
     parts = np.split(mean, np.cumsum([statistic.shape[0] for statistic in statistics])[:-1])
     for statistic, part in zip(statistics, parts, strict=True):
         statistic.assign(part)

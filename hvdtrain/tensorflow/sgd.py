@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.recipe import Recipe
+from hvdtrain.tensorflow.variables import put, subtract
 
 
 class SGD:
@@ -25,7 +26,7 @@ class SGD:
             gradients = [g + decay * v for g, v in zip(gradients, self._variables, strict=True)]
         if not self.momentum:
             for variable, gradient in zip(self._variables, gradients, strict=True):
-                variable.assign_sub(lr * gradient)
+                subtract(variable, lr * gradient)
             return
         for variable, gradient, momentum in zip(self._variables, gradients, self.momentum, strict=True):
             tf.raw_ops.ResourceApplyMomentum(
@@ -67,8 +68,8 @@ class Scaler:
     def update(self, finite: tf.Tensor) -> None:
         """Halves the scale after gradients that were not `finite`, doubles it after a long row of finite ones."""
         grown = finite & (self._steps + 1 >= self.INTERVAL)
-        self._steps.assign(tf.where(finite & ~grown, self._steps + 1, tf.zeros_like(self._steps)))
-        self.scale.assign(self.scale * tf.where(finite, tf.where(grown, self.GROWTH, 1.0), self.BACKOFF))
+        put(self._steps, tf.where(finite & ~grown, self._steps + 1, tf.zeros_like(self._steps)))
+        put(self.scale, self.scale * tf.where(finite, tf.where(grown, self.GROWTH, 1.0), self.BACKOFF))
 
     def state_dict(self) -> dict[str, Any]:
         """In GradScaler's words; empty where it is not enabled."""

@@ -1,79 +1,43 @@
 """The TensorFlow training loop: a run from the first broadcast to the last checkpoint."""
 
 import contextlib
-import functools
-import os
-import re
+import dataclasses
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import tensorflow as tf
 
 from hvdtrain import checkpoint, guard
-from hvdtrain.devices import gpu_index, threads
+from hvdtrain.engines import ENGINES
 from hvdtrain.metrics import Totals, check_finite
 from hvdtrain.progress import Progress, due, train_requests, valid_requests
 from hvdtrain.run import Run
-from hvdtrain.tensorflow import models, state
-from hvdtrain.tensorflow.data import Loader, Pair
+from hvdtrain.tensorflow import models, state, variables
+from hvdtrain.tensorflow.data import Loader, Pair, evened
 from hvdtrain.tensorflow.engines import Engine
-from hvdtrain.tensorflow.engines.local import LocalEngine
+from hvdtrain.tensorflow.engines.one_replica import graph
 from hvdtrain.tensorflow.events import EventWriter
+from hvdtrain.tensorflow.meter import Meter, Trace
+from hvdtrain.tensorflow.opening import open_engine
 from hvdtrain.tensorflow.sgd import SGD, Scaler, clipped, zeros_like
-
-# AutoGraph would only cost time: what depends on a tensor says so with tf.cond.
-graph = functools.partial(tf.function, autograph=False)
-
-# Horovod's failures have no type of their own: its words, or the names that we gave its operations.
-OF_HOROVOD = re.compile(r"Horovod|hvdtrain\.(gradient|sum|facts)")
 
 
 def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
     engine = open_engine(run)
     try:
-        guard.check_world(run.topology, engine.rank, engine.size)
+        guard.check_world(run.topology, *engine.place, ENGINES[run.engine].title)
         run.line.exchange(engine.sum)
-        Training(run, engine).run_to_end()
+        if engine.serves:
+            run.line.serve_chief()
+        else:
+            Training(run, engine).run_to_end()
     except tf.errors.OpError as error:
-        if not OF_HOROVOD.search(str(error)):
+        if not engine.is_lost(error):
             raise
         raise run.line.aborted() from None
     finally:
         engine.close()
-
-
-def open_engine(run: Run) -> Engine:
-    """The engine of the run, joined with the other ranks and bound to its device."""
-    _take_threads(run)
-    if run.engine == "local":
-        return LocalEngine(_device(run, gpu_operations=True))
-    from hvdtrain.tensorflow.engines.horovod import HorovodEngine
-
-    timeline = run.start.folder.path / "timeline.json" if run.start and run.recipe.horovod_timeline else None
-    engine = HorovodEngine(run.recipe, timeline)
-    engine.device = _device(run, engine.gpu_operations)
-    return engine
-
-
-def _take_threads(run: Run) -> None:
-    count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, run.topology, os.environ)
-    said = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
-    if count or said.isdecimal():
-        with contextlib.suppress(RuntimeError):  # in a notebook TensorFlow may have begun: it keeps its threads then
-            tf.config.threading.set_intra_op_parallelism_threads(count or int(said))
-
-
-def _device(run: Run, gpu_operations: bool) -> str:
-    gpus = tf.config.list_physical_devices("GPU")
-    index = gpu_index(run.recipe.device, len(gpus), run.topology, gpu_operations)
-    if index is None:
-        tf.config.set_visible_devices([], "GPU")
-        return "/CPU:0"
-    tf.config.set_visible_devices(gpus[index], "GPU")
-    tf.config.experimental.set_memory_growth(gpus[index], True)
-    return "/GPU:0"
 
 
 class Training:
@@ -82,19 +46,23 @@ class Training:
     def __init__(self, run: Run, engine: Engine) -> None:
         self.run, self.recipe, self.plan, self.engine = run, run.recipe, run.plan, engine
         self._real = tf.float64 if self.recipe.precision == "float64" else tf.float32
-        self.model = models.build(self.recipe, run.dataset.classes, engine)
-        self.weights = [weight.value for weight in self.model.trainable_weights]
-        self.optimizer = SGD(self.recipe, self.weights)
-        self.scaler = Scaler(enabled=self.recipe.precision == "float16")
+        with engine.scope():
+            self.model = models.build(self.recipe, run.dataset.classes, engine)
+            self.weights = [weight.value for weight in self.model.trainable_weights]
+            self.optimizer = SGD(self.recipe, self.weights)
+            self.scaler = Scaler(enabled=self.recipe.precision == "float16")
+            self._meter = Meter()
+            self._part_gradients = zeros_like(self.weights) if self._in_parts else []
         self.state = state.variables(self.model, self.optimizer)
-        self._meter = _Meter()
-        self._part_gradients = zeros_like(self.weights) if self._in_parts else []
-        compiled = self.recipe.xla
-        self._gradients = graph(self._differentiate, jit_compile=True) if compiled else self._differentiate
+        self._gradients = graph(self._differentiate, jit_compile=True) if self.recipe.xla else self._differentiate
+        self._step, self._add_part = engine.replicate(self._make_step), engine.replicate(self._differentiate_part)
+        self._step_with_parts = engine.replicate(self._apply_parts)
+        self._evaluate = engine.replicate(self._measure, relaxed=True)
         self.progress = self._begin()
         self.loader = Loader(self.recipe, run.dataset, engine.device)
-        self.reporter = run.reporter(self.progress.step, engine.device.strip("/").lower(), EventWriter)
-        self._trace = _Trace(run.start.folder.path if run.start and self.recipe.profile else None)
+        device = ",".join(run.devices) or engine.device.strip("/").lower()
+        self.reporter = run.reporter(self.progress.step, device, EventWriter, engine.notes)
+        self._trace = Trace(run.start.folder.path if run.start and self.recipe.profile else None)
 
     @property
     def _in_parts(self) -> bool:
@@ -140,7 +108,7 @@ class Training:
             checkpoint_due = stopping or due(progress.step, recipe.checkpoint_every_steps)
             iteration = progress.sample // plan.global_batch
             if last or checkpoint_due or due(iteration, recipe.log_every_steps):
-                totals = self._meter.take().over_ranks(self.engine.sum)
+                totals = self._meter.take(self.engine).over_ranks(self.engine.sum)
                 progress.train += totals
                 check_finite(totals, progress.step, plan.peak_lr)
                 if self.reporter:
@@ -157,42 +125,54 @@ class Training:
                 raise self.run.line.stopped(progress.step)
 
     def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
-        """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""
-        starts, requests = train_requests(self.plan, self.progress, self.engine.rank)
+        """For each update of the epoch: where its batch begins in the order, and this rank's parts of it, each part's
+        replicas side by side."""
+        of_each = [train_requests(self.plan, self.progress, share) for share in self._shares]
+        requests = [request for part in zip(*(own for _, own in of_each), strict=True) for request in part]
         pairs = self.loader.batches(self.run.dataset.train, requests)
-        for start in starts:
-            yield start, [next(pairs) for _ in range(self.recipe.accumulation_steps)]
+        for start in of_each[0][0]:
+            yield start, [next(pairs) for _ in range(self.recipe.accumulation_steps * self.engine.replicas)]
+
+    @property
+    def _shares(self) -> range:
+        """Which of the plan's shares this rank's replicas read."""
+        first = self.engine.rank * self.engine.replicas
+        return range(first, first + self.engine.replicas)
 
     def _update(self, parts: list[Pair], lr: float) -> None:
-        """One update from the parts of this rank's share."""
+        """One update from the parts of this rank's shares."""
+        replicas = self.engine.replicas
         with tf.device(self.engine.device):
             rate = tf.constant(lr, self._real)
             if self._in_parts:
-                for x, y in parts:
-                    self._add_part(x, y)
-                self._step_with_parts(rate)
+                for first in range(0, len(parts), replicas):
+                    self._add_part(parts[first : first + replicas])
+                self._step_with_parts([()] * replicas, rate)
             else:
-                self._step(*parts[0], rate)
+                self._step(parts, rate)
         self._trace.step()
 
-    @graph
-    def _step(self, x: tf.Tensor, y: tf.Tensor, lr: tf.Tensor) -> None:
+    def _make_step(self, x: tf.Tensor, y: tf.Tensor, lr: tf.Tensor) -> None:
         loss, correct, gradients = self._gradients(x, y)
         self._meter.add(loss, correct, y.shape[0])
         self._apply(gradients, lr)
 
-    @graph
-    def _add_part(self, x: tf.Tensor, y: tf.Tensor) -> None:
+    def _differentiate_part(self, x: tf.Tensor, y: tf.Tensor) -> None:
         loss, correct, gradients = self._gradients(x, y)
         self._meter.add(loss, correct, y.shape[0])
-        for total, gradient in zip(self._part_gradients, gradients, strict=True):
-            total.assign_add(gradient)
+        self.engine.keep(self._collect, gradients)
 
-    @graph
-    def _step_with_parts(self, lr: tf.Tensor) -> None:
-        self._apply([total.value() for total in self._part_gradients], lr)
+    def _collect(self, gradients: list[tf.Tensor]) -> None:
+        for total, gradient in zip(self._part_gradients, gradients, strict=True):
+            variables.add(total, gradient)
+
+    def _apply_parts(self, lr: tf.Tensor) -> None:
+        self._apply([tf.convert_to_tensor(total) for total in self._part_gradients], lr)
+        self.engine.keep(self._forget, [])
+
+    def _forget(self, _: list[tf.Tensor]) -> None:
         for total in self._part_gradients:
-            total.assign(tf.zeros_like(total))
+            variables.put(total, tf.zeros_like(total))
 
     def _differentiate(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Mean loss and number of right answers of one part, and its share of the scaled gradients."""
@@ -204,11 +184,14 @@ class Training:
         return loss, self._correct(out, y), tape.gradient(scaled, self.weights)
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
-        """The update of all ranks' gradients; float16 leaves out a step whose gradients overflowed on any rank."""
+        """The update of all replicas' gradients."""
         if self.recipe.reduction == "adasum":
             self._apply_adasum(gradients, lr)
-            return
-        gradients = self.engine.combine(gradients)
+        else:
+            self.engine.update(lambda combined: self._apply_combined(combined, lr), gradients)
+
+    def _apply_combined(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        """float16 leaves out a step whose gradients overflowed on any replica."""
         if not self.scaler.enabled:
             self._descend(gradients, lr)
             return
@@ -261,16 +244,17 @@ class Training:
             self._checkpoint(-valid.mean_loss if self.run.dataset.classes is None else valid.accuracy)
 
     def _validate(self) -> Totals:
-        """Totals over the whole validation set: every rank reads its part, no example twice or padded."""
-        for x, y in self.loader.batches(self.run.dataset.valid, valid_requests(self.plan, self.engine.rank)):
+        """Totals over the whole validation set: every replica reads its part, no example counts twice."""
+        requests, counts = evened([valid_requests(self.plan, share) for share in self._shares])
+        pairs = self.loader.batches(self.run.dataset.valid, requests)
+        for weights in counts:
             with tf.device(self.engine.device):
-                self._evaluate(x, y)
-        return self._meter.take().over_ranks(self.engine.sum)
+                self._evaluate([(*next(pairs), tf.constant(weight, tf.float64)) for weight in weights])
+        return self._meter.take(self.engine).over_ranks(self.engine.sum)
 
-    @graph(reduce_retracing=True)
-    def _evaluate(self, x: tf.Tensor, y: tf.Tensor) -> None:
+    def _measure(self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor) -> None:
         out = tf.cast(self.model(self._inputs(x), training=False), self._real)
-        self._meter.add(self._loss(out, y), self._correct(out, y), tf.shape(y)[0])
+        self._meter.add(self._loss(out, y), self._correct(out, y), tf.shape(y)[0], weight)
 
     def _checkpoint(self, valid_score: float | None) -> None:
         """Commits the whole state. BatchNorm's statistics are averaged first, as every rank then holds them."""
@@ -286,45 +270,9 @@ class Training:
     def _check_replicas(self) -> None:
         shared_statistics = self.recipe.batch_norm != "local"
         watched = [weight.value for weight in self.model.weights] if shared_statistics else self.weights
-        mark = int(models.fingerprint(watched).numpy())
-        guard.check_replicas(mark, self.progress.step, self.run.topology, self.engine.sum)
-
-
-class _Meter:
-    """Sums of loss, right answers and examples, kept on the device so that a step waits for nothing."""
-
-    def __init__(self) -> None:
-        self._sums = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
-
-    def add(self, loss: tf.Tensor, correct: tf.Tensor, count: tf.Tensor | int) -> None:
-        """A batch: mean loss, right answers, examples. Within a graph."""
-        count = tf.cast(count, tf.float64)
-        self._sums.assign_add(tf.stack([tf.cast(loss, tf.float64) * count, tf.cast(correct, tf.float64), count]))
-
-    def take(self) -> Totals:
-        """The sums so far; they start again at 0."""
-        totals = Totals(*self._sums.numpy().tolist())
-        self._sums.assign(tf.zeros_like(self._sums))
-        return totals
-
-
-class _Trace:
-    """TensorFlow's profiler over ten steps, once the first five have warmed up; `folder` None traces nothing."""
-
-    FIRST, STEPS = 5, 10
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder, self._steps, self._running = folder, 0, False
-
-    def step(self) -> None:
-        self._steps += 1
-        if self._folder and self._steps == self.FIRST:
-            tf.profiler.experimental.start(str(self._folder))
-            self._running = True
-        elif self._steps == self.FIRST + self.STEPS:
-            self.close()
-
-    def close(self) -> None:
-        if self._running:
-            tf.profiler.experimental.stop()
-        self._running = False
+        copies = zip(*map(self.engine.copies, watched), strict=True)
+        marks = [int(models.fingerprint(list(copy)).numpy()) for copy in copies]
+        guard.check_devices(marks, self.progress.step, self.run.devices)
+        rank, size = self.engine.rank, self.engine.size
+        world = dataclasses.replace(self.run.topology, rank=rank, size=size)
+        guard.check_replicas(marks[0], self.progress.step, world, self.engine.sum)

@@ -1,6 +1,7 @@
 """Horovod behind the engine's verbs."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from hvdtrain import settings
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
+from hvdtrain.tensorflow.engines.one_replica import OneReplica
 
 try:
     import horovod.tensorflow as hvd
@@ -18,6 +20,9 @@ except ImportError as error:
         f"Horovod for TensorFlow cannot be imported ({error}); build it: "
         "python -m hvdtrain build --frameworks tensorflow"
     ) from None
+
+# Horovod's failures have no type of their own: its words, or the names that we gave its operations.
+FAILURE = re.compile(r"Horovod|hvdtrain\.(gradient|sum|facts)")
 
 
 class Widened(hvd.Compression.none):
@@ -35,7 +40,7 @@ class Widened(hvd.Compression.none):
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
 
 
-class HorovodEngine:
+class HorovodEngine(OneReplica):
     """Ranks joined by Horovod; see `Engine` for the verbs."""
 
     def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
@@ -72,6 +77,9 @@ class HorovodEngine:
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         return hvd.allreduce(tensor, op=hvd.Sum)
+
+    def is_lost(self, error: tf.errors.OpError) -> bool:
+        return bool(FAILURE.search(str(error)))
 
     def close(self) -> None:
         hvd.shutdown()

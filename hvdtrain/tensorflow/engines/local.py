@@ -5,21 +5,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.tensorflow.engines.one_replica import OneReplica
 
-class LocalEngine:
+
+class LocalEngine(OneReplica):
     """One rank alone; see `Engine` for the verbs."""
-
-    rank = 0
-    size = 1
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
         return facts
-
-    def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return tensors
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array

@@ -1,0 +1,103 @@
+"""What the engines over a tf.distribute strategy with replicas share: variables of the strategy, steps on all
+replicas, and their all-reduce."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.errors import DeviceError
+from hvdtrain.recipe import Recipe
+from hvdtrain.tensorflow.engines import Share
+from hvdtrain.tensorflow.engines.one_replica import graph
+
+MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
+
+
+class Distributed:
+    """See `Engine` for the verbs. Every replica has its own copy of each variable."""
+
+    rank = 0
+    size = 1
+    device = "/CPU:0"
+    notes: tuple[str, ...] = ()
+    serves = False
+
+    def __init__(self, recipe: Recipe, strategy: tf.distribute.Strategy, replicas: int) -> None:
+        self.strategy, self.replicas = strategy, replicas
+        self._widened = recipe.compression == "fp64"
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return self.strategy.scope()  # type: ignore[no-any-return]
+
+    def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
+        @graph
+        def on_replicas(share: Share, *same: tf.Tensor) -> None:
+            self.strategy.run(step, (*share, *same))
+
+        def on_all(shares: Sequence[Share], *same: tf.Tensor) -> None:
+            on_replicas(self._dealt(shares), *same)
+
+        return on_all
+
+    def copies(self, variable: tf.Variable) -> Sequence[tf.Variable]:
+        return self.strategy.experimental_local_results(variable)  # type: ignore[no-any-return]
+
+    def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        types = [tensor.dtype for tensor in tensors]
+        if self._widened:  # the sum of float32 numbers is then exact, whatever the order
+            tensors = [tf.cast(tensor, tf.float64) for tensor in tensors]
+        return [tf.cast(mean, kind) for mean, kind in zip(self._reduced(MEAN, tensors), types, strict=True)]
+
+    def update(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
+        change(self.combine(tensors))
+
+    def keep(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
+        change(tensors)
+
+    def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._reduced(SUM, tensor)
+
+    def is_lost(self, error: tf.errors.OpError) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def _reduced(self, how: tf.distribute.ReduceOp, tensors: Any) -> Any:
+        return tf.distribute.get_replica_context().all_reduce(how, tensors)
+
+    def _dealt(self, shares: Sequence[Share]) -> Share:
+        """Each place of the shares as one value that differs from replica to replica."""
+        if self.replicas == 1:
+            return shares[0]
+        return tuple(map(self._of_each, zip(*shares, strict=True)))
+
+    def _of_each(self, tensors: Sequence[tf.Tensor]) -> Any:
+        return self.strategy.experimental_distribute_values_from_function(
+            lambda context: tensors[context.replica_id_in_sync_group]
+        )
+
+
+def take(devices: Sequence[str]) -> list[str]:
+    """TensorFlow's names of this process's devices, which it is bound to: cpu is one more part of the CPU each time.
+
+    Raises DeviceError.
+    """
+    kinds = {device.partition(":")[0] for device in devices}
+    if len(kinds) > 1 or (kinds == {"cuda"} and len(set(devices)) < len(devices)):
+        raise DeviceError(f"--devices must be different GPUs, or cpu several times, got {','.join(devices)}.")
+    gpus = tf.config.list_physical_devices("GPU")
+    if kinds == {"cpu"}:
+        tf.config.set_visible_devices([], "GPU")
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(devices))
+        return [f"/CPU:{place}" for place in range(len(devices))]
+    places = [int(device.partition(":")[2] or 0) for device in devices]
+    if missing := [place for place in places if place >= len(gpus)]:
+        raise DeviceError(f"--devices names cuda:{missing[0]}, TensorFlow sees {len(gpus)} GPUs; name others.")
+    tf.config.set_visible_devices([gpus[place] for place in places], "GPU")
+    for place in places:
+        tf.config.experimental.set_memory_growth(gpus[place], True)
+    return [f"/GPU:{place}" for place in range(len(places))]

@@ -1,0 +1,63 @@
+"""tf.distribute.MultiWorkerMirroredStrategy behind the engine's verbs: one replica a rank, joined by TensorFlow's own
+collectives."""
+
+import os
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import tf_config
+from hvdtrain.meeting import Seat
+from hvdtrain.recipe import Recipe
+from hvdtrain.tensorflow.engines import LOST
+from hvdtrain.tensorflow.engines.distribute import SUM, Distributed
+from hvdtrain.tensorflow.engines.one_replica import graph
+from hvdtrain.topology import Topology
+
+Implementation = tf.distribute.experimental.CommunicationImplementation
+
+
+class MultiWorkerEngine(Distributed):
+    """Ranks joined by TensorFlow: over gRPC on the CPU, over NCCL on GPUs; see `Engine` for the verbs."""
+
+    def __init__(self, recipe: Recipe, topology: Topology, seats: Sequence[Seat], device: str) -> None:
+        cluster = tf_config.workers(seats)
+        # The strategy reads it from the process environment, and nowhere else.
+        os.environ["TF_CONFIG"] = tf_config.of(cluster, "worker", topology.rank) if cluster else "{}"
+        way = Implementation.NCCL if "GPU" in device else Implementation.RING
+        options = tf.distribute.experimental.CommunicationOptions(implementation=way)
+        super().__init__(recipe, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
+        self.rank, self.size, self.device = self.strategy.cluster_resolver.task_id or 0, topology.size, device
+        self.notes = (f"workers     {', '.join(cluster.get('worker', ['this process alone']))}",)
+        self._summed = graph(self._sum_of_ranks)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.rank, self.strategy.num_replicas_in_sync
+
+    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
+        said = pickle.dumps((facts, {name: variable.numpy() for name, variable in variables.items()}))
+        length = int(self.sum(np.array([len(said) if self.rank == 0 else 0]))[0])
+        facts, arrays = pickle.loads(self._from_chief(said, length))
+        for name, variable in variables.items():
+            variable.assign(arrays[name])
+        return facts
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        return self._summed(tf.constant(array)).numpy()  # type: ignore[no-any-return]
+
+    def is_lost(self, error: tf.errors.OpError) -> bool:
+        return isinstance(error, LOST) or "Collective ops is aborted" in str(error)
+
+    def _sum_of_ranks(self, array: tf.Tensor) -> tf.Tensor:
+        return self.strategy.reduce(SUM, self.strategy.run(tf.identity, (array,)), axis=None)
+
+    def _from_chief(self, said: bytes, length: int) -> bytes:
+        """What rank 0 said, of that length: a sum of whole numbers to which the others add 0."""
+        words = np.zeros(-(-length // 8), np.int64)
+        if self.rank == 0:
+            words.view(np.uint8)[:length] = np.frombuffer(said, np.uint8)
+        return self.sum(words).tobytes()[:length]

@@ -1,0 +1,91 @@
+"""tf.distribute's ParameterServerStrategy behind the engine's verbs: the chief hands each worker one batch after the
+other, and every worker changes the variables on the parameter servers without waiting for the others."""
+
+import collections
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import tf_config
+from hvdtrain.meeting import Seat
+from hvdtrain.tensorflow.engines import LOST, Share
+from hvdtrain.tensorflow.engines.one_replica import OneReplica, graph
+from hvdtrain.topology import Topology
+
+BEHIND = 2
+"""Batches that wait for each worker while it computes."""
+
+
+class ParameterServerEngine(OneReplica):
+    """Every rank's process is a worker, the first of a host a parameter server too, rank 0's the one that leads; see
+    `Engine` for the verbs. An update is one worker's; of the world that the loop sees, the chief is all."""
+
+    def __init__(self, topology: Topology, seats: Sequence[Seat], device: str) -> None:
+        self.topology, self.device, self.serves = topology, device, not topology.is_chief
+        self.notes = tuple(tf_config.placement(seats))
+        cluster = tf_config.with_servers(seats)
+        self._servers = [self._server(cluster, "worker", topology.rank)]
+        if topology.rank in tf_config.servers(seats):
+            self._servers.append(self._server(cluster, "ps", tf_config.servers(seats).index(topology.rank)))
+        if topology.is_chief:
+            self._lead(cluster)
+
+    def _server(self, cluster: tf_config.Cluster, job: str, index: int) -> tf.distribute.Server:
+        # A step that waits for another task holds a thread: with too few of them they would wait for each other.
+        options = tf.compat.v1.ConfigProto(
+            inter_op_parallelism_threads=max(os.cpu_count() or 1, self.topology.size + 1),
+            intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
+        )
+        return tf.distribute.Server(cluster, job_name=job, task_index=index, config=options, protocol="grpc")
+
+    def _lead(self, cluster: tf_config.Cluster) -> None:
+        # The resolver reads it from the process environment, and nowhere else.
+        os.environ["TF_CONFIG"] = tf_config.of(cluster, "chief", 0)
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
+        self._strategy = tf.distribute.ParameterServerStrategy(resolver)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
+        self._asked: collections.deque[Any] = collections.deque()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """On the chief, the number of workers that it has reached."""
+        if self.serves:
+            return self.topology.rank, self.topology.size
+        return 0, sum("/job:worker/" in device.name for device in tf.config.list_logical_devices("CPU"))
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return self._strategy.scope()  # type: ignore[no-any-return]
+
+    def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
+        compiled = graph(step, reduce_retracing=relaxed)
+
+        def on_a_worker(shares: Sequence[Share], *same: tf.Tensor) -> None:
+            self._asked.append(self._coordinator.schedule(compiled, args=(*shares[0], *same)))
+            if len(self._asked) > self.topology.size * (1 + BEHIND):
+                self._asked.popleft().fetch()
+
+        return on_a_worker
+
+    def copies(self, variable: tf.Variable) -> Sequence[tf.Variable]:
+        self._coordinator.join()
+        self._asked.clear()
+        return (variable,)
+
+    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
+        return facts
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tensor
+
+    def is_lost(self, error: tf.errors.OpError) -> bool:
+        return isinstance(error, LOST)
+
+    def close(self) -> None:
+        pass
