@@ -28,8 +28,12 @@ class Engine:
     """Whether one process holds everything: several ranks are then refused."""
     devices: int = 0
     """How many devices of its one process it needs at least; 0 where it takes a rank's own."""
+    gpus_only: bool = False
+    """Whether these devices can be nothing else than GPUs."""
     replicas: bool = False
     """Whether each of these devices trains on a share of its own."""
+    asynchronous: bool = False
+    """Whether each update is one rank's, of a batch that no other shares."""
     meets: bool = False
     """Whether its ranks must know the chief's address before it starts."""
     compressions: tuple[str, ...] = ("none", "fp64")
@@ -44,12 +48,12 @@ ENGINES: Mapping[str, Engine] = {
     "ddp": Engine(
         "torch.distributed", ("torch", "lightning"), meets=True, compressions=("none", "fp16", "bf16", "fp64")
     ),
-    "dataparallel": Engine("DataParallel", ("torch",), one_process=True, devices=2),
+    "dataparallel": Engine("DataParallel", ("torch",), one_process=True, devices=2, gpus_only=True),
     "modelparallel": Engine("the split model", ("torch",), one_process=True, devices=2),
     "mirrored": Engine("MirroredStrategy", ("tensorflow",), one_process=True, devices=1, replicas=True),
     "multiworker": Engine("MultiWorkerMirroredStrategy", ("tensorflow",), meets=True),
     "central": Engine("CentralStorageStrategy", ("tensorflow",), one_process=True, devices=1, replicas=True),
-    "parameter-server": Engine("ParameterServerStrategy", ("tensorflow",), meets=True),
+    "parameter-server": Engine("ParameterServerStrategy", ("tensorflow",), asynchronous=True, meets=True),
 }
 
 # Keys of a recipe that only Horovod heeds, and what they are where they ask for nothing.
@@ -57,6 +61,9 @@ HOROVODS = {
     "reduction": "average", "autotune": False, "horovod_timeline": False, "fusion_threshold_mb": None,
     "cycle_time_ms": None,
 }  # fmt: skip
+
+# Engines whose replicas compute with variables that lie on another device.
+FAR_VARIABLES = ("central", "parameter-server")
 
 
 def choose(name: Name, adapter: Adapter, launcher: str) -> str:
@@ -77,9 +84,33 @@ def check(name: str, recipe: Recipe) -> None:
         for key, nothing in HOROVODS.items():
             if (asked := getattr(recipe, key)) != nothing:
                 raise RecipeError(f"{key} {asked} is Horovod's alone, this run takes engine {name}; drop it.")
+    if name == "dataparallel" and recipe.batch_norm == "sync":
+        raise RecipeError(
+            "batch_norm sync needs ranks, which engine dataparallel has not; take local, or --engine ddp."
+        )
+    if recipe.xla and name in FAR_VARIABLES:
+        raise RecipeError(
+            f"xla cannot be with engine {name}: XLA has no access to variables on another device "
+            "(tensorflow.org/xla/known_issues); drop it."
+        )
+    if engine.asynchronous:
+        _check_asynchronous(name, recipe)
     if recipe.compression not in engine.compressions:
         raise RecipeError(
             f"compression must be one of {', '.join(engine.compressions)} with engine {name}, got {recipe.compression}."
+        )
+
+
+def _check_asynchronous(name: str, recipe: Recipe) -> None:
+    if recipe.accumulation_steps > 1:
+        raise RecipeError(
+            f"accumulation_steps must be 1 with engine {name}, whose workers update by themselves, got "
+            f"{recipe.accumulation_steps}; take a smaller batch_size."
+        )
+    if recipe.precision == "float16":
+        raise RecipeError(
+            f"precision float16 cannot be with engine {name}: its workers would change the loss scale under one "
+            "another; take bfloat16."
         )
 
 
@@ -103,4 +134,6 @@ def devices(name: str, said: str | None, visible: int, wanted: str) -> tuple[str
             f"engine {name} needs at least {engine.devices} devices, this process has {len(found)} ({found[0]}); "
             "ask for more GPUs, or name them: --devices cuda:0,cuda:1"
         )
+    if engine.gpus_only and "cpu" in found:
+        raise DeviceError(f"engine {name} knows GPUs only, got --devices {said}; take --engine modelparallel or ddp.")
     return found

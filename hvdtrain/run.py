@@ -42,9 +42,11 @@ class Run:
     start: Start | None
     line: Lifeline
 
-    def reporter(self, step: int, device: str, events: Callable[[Path, int], Events]) -> Reporter | None:
-        """On the chief the run's voice, which has told the plan; else None. `events` makes, for the run folder and
-        the first step to come, the writer of TensorBoard's events."""
+    def reporter(
+        self, step: int, device: str, events: Callable[[Path, int], Events], notes: tuple[str, ...] = ()
+    ) -> Reporter | None:
+        """On the chief the run's voice, which has told the plan and the engine's notes; else None. `events` makes, for
+        the run folder and the first step to come, the writer of TensorBoard's events."""
         if not self.start:
             return None
         folder = self.start.folder.path
@@ -52,7 +54,7 @@ class Run:
         live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
         reporter = Reporter(folder, events(folder, step + 1), self.plan, step, live)
         where = f"{self.topology.size} ranks, {self.topology.launcher}, {self.engine} on {device} ({self.framework})"
-        for line in (*self.plan.lines(), f"ranks       {where}", f"output      {folder}", *self.start.notes):
+        for line in (*self.plan.lines(), f"ranks       {where}", f"output      {folder}", *notes, *self.start.notes):
             reporter.note(line)
         return reporter
 
@@ -93,7 +95,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], line: Lifeline) -> Run:
         launch.check_plugin(topology, framework, os.environ)
     dataset = load_dataset(recipe)
     replicas = len(own_devices) if ENGINES[engine].replicas else 1
-    plan = plans.make(recipe, replace(topology, size=topology.size * replicas), dataset)
+    shares = 1 if ENGINES[engine].asynchronous else topology.size * replicas
+    plan = plans.make(recipe, replace(topology, size=shares), dataset)
     if ENGINES[engine].meets and topology.size > 1 and not line.place:
         line.settle(meeting.beside(topology, os.environ))
     start = output.start(plan, topology, framework, options.output, options.resume) if topology.is_chief else None
