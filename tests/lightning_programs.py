@@ -203,7 +203,7 @@ def _weights(module: nn.Module) -> dict[str, Any]:
     return {name: value.tolist() for name, value in module.state_dict().items()}
 
 
-def verbs() -> dict[str, Any]:
+def strategy_verbs() -> dict[str, Any]:
     """Every verb of HorovodStrategy."""
     strategy = HorovodStrategy()
     hvd.init()

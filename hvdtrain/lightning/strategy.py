@@ -140,12 +140,11 @@ class HorovodStrategy(ParallelStrategy):
         operation = OPERATIONS[str(reduce_op or "sum").rpartition(".")[2].lower()]
         if operation == hvd.Average and not tensor.is_floating_point():
             tensor = tensor.double()
-        return hvd.allreduce(tensor, op=operation, name="hvdtrain.reduce")
+        return hvd.allreduce(tensor.contiguous(), op=operation, name="hvdtrain.reduce")
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, all of one shape, as [size, *shape]; gradients flow through where asked."""
-        rows = tensor[None] if sync_grads else tensor.detach()[None]
-        return hvd.allgather(rows, name="hvdtrain.all_gather")
+        return _Gathered.apply(tensor if sync_grads else tensor.detach())
 
     def teardown(self) -> None:
         if self._averager:
@@ -172,6 +171,18 @@ class HorovodStrategy(ParallelStrategy):
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 self._gathering.append((metric, metric.distributed_available_fn))
                 metric.dist_sync_fn, metric.distributed_available_fn = gather, hvd.is_initialized
+
+
+class _Gathered(torch.autograd.Function):
+    """The ranks' tensors on every rank; back come the gradients of all ranks, added. Horovod's own averages them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return hvd.allgather(tensor.contiguous()[None], name="hvdtrain.all_gather")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return hvd.allreduce(gradient.contiguous(), op=hvd.Sum, name="hvdtrain.all_gather")[hvd.rank()]
 
 
 def gather(result: Tensor, group: Any = None) -> list[Tensor]:
