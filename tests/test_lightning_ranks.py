@@ -16,7 +16,7 @@ pytestmark = [
 LINE = ["linear", "--epochs", "3", "--log-every-steps", "1", "--guard-every-steps", "10"]
 TINY = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
-    "--lr-rule", "none", "--base-lr", "0.001", "--momentum", "0.9", "--weight-decay", "5e-4",
+    "--lr-rule", "none", "--base-lr", "0.001", "--weight-decay", "5e-4",
 ]  # fmt: skip
 CASES = {
     "line": LINE,
@@ -28,7 +28,7 @@ CASES = {
 ON_TWO = {
     "bfloat16": [*LINE, "--precision", "bfloat16"],
     "float16": [*LINE, "--precision", "float16", "--compression", "fp16"],
-    "local network": [*TINY, "--max-steps", "5", "--nesterov", "--fused-optimizer", "--workers", "1"],
+    "local network": [*TINY, "--max-steps", "5", "--momentum", "0.9", "--nesterov", "--fused-optimizer"],
     "sync float64": [*TINY, "--batch-norm", "sync", "--precision", "float64", "--max-steps", "2"],
 }
 ONLY_HOROVOD = {"float16", "local network", "sync float64"}  # ddp has other compressions; local statistics are averaged

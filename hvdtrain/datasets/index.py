@@ -58,7 +58,7 @@ def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: 
 def read(path: Path) -> dict[str, int | str]:
     """The index in that file. Raises DataError, and runs nothing, for all that is none."""
     with pickles.told(path, REMEDY), path.open("rb") as file:
-        index = _IndexUnpickler(file, encoding="latin1").load()
+        index = _IndexUnpickler(file, encoding="utf-8", errors="surrogateescape").load()
     if not isinstance(index, dict) or not index:
         held = "an empty index" if index == {} else f"an object of type {type(index).__name__}"
         raise DataError(f"{path} holds {held}: {REMEDY}")
@@ -70,6 +70,8 @@ def read(path: Path) -> dict[str, int | str]:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):
+            return pickles.encode  # how bytes are pickled for Python 2
         if module.partition(".")[0] == "pathlib" and name in PATHS:
             return PurePosixPath
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index file needs")

@@ -68,7 +68,7 @@ def _reconstruct(*_: object) -> _PickledArray:
     return _PickledArray()
 
 
-def _encode(text: str, encoding: str) -> bytes:
+def encode(text: str, encoding: str) -> bytes:
     """Stands for _codecs.encode, which makes bytes in protocol 2; other codecs could unpack bombs."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"the codec {encoding!r}")
@@ -80,7 +80,7 @@ _STANDINS: dict[tuple[str, str], Any] = {
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy", "ndarray"): _PickledArray,
     ("numpy", "dtype"): _PickledType,
-    ("_codecs", "encode"): _encode,
+    ("_codecs", "encode"): encode,
 }
 
 

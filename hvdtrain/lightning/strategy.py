@@ -23,6 +23,8 @@ from hvdtrain.lightning.gradients import Averager
 from hvdtrain.torch.engines.horovod import hvd
 
 MOST_DIMENSIONS = 8
+# Validation is in inference mode, whose tensors Horovod's own thread may not write: what it is given is made outside.
+outside_inference = torch.inference_mode(False)
 OPERATIONS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
 
 
@@ -101,6 +103,7 @@ class HorovodStrategy(ParallelStrategy):
                 optimizer.load_state_dict(self.broadcast(move_data_to_device(state, torch.device("cpu"))))
         self._averager = Averager(self._whole, self.compression) if self.world_size > 1 else None
 
+    @outside_inference
     def on_validation_start(self) -> None:
         """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
         self._broadcast(dict(self._whole.named_buffers()))
@@ -129,10 +132,12 @@ class HorovodStrategy(ParallelStrategy):
         if hvd.is_initialized():
             hvd.barrier()
 
+    @outside_inference
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s picklable object, on every rank."""
         return hvd.broadcast_object(obj, src, name="hvdtrain.broadcast") if hvd.is_initialized() else obj
 
+    @outside_inference
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The tensor's mean, sum, maximum or minimum over the ranks; a mean of whole numbers is a float64."""
         if not isinstance(tensor, Tensor):
@@ -140,11 +145,12 @@ class HorovodStrategy(ParallelStrategy):
         operation = OPERATIONS[str(reduce_op or "sum").rpartition(".")[2].lower()]
         if operation == hvd.Average and not tensor.is_floating_point():
             tensor = tensor.double()
-        return hvd.allreduce(tensor.contiguous(), op=operation, name="hvdtrain.reduce")
+        return hvd.allreduce(tensor.clone(memory_format=torch.contiguous_format), op=operation, name="hvdtrain.reduce")
 
+    @outside_inference
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, all of one shape, as [size, *shape]; gradients flow through where asked."""
-        return _Gathered.apply(tensor if sync_grads else tensor.detach())
+        return _Gathered.apply(tensor if sync_grads else tensor.detach().clone())
 
     def teardown(self) -> None:
         if self._averager:
@@ -185,11 +191,12 @@ class _Gathered(torch.autograd.Function):
         return hvd.allreduce(gradient.contiguous(), op=hvd.Sum, name="hvdtrain.all_gather")[hvd.rank()]
 
 
+@outside_inference
 def gather(result: Tensor, group: Any = None) -> list[Tensor]:
     """The ranks' tensors, whatever their sizes, as a list on every rank: what a metric calls to be synchronised."""
     card = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)
     card[0, 0] = result.dim()
     card[0, 1 : 1 + result.dim()] = torch.tensor(result.shape)
     shapes = [row[1 : 1 + row[0]] for row in hvd.allgather(card, name="hvdtrain.shapes").tolist()]
-    values = hvd.allgather(result.detach().flatten(), name="hvdtrain.values")
+    values = hvd.allgather(result.detach().clone().flatten(), name="hvdtrain.values")
     return [part.view(shape) for part, shape in zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)]
