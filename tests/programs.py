@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain import launch
 from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.lifeline import Lifeline
@@ -31,6 +32,7 @@ told: dict[str, Any] = {}
 def prepared(argv: list[str]) -> Any:
     """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
     run = runs.prepare(FRAMEWORK, argv, Lifeline(discover(os.environ)))
+    os.environ.update(launch.variables(run.line, FRAMEWORK, os.environ))
     return framework.Training(run, framework.open_engine(run))
 
 
@@ -42,9 +44,9 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
     return said.hexdigest()
 
 
-def verbs() -> dict[str, Any]:
-    """Every verb of Horovod's engine."""
-    return framework.told_by(framework.horovod())
+def verbs(engine: str = "horovod") -> dict[str, Any]:
+    """Every verb of an engine that joins ranks."""
+    return framework.told_by(getattr(framework, engine)())
 
 
 def local_verbs() -> dict[str, Any]:

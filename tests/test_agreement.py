@@ -11,7 +11,7 @@ from hvdtrain.datasets import linear
 
 pytestmark = pytest.mark.timeout(900)
 
-SEVERAL = ["gloo-1", "mpi-2", "gloo-2", "mpi-4", "gloo-4"]
+SEVERAL = ["gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"]
 on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
 torch_alone, tensorflow_alone = NEEDS["torch"], NEEDS["tensorflow"]
 
@@ -38,7 +38,7 @@ def test_the_line_is_the_least_squares_one(world, framework, start):
     assert world(start, framework).losses("line")[-10:].mean() == pytest.approx(1 / 12, rel=0.1)
 
 
-@pytest.mark.parametrize(("framework", "start"), on("mpi-2", "gloo-2", "mpi-4", "gloo-4"))
+@pytest.mark.parametrize(("framework", "start"), on("mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"))
 def test_all_ranks_end_with_one_state_to_the_bit(world, framework, start):
     for run in world(start, framework).told["trainings"][0]:
         assert len({rank["state"] for rank in world(start, framework).of(run)}) == 1, run
@@ -52,7 +52,12 @@ CURVES = {
     "sync float64 curve": (4, 1e-12),
     "frozen float64 curve": (4, 1e-12),
 }
-ON_RANKS = [("mpi-2", run) for run in NETWORKS] + [("mpi-4", run) for run in NETWORKS[:2]] + [("gloo-2", NETWORKS[0])]
+ON_RANKS = [
+    *(("mpi-2", run) for run in NETWORKS),
+    *(("mpi-4", run) for run in NETWORKS[:2]),
+    *(("ddp-2", run) for run in NETWORKS),
+    *((start, NETWORKS[0]) for start in ("gloo-2", "ddp-4")),
+]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +81,10 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(("framework", "start"), on("mpi-2", "mpi-4"))
+@pytest.mark.parametrize(("framework", "start"), on("mpi-2", "ddp-2", "mpi-4", "ddp-4"))
 @pytest.mark.parametrize("run", SAME)
 def test_ranks_give_what_one_process_gives(world, framework, start, run):
-    if (start, run) == ("mpi-2", "line a rank"):
+    if start.endswith("2") and run == "line a rank":
         pytest.skip("25 a rank is the global batch of 100 on 4 ranks only")
     theirs, limit = SAME[run]
     assert furthest(world(start, framework).losses(run), world("alone-1", framework).losses(theirs)) < limit
@@ -89,6 +94,25 @@ def test_ranks_give_what_one_process_gives(world, framework, start, run):
 @pytest.mark.parametrize(("run", "like"), [("float16", "short"), ("float16 clipped", "clipped")])
 def test_float16_is_close(world, framework, start, run, like):
     assert furthest(world(start, framework).losses(run), world("alone-1", framework).losses(like)) < 2e-2
+
+
+@torch_alone
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("run", ["line", "short", "parts"])
+def test_ddp_and_horovod_add_to_the_same_bit(world, ranks, run):
+    np.testing.assert_array_equal(world(f"ddp-{ranks}").losses(run), world(f"mpi-{ranks}").losses(run))
+
+
+@torch_alone
+@pytest.mark.parametrize(("run", "limit"), [("compressed bf16", 2e-2), ("compressed float16", 2e-2)])
+def test_ddp_compresses(world, run, limit):
+    assert 0 < furthest(world("ddp-2").losses(run), world("alone-1").losses("short")) < limit
+
+
+@torch_alone
+@pytest.mark.parametrize("run", ["split curve", "split in parts curve"])
+def test_a_split_network_has_the_same_curve(world, run):
+    assert furthest(world("alone-1").losses(run), world("alone-1").losses("frozen curve")) < 1e-6
 
 
 @on_both
@@ -123,9 +147,9 @@ def test_readers_beside_the_loop_change_no_bit(world, framework):
     np.testing.assert_array_equal(ranks.losses("workers"), ranks.losses("short"))
 
 
-@on_both
-def test_fewer_examples_to_validate_than_ranks(world, framework):
-    lines = records(world("mpi-2", framework).folder / "few to validate")
+@pytest.mark.parametrize(("framework", "start"), on("mpi-2", "ddp-2"))
+def test_fewer_examples_to_validate_than_ranks(world, framework, start):
+    lines = records(world(start, framework).folder / "few to validate")
     (epoch,) = (line for line in lines if line["kind"] == "epoch")
     assert epoch["valid_loss"] > 0
 
@@ -158,9 +182,9 @@ def test_a_parted_replica_stops_every_rank(world, framework):
     assert [line["step"] for line in records(ranks.folder / "parted") if line["kind"] == "step"][-1] == 30
 
 
-@on_both
-def test_a_rank_that_is_gone_ends_the_other(world, framework):
-    ranks = world("gloo-2", framework)
+@pytest.mark.parametrize(("framework", "start"), on("gloo-2", "ddp-2"))
+def test_a_rank_that_is_gone_ends_the_other(world, framework, start):
+    ranks = world(start, framework)
     host = socket.gethostname()
     told, gone = ranks.told["abandoned"]
     assert gone is None

@@ -31,13 +31,16 @@ def expected(framework, size):
     }
 
 
+STARTS = ("mpi-1", "gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-3", "mpi-4", "gloo-4", "ddp-4")
+
+
 def check(told, framework, size):
     for rank, verbs in enumerate(told):
         assert verbs == {"place": [rank, size], **expected(framework, size)}
 
 
-@pytest.mark.parametrize(("framework", "start"), on("mpi-1", "gloo-1", "mpi-2", "gloo-2", "mpi-3", "mpi-4", "gloo-4"))
-def test_horovods_verbs_are_arithmetic(world, framework, start):
+@pytest.mark.parametrize(("framework", "start"), on(*STARTS))
+def test_verbs_are_arithmetic(world, framework, start):
     check(world(start, framework).told["verbs"], framework, world(start, framework).size)
 
 

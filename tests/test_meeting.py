@@ -6,8 +6,9 @@ import pytest
 from test_topology import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
 
 from hvdtrain import meeting
+from hvdtrain.errors import WorldError
 from hvdtrain.meeting import Meeting, Seat
-from hvdtrain.topology import discover
+from hvdtrain.topology import Topology, discover
 
 NODES = {
     "one": ("nid001", "nid001"),
@@ -86,3 +87,25 @@ def test_this_hosts_addresses():
 
 def test_hosts_of_one_name_are_told_apart():
     assert Seat("localhost", 0, 1).label != Seat("localhost", 1, 1).label
+
+
+def test_ranks_on_one_host_meet_where_no_launcher_tells_a_host():
+    environ = {"PMIX_NAMESPACE": "prterun-nid1-77@1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    ranks = [
+        environ | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)} for rank in range(2)
+    ]
+    first, second = (meeting.beside(discover(rank), rank) for rank in ranks)
+    assert first == second
+    assert (first.host, first.token, len(first.ports)) == ("127.0.0.1", "prterun-nid1-77@1", 8)
+    other = ranks[0] | {"PMIX_NAMESPACE": "prterun-nid1-78@1"}
+    assert not set(meeting.beside(discover(other), other).ports) & set(first.ports)
+
+
+def test_horovodrun_on_several_hosts_tells_no_place():
+    topology = Topology(0, 4, 0, 2, 0, "nid1", "horovodrun", None)
+    with pytest.raises(WorldError) as refused:
+        meeting.beside(topology, {})
+    assert str(refused.value) == (
+        "horovodrun --gloo tells its ranks no host to meet on, and they are on several; start them with srun, torchrun "
+        "or horovodrun --mpi."
+    )

@@ -1,5 +1,6 @@
 """PyTorch's part of programs.py."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from hvdtrain.recipe import load
+from hvdtrain.topology import discover
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.local import LocalEngine
@@ -18,6 +20,13 @@ def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
     from hvdtrain.torch.engines.horovod import HorovodEngine
 
     return HorovodEngine(load(recipe, overrides), None)
+
+
+def ddp(recipe: str = "linear", **overrides: Any) -> Engine:
+    """DistributedDataParallel's engine for a recipe; a training before it has joined the ranks."""
+    from hvdtrain.torch.engines.ddp import DdpEngine
+
+    return DdpEngine(load(recipe, overrides), discover(os.environ), torch.device("cpu"))
 
 
 def local() -> Engine:
@@ -69,11 +78,13 @@ def updates(engine: Engine) -> list[list[float]]:
     """Gradient and weight after each of two updates of lr 1; rank r's gradient is r + 1, then 10 (r + 1)."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
-    optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    network, optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
     seen = []
     for factor in (1.0, 10.0):
         optimizer.zero_grad()
-        model(torch.full((1, 1), factor * (engine.rank + 1.0), dtype=torch.float64)).sum().backward()
+        x = torch.full((1, 1), factor * (engine.rank + 1.0), dtype=torch.float64)
+        for out in engine.outputs(network, [x]):
+            out.sum().backward()
         engine.finish(optimizer)
         gradient = model.weight.grad.item()
         with engine.applying(optimizer):
@@ -129,8 +140,8 @@ def adasum() -> list[float]:
     engine = horovod(reduction="adasum")
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    model(torch.eye(2)[engine.rank]).sum().backward()
+    network, optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    network(torch.eye(2)[engine.rank]).sum().backward()
     engine.finish(optimizer)
     with engine.applying(optimizer):
         optimizer.step()

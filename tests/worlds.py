@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NEEDS, programs
+from ranks import LAUNCHERS, NEEDS, programs
 
 LINE = ["linear", "--epochs", "30", "--log-every-steps", "1", "--guard-every-steps", "10"]
 SHORT_LINE = ["linear", "--epochs", "4", "--log-every-steps", "1"]
@@ -27,6 +27,9 @@ FROZEN = [*DIGITS, "--batch-norm", "frozen"]
 SINGLE = ["--base-lr", "1e-5"]
 EXACT = ["--base-lr", "1e-3", "--max-steps", "4", "--precision", "float64"]
 
+SPLIT = ["--engine", "modelparallel", "--devices"]
+TWO_PARTS = ["--accumulation-steps", "2"]
+
 RUNS: dict[str, list[str]] = {
     "line": LINE,
     "line a rank": [*LINE, "--batch-size-per-rank", "25"],
@@ -44,12 +47,16 @@ RUNS: dict[str, list[str]] = {
     "nesterov curve": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
     "unfused curve": [*PICTURES, "--nesterov", "--max-steps", "3"],
     "channels last curve": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
+    "compressed bf16": [*SHORT_LINE, "--compression", "bf16"],
+    "compressed float16": [*SHORT_LINE, "--precision", "float16", "--compression", "fp16"],
     "xla": [*SHORT_LINE, "--xla"],
     "inside": [*PICTURES, "--max-steps", "7", "--checkpoint-every-steps", "3", "--checkpoint-every-epochs", "9"],
     "sync curve": [*SYNC, *SINGLE, "--max-steps", "8"],
     "frozen curve": [*FROZEN, *SINGLE, "--max-steps", "6"],
     "sync float64 curve": [*SYNC, *EXACT],
     "frozen float64 curve": [*FROZEN, *EXACT],
+    "split curve": [*FROZEN, *SINGLE, "--max-steps", "6", *SPLIT, "cpu,cpu"],
+    "split in parts curve": [*FROZEN, *SINGLE, "--max-steps", "6", *SPLIT, "cpu,cpu,cpu,cpu", *TWO_PARTS],
 }
 
 
@@ -92,6 +99,9 @@ SMALL_FLOATS: dict[str, Any] = {
 OVER_GLOO: dict[str, Any] = {
     "refusals": {"cases": {"gloo": {"reduction": "adasum"}}},
     "abandoned": {"argv": [*LINE, "--output", "{folder}/abandoned"], "step": 27},
+}
+DDP_ABANDONED: dict[str, Any] = {
+    "abandoned": {"argv": [*LINE, "--engine", "ddp", "--output", "{folder}/abandoned"], "step": 27},
 }
 ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside", *NETWORKS]
 
@@ -137,6 +147,8 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "nesterov curve",
                 "unfused curve",
                 "channels last curve",
+                "split curve",
+                "split in parts curve",
                 *NETWORKS,
             ],
             {"local_verbs": {}},
@@ -154,6 +166,9 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         ),
         "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
         "gloo-4": (["line"], {}),
+        "ddp-1": (["line", "parts"], {}),
+        "ddp-2": ([*LINES, "compressed bf16", "compressed float16", "few to validate", *NETWORKS], DDP_ABANDONED),
+        "ddp-4": ([*LINES, "sync curve"], {}),
     },
     "tensorflow": {
         "alone-1": (
@@ -193,10 +208,12 @@ def on(*starts: str, besides: tuple[Any, ...] = ()) -> list[Any]:
 
 def begin(framework: str, name: str, folder: Path) -> World:
     """Everything of that start; its runs are in `folder`."""
-    launcher, _, size = name.partition("-")
+    kind, _, size = name.partition("-")
+    engine = [] if kind in LAUNCHERS else ["--engine", kind]
+    launcher = kind if kind in LAUNCHERS else "alone" if size == "1" else "mpi"
     chosen, more = STARTS[framework][name]
-    runs = {run: [*RUNS[run], "--output", str(folder / run)] for run in chosen}
+    runs = {run: [*RUNS[run], *engine, "--output", str(folder / run)] for run in chosen}
     filled = json.loads(json.dumps(more).replace("{folder}", str(folder)))
     # Trainings first: a rank's threads can be said only before TensorFlow has computed anything.
-    given = {"trainings": {"given": runs}, "verbs": {}, **filled}
+    given = {"trainings": {"given": runs}, "verbs": {"engine": kind} if engine else {}, **filled}
     return World(int(size), folder, programs(framework, launcher, int(size), folder, given))

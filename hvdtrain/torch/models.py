@@ -155,11 +155,11 @@ def fingerprint(model: nn.Module, with_statistics: bool) -> int:
     where = tensors[0].device
     block = 2**16 if where.type == "cpu" else 2**24  # on a CPU a block stays in the cache
     # Odd, different factors: a swap of two values shows, and so does every single changed bit.
-    factors = torch.arange(1, 2 * block, 2, device=where)
+    factors = {device: torch.arange(1, 2 * block, 2, device=device) for device in {t.device for t in tensors}}
     total = torch.zeros((), dtype=torch.int64, device=where)
     for tensor in tensors:
         for words in tensor.detach().flatten().view(_word(tensor)).split(block):
-            total = total * 1_000_003 + (words * factors[: words.numel()]).sum()
+            total = total * 1_000_003 + (words * factors[tensor.device][: words.numel()]).sum().to(where)
     return int(total.item())
 
 

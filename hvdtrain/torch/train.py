@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hvdtrain import checkpoint, guard
 from hvdtrain.devices import gpu_index, threads
+from hvdtrain.engines import ENGINES
 from hvdtrain.metrics import Events, Totals, check_finite
 from hvdtrain.progress import Progress, due, train_requests, valid_requests
 from hvdtrain.run import Run
@@ -25,11 +26,11 @@ def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
     engine = open_engine(run)
     try:
-        guard.check_world(run.topology, engine.rank, engine.size)
+        guard.check_world(run.topology, engine.rank, engine.size, ENGINES[run.engine].title)
         run.line.exchange(engine.sum)
         Training(run, engine).run_to_end()
     except RuntimeError as error:
-        if type(error).__name__ != "HorovodInternalError":  # known by name: a LocalEngine runs without Horovod
+        if not engine.is_lost(error):
             raise
         raise run.line.aborted() from None
     finally:
@@ -41,8 +42,25 @@ def open_engine(run: Run) -> Engine:
     count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, run.topology, os.environ)
     if count:
         torch.set_num_threads(count)
-    if run.engine == "local":
-        return LocalEngine(_device(run, gpu_operations=True))
+    match run.engine:
+        case "local":
+            return LocalEngine(_device(run, gpu_operations=True))
+        case "ddp":
+            from hvdtrain.torch.engines.ddp import DdpEngine
+
+            return DdpEngine(run.recipe, run.topology, _device(run, gpu_operations=True))
+        case "dataparallel":
+            from hvdtrain.torch.engines.dataparallel import DataParallelEngine
+
+            return DataParallelEngine(run.devices)
+        case "modelparallel":
+            from hvdtrain.torch.engines.modelparallel import ModelParallelEngine
+
+            return ModelParallelEngine(run.devices)
+    return _horovod(run)
+
+
+def _horovod(run: Run) -> Engine:
     from hvdtrain.torch.engines.horovod import HorovodEngine
 
     timeline = run.start.folder.path / "timeline.json" if run.start and run.recipe.horovod_timeline else None
@@ -75,12 +93,13 @@ class Training:
             fused=self.recipe.fused_optimizer or None,
         )
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=self.recipe.precision == "float16")
-        self.optimizer = engine.wrap(self.model, plain)
+        self.network, self.optimizer = engine.wrap(self.model, plain)
         state.start_momentum(self.optimizer)
         self.state = state.tensors(self.model, self.optimizer)
         self.progress = self._begin()
         self.loader = Loader(self.recipe, run.dataset, engine.device)
-        self.reporter = run.reporter(self.progress.step, str(engine.device), _events)
+        device = ",".join(run.devices) or str(engine.device)
+        self.reporter = run.reporter(self.progress.step, device, _events, engine.notes)
         self.profiler = self._profiler()
 
     def run_to_end(self) -> None:
@@ -157,9 +176,10 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        for x, y in parts:
+        outputs = self.engine.outputs(self.network, [x for x, _ in parts])
+        for _, y in parts:
             with autocast(self.recipe, self.engine.device):
-                out = self.model(x)
+                out = next(outputs)
                 loss = self._loss(out, y)
             self.scaler.scale(loss * self.plan.weight(len(y)) / len(parts)).backward()
             meter.add(loss, out, y)
@@ -195,7 +215,7 @@ class Training:
         self.model.eval()
         with torch.inference_mode(), autocast(self.recipe, self.engine.device):
             for x, y in self.loader.batches(self.run.dataset.valid, valid_requests(self.plan, self.engine.rank)):
-                out = self.model(x)
+                out = self.network(x)
                 meter.add(self._loss(out, y), out, y)
         return meter.take().over_ranks(self.engine.sum)
 

@@ -1,5 +1,6 @@
 """Engines: one collective library each, behind the same few verbs."""
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -13,12 +14,18 @@ class Engine(Protocol):
     rank: int
     size: int
     device: torch.device
+    notes: tuple[str, ...]
+    """What the run tells of this engine at its start."""
 
     def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
         """Overwrites `tensors` in place with rank 0's; returns rank 0's picklable `facts`."""
 
-    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer whose gradients are averaged over the ranks while backward runs."""
+    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        """The network to call and the optimizer to step: gradients are averaged over the ranks while backward runs."""
+
+    def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The outputs of each part of this rank's share, in turn; backward through one comes before the next is
+        asked for. Gradients are averaged with the last one's."""
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Waits until every gradient is the averaged one; only then may they be clipped."""
@@ -31,6 +38,9 @@ class Engine(Protocol):
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """The ranks' rows [n] as [size, n], on every rank; no gradient flows through."""
+
+    def is_lost(self, error: RuntimeError) -> bool:
+        """Whether the error says that another rank is gone."""
 
     def close(self) -> None:
         """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""

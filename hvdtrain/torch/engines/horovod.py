@@ -1,6 +1,7 @@
 """Horovod behind the engine's verbs. The only module that imports horovod.torch."""
 
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hvdtrain.recipe import Recipe
 
 try:
     import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
 except ImportError as error:
     raise EngineUnavailable(
         f"Horovod for PyTorch cannot be imported ({error}); build it: python -m hvdtrain build --frameworks torch"
@@ -38,6 +40,8 @@ COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp6
 class HorovodEngine:
     """Ranks joined by Horovod; see `Engine` for the verbs."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
         # Horovod's core reads these from the process environment when it starts, and nowhere else.
         os.environ.update(settings.variables(recipe))
@@ -58,14 +62,17 @@ class HorovodEngine:
         hvd.broadcast_parameters(tensors, root_rank=0)
         return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
 
-    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return hvd.DistributedOptimizer(
+    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        return model, hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
             compression=COMPRESSIONS[self._recipe.compression],
             backward_passes_per_step=self._recipe.accumulation_steps,
             op=hvd.Adasum if self._adasum else hvd.Average,
         )
+
+    def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return map(network, parts)  # the optimizer counts the parts by itself
 
     def finish(self, optimizer: Any) -> None:
         if not self._adasum:  # Adasum combines updates, not gradients, inside step()
@@ -80,6 +87,9 @@ class HorovodEngine:
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         return hvd.allgather(row[None], name="hvdtrain.gather")
+
+    def is_lost(self, error: RuntimeError) -> bool:
+        return isinstance(error, HorovodInternalError)
 
     def close(self) -> None:
         hvd.shutdown()

@@ -1,5 +1,6 @@
 """The engine of one process: every verb is the identity."""
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +13,7 @@ class LocalEngine:
 
     rank = 0
     size = 1
+    notes: tuple[str, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -19,8 +21,11 @@ class LocalEngine:
     def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
         return facts
 
-    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer
+    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        return model, optimizer
+
+    def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return map(network, parts)
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         pass
@@ -33,6 +38,9 @@ class LocalEngine:
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         return row[None]
+
+    def is_lost(self, error: RuntimeError) -> bool:
+        return False
 
     def close(self) -> None:
         pass

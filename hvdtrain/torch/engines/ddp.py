@@ -1,0 +1,115 @@
+"""PyTorch's DistributedDataParallel behind the engine's verbs: NCCL on GPUs, Gloo elsewhere, MPI where torch has it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdtrain.errors import EngineUnavailable
+from hvdtrain.recipe import Recipe
+from hvdtrain.topology import Topology
+
+try:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+except ImportError as error:
+    raise EngineUnavailable(
+        f"this PyTorch was built without torch.distributed ({error}); install one that has it: pip install torch"
+    ) from None
+
+MPI_LAUNCHERS = {"mpirun", "mpiexec"}
+
+
+def widened(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook: gradients travel as float64, where no order of the ranks changes the sum."""
+    buffer = bucket.buffer()
+    sent = dist.all_reduce(buffer.double(), group=group, async_op=True).get_future()
+    return sent.then(lambda done: buffer.copy_(done.value()[0] / dist.get_world_size(group)))
+
+
+HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook, "fp64": widened}
+
+
+class DdpEngine:
+    """Ranks joined by torch.distributed; see `Engine` for the verbs.
+
+    Address and port of rank 0 are read from MASTER_ADDR and MASTER_PORT, which the run has set for itself.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, recipe: Recipe, topology: Topology, device: torch.device) -> None:
+        self._recipe, self.device = recipe, device
+        if not dist.is_initialized():
+            _join(topology, _backend(topology, device))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Buckets set out while backward runs: what the loop itself adds up must not get between them.
+        self._own = dist.new_group()
+
+    def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
+        for tensor in tensors.values():
+            dist.broadcast(tensor, 0, group=self._own)
+        told = [facts]
+        dist.broadcast_object_list(told, 0, group=self._own)
+        return told[0]
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        network = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            broadcast_buffers=False,  # BatchNorm's statistics are averaged at the end of an epoch
+            init_sync=False,  # the loop broadcasts the whole state
+            gradient_as_bucket_view=True,
+            static_graph=self._recipe.accumulation_steps == 1,  # no_sync makes another graph of the last part
+        )
+        if self._recipe.compression != "none":
+            network.register_comm_hook(None, HOOKS[self._recipe.compression])
+        return network, optimizer
+
+    def outputs(self, network: DistributedDataParallel, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        *first, last = parts
+        for part in first:
+            with network.no_sync():
+                yield network(part)
+        yield network(last)
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+        pass  # backward has waited for the last bucket
+
+    def applying(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        total = torch.from_numpy(array.copy())
+        dist.all_reduce(total, group=self._own)
+        return total.numpy()
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        rows = row.new_empty(self.size * len(row))
+        dist.all_gather_into_tensor(rows, row, group=self._own)
+        return rows.view(self.size, -1)
+
+    def is_lost(self, error: RuntimeError) -> bool:
+        # Gloo's failures have no type of their own, but name the file they come from.
+        return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def _backend(topology: Topology, device: torch.device) -> str:
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+    return "mpi" if dist.is_mpi_available() and topology.launcher in MPI_LAUNCHERS else "gloo"
+
+
+def _join(topology: Topology, backend: str) -> None:
+    """Starts torch.distributed with the launcher's numbers; one process needs no address."""
+    place = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
+    dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **place)

@@ -1,0 +1,72 @@
+"""A ResNet50 split over several devices of one process, the parts of a batch in a pipeline: for a model that does not
+fit into one."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torchvision
+from torch import nn
+
+from hvdtrain.errors import DeviceError
+from hvdtrain.torch.engines.local import LocalEngine
+
+
+class ModelParallelEngine(LocalEngine):
+    """One process whose devices hold consecutive layers; see `Engine` for the verbs.
+
+    The batch's parts (accumulation_steps) follow one another through the devices (GPipe: Huang et al. 2019,
+    arXiv:1811.06965): while one computes a part, the device before it computes the next. The first device takes the
+    pictures and the labels.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        self.notes = (f"the layers are split over {', '.join(devices)}; --accumulation-steps N pipelines N parts",)
+        super().__init__(self._devices[0])
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:
+        return Stages(model, self._devices), optimizer
+
+    def outputs(self, network: "Stages", parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(network.pipelined(parts))
+
+
+class Stages:
+    """A model's layers on their devices. Raises DeviceError where there are fewer layers than devices."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+        layers = _layers(model)
+        if len(layers) < len(devices):
+            raise DeviceError(
+                f"{type(model).__name__} has {len(layers)} layers to split, fewer than {len(devices)} devices; take "
+                "fewer --devices, or a larger model."
+            )
+        cuts = np.array_split(np.arange(len(layers)), len(devices))
+        self._home = devices[0]
+        self._stages = [
+            (device, nn.Sequential(*(layers[place] for place in cut)).to(device))
+            for device, cut in zip(devices, cuts, strict=True)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs on the first device."""
+        return self.pipelined([x])[0]
+
+    def pipelined(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each part's outputs. GPUs compute what is asked of them in one tick at the same time."""
+        values = list(parts)
+        for tick in range(len(parts) + len(self._stages) - 1):
+            for place, (device, stage) in enumerate(self._stages):
+                if 0 <= tick - place < len(parts):
+                    values[tick - place] = stage(values[tick - place].to(device, non_blocking=True))
+        return [value.to(self._home) for value in values]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """What may be put on different devices, in the order of computing."""
+    if not isinstance(model, torchvision.models.ResNet):
+        return [model]
+    stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+    blocks = [block for group in (model.layer1, model.layer2, model.layer3, model.layer4) for block in group]
+    return [stem, *blocks, nn.Sequential(model.avgpool, nn.Flatten(1), model.fc)]
