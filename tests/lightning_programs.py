@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from hvdtrain import run as runs
 from hvdtrain.lightning import ExactAccuracy, HorovodStrategy, RankDDPStrategy, RankEnvironment, UnpaddedSampler
+from hvdtrain.lightning.gradients import Averager
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
 from hvdtrain.lightning.train import _quiet, fit
@@ -153,12 +154,20 @@ def _find_one_another() -> None:
 def _fitted(kind: Any, name: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     rank, size = RankEnvironment().global_rank(), RankEnvironment().world_size()
     seed_everything(7 + rank * (kind is Own), verbose=False)  # rank 0's weights are everybody's
-    module = kind()
+    module, averaged = kind(), []
+    finish = Averager.finish
+    Averager.finish = lambda averager: averaged.append(finish(averager))
     with _quiet():
         trainer = _trainer(name, folder, **{"max_epochs": 2, **settings})
         trainer.fit(module, _loader(32, rank, size, 4), _loader(25, rank, size, 3) if kind is Own else None)
         metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
-        told = {"metrics": metrics, "weights": _weights(module), "rates": getattr(module, "rates", [])}
+        Averager.finish = finish
+        told = {
+            "averaged": len(averaged),
+            "metrics": metrics,
+            "weights": _weights(module),
+            "rates": getattr(module, "rates", []),
+        }
         if kind is Own and not settings:
             told["again"] = {other: _resumed(other, trainer, folder, rank, size) for other in STRATEGIES}
     return told

@@ -20,7 +20,7 @@ from hvdtrain.devices import gpu_index
 from hvdtrain.errors import RecipeError
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.lightning.gradients import Averager
-from hvdtrain.torch.engines.horovod import hvd
+from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd
 
 MOST_DIMENSIONS = 8
 # Validation is in inference mode, whose tensors Horovod's own thread may not write: what it is given is made outside.
@@ -48,6 +48,8 @@ class HorovodStrategy(ParallelStrategy):
         compression: str = "none",
     ) -> None:
         """`compression` of the gradients on the wire: none, fp16 or fp64 (sums that no order of ranks changes)."""
+        if compression not in COMPRESSIONS:
+            raise RecipeError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}.")
         environment = cluster_environment or RankEnvironment()
         super().__init__(accelerator, parallel_devices, environment, checkpoint_io, precision_plugin)
         self.environment, self.compression, self.num_nodes = environment, compression, 1

@@ -1,0 +1,135 @@
+"""What Lightning's adapter says before any rank computes: names, places, refusals."""
+
+import subprocess
+import sys
+
+import pytest
+from ranks import clean_environ, lacking
+
+pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
+pytestmark = pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
+
+
+def told_by(code, *argv):
+    done = subprocess.run(
+        [sys.executable, *argv, code], capture_output=True, text=True, check=False, env=clean_environ(), timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_command_reads_its_recipe_before_it_loads_a_framework():
+    code = "import runpy, sys; sys.argv = ['-m', '-h']\n"
+    code += "try: runpy.run_module('hvdtrain.lightning', run_name='__main__', alter_sys=False)\n"
+    code += "except SystemExit: print('loaded:', *({'torch', 'lightning', 'horovod'} & set(sys.modules)))"
+    assert told_by(code, "-c")[-1] == "loaded:"
+
+
+def test_importing_the_package_registers_the_strategy_without_horovod():
+    code = "import sys, hvdtrain.lightning; from lightning.pytorch.strategies import StrategyRegistry\n"
+    code += "print('horovod' in StrategyRegistry, 'horovod' in sys.modules, 'tensorflow' in sys.modules)\n"
+    code += "from lightning.pytorch import Trainer; import hvdtrain.lightning as ours\n"
+    code += "strategy = Trainer(strategy='horovod', accelerator='cpu', logger=False).strategy\n"
+    code += "print(type(strategy) is ours.HorovodStrategy, strategy.world_size)"
+    assert told_by(code, "-c")[-5:] == ["True", "False", "False", "True", "1"]
+
+
+REFUSED = {
+    "adasum": ({"reduction": "adasum"}, "reduction adasum is hvdtrain.torch's; drop it, or train with hvdtrain.torch."),
+    "profile": ({"profile": True}, "profile is hvdtrain.torch's; drop it, or train with hvdtrain.torch."),
+    "fused float16 clipped": (
+        {"precision": "float16", "clip_norm": 1.0, "fused_optimizer": True},
+        "clip_norm with precision float16 needs a plain optimizer in Lightning: the fused one unscales by itself; drop "
+        "fused_optimizer.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_lightning_cannot_do_is_refused(case):
+    from hvdtrain.errors import RecipeError
+    from hvdtrain.lightning.__main__ import check
+    from hvdtrain.recipe import load
+
+    overrides, words = REFUSED[case]
+    with pytest.raises(RecipeError) as refused:
+        check(load("linear", overrides))
+    assert str(refused.value) == words
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "fits"),
+    [(1, 1, True), (4, 1, True), (4, 2, True), (1, 2, True), (2, 1, False), (4, 3, False), (8, 1, False)],
+)
+def test_a_trainer_must_fit_the_ranks(devices, nodes, fits):
+    from hvdtrain.errors import DeviceError
+    from hvdtrain.lightning import RankEnvironment
+    from hvdtrain.topology import Topology
+
+    environment = RankEnvironment(Topology(5, 8, 1, 4, 1, "n1", "srun", "7"))
+    place = environment.global_rank(), environment.world_size(), environment.local_rank(), environment.node_rank()
+    assert place == (5, 8, 1, 1)
+    if fits:
+        environment.validate_settings(devices, nodes)
+        return
+    with pytest.raises(DeviceError) as refused:
+        environment.validate_settings(devices, nodes)
+    assert str(refused.value) == (
+        f"Trainer(devices={devices}, num_nodes={nodes}) must fit the 8 ranks, 4 of them on n1, that srun started; "
+        "leave both out, or give devices=4."
+    )
+
+
+def test_the_chief_is_found_where_the_run_or_the_launcher_says(monkeypatch):
+    from hvdtrain.lightning import RankEnvironment
+    from hvdtrain.topology import Topology
+
+    environment = RankEnvironment(Topology(1, 2, 1, 2, None, "n0", "mpirun", None))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMIX_NAMESPACE", "one")
+    assert environment.main_address == "127.0.0.1"
+    assert environment.main_port == RankEnvironment(Topology(0, 2, 0, 2, None, "n0", "mpirun", None)).main_port
+    monkeypatch.setenv("MASTER_ADDR", "n7")
+    monkeypatch.setenv("MASTER_PORT", "29")
+    assert (environment.main_address, environment.main_port) == ("n7", 29)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_sampler_gives_every_example_once(size):
+    from hvdtrain.lightning import UnpaddedSampler
+
+    samplers = [UnpaddedSampler(range(17), rank, size) for rank in range(size)]
+    assert [index for sampler in samplers for index in sampler] == list(range(17))
+    assert [len(list(sampler)) for sampler in samplers] == [len(sampler) for sampler in samplers]
+
+
+def test_the_sampler_refuses_ranks_without_an_example():
+    from hvdtrain.errors import DataError
+    from hvdtrain.lightning import UnpaddedSampler
+
+    with pytest.raises(DataError, match=r"^the examples must be at least the 3 ranks, got 2; take fewer ranks\.$"):
+        UnpaddedSampler(range(2), 0, 3)
+
+
+def test_a_sparse_gradient_is_refused():
+    import torch
+
+    from hvdtrain.errors import RecipeError
+    from hvdtrain.lightning.gradients import Averager
+
+    module = torch.nn.Embedding(3, 2, sparse=True)
+    averager = Averager(module, "none")
+    averager.begin()
+    with pytest.raises(
+        RecipeError, match=r"^the gradient of weight is sparse, which Horovod averages only dense; drop"
+    ):
+        module(torch.tensor([1])).sum().backward()
+
+
+def test_an_unknown_compression_is_refused():
+    from hvdtrain.errors import RecipeError
+    from hvdtrain.lightning import HorovodStrategy
+
+    with pytest.raises(RecipeError, match=r"^compression must be one of none, fp16, fp64, got 'int8'\.$"):
+        HorovodStrategy(compression="int8")
