@@ -153,8 +153,10 @@ def free_ports(topology: Topology) -> int:
 
 
 def _is_free(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_server(("", port)).close()
+    # Only bound: a rank that looks for the chief must find nobody listening here.
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
         return True
     return False
 

@@ -66,7 +66,9 @@ class Distributed:
         pass
 
     def _reduced(self, how: tf.distribute.ReduceOp, tensors: Any) -> Any:
-        return tf.distribute.get_replica_context().all_reduce(how, tensors)
+        # TensorFlow reduces to where a tensor lies, which an argument of a graph does not say: its copy does.
+        placed = tf.nest.map_structure(tf.identity, tensors)
+        return tf.distribute.get_replica_context().all_reduce(how, placed)
 
     def _dealt(self, shares: Sequence[Share]) -> Share:
         """Each place of the shares as one value that differs from replica to replica."""
@@ -92,7 +94,8 @@ def take(devices: Sequence[str]) -> list[str]:
     if kinds == {"cpu"}:
         tf.config.set_visible_devices([], "GPU")
         (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(devices))
+        if len(tf.config.get_logical_device_configuration(cpu) or [cpu]) != len(devices):
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(devices))
         return [f"/CPU:{place}" for place in range(len(devices))]
     places = [int(device.partition(":")[2] or 0) for device in devices]
     if missing := [place for place in places if place >= len(gpus)]:

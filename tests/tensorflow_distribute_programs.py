@@ -1,0 +1,177 @@
+"""Programs of the engines over tf.distribute, for programs.py. A process can start each of them once, so all trainings
+of a start share one."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import launch, meeting
+from hvdtrain import run as runs
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.lifeline import Lifeline
+from hvdtrain.tensorflow import data, models, variables
+from hvdtrain.tensorflow.engines import Engine, distribute
+from hvdtrain.tensorflow.opening import open_engine
+from hvdtrain.tensorflow.train import Training
+from hvdtrain.topology import discover
+
+
+def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[str, Any]:
+    """For each engine, by its name and devices as in "mirrored cpu,cpu": what its verbs gave, and what each of these
+    runs told, by name; they are in FOLDER/ENGINE."""
+    return {name: of_engine(name, chosen, Path(folder) / name) for name, chosen in engines.items()}
+
+
+def of_engine(name: str, chosen: dict[str, list[str]], folder: Path) -> dict[str, Any]:
+    engine_name, _, devices = name.partition(" ")
+    flags = ["--engine", engine_name, *(["--devices", devices] if devices else [])]
+    with joined(["linear", *flags, "--output", str(folder / "first")]) as run:
+        engine = open_engine(run)
+        if engine.serves:
+            run.line.serve_chief()
+            return {"served": engine.place}
+        told: dict[str, Any] = {"verbs": verbs(engine)}
+        for title, argv in chosen.items():
+            prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], run.line)
+            told[title] = PROGRAMS.get(title, trained)(prepared, engine)
+    return told
+
+
+@contextlib.contextmanager
+def joined(argv: list[str]) -> Iterator[runs.Run]:
+    """A run whose ranks have met, as `run.main` makes it."""
+    topology = discover(os.environ)
+    line = Lifeline(topology, meeting.of(topology, os.environ))
+    line.begin()
+    try:
+        run = runs.prepare("tensorflow", argv, line)
+        with launch.joined(line, "tensorflow", run.engine, os.environ):
+            yield run
+    except BaseException as error:
+        line.leave(f"{type(error).__name__}: {error}")
+        raise
+    line.leave()
+
+
+def training_of(run: runs.Run, engine: Engine) -> Training:
+    engine._widened = run.recipe.compression == "fp64"
+    return Training(run, engine)
+
+
+def trained(run: runs.Run, engine: Engine) -> dict[str, Any]:
+    """A run to its end; of ResNet50 the first epoch's updates alone, as validating and storing it takes far longer."""
+    training = training_of(run, engine)
+    if run.recipe.model == "resnet50":
+        training.train_epoch()
+    else:
+        training.run_to_end()
+    copies = zip(*map(engine.copies, training.state.values()), strict=True)
+    states = [hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in copy)).hexdigest() for copy in copies]
+    return {"line": models.fitted_line(training.model), "states": states}
+
+
+def overflow(run: runs.Run, engine: Engine) -> list[Any]:
+    """Three updates with float16's scaler; in the second one replica's input overflows. After each: weight, scale."""
+    training = training_of(run, engine)
+    seen = []
+    for step, (_, own) in zip(range(3), training._epoch_batches(), strict=False):
+        *parts, (x, y) = own
+        parts.append((x * (1e30 if step == 1 and engine.rank == engine.size - 1 else 1), y))
+        training._update(parts, 0.01)
+        training.progress.step += 1
+        weight = [copy.numpy().item() for copy in engine.copies(training.weights[0])]
+        seen.append([weight, training.scaler.state_dict()["scale"]])
+    return seen
+
+
+def parted(run: runs.Run, engine: Engine) -> str:
+    """What is said once one bit of the last replica's weights has changed."""
+    training = training_of(run, engine)
+    weight = engine.copies(training.weights[0])[-1]
+    bits = weight.numpy()
+    bits.view(np.int32)[0] ^= engine.rank == engine.size - 1
+    weight.assign(bits)
+    try:
+        training._check_replicas()
+    except HvdtrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+PROGRAMS = {"overflow": overflow, "parted": parted}
+
+
+def verbs(engine: Engine) -> dict[str, Any]:
+    """What each verb of an engine gave on this rank, as plain lists."""
+    rank = engine.rank
+    arrays = {
+        "sum of float64": np.array([rank + 1.0, 0.125 * rank]),
+        "sum of float32": np.array([rank + 1.0], np.float32),
+        "sum of int64": np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1]),
+        "sum of a table": np.full((2, 3), rank + 1.0),
+        "sum of another shape": np.arange(7.0),
+    }
+    told: dict[str, Any] = {name: engine.sum(array).tolist() for name, array in arrays.items()}
+    told["place"] = [*engine.place, engine.replicas]
+    with engine.scope():
+        kept = {
+            "scalar": tf.Variable(rank + 7, trainable=False),
+            "counts": tf.Variable(tf.fill((3,), tf.constant(2**53 + 1 + rank, tf.int64)), trainable=False),
+            "doubles": tf.Variable(tf.fill((2,), tf.constant(rank + 0.1, tf.float64)), trainable=False),
+        }
+    told["facts"] = engine.broadcast(kept, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
+    told["no facts"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
+    told["broadcast"] = {name: variable.numpy().tolist() for name, variable in kept.items()}
+    return {**told, **replicated(engine)}
+
+
+def replicated(engine: Engine) -> dict[str, list[float]]:
+    """Two updates of every replica, of factor 1 and 10, with its own number: 1 for the first one of all, 2, ...
+
+    By copy of the variables: the sum of the numbers and the gradient of the replicas' own x sum, by the own one in a
+    sum; the weight that the combined numbers x factor were subtracted from; and the numbers that were kept.
+    """
+    with engine.scope():
+        told = {
+            name: tf.Variable(0.0, dtype=tf.float64, trainable=False) for name in ("sum", "gradient", "weight", "kept")
+        }
+
+    def step(own: tf.Tensor, factor: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            total = engine.sum_tensor(own)
+            loss = total * tf.stop_gradient(own)
+        variables.put(told["sum"], total)
+        variables.put(told["gradient"], tape.gradient(loss, own))
+        engine.update(lambda combined: variables.subtract(told["weight"], combined[0]), [own * factor])
+        engine.keep(lambda tensors: variables.add(told["kept"], tensors[0]), [own])
+
+    on_all = engine.replicate(step)
+    first = 1 + engine.rank * engine.replicas
+    shares = [(tf.constant(float(first + place), tf.float64),) for place in range(engine.replicas)]
+    for factor in (1.0, 10.0):
+        on_all(shares, tf.constant(factor, tf.float64))
+    return {name: [float(copy) for copy in engine.copies(variable)] for name, variable in told.items()}
+
+
+def evened() -> list[Any]:
+    """What replicas of 3, 2 and 0 requests read, and what of it counts."""
+    read, counts = data.evened([[("a0",), ("a1",), ("a2",)], [("b0",), ("b1",)], []])
+    return [["".join(request) for request in read], counts]
+
+
+def refused(cases: list[list[str]]) -> list[str]:
+    """What is said to each list of devices."""
+    told = []
+    for devices in cases:
+        try:
+            told.append(" ".join(distribute.take(devices)))
+        except HvdtrainError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told

@@ -1,0 +1,84 @@
+"""The cluster that TensorFlow is told, from the ranks' seats."""
+
+import json
+
+import pytest
+
+from hvdtrain import engines, meeting, recipe, tf_config
+from hvdtrain.errors import RecipeError
+from hvdtrain.meeting import Seat
+from hvdtrain.topology import Topology
+
+SEATS = [
+    Seat("a", 0, 0, "10.0.0.1", 12000),
+    Seat("a", 0, 1, "10.0.0.1", 12010),
+    Seat("b", 1, 0, "10.0.0.2", 12000),
+    Seat("b", 1, 1, "10.0.0.2", 12020),
+]
+WORKERS = ["10.0.0.1:12000", "10.0.0.1:12010", "10.0.0.2:12000", "10.0.0.2:12020"]
+
+
+def test_every_rank_is_a_worker():
+    told = tf_config.of(tf_config.workers(SEATS), "worker", 2)
+    assert json.loads(told) == {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "index": 2}}
+
+
+def test_one_rank_alone_is_no_cluster():
+    assert tf_config.workers(SEATS[:1]) == {}
+
+
+def test_the_first_rank_of_a_host_has_a_server_and_the_first_of_all_leads():
+    assert tf_config.servers(SEATS) == [0, 2]
+    cluster = {"chief": ["10.0.0.1:12002"], "worker": WORKERS, "ps": ["10.0.0.1:12001", "10.0.0.2:12001"]}
+    assert tf_config.with_servers(SEATS) == cluster
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_addresses():
+    alike = [Seat("localhost", 0, 0, "10.0.0.1", 1), Seat("localhost", 0, 0, "10.0.0.2", 1)]
+    assert tf_config.servers(alike) == [0, 1]
+
+
+def test_the_log_says_who_is_where():
+    assert tf_config.placement(SEATS) == [
+        "host        a: workers 0, 1; parameter server 0",
+        "host        b: workers 2, 3; parameter server 1",
+    ]
+
+
+def test_ranks_of_a_host_take_ports_of_their_own():
+    first = [
+        meeting.free_ports(Topology(rank, 3, rank, 3, 0, "a", "srun", None)) for rank in range(3) for _ in range(50)
+    ]
+    lanes = {rank: {(port - meeting.FIRST_PORT) % 9 for port in first[50 * rank : 50 * rank + 50]} for rank in range(3)}
+    assert lanes == {0: {0}, 1: {3}, 2: {6}}
+    assert all(10_000 <= port < 30_000 for port in first)
+
+
+def test_a_rank_alone_serves_itself():
+    assert meeting.seat_alone(Topology.alone("a")).address == "127.0.0.1"
+
+
+FAR = "XLA has no access to variables on another device (tensorflow.org/xla/known_issues); drop it."
+REFUSED = {
+    "xla over one copy of the variables": ("central", {"xla": True}, f"xla cannot be with engine central: {FAR}"),
+    "xla over servers": ("parameter-server", {"xla": True}, f"xla cannot be with engine parameter-server: {FAR}"),
+    "parts of a batch": (
+        "parameter-server",
+        {"accumulation_steps": 2},
+        "accumulation_steps must be 1 with engine parameter-server, whose workers update by themselves, got 2; take a "
+        "smaller batch_size.",
+    ),
+    "a loss scale": (
+        "parameter-server",
+        {"precision": "float16"},
+        "precision float16 cannot be with engine parameter-server: its workers would change the loss scale under one "
+        "another; take bfloat16.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("engine", "keys", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_an_engine_cannot_do_is_refused(engine, keys, said):
+    with pytest.raises(RecipeError) as caught:
+        engines.check(engine, recipe.load("linear", keys))
+    assert str(caught.value) == said
