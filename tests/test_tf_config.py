@@ -1,6 +1,7 @@
 """The cluster that TensorFlow is told, from the ranks' seats."""
 
 import json
+import socket
 
 import pytest
 
@@ -8,6 +9,7 @@ from hvdtrain import engines, meeting, recipe, tf_config
 from hvdtrain.errors import RecipeError
 from hvdtrain.meeting import Seat
 from hvdtrain.topology import Topology
+from hvdtrain.wire import Peer, Wires
 
 SEATS = [
     Seat("a", 0, 0, "10.0.0.1", 12000),
@@ -43,6 +45,29 @@ def test_the_log_says_who_is_where():
         "host        a: workers 0, 1; parameter server 0",
         "host        b: workers 2, 3; parameter server 1",
     ]
+
+
+ENDS = {
+    "one host": ([("127.0.0.1", "127.0.0.1")] * 2, ["127.0.0.1"] * 3),
+    "a name that is loopback at home": (
+        [("127.0.1.1", "127.0.0.1"), ("10.0.0.1", "10.0.0.2")],
+        ["10.0.0.1", "10.0.0.1", "10.0.0.2"],
+    ),
+    "ranks beside the chief that call it by its address": (
+        [("10.0.0.2", "10.0.0.3"), ("10.0.0.1", "10.0.0.1")],
+        ["10.0.0.2", "10.0.0.3", "10.0.0.2"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("ends", "addresses"), ENDS.values(), ids=ENDS)
+def test_the_address_at_which_all_ranks_reach_a_rank(ends, addresses):
+    wires = Wires(Topology(0, 3, 0, 1, 0, "a", "srun", None), 1.0)
+    wires.peers = [Peer(socket.socket(), 0.0, rank, Seat("b", 1, 0, port=7), ends=ends[rank - 1]) for rank in (2, 1)]
+    seats = wires.seats()
+    wires.close()
+    assert [seat.address for seat in seats] == addresses
+    assert [seat.port for seat in seats[1:]] == [7, 7]
 
 
 def test_ranks_of_a_host_take_ports_of_their_own():
