@@ -132,11 +132,24 @@ class Manual(LightningModule):
 
 
 def own_module(folder: str, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The same module under both strategies for each of these settings of the Trainer: weights, metrics, rates."""
+    """The same module under both strategies for each of these settings of the Trainer: weights, metrics, rates.
+
+    Horovod comes first: what torch.distributed could do for it must not be there.
+    """
     _find_one_another()
+    assert not torch.distributed.is_initialized()
     return {
         f"{name} {case}": _fitted(Own, name, given, f"{folder}/{case}-{name}")
+        for name in STRATEGIES
         for case, given in settings.items()
+    }
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """An epoch more from each strategy's checkpoint, under each: weights."""
+    return {
+        f"{before} {name}": _resumed(name, f"{folder}/plain-{before}/end.ckpt", f"{folder}/{before}-{name}")
+        for before in STRATEGIES
         for name in STRATEGIES
     }
 
@@ -162,24 +175,22 @@ def _fitted(kind: Any, name: str, settings: dict[str, Any], folder: str) -> dict
         trainer.fit(module, _loader(32, rank, size, 4), _loader(25, rank, size, 3) if kind is Own else None)
         metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
         Averager.finish = finish
-        told = {
+        return {
             "averaged": len(averaged),
             "metrics": metrics,
             "weights": _weights(module),
             "rates": getattr(module, "rates", []),
         }
-        if kind is Own and not settings:
-            told["again"] = {other: _resumed(other, trainer, folder, rank, size) for other in STRATEGIES}
-    return told
 
 
-def _resumed(name: str, before: Trainer, folder: str, rank: int, size: int) -> dict[str, Any]:
-    """What another strategy makes of rank 0's checkpoint: an epoch more."""
-    path = before.checkpoint_callback.best_model_path
+def _resumed(name: str, checkpoint: str, folder: str) -> dict[str, Any]:
+    rank, size = RankEnvironment().global_rank(), RankEnvironment().world_size()
     module = Own()
-    trainer = _trainer(name, f"{folder}/again-{name}", max_epochs=3, accumulate_grad_batches=1)
-    trainer.fit(module, _loader(32, rank, size, 4), _loader(25, rank, size, 3), ckpt_path=path, weights_only=True)
-    return {"weights": _weights(module), "metrics": {k: v.item() for k, v in trainer.callback_metrics.items()}}
+    trainer = _trainer(name, folder, max_epochs=3)
+    loaders = _loader(32, rank, size, 4), _loader(25, rank, size, 3)
+    with _quiet():
+        trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=True)
+    return _weights(module)
 
 
 def _trainer(name: str, folder: str, **settings: Any) -> Trainer:
