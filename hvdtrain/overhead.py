@@ -22,16 +22,22 @@ from hvdtrain.topology import discover
 
 Epoch = Callable[[], float]
 """Trains one epoch; the seconds of one step."""
+Turn = Callable[[int], None]
+"""What the other loops do in the round of that number."""
+Driver = Callable[[int, Turn], list[float]]
+"""A loop that cannot be called an epoch at a time: trains so many, calling before each; the seconds of its steps."""
 
 
 @dataclass(frozen=True)
 class Loops:
-    """Two loops over the same ranks: hvdtrain's and the hand-written one; how to add over the ranks, and to end."""
+    """Loops over the same ranks: hvdtrain's, the hand-written one, and Lightning's, which drives them where there is
+    one; how to add over the ranks, and to end."""
 
     ours: Epoch
     hand_written: Epoch
     sum: Callable[[np.ndarray], np.ndarray]
     close: Callable[[], None]
+    lightning: Driver | None = None
 
 
 def ours(training: Any) -> Epoch:
@@ -46,7 +52,9 @@ def ours(training: Any) -> Epoch:
     return epoch
 
 
-def main(framework: Framework, loops: Callable[[Run], Loops], recipe_name: str, rounds: int) -> None:
+def main(
+    framework: Framework, loops: Callable[[Run], Loops], recipe_name: str, rounds: int, engine: str = "horovod"
+) -> None:
     """Measures on every rank; the chief prints. The first round is warm-up."""
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
@@ -54,7 +62,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], recipe_name: str, 
     plan = plans.make(recipe, topology, dataset)
     with tempfile.TemporaryDirectory() as folder:
         start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
-        run = Run(framework, recipe, "horovod", (), topology, dataset, plan, start, Lifeline(topology))
+        run = Run(framework, recipe, engine, (), topology, dataset, plan, start, Lifeline(topology))
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, rounds)
     if topology.is_chief:
@@ -65,9 +73,19 @@ def _measure(loops: Loops, size: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of a step, averaged over the ranks, in each round of each loop."""
     pair = {"hvdtrain": loops.ours, "hand-written": loops.hand_written}
     seconds: dict[str, list[float]] = {name: [] for name in pair}
-    for turn in range(rounds):
-        for name, epoch in sorted(pair.items(), reverse=bool(turn % 2)):
-            seconds[name].append(float(loops.sum(np.array([epoch()]))[0]) / size)
+
+    def mean(own: float) -> float:
+        return float(loops.sum(np.array([own]))[0]) / size
+
+    def turn(number: int) -> None:
+        for name, epoch in sorted(pair.items(), reverse=bool(number % 2)):
+            seconds[name].append(mean(epoch()))
+
+    if loops.lightning:
+        seconds["Lightning"] = [mean(own) for own in loops.lightning(rounds, turn)]
+    else:
+        for number in range(rounds):
+            turn(number)
     loops.close()
     return seconds
 
@@ -77,8 +95,13 @@ def _tell(run: Run, seconds: dict[str, list[float]]) -> None:
     for name, times in seconds.items():
         low, high = 1e3 * min(times), 1e3 * max(times)
         print(f"{name:13}{1e3 * statistics.median(times):9.2f} ms a step ({low:.2f} to {high:.2f})")
-    ratios = [a / b for a, b in zip(seconds["hvdtrain"], seconds["hand-written"], strict=True)]
-    ratio, spread = statistics.median(ratios), f"{min(ratios):.4f} to {max(ratios):.4f}"
-    print(f"ratio        {ratio:9.4f} ({spread} over {len(ratios)} rounds; {run.topology.size} ranks, {run.framework})")
-    facts = {"bench": "overhead", "framework": run.framework, "recipe": run.recipe.name}
-    print(json.dumps({**facts, "ratio": ratio, "step_seconds": seconds}))
+    ratio = {}
+    for name, times in seconds.items():
+        if name == "hand-written":
+            continue
+        ratios = [a / b for a, b in zip(times, seconds["hand-written"], strict=True)]
+        ratio[name] = statistics.median(ratios)
+        spread = f"{min(ratios):.4f} to {max(ratios):.4f} over {len(ratios)} rounds"
+        print(f"{name} / hand-written: {ratio[name]:.4f} ({spread})")
+    facts = {"bench": "overhead", "framework": run.framework, "engine": run.engine, "recipe": run.recipe.name}
+    print(json.dumps({**facts, "ranks": run.topology.size, "ratio": ratio, "step_seconds": seconds}))

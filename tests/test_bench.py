@@ -29,6 +29,22 @@ def test_refusals(flags, message):
     assert str(refused.value) == message
 
 
+@needs_torch
+@needs_horovod
+def test_engines_are_measured_side_by_side():
+    command = [sys.executable, "-m", "hvdtrain", "bench", "engines", "--framework", "torch", "--recipe", "linear"]
+    done = subprocess.run(
+        [*command, "--rounds", "1", "--steps", "3"], capture_output=True, text=True, check=True, timeout=280
+    )
+    *table, line = done.stdout.splitlines()
+    found = {f"{row['adapter']} {row['engine']}": row for row in json.loads(line)["engines"]}
+    trained = {name for name, row in found.items() if row["step_seconds"]}
+    assert trained >= {"torch horovod", "torch local", "torch ddp"}
+    assert found["torch modelparallel"]["reason"].startswith("DeviceError: Linear has 1 layers to split")
+    assert found["torch dataparallel"]["reason"].startswith("DeviceError: engine dataparallel needs at least 2 devices")
+    assert len(table) == len(found) + 2
+
+
 @needs_horovod
 @pytest.mark.parametrize(
     "framework", [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
@@ -40,5 +56,5 @@ def test_overhead_measures_both_loops(framework):
     (line,) = (line for line in done.stdout.splitlines() if '{"bench"' in line)
     result = json.loads(line[line.index("{") :])
     assert result["framework"] == framework
-    assert result["ratio"] > 0
+    assert result["ratio"]["hvdtrain"] > 0
     assert all(seconds > 0 for times in result["step_seconds"].values() for seconds in times)

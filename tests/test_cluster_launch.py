@@ -64,31 +64,38 @@ def test_every_rank_knows_its_seat(cluster, tmp_path_factory, start):
 
 TRAINED = [
     *(("torch", name) for name in STARTS),
+    ("torch --engine ddp", "srun pmix"),
+    ("torch --engine ddp", "torchrun"),
+    ("lightning --strategy ddp", "srun pmix"),
+    ("lightning --strategy ddp", "torchrun"),
+    ("lightning --strategy horovod", "srun pmix"),
     ("tensorflow", "srun pmix"),
+    ("tensorflow --engine multiworker", "srun pmix"),
+    ("tensorflow --engine multiworker", "torchrun"),
 ]
 LINEAR = ("linear", "--epochs", 4, "--log-every-steps", 1)
 
 
 @pytest.fixture(scope="module")
 def trained(cluster):
-    """`trained("torch", "srun pmix")`: every step's loss of that run, each made once."""
+    """`trained("torch --engine ddp", "srun pmix")`: every step's loss of that run, each made once."""
     made = {}
 
-    def of(framework, name):
-        if (framework, name) not in made:
-            folder, start = cluster.folder / f"{framework} {name}", STARTS[name]
-            cluster.run(
-                *start.command("-m", f"hvdtrain.{framework}", *LINEAR, "--output", folder), build=start.build
-            ).good()
-            made[framework, name] = losses(folder)
-        return made[framework, name]
+    def of(adapter, name):
+        if (adapter, name) not in made:
+            folder, start = cluster.folder / f"{adapter} {name}", STARTS[name]
+            adapter_name, *engine = adapter.split()
+            argv = ["-m", f"hvdtrain.{adapter_name}", *LINEAR, *engine, "--output", folder]
+            cluster.run(*start.command(*argv), build=start.build).good()
+            made[adapter, name] = losses(folder)
+        return made[adapter, name]
 
     return of
 
 
-@pytest.mark.parametrize(("framework", "name"), TRAINED)
-def test_every_launcher_gives_the_same_losses_to_the_bit(trained, framework, name):
-    told = trained(framework, name)
+@pytest.mark.parametrize(("adapter", "name"), TRAINED)
+def test_every_launcher_and_engine_gives_the_same_losses_to_the_bit(trained, adapter, name):
+    told = trained(adapter, name)
     assert [step for step, _ in told] == list(range(1, 41))
     assert told == trained(framework, "srun pmix")
 

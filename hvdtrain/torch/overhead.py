@@ -1,15 +1,16 @@
-"""hvdtrain's loop and a hand-written Horovod loop, epoch by epoch in turn, in the same processes.
+"""hvdtrain's loop and a hand-written Horovod or DDP loop, epoch by epoch in turn, in the same processes.
 
-Both train the same network on the CPU, on the same pictures with the same optimiser and precision; the hand-written
+All train the same network on the CPU, on the same pictures with the same optimiser and precision; the hand-written
 one does what such a script does and no more: no guard, no log, no exact metrics, no order kept over ranks. hvdtrain's
-logs as a run does, into a temporary folder; checkpoints and validation are in neither time.
+logs as a run does, into a temporary folder; checkpoints and validation are in no time. Beside DDP, Lightning's Trainer
+trains the network too, where it is installed.
 """
 
+import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import nn
@@ -23,14 +24,14 @@ from hvdtrain.torch.models import resnet50
 from hvdtrain.torch.train import Training, open_engine
 
 
-def hand_written(run: Run) -> Callable[[], float]:
-    """The bare loop: a function that trains one epoch and returns the seconds of one step."""
+def parts(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
+    """What such a script begins with: network, optimiser, and this rank's share of the pictures."""
     recipe, dataset = run.recipe, run.dataset
     x, y = next(
         Loader(recipe, dataset, torch.device("cpu")).batches(dataset.train, [(np.arange(len(dataset.train)), None)])
     )
     data = TensorDataset(x, y)
-    sampler: DistributedSampler = DistributedSampler(data, hvd.size(), hvd.rank())
+    sampler: DistributedSampler = DistributedSampler(data, run.topology.size, run.topology.rank)
     loader = DataLoader(data, run.plan.worker_batch, sampler=sampler, drop_last=True)
     torch.manual_seed(recipe.seed)
     model = resnet50(dataset.classes or 0, recipe.stem)
@@ -42,17 +43,21 @@ def hand_written(run: Run) -> Callable[[], float]:
         weight_decay=recipe.weight_decay,
         fused=recipe.fused_optimizer or None,
     )
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return model, optimizer, loader
+
+
+def hand_written(run: Run) -> overhead.Epoch:
+    """The bare loop: a function that trains one epoch and returns the seconds of one step."""
+    model, optimizer, loader = parts(run)
+    network, optimizer = (_ddp if run.engine == "ddp" else _horovod)(model, optimizer)
     loss_of = nn.CrossEntropyLoss()
 
     def epoch() -> float:
-        model.train()
+        network.train()
         began = time.perf_counter()
         for inputs, labels in loader:
             optimizer.zero_grad()
-            loss = loss_of(model(inputs), labels)
+            loss = loss_of(network(inputs), labels)
             loss.backward()
             optimizer.step()
         return (time.perf_counter() - began) / len(loader)
@@ -60,11 +65,29 @@ def hand_written(run: Run) -> Callable[[], float]:
     return epoch
 
 
+def _horovod(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    import horovod.torch as hvd
+
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return model, optimizer
+
+
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    return nn.parallel.DistributedDataParallel(model), optimizer
+
+
 def loops(run: Run) -> overhead.Loops:
-    """Both loops over one engine."""
+    """All loops over one engine."""
     engine = open_engine(run)
-    return overhead.Loops(overhead.ours(Training(run, engine)), hand_written(run), engine.sum, engine.close)
+    driver = None
+    if run.engine == "ddp" and importlib.util.find_spec("lightning"):
+        from hvdtrain.lightning.overhead import driver_of
+
+        driver = driver_of(run, parts(run))
+    return overhead.Loops(overhead.ours(Training(run, engine)), hand_written(run), engine.sum, engine.close, driver)
 
 
 if __name__ == "__main__":
-    overhead.main("torch", loops, sys.argv[1], int(sys.argv[2]))
+    overhead.main("torch", loops, sys.argv[1], int(sys.argv[2]), sys.argv[3])

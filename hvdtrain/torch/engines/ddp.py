@@ -1,5 +1,6 @@
 """PyTorch's DistributedDataParallel behind the engine's verbs: NCCL on GPUs, Gloo elsewhere, MPI where torch has it."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +21,10 @@ except ImportError as error:
     raise EngineUnavailable(
         f"this PyTorch was built without torch.distributed ({error}); install one that has it: pip install torch"
     ) from None
+
+# BatchNorm's statistics are averaged at the end of an epoch. PyTorch 2.15 has another name for that.
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+NO_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
 
 MPI_LAUNCHERS = {"mpirun", "mpiexec"}
 
@@ -63,7 +68,7 @@ class DdpEngine:
         network = DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,  # BatchNorm's statistics are averaged at the end of an epoch
+            **NO_BUFFERS,
             init_sync=False,  # the loop broadcasts the whole state
             gradient_as_bucket_view=True,
             static_graph=self._recipe.accumulation_steps == 1,  # no_sync makes another graph of the last part

@@ -1,0 +1,156 @@
+"""`bench engines`: every engine's step time on this machine, each in runs of its own, one engine after the other."""
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain import errors
+from hvdtrain.devices import visible_gpus
+from hvdtrain.engines import ENGINES, Adapter
+
+WARM_UP = 3  # steps
+GOOD_FOR = {
+    "local": "one device; the reference of all others",
+    "horovod": "any launcher, any MPI, both frameworks",
+    "ddp": "PyTorch alone, with nothing to build",
+    "dataparallel": "a script that must stay one process; slower than ddp",
+    "modelparallel": "a model that does not fit into one device",
+    "mirrored": "the GPUs of one node, without a launcher",
+    "multiworker": "TensorFlow alone, with nothing to build",
+    "central": "variables too large for every GPU",
+    "parameter-server": "workers of unequal speed: asynchronous, not the same numbers",
+}
+LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun", "multiworker": "horovodrun", "parameter-server": "horovodrun"}
+"""How an engine with several ranks is started here."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One engine under one adapter, and the processes and devices it gets."""
+
+    adapter: Adapter
+    engine: str
+    ranks: int
+
+    @property
+    def launcher(self) -> str:
+        return LAUNCHERS.get(self.engine, "python")
+
+    def command(self, gpus: int, run_flags: Sequence[str]) -> list[str]:
+        """What a user would type."""
+        beside = Path(sys.executable).parent
+        module = ["-m", f"hvdtrain.{self.adapter}", *run_flags, "--engine", self.engine]
+        engine = ENGINES[self.engine]
+        if engine.devices and not engine.gpus_only and not gpus:
+            module += ["--devices", ",".join(["cpu"] * self.ranks)]
+        match self.launcher:
+            case "horovodrun":
+                return [str(beside / "horovodrun"), "-np", str(self.ranks), sys.executable, *module]
+            case "torchrun":
+                return [str(beside / "torchrun"), "--standalone", "--nproc-per-node", str(self.ranks), *module]
+        return [sys.executable, *module]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The median step of each round in seconds, or why there is none; the examples of one step."""
+
+    seconds: list[float]
+    batch: int = 0
+    reason: str = ""
+
+
+def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
+    """Every engine of these frameworks, and of Lightning where it is installed."""
+    adapters: list[Adapter] = []
+    for framework, adapter in (("torch", "torch"), ("torch", "lightning"), ("tensorflow", "tensorflow")):
+        if framework in frameworks and importlib.util.find_spec(adapter):
+            adapters.append(adapter)  # type: ignore[arg-type]
+    return [
+        Contender(adapter, name, ranks)
+        for adapter in adapters
+        for name, engine in ENGINES.items()
+        if adapter in engine.adapters
+    ]
+
+
+def run(contender: Contender, recipe: str, steps: int) -> Measured:
+    """One run of so many steps; the median of those after the warm-up."""
+    gpus, cpus = visible_gpus(os.environ), len(os.sched_getaffinity(0))
+    processes = contender.ranks if contender.launcher != "python" else 1
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [recipe, "--max-steps", str(steps + WARM_UP), "--log-every-steps", "1", "--output", f"{folder}/run"]
+        done = subprocess.run(
+            contender.command(gpus, flags),
+            env={"OMP_NUM_THREADS": str(max(1, cpus // processes)), **os.environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return Measured([], reason=_reason(done.stdout + done.stderr))
+        return _read(Path(folder, "run"))
+
+
+def _read(folder: Path) -> Measured:
+    batch = json.loads((folder / "plan.json").read_text())["global_batch"]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rates = [line["examples_per_second"] for line in lines if line["kind"] == "step"]
+    return Measured([statistics.median(batch / rate for rate in rates[WARM_UP:])], batch)
+
+
+def _reason(told: str) -> str:
+    """The line that says why, without the launcher's mark before it."""
+    names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
+    for line in told.splitlines():
+        for name in names:
+            if f"{name}: " in line or f"{name} (rank" in line:
+                return line[line.index(name) :].strip()
+    return (told.strip().splitlines() or ["it ended without a word"])[-1]
+
+
+def measure(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
+    """Every contender once a round, in turn; who fails once is left out of the rounds to come."""
+    found = {contender: Measured([]) for contender in chosen}
+    for number in range(rounds):
+        for contender, before in found.items():
+            if before.reason:
+                continue
+            print(f"round {number + 1}: {contender.adapter} {contender.engine}", file=sys.stderr, flush=True)
+            now = run(contender, recipe, steps)
+            found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
+    return found
+
+
+def table(found: dict[Contender, Measured]) -> list[str]:
+    """The figures as lines of a Markdown table."""
+    lines = ["| engine | start | with | step, ms | examples/s | good for |", "|---|---|---|---|---|---|"]
+    for contender, measured in found.items():
+        start = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
+        step, rate = "-", "-"
+        if measured.seconds:
+            middle = statistics.median(measured.seconds)
+            low, high = 1e3 * min(measured.seconds), 1e3 * max(measured.seconds)
+            step, rate = f"{1e3 * middle:.0f} ({low:.0f} to {high:.0f})", f"{measured.batch / middle:.1f}"
+        good_for = GOOD_FOR[contender.engine] if not measured.reason else measured.reason
+        lines.append(f"| `{contender.engine}` | {start} | {contender.adapter} | {step} | {rate} | {good_for} |")
+    return lines
+
+
+def main(frameworks: Sequence[str], recipe: str, ranks: int, rounds: int, steps: int) -> int:
+    """Prints the table, and all of it as JSON; 1 where nothing could be measured."""
+    found = measure(contenders(frameworks, ranks), recipe, rounds, steps)
+    print("\n".join(table(found)))
+    facts = [
+        {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
+        for c, m in found.items()
+    ]
+    print(json.dumps({"bench": "engines", "recipe": recipe, "ranks": ranks, "engines": facts}))
+    return 0 if any(measured.seconds for measured in found.values()) else 1
