@@ -14,14 +14,20 @@ with strategy.scope():
 
 
 @tf.function(jit_compile=True)
-def twice() -> tf.Tensor:
-    return 2 * weight
+def gradient() -> tf.Tensor:
+    with tf.GradientTape() as tape:
+        loss = weight * weight
+    return tape.gradient(loss, weight)
+
+
+def replica() -> None:
+    gradient()
 
 
 @tf.function
-def step() -> tf.Tensor:
-    return strategy.run(twice)
+def step() -> None:
+    strategy.run(replica)
 
 
 if __name__ == "__main__":
-    print(step())
+    step()

@@ -3,13 +3,15 @@
 import json
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import command, needs_tensorflow, programs, started, train
+from ranks import command, needs_tensorflow, programs, run, started, train
 from test_agreement import furthest
 from test_launch import stopped_at
 from test_restart import wait_for_step
@@ -255,6 +257,12 @@ def test_devices_that_no_strategy_takes(begun):
     mixed, twice, unseen = begun("served").told["refused"][0]
     assert (mixed, twice) == (f"{rule} cuda:0,cpu.", f"{rule} cuda:0,cuda:0.")
     assert unseen == "DeviceError: --devices names cuda:1, TensorFlow sees 0 GPUs; name others."
+
+
+def test_tensorflow_itself_cannot_compile_what_uses_a_variable_on_another_device():
+    ended = run("alone", 1, [sys.executable, Path(__file__).with_name("tensorflow_distribute_xla.py")])
+    assert ended.code == 1
+    assert "Trying to access resource" in ended.err and "InvalidArgumentError" in ended.err
 
 
 # Whole runs, as they are started.
