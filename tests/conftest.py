@@ -52,8 +52,8 @@ def train_here():
 
 SLOW = (
     "test_agreement", "test_bench", "test_build_horovod", "test_cluster_", "test_doctor", "test_engines",
-    "test_frameworks", "test_input", "test_labs_", "test_launch", "test_lifeline", "test_pictures", "test_restart",
-    "test_tensorflow_", "test_torch_",
+    "test_frameworks", "test_input", "test_labs_", "test_launch", "test_lifeline", "test_lightning_ranks",
+    "test_pictures", "test_restart", "test_tensorflow_", "test_torch_",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from hvdtrain.lightning import ExactAccuracy, HorovodStrategy, RankDDPStrategy, 
 from hvdtrain.lightning.gradients import Averager
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
-from hvdtrain.lightning.train import _quiet, fit
+from hvdtrain.lightning.train import fit, quiet
 from hvdtrain.torch.train import Training, open_engine
 
 CLASSES = 3
@@ -49,7 +49,7 @@ def _lightning(run: runs.Run) -> None:
     """As hvdtrain.lightning.train does, but the ranks stay joined for the next run."""
     engine = open_engine(run)
     run.line.exchange(engine.sum)
-    with _quiet():
+    with quiet():
         fit(run, engine)
 
 
@@ -170,7 +170,7 @@ def _fitted(kind: Any, name: str, settings: dict[str, Any], folder: str) -> dict
     module, averaged = kind(), []
     finish = Averager.finish
     Averager.finish = lambda averager: averaged.append(finish(averager))
-    with _quiet():
+    with quiet():
         trainer = _trainer(name, folder, **{"max_epochs": 2, **settings})
         trainer.fit(module, _loader(32, rank, size, 4), _loader(25, rank, size, 3) if kind is Own else None)
         metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
@@ -188,7 +188,7 @@ def _resumed(name: str, checkpoint: str, folder: str) -> dict[str, Any]:
     module = Own()
     trainer = _trainer(name, folder, max_epochs=3)
     loaders = _loader(32, rank, size, 4), _loader(25, rank, size, 3)
-    with _quiet():
+    with quiet():
         trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=True)
     return _weights(module)
 

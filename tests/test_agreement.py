@@ -5,7 +5,7 @@ import socket
 import numpy as np
 import pytest
 from ranks import FRAMEWORKS, NEEDS
-from worlds import NETWORKS, on, records
+from worlds import NETWORKS, having, on, records
 
 from hvdtrain.datasets import linear
 
@@ -52,16 +52,10 @@ CURVES = {
     "sync float64 curve": (4, 1e-12),
     "frozen float64 curve": (4, 1e-12),
 }
-ON_RANKS = [
-    *(("mpi-2", run) for run in NETWORKS),
-    *(("mpi-4", run) for run in NETWORKS[:2]),
-    *(("ddp-2", run) for run in NETWORKS),
-    *((start, NETWORKS[0]) for start in ("gloo-2", "ddp-4")),
-]
 
 
 @pytest.mark.parametrize(
-    ("framework", "start", "run"), [param for start, run in ON_RANKS for param in on(start, besides=(run,))]
+    ("framework", "start", "run"), [param for start in SEVERAL for run in NETWORKS for param in having(start, run)]
 )
 def test_resnet50_has_one_curve(world, framework, start, run):
     steps, limit = CURVES[run]

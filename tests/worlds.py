@@ -89,7 +89,8 @@ def arrays(folder: Path) -> bytes:
 
 
 LINES = ["line", "line a rank", "short", "parts", "clipped", "clipped parts", "compressed", "bfloat16"]
-NETWORKS = ["sync curve", "frozen curve", "sync float64 curve", "frozen float64 curve"]
+EXACT_NETWORKS = ["sync float64 curve", "frozen float64 curve"]
+NETWORKS = ["sync curve", "frozen curve", *EXACT_NETWORKS]
 
 SMALL_FLOATS: dict[str, Any] = {
     "overflow": {"argv": ["linear", "--precision", "float16", "--output", "{folder}/overflow"]},
@@ -103,7 +104,7 @@ OVER_GLOO: dict[str, Any] = {
 DDP_ABANDONED: dict[str, Any] = {
     "abandoned": {"argv": [*LINE, "--engine", "ddp", "--output", "{folder}/abandoned"], "step": 27},
 }
-ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside", *NETWORKS]
+ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside"]
 
 DRAW = np.random.default_rng(0)
 BATCH_NORM: dict[str, Any] = {
@@ -155,7 +156,7 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         ),
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
-        "mpi-2": (ON_TWO, {"sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3}, **SMALL_FLOATS}),
+        "mpi-2": ([*ON_TWO, *NETWORKS], {"sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3}, **SMALL_FLOATS}),
         "gloo-2": (["line", "sync curve"], OVER_GLOO),
         "mpi-3": (
             [],
@@ -167,12 +168,12 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
         "gloo-4": (["line"], {}),
         "ddp-1": (["line", "parts"], {}),
-        "ddp-2": ([*LINES, "compressed bf16", "compressed float16", "few to validate", *NETWORKS], DDP_ABANDONED),
+        "ddp-2": ([*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS], DDP_ABANDONED),
         "ddp-4": ([*LINES, "sync curve"], {}),
     },
     "tensorflow": {
         "alone-1": (
-            [*LINES, "float16", "float16 clipped", "xla", *NETWORKS],
+            [*LINES, "float16", "float16 clipped", "xla", "sync curve", *EXACT_NETWORKS],
             {
                 "local_verbs": {},
                 "batch_norm": BATCH_NORM,
@@ -186,9 +187,9 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "events": {"folder": "{folder}"},
             },
         ),
-        "mpi-2": (ON_TWO, {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
-        "gloo-2": (["line", "sync curve"], OVER_GLOO),
-        "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
+        "mpi-2": ([*ON_TWO, *EXACT_NETWORKS], {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
+        "gloo-2": (["line"], OVER_GLOO),
+        "mpi-4": ([*LINES, "sync curve"], {}),
         "gloo-4": (["line"], {}),
     },
 }
@@ -204,6 +205,11 @@ def on(*starts: str, besides: tuple[Any, ...] = ()) -> list[Any]:
         for start in starts
         if start in begun
     ]
+
+
+def having(start: str, run: str) -> list[Any]:
+    """The same of a start and one of its runs, for each framework that makes it there."""
+    return [param for param in on(start, besides=(run,)) if run in STARTS[param.values[0]][start][0]]
 
 
 def begin(framework: str, name: str, folder: Path) -> World:

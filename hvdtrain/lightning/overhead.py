@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from hvdtrain.lightning.environment import RankEnvironment
+from hvdtrain.lightning.train import quiet
 from hvdtrain.overhead import Driver, Turn
 from hvdtrain.run import Run
 
@@ -64,7 +65,8 @@ def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> 
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-        trainer.fit(Classifier(model, optimizer), loader)
+        with quiet():
+            trainer.fit(Classifier(model, optimizer), loader)
         return turns.seconds
 
     return drive

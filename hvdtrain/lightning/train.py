@@ -31,7 +31,7 @@ def train(run: Run) -> None:
     try:
         guard.check_world(run.topology, engine.rank, engine.size, ENGINES[run.engine].title)
         run.line.exchange(engine.sum)
-        with _quiet():
+        with quiet():
             fit(run, engine)
     except RuntimeError as error:
         if not engine.is_lost(error):
@@ -136,7 +136,7 @@ def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradSca
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def quiet() -> Any:
     """Lightning's tips and remarks are about what the run has settled already."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     before = [logger.level for logger in loggers]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torchvision
 from torch import nn
 
 from hvdtrain.recipe import Recipe
@@ -43,6 +42,8 @@ def resnet50(classes: int, stem: str) -> nn.Module:
     Each residual branch starts at 0 (Goyal et al. 2017, arXiv:1706.02677, section 5.1). With torchvision's default
     the first gradients are so large that rounding alone parts two float32 runs by percents in two steps.
     """
+    import torchvision  # longer than all other imports together, and the line needs none of it
+
     model = torchvision.models.resnet50(num_classes=classes, zero_init_residual=True)
     if stem == "cifar":
         model.conv1.stride = (1, 1)
