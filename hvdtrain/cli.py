@@ -13,12 +13,13 @@ COMMANDS = {
     "doctor": ("hvdtrain.doctor", "what is wrong with this machine or job step, and the command that mends it"),
     "convert": ("hvdtrain.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.slurm", "a site's job script: print, submit, or check one"),
-    "bench": ("hvdtrain.bench", "measure this machine: overhead"),
+    "bench": ("hvdtrain.bench", "measure this machine: overhead, engines"),
 }
 
 HELP = """usage: python -m hvdtrain COMMAND [flags]
        python -m hvdtrain.torch RECIPE [flags]          train with PyTorch
        python -m hvdtrain.tensorflow RECIPE [flags]     train with TensorFlow
+       python -m hvdtrain.lightning RECIPE [flags]      train with Lightning
 
 commands:
 {commands}

@@ -28,6 +28,7 @@ sys.exit(run.main("torch", sys.argv[2:], train))
 HELP = """usage: python -m hvdtrain COMMAND [flags]
        python -m hvdtrain.torch RECIPE [flags]          train with PyTorch
        python -m hvdtrain.tensorflow RECIPE [flags]     train with TensorFlow
+       python -m hvdtrain.lightning RECIPE [flags]      train with Lightning
 
 commands:
   plan    what a recipe comes to on N ranks, without running it
