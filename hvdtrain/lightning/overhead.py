@@ -52,20 +52,20 @@ def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> 
 
     def drive(rounds: int, turn: Turn) -> list[float]:
         turns = _Turns(turn)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=run.topology.local_size,
-            num_nodes=run.topology.size // run.topology.local_size,
-            strategy=DDPStrategy(cluster_environment=RankEnvironment(run.topology)),
-            max_epochs=rounds,
-            callbacks=[turns],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
         with quiet():
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=run.topology.local_size,
+                num_nodes=run.topology.size // run.topology.local_size,
+                strategy=DDPStrategy(cluster_environment=RankEnvironment(run.topology)),
+                max_epochs=rounds,
+                callbacks=[turns],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+            )
             trainer.fit(Classifier(model, optimizer), loader)
         return turns.seconds
 
