@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.errors import DeviceError, RecipeError
-from hvdtrain.recipe import Recipe, nearest
+from hvdtrain.recipe import Recipe
 
 Adapter = Literal["torch", "tensorflow", "lightning"]
 Name = Literal[
@@ -72,8 +72,7 @@ def choose(name: Name, adapter: Adapter, launcher: str) -> str:
         return "local" if launcher == "alone" else "horovod"
     known = [engine for engine, row in ENGINES.items() if adapter in row.adapters]
     if name not in known:
-        near = nearest(name, known) if name not in ENGINES else ""
-        raise RecipeError(f"engine {name} is none of hvdtrain.{adapter}'s;{near} take one of {', '.join(known)}.")
+        raise RecipeError(f"engine {name} is none of hvdtrain.{adapter}'s; take one of {', '.join(known)}.")
     return name
 
 

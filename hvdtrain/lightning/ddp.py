@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 
-from hvdtrain.lightning.environment import RankEnvironment
+from hvdtrain.lightning.environment import OneDevice, RankEnvironment
 
 
-class RankDDPStrategy(DDPStrategy):
+class RankDDPStrategy(OneDevice, DDPStrategy):
     """DDP over the ranks of the launcher, also where hosts have unequal numbers of them.
 
     Validation goes past DistributedDataParallel, which would exchange buffers in every batch: ranks may then have
@@ -21,15 +20,6 @@ class RankDDPStrategy(DDPStrategy):
     def __init__(self, **settings: Any) -> None:
         """Settings as DDPStrategy's."""
         super().__init__(**{"cluster_environment": RankEnvironment(), **settings})
-
-    @property
-    def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.local_rank if len(devices) > 1 else 0]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def on_validation_start(self) -> None:
         """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""

@@ -1,8 +1,11 @@
 """Lightning's view of a rank's place: the same topology that every adapter reads."""
 
 import os
+from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 
 from hvdtrain import meeting
 from hvdtrain.errors import DeviceError
@@ -65,3 +68,16 @@ class RankEnvironment(ClusterEnvironment):
 
     def _meeting(self) -> meeting.Meeting:
         return meeting.of(self.topology, os.environ) or meeting.beside(self.topology, os.environ)
+
+
+class OneDevice(ParallelStrategy):
+    """A rank's device, and its place among the ranks, whatever number of them each host has."""
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank if len(devices) > 1 else 0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from hvdtrain import guard
 from hvdtrain.devices import gpu_index
 from hvdtrain.errors import RecipeError
-from hvdtrain.lightning.environment import RankEnvironment
+from hvdtrain.lightning.environment import OneDevice, RankEnvironment
 from hvdtrain.lightning.gradients import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd
 
@@ -28,7 +28,7 @@ outside_inference = torch.inference_mode(False)
 OPERATIONS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
 
 
-class HorovodStrategy(ParallelStrategy):
+class HorovodStrategy(OneDevice, ParallelStrategy):
     """One process for each device, joined by Horovod; started by horovodrun, mpirun or srun, or alone.
 
     Weights, buffers and the optimizers' states are rank 0's when training begins; gradients are averaged while
@@ -61,15 +61,6 @@ class HorovodStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Whether Lightning gives each rank a part of a data loader that has no sampler of its own."""
         return True
-
-    @property
-    def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.local_rank if len(devices) > 1 else 0]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
         """What Lightning calls once it has set devices and nodes. Raises DeviceError where they fit no rank."""

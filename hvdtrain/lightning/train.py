@@ -11,8 +11,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
-from hvdtrain import guard
-from hvdtrain.engines import ENGINES
 from hvdtrain.lightning.callback import RunCallback
 from hvdtrain.lightning.data import RecipeDataModule
 from hvdtrain.lightning.ddp import RankDDPStrategy
@@ -22,23 +20,13 @@ from hvdtrain.recipe import Recipe
 from hvdtrain.run import Run
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.train import _events, open_engine
+from hvdtrain.torch.train import _events, engine_of
 
 
 def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
-    engine = open_engine(run)
-    try:
-        guard.check_world(run.topology, engine.rank, engine.size, ENGINES[run.engine].title)
-        run.line.exchange(engine.sum)
-        with quiet():
-            fit(run, engine)
-    except RuntimeError as error:
-        if not engine.is_lost(error):
-            raise
-        raise run.line.aborted() from None
-    finally:
-        engine.close()
+    with engine_of(run) as engine, quiet():
+        fit(run, engine)
 
 
 def fit(run: Run, engine: Engine) -> None:

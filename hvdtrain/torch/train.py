@@ -24,11 +24,19 @@ from hvdtrain.torch.engines.local import LocalEngine
 
 def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
+    with engine_of(run) as engine:
+        Training(run, engine).run_to_end()
+
+
+@contextlib.contextmanager
+def engine_of(run: Run) -> Iterator[Engine]:
+    """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
+    where the block finds another rank gone."""
     engine = open_engine(run)
     try:
         guard.check_world(run.topology, engine.rank, engine.size, ENGINES[run.engine].title)
         run.line.exchange(engine.sum)
-        Training(run, engine).run_to_end()
+        yield engine
     except RuntimeError as error:
         if not engine.is_lost(error):
             raise
