@@ -13,7 +13,7 @@ COMMANDS = {
     "doctor": ("hvdtrain.doctor", "what is wrong with this machine or job step, and the command that mends it"),
     "convert": ("hvdtrain.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.slurm", "a site's job script: print, submit, or check one"),
-    "bench": ("hvdtrain.bench", "measure this machine: overhead, engines"),
+    "bench": ("hvdtrain.bench", "measure this machine: the step, the engines, the network, the data, how it scales"),
 }
 
 HELP = """usage: python -m hvdtrain COMMAND [flags]

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,10 @@ def ours(training: Any) -> Epoch:
     return epoch
 
 
-def main(
-    framework: Framework, loops: Callable[[Run], Loops], recipe_name: str, rounds: int, engine: str = "horovod"
-) -> None:
-    """Measures on every rank; the chief prints. The first round is warm-up."""
+def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str]) -> None:
+    """Measures on every rank; the first round is warm-up. `argv`: recipe, rounds, the file into which the chief writes
+    what was found as JSON, and engine."""
+    recipe_name, rounds, kept, engine = argv
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
     dataset = load_dataset(recipe)
@@ -64,9 +64,9 @@ def main(
         start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
         run = Run(framework, recipe, engine, (), topology, dataset, plan, start, Lifeline(topology))
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
-            seconds = _measure(loops(run), topology.size, rounds)
+            seconds = _measure(loops(run), topology.size, int(rounds))
     if topology.is_chief:
-        _tell(run, {name: times[1:] for name, times in seconds.items()})
+        Path(kept).write_text(json.dumps(_facts(run, {name: times[1:] for name, times in seconds.items()})))
 
 
 def _measure(loops: Loops, size: int, rounds: int) -> dict[str, list[float]]:
@@ -90,18 +90,19 @@ def _measure(loops: Loops, size: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _tell(run: Run, seconds: dict[str, list[float]]) -> None:
-    """Prints a line for each loop and the ratio of their medians, and all of it as JSON."""
-    for name, times in seconds.items():
-        low, high = 1e3 * min(times), 1e3 * max(times)
-        print(f"{name:13}{1e3 * statistics.median(times):9.2f} ms a step ({low:.2f} to {high:.2f})")
-    ratio = {}
-    for name, times in seconds.items():
-        if name == "hand-written":
-            continue
-        ratios = [a / b for a, b in zip(times, seconds["hand-written"], strict=True)]
-        ratio[name] = statistics.median(ratios)
-        spread = f"{min(ratios):.4f} to {max(ratios):.4f} over {len(ratios)} rounds"
-        print(f"{name} / hand-written: {ratio[name]:.4f} ({spread})")
-    facts = {"bench": "overhead", "framework": run.framework, "engine": run.engine, "recipe": run.recipe.name}
-    print(json.dumps({**facts, "ranks": run.topology.size, "ratio": ratio, "step_seconds": seconds}))
+def _facts(run: Run, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    bare = seconds["hand-written"]
+    ratios = {
+        name: [own / other for own, other in zip(times, bare, strict=True)]
+        for name, times in seconds.items()
+        if name != "hand-written"
+    }
+    return {
+        "framework": run.framework,
+        "engine": run.engine,
+        "recipe": run.recipe.name,
+        "ranks": run.topology.size,
+        "ratio": {name: statistics.median(of_rounds) for name, of_rounds in ratios.items()},
+        "ratios": ratios,
+        "step_seconds": seconds,
+    }

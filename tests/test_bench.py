@@ -8,6 +8,7 @@ import pytest
 from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain import bench
+from hvdtrain.bench.measure import in_turn
 from hvdtrain.errors import RecipeError
 
 
@@ -27,6 +28,21 @@ def test_refusals(flags, message):
     with pytest.raises(RecipeError) as refused:
         bench.main(["overhead", *flags])
     assert str(refused.value) == message
+
+
+def test_a_benchmark_that_is_not_there():
+    with pytest.raises(RecipeError) as refused:
+        bench.main(["overhed"])
+    assert str(refused.value).startswith(
+        "there is no benchmark 'overhed'. Did you mean overhead? Take one of overhead, "
+    )
+
+
+def test_rounds_are_made_in_turn_and_backwards():
+    order = []
+    found = in_turn({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, rounds=2, warm_up=1)
+    assert "".join(order) == "abbaab"
+    assert found == {"a": [4, 5], "b": [3, 6]}
 
 
 @needs_torch
@@ -49,12 +65,13 @@ def test_engines_are_measured_side_by_side():
 @pytest.mark.parametrize(
     "framework", [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
 )
-def test_overhead_measures_both_loops(framework):
+def test_overhead_measures_both_loops(framework, tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", "synthetic:tiny", "--rounds", "2"]
-    command += ["--framework", framework]
+    command += ["--framework", framework, "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    (line,) = (line for line in done.stdout.splitlines() if '{"bench"' in line)
-    result = json.loads(line[line.index("{") :])
+    result = json.loads((tmp_path / "overhead.json").read_text())
+    assert json.loads(done.stdout.splitlines()[-2]) == result
+    assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
     assert result["framework"] == framework
     assert result["ratio"]["hvdtrain"] > 0
     assert all(seconds > 0 for times in result["step_seconds"].values() for seconds in times)

@@ -60,4 +60,4 @@ def loops(run: Run) -> overhead.Loops:
 
 
 if __name__ == "__main__":
-    overhead.main("tensorflow", loops, sys.argv[1], int(sys.argv[2]))
+    overhead.main("tensorflow", loops, sys.argv[1:])

@@ -90,4 +90,4 @@ def loops(run: Run) -> overhead.Loops:
 
 
 if __name__ == "__main__":
-    overhead.main("torch", loops, sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    overhead.main("torch", loops, sys.argv[1:])

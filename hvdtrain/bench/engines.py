@@ -10,12 +10,33 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from hvdtrain import errors
+import tyro
+
+from hvdtrain import errors, flags
+from hvdtrain import recipe as recipes
+from hvdtrain.bench import measure
 from hvdtrain.devices import visible_gpus
 from hvdtrain.engines import ENGINES, Adapter
+from hvdtrain.errors import RecipeError
 
 WARM_UP = 3  # steps
+
+
+@dataclass(frozen=True)
+class Options(measure.Kept):
+    """Measures every engine's step time, each in runs of its own."""
+
+    framework: Annotated[
+        Literal["torch", "tensorflow"] | None, tyro.conf.arg(help="whose engines; left out: all that are installed")
+    ] = None
+    recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "digits"
+    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, or devices of one process")] = 2
+    rounds: Annotated[int, tyro.conf.arg(help="runs of each engine, in turn")] = 6
+    steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
+
+
 GOOD_FOR = {
     "local": "one device; the reference of all others",
     "horovod": "any launcher, any MPI, both frameworks",
@@ -116,7 +137,7 @@ def _reason(told: str) -> str:
     return (told.strip().splitlines() or ["it ended without a word"])[-1]
 
 
-def measure(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
+def measure_all(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
     """Every contender once a round, in turn; who fails once is left out of the rounds to come."""
     found = {contender: Measured([]) for contender in chosen}
     for number in range(rounds):
@@ -136,21 +157,31 @@ def table(found: dict[Contender, Measured]) -> list[str]:
         start = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
         step, rate = "-", "-"
         if measured.seconds:
-            middle = statistics.median(measured.seconds)
-            low, high = 1e3 * min(measured.seconds), 1e3 * max(measured.seconds)
-            step, rate = f"{1e3 * middle:.0f} ({low:.0f} to {high:.0f})", f"{measured.batch / middle:.1f}"
+            step = measure.told(measured.seconds, 1e3, 0)
+            rate = f"{measured.batch / statistics.median(measured.seconds):.1f}"
         good_for = GOOD_FOR[contender.engine] if not measured.reason else measured.reason
         lines.append(f"| `{contender.engine}` | {start} | {contender.adapter} | {step} | {rate} | {good_for} |")
     return lines
 
 
-def main(frameworks: Sequence[str], recipe: str, ranks: int, rounds: int, steps: int) -> int:
-    """Prints the table, and all of it as JSON; 1 where nothing could be measured."""
-    found = measure(contenders(frameworks, ranks), recipe, rounds, steps)
+def main(argv: Sequence[str]) -> int:
+    """Prints the table, and all of it as JSON; 1 where nothing could be measured. Raises HvdtrainError."""
+    options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
+    for name in ("ranks", "rounds", "steps"):
+        if (number := getattr(options, name)) < 1:
+            raise RecipeError(f"--{name} must be at least 1, got {number}.")
+    recipes.load(options.recipe)
+    installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
+    chosen = contenders([options.framework] if options.framework else installed, options.ranks)
+    found = measure_all(chosen, options.recipe, options.rounds, options.steps)
     print("\n".join(table(found)))
     facts = [
         {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
         for c, m in found.items()
     ]
-    print(json.dumps({"bench": "engines", "recipe": recipe, "ranks": ranks, "engines": facts}))
-    return 0 if any(measured.seconds for measured in found.values()) else 1
+    times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}
+    if not times:
+        return 1
+    all_facts = {"recipe": options.recipe, "ranks": options.ranks, "engines": facts}
+    measure.conclude("engines", all_facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    return 0

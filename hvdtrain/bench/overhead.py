@@ -1,0 +1,84 @@
+"""`bench overhead`: hvdtrain's step beside that of a hand-written loop, in the same processes."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hvdtrain import flags
+from hvdtrain import recipe as recipes
+from hvdtrain.bench import measure
+from hvdtrain.errors import EngineUnavailable, RecipeError
+
+# What the hand-written loops do and leave out.
+HAND_WRITTEN = {
+    "model": "resnet50", "precision": "float32", "accumulation_steps": 1, "clip_norm": None, "batch_norm": "local",
+    "compression": "none", "reduction": "average", "channels_last": False, "xla": False, "max_steps": None,
+    "checkpoint_every_steps": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options(measure.Kept):
+    """Measures hvdtrain's step time over that of a hand-written loop."""
+
+    framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
+    engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
+    recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take the steps from")] = "digits"
+    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine")] = 2
+    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, in turn; the first warms up")] = 6
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
+    options = flags.parse(Options, "python -m hvdtrain bench overhead", argv)
+    _check(options)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "found.json")
+        environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "KERAS_BACKEND": "tensorflow"}
+        done = subprocess.run(_command(options, kept), env=environ, check=False)
+        if done.returncode:
+            return done.returncode
+        facts = json.loads(kept.read_text())
+    _tell(facts["step_seconds"], facts["ratios"])
+    times = facts["step_seconds"]
+    measure.conclude("overhead", facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    return 0
+
+
+def _command(options: Options, kept: Path) -> list[str]:
+    module = [f"hvdtrain.{options.framework}.overhead", options.recipe, str(options.rounds), str(kept), options.engine]
+    if options.engine == "ddp":
+        torchrun = str(Path(sys.executable).with_name("torchrun"))
+        return [torchrun, "--standalone", "--nproc-per-node", str(options.ranks), "-m", *module]
+    horovodrun = Path(sys.executable).with_name("horovodrun")
+    if not horovodrun.exists():
+        raise EngineUnavailable(f"{horovodrun} is missing; build Horovod first: python -m hvdtrain build")
+    return [str(horovodrun), "-np", str(options.ranks), sys.executable, "-m", *module]
+
+
+def _tell(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]) -> None:
+    for name, seconds in step_seconds.items():
+        print(f"{name:13} {measure.told(seconds, 1e3)} ms a step")
+    for name, of_rounds in ratios.items():
+        print(f"{name} / hand-written: {measure.told(of_rounds, 1, 4)}, {len(of_rounds)} rounds")
+
+
+def _check(options: Options) -> None:
+    if options.ranks < 1:
+        raise RecipeError(f"--ranks must be at least 1, got {options.ranks}.")
+    if options.rounds < 2:
+        raise RecipeError(f"--rounds must be at least 2, as the first is warm-up, got {options.rounds}.")
+    if options.engine == "ddp" and options.framework == "tensorflow":
+        raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
+    recipe: Any = recipes.load(options.recipe)
+    for key, wanted in HAND_WRITTEN.items():
+        if (got := getattr(recipe, key)) != wanted:
+            raise RecipeError(f"--recipe must have {key} {wanted}, as the hand-written loop has, got {got}.")
