@@ -1,0 +1,32 @@
+"""`python -m hvdtrain bench WHAT`: measurements, each a comparison within one interleaved run."""
+
+import importlib
+from collections.abc import Sequence
+
+from hvdtrain.errors import RecipeError
+from hvdtrain.recipe import nearest
+
+WHATS = {
+    "overhead": ("hvdtrain.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
+    "engines": ("hvdtrain.bench.engines", "every engine's step time"),
+}
+
+HELP = """usage: python -m hvdtrain bench WHAT [flags]
+
+what is measured:
+{whats}
+
+WHAT --help lists its flags."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures; the exit code. Raises HvdtrainError."""
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(HELP.format(whats="\n".join(f"  {name:11}{text}" for name, (_, text) in WHATS.items())))
+        return 0 if argv else 2
+    name, *rest = argv
+    if name not in WHATS:
+        raise RecipeError(
+            f"there is no benchmark {name!r}.{nearest(name, list(WHATS))} Take one of {', '.join(WHATS)}."
+        )
+    return int(importlib.import_module(WHATS[name][0]).main(rest))
