@@ -80,10 +80,10 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
     }
     if line.place and topology.launcher != "torchrun":
         told |= {"MASTER_ADDR": line.place.host, "MASTER_PORT": str(line.place.ports[-1])}
-    if line.seats and (interface := line.interface()):
-        told["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", interface)
+    if line.interface:
+        told["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", line.interface)
     if line.rendezvous:
-        told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface())
+        told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface)
     # Else Open MPI, when a rank is killed, now and then ends its peers before the lifeline could name it.
     told["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{GRACE + 2:.0f}")
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":

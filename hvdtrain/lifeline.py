@@ -64,12 +64,13 @@ class Lifeline:
         """Every rank's seat, once they have met."""
         self.rendezvous: int | None = None
         """The port of the rendezvous server that the chief opened for the ranks, once they have met."""
+        self.interface: str | None = None
+        """The network interface over which this host talks to the others; None where it cannot be told, or yet."""
         self.reason: str | None = None
         """Why training cannot go on."""
         self._code = AbortedError.exit_code
         self._wires = Wires(topology, CUT)
         self._stop_at: int | None = None
-        self._chiefs_interface: str | None = None
         self._wanted = self._met = self._stopped = self._ended = self._spoken = self._warned = False
         self._failure: Message | None = None
         self._deadline = float("inf")
@@ -121,12 +122,7 @@ class Lifeline:
     def chief_address(self) -> str:
         """The chief's address, as this rank reaches it."""
         near = self.topology.is_chief or self.seats[0].node == self.topology.node
-        return "127.0.0.1" if near else str(self._wires.peers[0].socket.getpeername()[0])
-
-    def interface(self) -> str | None:
-        """The network interface over which this host talks to the others; None where it cannot be told."""
-        far = [peer for peer in self._wires.ranks() if peer.seat.node != self.topology.node]
-        return meeting.interface_of(far[0].socket.getsockname()[0]) if far else self._chiefs_interface
+        return "127.0.0.1" if near else self.seats[0].address
 
     def exchange(self, share: Share) -> None:
         """Where the ranks have not met, tells them the chief's address through the collective library."""
@@ -274,8 +270,10 @@ class Lifeline:
             case "ready":
                 peer.ready = True
             case "go":
-                self.rendezvous, self._chiefs_interface = message["rendezvous"], message["interface"]
-                self.seats = [Seat(**seat) for seat in message["seats"]]
+                # Now, while the chief is sure to be there: a short run of its may be over before this rank has begun.
+                far = peer.seat.node != self.topology.node
+                self.interface = meeting.interface_of(peer.socket.getsockname()[0]) if far else message["interface"]
+                self.rendezvous, self.seats = message["rendezvous"], [Seat(**seat) for seat in message["seats"]]
             case "wish":
                 self._wish(message["signal"], f" at {peer.name}")
             case "stop":
@@ -401,13 +399,13 @@ class Lifeline:
     def _let_go(self, open_rendezvous: Callable[[list[Seat]], int | None]) -> None:
         """On the chief: all are ready, and learn what they need to start the collective library."""
         seats = self._wires.seats()
-        one_host = len({seat.node for seat in seats}) == 1
-        self._chiefs_interface = meeting.interface_of("127.0.0.1") if one_host else self.interface()
+        far = [peer for peer in self._wires.ranks() if peer.seat.node != self.topology.node]
+        self.interface = meeting.interface_of(far[0].socket.getsockname()[0] if far else "127.0.0.1")
         self.rendezvous = open_rendezvous(seats)
         with self._changed:
             self.seats = seats
             told = [asdict(seat) for seat in seats]
-            go = {"rendezvous": self.rendezvous, "interface": self._chiefs_interface, "seats": told}
+            go = {"rendezvous": self.rendezvous, "interface": self.interface, "seats": told}
             self._wires.tell({"is": "go", **go})
 
     def _say(self, kind: type[TrainingError], text: str) -> None:

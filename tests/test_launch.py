@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from hvdtrain.errors import WorldError
 from hvdtrain.lifeline import Lifeline
 from hvdtrain.meeting import Meeting, Seat
 from hvdtrain.mpi import Mpi
-from hvdtrain.topology import discover
+from hvdtrain.topology import Topology, discover
 
 OPEN_MPI_5 = Mpi("openmpi", "5.0.11", Path("/opt/libmpi.so.40"))
 OPEN_MPI_4 = Mpi("openmpi", "4.1.5", Path("/opt/libmpi.so.40"), also=("pmi2",))
@@ -138,6 +139,28 @@ def test_gloo_is_told_of_the_rendezvous(monkeypatch):
     assert told["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"  # the chief's host is this one
     assert told["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4321"
     assert (told["HOROVOD_CROSS_RANK"], told["HOROVOD_CROSS_SIZE"]) == ("0", "2")
+
+
+def test_a_chief_that_has_left_already_is_still_known(monkeypatch):
+    monkeypatch.setattr(mpi, "of_horovod", lambda framework: None)
+    place = Meeting("127.0.0.1", range(9_811, 9_819), "word")
+    seats = [Topology(rank, 2, 0, 1, rank, f"nid00{rank + 1}", "srun", "22") for rank in range(2)]
+    chief, other = (Lifeline(seat, place) for seat in seats)
+    for line in (chief, other):
+        begins = threading.Thread(target=line.begin)  # signals are the main thread's, and one line's
+        begins.start()
+        begins.join()
+    meets = threading.Thread(target=other.meet, args=(lambda seats: None,))
+    meets.start()
+    chief.meet(lambda seats: 4321)
+    meets.join()
+    chief.leave()
+    while other._wires.peers:
+        time.sleep(0.001)
+    told = launch.variables(other, "torch", {})
+    other.leave()
+    assert (told["HOROVOD_GLOO_RENDEZVOUS_ADDR"], told["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("127.0.0.1", "4321")
+    assert (told["HOROVOD_GLOO_IFACE"], told["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
 def test_the_environment_is_as_before():
