@@ -1,25 +1,22 @@
-"""What a step costs on N ranks: a model, its fit to a few measured points, and published runs to hold it against."""
+"""The model of a step in lab 5: its fit to a few measured points, and published runs to hold it against."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter, ScalarFormatter
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from hvdtrain.labs.style import COLOURS
-
-Numbers = NDArray[np.float64]
+from hvdtrain.scaling import BACKWARD, Numbers, StepModel, gain_of_halving  # noqa: F401  # the lab's own
 
 IMAGES = 10 * 1_281_167
 """What every run of JSC's series reads: 10 epochs of ImageNet."""
 RESNET50_BYTES = 4 * 25_557_032
 """ResNet50's gradient in float32."""
-BACKWARD = 2 / 3
-"""Backward's part of a step's arithmetic: a gradient for the weights and one for the input, where forward has one."""
 
 
 class Run(NamedTuple):
@@ -65,45 +62,6 @@ PUBLISHED = (
 )
 
 
-@dataclass(frozen=True)
-class StepModel:
-    """Seconds of a step on N ranks, each with the same batch.
-
-    t(N) = compute max(1, N / cores) + max(0, allreduce(N) - hidden compute) + drag N
-    """
-
-    compute: float
-    """Seconds of one rank's forward, backward and update."""
-    gradient_bytes: float
-    byte_seconds: float
-    """beta: seconds a byte from one node to the next."""
-    message_seconds: float = 0.0
-    """alpha: seconds a message from one node to the next."""
-    hidden: float = 0.0
-    """The part of `compute` while which an allreduce costs nothing."""
-    drag: float = 0.0
-    """Seconds that every rank more adds to the step: what a run does once, whatever N, over ever fewer steps."""
-    node: int = 1
-    """Ranks a node; an allreduce inside of a node costs nothing."""
-    cores: float = math.inf
-    """Cores that all ranks share."""
-
-    def allreduce(self, ranks: ArrayLike) -> Numbers:
-        """Seconds of the ring's 2 (M - 1) messages among M nodes, each of 1 / M of the gradient."""
-        nodes = np.maximum(1.0, np.asarray(ranks) / self.node)
-        return 2 * (nodes - 1) * (self.message_seconds + self.gradient_bytes * self.byte_seconds / nodes)
-
-    def step(self, ranks: ArrayLike) -> Numbers:
-        """Seconds of a step."""
-        ranks = np.asarray(ranks, np.float64)
-        waited = np.maximum(0, self.allreduce(ranks) - self.hidden * self.compute)
-        return self.compute * np.maximum(1, ranks / self.cores) + waited + self.drag * ranks
-
-    def efficiency(self, ranks: ArrayLike) -> Numbers:
-        """A rank's speed among N ranks, as a part of that of a rank alone."""
-        return self.step(1) / self.step(ranks)
-
-
 def fit_laptop(ranks: Sequence[int], step_seconds: Sequence[float], gradient_bytes: float, cores: int) -> StepModel:
     """The model of ranks that share one machine's cores, from measured points, the first of them one rank.
 
@@ -141,15 +99,6 @@ def jsc_band(gpus: ArrayLike) -> tuple[Numbers, Numbers]:
     shares, parts = np.linspace(0, 1, 21), (0, BACKWARD / 2, BACKWARD)
     curves = [jsc_efficiency(through_jsc(share, part), gpus) for share in shares for part in parts]
     return np.min(curves, axis=0), np.max(curves, axis=0)
-
-
-def gain_of_halving(seconds: ArrayLike) -> Numbers:
-    """By what part a training gets faster when one part of its step takes half the time (Amdahl 1967).
-
-    `seconds` [parts] are those of a step; so is what comes back: 0.25 is 25 % more images a second.
-    """
-    parts = np.asarray(seconds, np.float64)
-    return 1 / (1 - parts / parts.sum() / 2) - 1
 
 
 def draw_laptop(axes: Axes, model: StepModel, ranks: Sequence[int], step_seconds: Sequence[float]) -> None:

@@ -1,0 +1,284 @@
+"""What a training costs on N ranks: the model of a step, and what measured points say and leave open of it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Numbers = NDArray[np.float64]
+
+BACKWARD = 2 / 3
+"""Backward's part of a step's arithmetic: a gradient for the weights and one for the input, where forward has one."""
+NOISE = 0.01
+"""By what part a run that was measured once may be off."""
+SLOWEST_LINK = 0.8
+"""What a ring may get of a link's nominal rate, at the least."""
+CAUSES = ("fixed", "network", "stragglers")
+"""What may take time beside compute."""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a step on N ranks, each with the same batch.
+
+    t(N) = compute max(1, N / cores) + max(tail, allreduce(N) - hidden compute) + drag N + straggle log2 N
+    """
+
+    compute: float
+    """Seconds of one rank's forward, backward and update."""
+    gradient_bytes: float
+    byte_seconds: float
+    """beta: seconds a byte from one node to the next."""
+    message_seconds: float = 0.0
+    """alpha: seconds a message from one node to the next."""
+    hidden: float = 0.0
+    """The part of `compute` while which an allreduce costs nothing."""
+    drag: float = 0.0
+    """Seconds that every rank more adds to the step: what a run does once, whatever N, over ever fewer steps."""
+    node: int = 1
+    """Ranks a node, which add up their gradients first."""
+    cores: float = math.inf
+    """Cores that all ranks share."""
+    node_byte_seconds: float = 0.0
+    """Seconds a byte from one rank to the next of its node."""
+    fusion_bytes: float = math.inf
+    """The gradient travels in buffers of this size, each with messages of its own; nothing hides the last of several,
+    which is complete only when backward ends."""
+    straggle: float = 0.0
+    """Seconds that twice as many ranks wait longer for their slowest."""
+
+    @property
+    def buffers(self) -> int:
+        return max(1, math.ceil(self.gradient_bytes / self.fusion_bytes))
+
+    def allreduce(self, ranks: ArrayLike) -> Numbers:
+        """Seconds of the ring's 2 (M - 1) messages among M nodes for each buffer, each message of 1 / M of it, and of
+        the ring among the ranks of a node."""
+        ranks = np.asarray(ranks, np.float64)
+        nodes = np.maximum(1.0, ranks / self.node)
+        inside = np.minimum(ranks, self.node)
+        between = (nodes - 1) * (self.buffers * self.message_seconds + self.gradient_bytes * self.byte_seconds / nodes)
+        return 2 * (between + (inside - 1) / inside * self.gradient_bytes * self.node_byte_seconds)
+
+    def waited(self, ranks: ArrayLike) -> Numbers:
+        """Seconds of the allreduce that compute does not hide."""
+        travel = self.allreduce(ranks)
+        tail = travel * min(1.0, self.fusion_bytes / self.gradient_bytes) if self.buffers > 1 else 0.0
+        return np.maximum(tail, travel - self.hidden * self.compute)
+
+    def step(self, ranks: ArrayLike) -> Numbers:
+        """Seconds of a step."""
+        ranks = np.asarray(ranks, np.float64)
+        beside = self.drag * ranks + self.straggle * np.log2(ranks)
+        return self.compute * np.maximum(1, ranks / self.cores) + self.waited(ranks) + beside
+
+    def efficiency(self, ranks: ArrayLike) -> Numbers:
+        """A rank's speed among N ranks, as a part of that of a rank alone."""
+        return self.step(1) / self.step(ranks)
+
+
+class Point(NamedTuple):
+    """A measured run: so many ranks did the work in so many seconds."""
+
+    ranks: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of the same work on `ranks`, with the lowest and highest that the model allows.
+
+    `parts` are the middle's seconds by cause, `compute` among them.
+    """
+
+    ranks: Numbers
+    seconds: Numbers
+    low: Numbers
+    high: Numbers
+    parts: dict[str, Numbers]
+
+    def shares(self, index: int) -> dict[str, float]:
+        """By cause, the part of that forecast's time."""
+        return {name: float(part[index] / self.seconds[index]) for name, part in self.parts.items()}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is known of the allreduce: the step's model, all but its compute, and the steps of one rank alone."""
+
+    model: StepModel
+    steps: float
+
+
+Column = Callable[[Numbers], Numbers]
+
+
+@dataclass(frozen=True)
+class Points:
+    """All models that pass through measured points.
+
+    The ranks' time together, N T(N), is a sum of causes, none of them negative: compute (the same whatever N); a fixed
+    part of the run (grows as N); stragglers (the slowest of N with exponential delays comes later by the same with
+    every doubling, as the harmonic numbers grow: log2 N); the ring among M nodes, 2 (M - 1) / M; and the same ring with
+    backward hiding it as far as it can. Two points leave open which of them took what was lost between the points. So
+    the forecast is the geometric middle of the lowest and the highest of these models: the one that errs by the least
+    factor, whichever is true.
+    """
+
+    points: tuple[Point, ...]
+    node: int
+    cores: float = math.inf
+    fixed_seconds: float | None = None
+    link: Link | None = None
+    overlap: float | None = None
+    noise: float = NOISE
+
+    def forecast(self, ranks: Sequence[int]) -> Forecast:
+        where = np.asarray(ranks, np.float64)
+        best, all_fits = self._fits()
+        (few, low_parts), (many, high_parts) = best.reach(where, best.misfit * (1 + 1e-6) + 1e-9)
+        seconds = np.sqrt(few * many)
+        parts = {name: (low_parts[name] + high_parts[name]) * seconds / (few + many) for name in low_parts}
+        bands = [fit.reach(where, best.misfit + self.noise) for fit in all_fits]
+        low = np.min([low for (low, _), _ in bands], axis=0)
+        high = np.max([high for _, (high, _) in bands], axis=0)
+        return Forecast(where, seconds, low, high, parts)
+
+    @property
+    def misfit(self) -> float:
+        """By what part the model has to miss at least one point."""
+        return self._fits()[0].misfit
+
+    def _fits(self) -> "tuple[_Fit, list[_Fit]]":
+        """The fit that leaves least unexplained, and those at the ends of what the unknown overlap allows."""
+        if self.link is None:
+            fit = self._fit(None)
+            return fit, [fit]
+        overlaps = [self.overlap] if self.overlap is not None else np.linspace(0, BACKWARD, 65).tolist()
+        fits = [self._fit(overlap) for overlap in overlaps]
+        least = min(fit.misfit for fit in fits)
+        best = next(fit for fit in fits if fit.misfit <= least + 1e-4)
+        near = [fit for fit in fits if fit.misfit <= best.misfit + self.noise]
+        return best, [best, near[0], near[-1]]
+
+    def _fit(self, overlap: float | None) -> "_Fit":
+        ranks, seconds = (np.asarray(column, np.float64) for column in zip(*self.points, strict=True))
+        cost = ranks * seconds
+        columns: dict[str, Column] = {"compute": lambda n: np.maximum(1, n / self.cores), "stragglers": np.log2}
+        known: dict[str, Column] = {}
+        if self.fixed_seconds is None:
+            columns["fixed"] = lambda n: n
+        else:
+            fixed = self.fixed_seconds
+            known["fixed"] = lambda n: fixed * n
+        if self.link:
+            once = cost[0] - (self.fixed_seconds or 0.0) * ranks[0]
+            model = replace(self.link.model, compute=once / self.link.steps, hidden=overlap or 0.0)
+            steps = self.link.steps
+            known["network"] = lambda n: steps * model.waited(n)
+        elif ranks[-1] > self.node:
+            bare = StepModel(cost[0], 1.0, 1.0, node=self.node)
+            columns["network"] = bare.allreduce
+            lost = max(0.0, cost[-1] - cost[0]) / cost[0]
+            # No more than is waited for: that the points should see just the tip of it would be a coincidence.
+            hidden = min(BACKWARD, lost)
+            if hidden:
+                reach = float(bare.allreduce(ranks[-1]))
+                columns["hidden network"] = replace(
+                    bare, byte_seconds=(lost + hidden) * cost[0] / reach, hidden=hidden
+                ).waited
+        return _Fit(ranks, cost, columns, known)
+
+
+@dataclass(frozen=True)
+class Physics:
+    """A forecast without a measured run of several ranks: what a step computes, and how its gradient travels."""
+
+    model: StepModel
+    steps: float
+    """Steps of one rank alone."""
+    fixed_seconds: float = 0.0
+    overlap: float | None = None
+
+    def forecast(self, ranks: Sequence[int]) -> Forecast:
+        """The geometric middle between no overlap and all that backward can hide, where it is not known."""
+        where = np.asarray(ranks, np.float64)
+        least, most = (0.0, BACKWARD) if self.overlap is None else (self.overlap, self.overlap)
+        slow = replace(self.model, byte_seconds=self.model.byte_seconds / SLOWEST_LINK)
+        many, few = (self._seconds(replace(self.model, hidden=part), where) for part in (least, most))
+        seconds = np.sqrt(few * many)
+        compute = self.steps / where * self.model.compute * np.maximum(1, where / self.model.cores)
+        fixed = np.full_like(where, self.fixed_seconds)
+        parts = {"compute": compute, "fixed": fixed, "network": seconds - compute - fixed}
+        high = self._seconds(replace(slow, hidden=least), where)
+        return Forecast(where, seconds, few * (1 - NOISE), high * (1 + NOISE), parts)
+
+    def _seconds(self, model: StepModel, ranks: Numbers) -> Numbers:
+        return self.steps / ranks * model.step(ranks) + self.fixed_seconds
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The columns' weights, none negative, with which their sum is at the points what was measured there."""
+
+    ranks: Numbers
+    cost: Numbers
+    columns: Mapping[str, Column]
+    known: Mapping[str, Column]
+
+    @property
+    def misfit(self) -> float:
+        """The least part by which some point is missed."""
+        from scipy.optimize import linprog
+
+        matrix, wanted = self._system()
+        free = np.append(np.zeros(matrix.shape[1]), 1.0)
+        slack = -np.ones((2 * len(wanted), 1))
+        rows = np.hstack([np.vstack([matrix, -matrix]), slack])
+        return float(linprog(free, rows, np.concatenate([wanted, -wanted])).fun)
+
+    def reach(
+        self, ranks: Numbers, tolerance: float
+    ) -> tuple[tuple[Numbers, dict[str, Numbers]], tuple[Numbers, dict[str, Numbers]]]:
+        """The least and the most seconds at `ranks` within that tolerance of every point, and their parts by cause."""
+        ends = [[self._extreme(n, tolerance, sign) for n in ranks] for sign in (1, -1)]
+        told = [{name: np.array([end[name] for end in row]) for name in row[0]} for row in ends]
+        low, high = ((np.sum(list(parts.values()), axis=0), parts) for parts in told)
+        return low, high
+
+    def _extreme(self, n: float, tolerance: float, sign: int) -> dict[str, float]:
+        from scipy.optimize import linprog
+
+        matrix, wanted = self._system()
+        objective = sign * self._scaled(np.array([n]))[0]
+        rows, limits = np.vstack([matrix, -matrix]), np.concatenate([wanted + tolerance, tolerance - wanted])
+        weights = linprog(objective, rows, limits).x
+        if weights is None:  # this overlap's own misfit lies above the tolerance by rounding
+            return self._extreme(n, self.misfit + 1e-7, sign)
+        parts = dict.fromkeys(("compute", *CAUSES), 0.0)
+        for name, part in zip(self.columns, sign * objective * weights * self.cost[-1] / n, strict=True):
+            parts[name.removeprefix("hidden ")] += float(part)
+        for name, column in self.known.items():
+            parts[name] += float(column(np.array([n]))[0] / n)
+        return parts
+
+    def _system(self) -> tuple[Numbers, Numbers]:
+        """The columns at the points, and what they have to sum up to, both as parts of what was measured there."""
+        known = sum((column(self.ranks) for column in self.known.values()), np.zeros_like(self.cost))
+        return self._scaled(self.ranks) * self.cost[-1] / self.cost[:, None], 1 - known / self.cost
+
+    def _scaled(self, ranks: Numbers) -> Numbers:
+        """Each column at `ranks` [ranks, columns], 1 at the last point."""
+        return np.stack([column(ranks) / column(self.ranks[-1:]) for column in self.columns.values()], axis=1)
+
+
+def gain_of_halving(seconds: ArrayLike) -> Numbers:
+    """By what part a training gets faster when one part of its step takes half the time (Amdahl 1967).
+
+    `seconds` [parts] are those of a step; so is what comes back: 0.25 is 25 % more images a second.
+    """
+    parts = np.asarray(seconds, np.float64)
+    return 1 / (1 - parts / parts.sum() / 2) - 1
