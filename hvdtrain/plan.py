@@ -30,6 +30,8 @@ class Plan:
     total_steps: int
     parameters: int
     schedule: Schedule
+    shards: tuple[int, ...] = ()
+    """Training examples in each shard, where ranks read shard after shard; () where the whole set is shuffled."""
 
     @property
     def peak_lr(self) -> float:
@@ -53,7 +55,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers, without the recipe (which has a file of its own)."""
         numbers = asdict(self)
-        del numbers["recipe"]
+        del numbers["recipe"], numbers["shards"]
         return {**numbers, "gradient_bytes": self.gradient_bytes, "checkpoint_bytes": self.checkpoint_bytes}
 
     def lines(self) -> list[str]:
@@ -135,6 +137,7 @@ def make(recipe: Recipe, topology: Topology, dataset: Dataset) -> Plan:
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
         parameters=parameters(recipe, dataset.classes),
         schedule=schedule,
+        shards=dataset.shards,
     )
 
 

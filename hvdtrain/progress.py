@@ -64,11 +64,17 @@ class Progress:
 def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, list[Request]]:
     """What is left of the epoch: where each update's batch begins in the order, and the rank's parts of them all,
     `accumulation_steps` an update."""
-    order = Epoch.of(plan.train_examples, plan.recipe.seed, progress.epoch, DRAWS)
+    order = _epoch(plan, progress.epoch)
     starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
     shares = (order.share(start, plan.global_batch, rank, plan.size) for start in starts)
     parts = (part for share in shares for part in np.split(share, plan.recipe.accumulation_steps))
     return starts, [(part, order.draws[part]) for part in parts]
+
+
+def _epoch(plan: Plan, epoch: int) -> Epoch:
+    if plan.shards:
+        return Epoch.by_shard(plan.shards, plan.recipe.seed, epoch, DRAWS, plan.global_batch, plan.size)
+    return Epoch.of(plan.train_examples, plan.recipe.seed, epoch, DRAWS)
 
 
 def valid_requests(plan: Plan, rank: int) -> list[Request]:

@@ -44,6 +44,12 @@ class Recipe(BaseModel):
     stem: Literal["imagenet", "cifar"] = Field("imagenet", description="cifar: stride 1 and no max-pool")
     dataset: Literal["linear", "digits", "cifar100", "imagenet", "synthetic"] = Field(description="the data set")
     data_dir: Annotated[Path, Field(strict=False)] | None = Field(None, description="folder of the data set")
+    cache_dir: Annotated[Path, Field(strict=False)] | None = Field(
+        None, description="imagenet, packed: folder of the node's own, as $TMPDIR or /dev/shm, to copy the set to"
+    )
+    shuffle: Literal["global", "shards"] = Field(
+        "global", description="imagenet, packed; shards: each rank reads shard after shard, another order for other N"
+    )
     train_crop: PositiveInt = Field(224, description="imagenet: side of a training picture, pixels")
     valid_resize: PositiveInt = Field(256, description="imagenet: shorter side before the crop, pixels")
     valid_crop: PositiveInt = Field(224, description="imagenet: side of a validation picture, pixels")
@@ -71,6 +77,7 @@ class Recipe(BaseModel):
     momentum: Fraction = Field(0.0, description="of SGD")
     nesterov: bool = Field(False, description="Nesterov momentum")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of SGD, on every parameter")
+    label_smoothing: Fraction = Field(0.0, description="share of the target spread over all classes; training only")
     clip_norm: PositiveFloat | None = Field(None, description="largest norm of the averaged gradient")
 
     precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
@@ -82,6 +89,8 @@ class Recipe(BaseModel):
     channels_last: bool = Field(False, description="PyTorch: NHWC memory layout, which TensorFlow always has")
     fused_optimizer: bool = Field(False, description="PyTorch: one kernel for the whole update")
     cudnn_benchmark: bool = Field(False, description="PyTorch: let cuDNN time its algorithms first")
+    compile: bool = Field(False, description="PyTorch: compile the network, on one GPU the update as one CUDA graph")
+    data_on_device: bool = Field(False, description="PyTorch: keep the data set on the device and augment it there")
     xla: bool = Field(False, description="TensorFlow: compile forward and backward with XLA")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
     workers: Count = Field(
@@ -97,7 +106,7 @@ class Recipe(BaseModel):
     autotune: bool = Field(False, description="let Horovod tune threshold and cycle")
     # Not `timeline`: horovodrun would read --timeline as an abbreviation of its own flags.
     horovod_timeline: bool = Field(False, description="write Horovod's timeline into the run folder")
-    profile: bool = Field(False, description="write the framework's profiler trace of ten steps")
+    profile: bool = Field(False, description="trace ten steps; PyTorch: where a step's time goes, too")
 
     log_every_steps: PositiveInt = Field(20, description="steps between two log lines")
     checkpoint_every_epochs: PositiveInt = Field(1, description="epochs between two checkpoints")
@@ -135,6 +144,10 @@ def check_framework(recipe: Recipe, framework: str) -> None:
     """Refuses what the framework has not."""
     if framework == "torch" and recipe.xla:
         raise RecipeError("xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.")
+    if framework == "tensorflow" and recipe.compile:
+        raise RecipeError("compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.")
+    if framework == "tensorflow" and recipe.data_on_device:
+        raise RecipeError("data_on_device is PyTorch's, this run is TensorFlow's; drop it.")
 
 
 def dump(recipe: Recipe) -> str:
@@ -248,7 +261,21 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")
     if r.reduction == "adasum" and r.precision == "float16":
         raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")
-    if r.xla and r.batch_norm == "sync":
-        raise RecipeError("xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.")
     if r.valid_crop > r.valid_resize:
         raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")
+    if r.dataset != "imagenet" and (r.shuffle == "shards" or r.cache_dir):
+        raise RecipeError(f"shuffle shards and cache_dir go with dataset imagenet, packed, got {r.dataset}; drop them.")
+    _check_speed(r)
+
+
+def _check_speed(r: Recipe) -> None:
+    if r.xla and r.batch_norm == "sync":
+        raise RecipeError("xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.")
+    if r.compile and r.batch_norm == "sync":
+        raise RecipeError("compile goes with batch_norm local or frozen: sync puts a collective into what is compiled.")
+    if r.label_smoothing and r.model == "linear":
+        raise RecipeError("label_smoothing is for classes, which model linear has not; drop it.")
+    if r.data_on_device and r.dataset == "imagenet":
+        raise RecipeError("data_on_device needs a data set in memory, imagenet is read from files; drop it.")
+    if r.data_on_device and r.workers:
+        raise RecipeError(f"data_on_device leaves nothing to read: workers must be 0, got {r.workers}.")

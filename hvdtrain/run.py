@@ -115,6 +115,8 @@ def load_dataset(recipe: Recipe) -> datasets.Dataset:
     return datasets.load(
         recipe.dataset,
         data_dir=recipe.data_dir,
+        cache_dir=recipe.cache_dir,
+        is_by_shard=recipe.shuffle == "shards",
         seed=recipe.seed,
         train_crop=recipe.train_crop,
         valid_resize=recipe.valid_resize,

@@ -1,11 +1,16 @@
 """Which examples each rank sees in each step: the same ones, all ranks together, whatever their number."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+
+WINDOW = 4096
+"""Examples of one rank that are mixed where it reads shard after shard; some 500 MB of ImageNet."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +19,24 @@ class Epoch:
 
     order: Indices
     draws: NDArray[np.float32]
+
+    @classmethod
+    def by_shard(
+        cls, shards: Sequence[int], seed: int, epoch: int, draws: int, global_batch: int, size: int
+    ) -> "Epoch":
+        """As `of`, for ranks that read one shard after the other, of which `shards` tells the examples each has.
+
+        The shards, in an order drawn anew, are dealt to the ranks as runs of equal length; a rank's examples are
+        mixed within WINDOW of its run. The order thus depends on batch and ranks: `share` is each rank's own run.
+        """
+        random = np.random.default_rng([seed, epoch, 0])
+        firsts = np.cumsum([0, *shards])
+        run = np.concatenate([np.arange(firsts[k], firsts[k + 1]) for k in random.permutation(len(shards))])
+        batches = len(run) // global_batch
+        cuts = [batches * (global_batch * rank // size) for rank in range(size + 1)]
+        parts = [_mixed(run[first:last], random).reshape(batches, -1) for first, last in itertools.pairwise(cuts)]
+        order = np.concatenate([np.concatenate(parts, axis=1).ravel(), run[batches * global_batch :]])
+        return cls(order, cls.of(len(run), seed, epoch, draws).draws)
 
     @classmethod
     def of(cls, examples: int, seed: int, epoch: int, draws: int) -> "Epoch":
@@ -25,6 +48,10 @@ class Epoch:
     def share(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
         """Rank's examples, [global_batch / size, rounded down or up], of the batch that begins at place `start`."""
         return self.order[start + global_batch * rank // size : start + global_batch * (rank + 1) // size]
+
+
+def _mixed(run: Indices, random: np.random.Generator) -> Indices:
+    return np.concatenate([run[:0], *(random.permutation(run[k : k + WINDOW]) for k in range(0, len(run), WINDOW))])
 
 
 def shard(examples: int, rank: int, size: int) -> Indices:

@@ -19,6 +19,8 @@ def load(
     name: Name,
     *,
     data_dir: Path | None = None,
+    cache_dir: Path | None = None,
+    is_by_shard: bool = False,
     seed: int = 0,
     train_crop: int = 224,
     valid_resize: int = 256,
@@ -30,7 +32,8 @@ def load(
     """The data set of that name, its files looked for but not all read.
 
     data_dir is for cifar100 (by default downloaded and kept) and imagenet; seed for linear and synthetic; the
-    crops and valid_resize, in pixels, for imagenet; the last three for synthetic.
+    crops and valid_resize, in pixels, for imagenet; the last three for synthetic. Of a packed imagenet, cache_dir
+    keeps a copy on this node, and is_by_shard numbers the training samples shard after shard.
     Raises DataError where files are missing, damaged or of the wrong shape.
     """
     match name:
@@ -47,8 +50,14 @@ def load(
 
             return cifar100.load(data_dir)
         case "imagenet":
-            from hvdtrain.datasets import imagenet, index
+            from hvdtrain.datasets import cache, imagenet, index, shards
 
+            if data_dir is not None and shards.is_in(data_dir):
+                folder = cache.on_node(data_dir, cache_dir) if cache_dir else data_dir
+                return shards.load(folder, train_crop, valid_resize, valid_crop, is_by_shard)
+            if is_by_shard or cache_dir:
+                key = "shuffle shards" if is_by_shard else "cache_dir"
+                raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")
             read = index.load if index.is_in(data_dir) else imagenet.load
             return read(data_dir, train_crop, valid_resize, valid_crop)
         case "synthetic":

@@ -41,6 +41,8 @@ class Dataset:
     mean: tuple[float, ...]
     """Per channel, of pixels scaled to [0, 1]; empty for a regression."""
     std: tuple[float, ...]
+    shards: tuple[int, ...] = ()
+    """The training samples in each shard, where they are numbered shard after shard; () elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,11 @@ Augmented as ResNet is usually trained: a random part resized (torchvision's Ran
 
 import contextlib
 import functools
+import io
 import math
 import os
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from hvdtrain.datasets.base import Dataset, require_positive
 from hvdtrain.errors import DataError
@@ -34,36 +36,72 @@ Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
-    """Picture files by number; a million of them take some 30 MB, so that workers get them quickly."""
+class Encoded(ABC):
+    """A split of pictures that lie somewhere as JPEG or PNG, decoded in a few threads."""
 
-    root: Path
-    classes: tuple[str, ...]
-    names: NDArray[np.bytes_]
     labels: NDArray[np.int64]
     resize: int
     """Without augmentation the shorter side is resized to this, and the centre cropped."""
     crop: int
+    classes: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def path(self, index: int) -> Path:
-        return self.root / self.classes[self.labels[index]] / os.fsdecode(self.names[index])
+    @abstractmethod
+    def encoded(self, index: int) -> bytes:
+        """The picture's bytes. Raises OSError where they cannot be read, DataError where they are damaged."""
+
+    @abstractmethod
+    def place(self, index: int) -> str:
+        """Where the picture lies, for a message."""
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         pictures = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
 
-        def decode(place: int) -> None:
-            path = self.path(indices[place])
+        def decode(number: int) -> None:
+            index = int(indices[number])
             if draws is None:
-                pictures[place] = open_picture(path, lambda picture: centre_crop(picture, self.resize, self.crop))
+                pictures[number] = self.decoded(index, lambda picture: centre_crop(picture, self.resize, self.crop))
             else:
-                pictures[place] = open_picture(path, lambda picture: random_crop(picture, self.crop, draws[place]))
+                pictures[number] = self.decoded(index, lambda picture: random_crop(picture, self.crop, draws[number]))
 
         for _ in _threads().map(decode, range(len(indices))):
             pass
         return pictures, self.labels[indices]
+
+    def decoded(self, index: int, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
+        """The picture, prepared. Raises DataError naming its place where it is damaged."""
+        with self.told(index), Image.open(io.BytesIO(self.encoded(index))) as picture:
+            return np.asarray(prepare(picture))
+
+    @contextlib.contextmanager
+    def told(self, index: int) -> Iterator[None]:
+        """Around the reading of a picture: whatever is wrong with it is a DataError that names its place."""
+        try:
+            yield
+        except UNREADABLE as error:
+            reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+            raise DataError(
+                f"{self.place(index)} cannot be read as a picture ({reason}): fetch it again, or remove it."
+            ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures(Encoded):
+    """Picture files by number; a million of them take some 30 MB, so that workers get them quickly."""
+
+    root: Path
+    names: NDArray[np.bytes_]
+
+    def path(self, index: int) -> Path:
+        return self.root / self.classes[self.labels[index]] / os.fsdecode(self.names[index])
+
+    def encoded(self, index: int) -> bytes:
+        return self.path(index).read_bytes()
+
+    def place(self, index: int) -> str:
+        return str(self.path(index))
 
 
 @functools.cache
@@ -89,8 +127,8 @@ def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: 
     _require_same_classes(train_root, classes, valid_root, _classes(valid_root))
     train_resize = resize_beside(train_crop, valid_resize, valid_crop)
     return dataset(
-        Pictures(train_root, classes, *_scan(train_root, classes), train_resize, train_crop),
-        Pictures(valid_root, classes, *_scan(valid_root, classes), valid_resize, valid_crop),
+        _pictures(train_root, classes, train_resize, train_crop),
+        _pictures(valid_root, classes, valid_resize, valid_crop),
         len(classes),
     )
 
@@ -107,7 +145,7 @@ def resize_beside(train_crop: int, valid_resize: int, valid_crop: int) -> int:
     return math.ceil(train_crop * valid_resize / valid_crop)
 
 
-def dataset(train: Pictures, valid: Pictures, classes: int) -> Dataset:
+def dataset(train: Encoded, valid: Encoded, classes: int) -> Dataset:
     """The two splits, with ImageNet's mean and standard deviation."""
     return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD)
 
@@ -140,7 +178,7 @@ def _require_same_classes(train_root: Path, train: tuple[str, ...], valid_root: 
             )
 
 
-def _scan(root: Path, classes: tuple[str, ...]) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+def _pictures(root: Path, classes: tuple[str, ...], resize: int, crop: int) -> Pictures:
     names: list[bytes] = []
     counts = []
     for name in classes:
@@ -150,7 +188,7 @@ def _scan(root: Path, classes: tuple[str, ...]) -> tuple[NDArray[np.bytes_], NDA
             raise DataError(f"{root / name} holds no {', '.join(SUFFIXES)} picture: fill it, or remove that class.")
         names += pictures
         counts.append(len(pictures))
-    return np.array(names), np.repeat(np.arange(len(classes)), counts)
+    return Pictures(np.repeat(np.arange(len(classes)), counts), resize, crop, classes, root, np.array(names))
 
 
 def _is_picture(entry: os.DirEntry[str]) -> bool:
@@ -165,15 +203,6 @@ def _listed(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
             yield entries
     except OSError as error:
         raise DataError(f"{folder} cannot be listed ({error.strerror}): mend its permissions.") from None
-
-
-def open_picture(path: Path, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
-    """The picture in that file, prepared. Raises DataError naming the file where it is damaged."""
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(prepare(picture))
-    except UNREADABLE as error:
-        raise DataError(f"{path} cannot be read as a picture ({error}): fetch it again, or remove it.") from None
 
 
 def centre_crop(picture: Image.Image, resize: int, crop: int) -> Image.Image:

@@ -89,7 +89,12 @@ def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
 
 
 def _listed(
-    path: Path, index: Mapping[str, int | str], numbers: Mapping[int | str, int], classes: tuple[str, ...], *sides: int
+    path: Path,
+    index: Mapping[str, int | str],
+    numbers: Mapping[int | str, int],
+    classes: tuple[str, ...],
+    resize: int,
+    crop: int,
 ) -> Listed:
     if unknown := sorted({str(label) for label in index.values() if label not in numbers}):
         raise DataError(
@@ -98,4 +103,4 @@ def _listed(
         )
     names = np.array([os.fsencode(picture) for picture in index])
     labels = np.array([numbers[label] for label in index.values()], np.int64)
-    return Listed(path.parent, classes, names, labels, *sides)
+    return Listed(labels, resize, crop, classes, path.parent, names)
