@@ -89,8 +89,12 @@ class Minicluster:
         """The job once SLURM calls it done."""
         deadline = time.monotonic() + limit
         while (job := self.job(number))["JobState"] in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}:
-            if time.monotonic() > deadline:
-                pytest.fail(f"job {number} is still {job['JobState']} after {limit} s: {job}")
+            held = job["Reason"].endswith("held")
+            if held or time.monotonic() > deadline:
+                logs = "".join(
+                    log.read_text(errors="replace")[-4000:] for log in (self.state / "log").glob("slurm*.log")
+                )
+                pytest.fail(f"job {number} is still {job['JobState']} (at most {limit} s): {job}\n{logs}")
             time.sleep(0.3)
         return job
 

@@ -54,8 +54,9 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=5,bf_continue
 TopologyPlugin=topology/tree
 SlurmdTimeout={slurmd_timeout}
-# SLURM asks a silent node twice before it is down, and waits this long each time: 10 s by default.
-MessageTimeout=5
+# SLURM asks a silent node twice before it is down, and waits this long each time. A busy machine's slurmd may need more
+# than 5 s for an answer; a batch job that it could not launch in time, twice, is held.
+MessageTimeout=10
 # What a task leaves behind in the background is nobody's child, escapes linuxproc and keeps the step's output open.
 EioTimeout=5
 KillWait={kill_wait}
