@@ -62,6 +62,9 @@ HOROVODS = {
     "cycle_time_ms": None,
 }  # fmt: skip
 
+# Engines that put one process's network on several devices.
+SEVERAL_DEVICES = ("dataparallel", "modelparallel")
+
 # Engines whose replicas compute with variables that lie on another device.
 FAR_VARIABLES = ("central", "parameter-server")
 
@@ -87,6 +90,8 @@ def check(name: str, recipe: Recipe) -> None:
         raise RecipeError(
             "batch_norm sync needs ranks, which engine dataparallel has not; take local, or --engine ddp."
         )
+    if recipe.compile and name in SEVERAL_DEVICES:
+        raise RecipeError(f"compile cannot be with engine {name}, whose network lies on several devices; drop it.")
     if recipe.xla and name in FAR_VARIABLES:
         raise RecipeError(
             f"xla cannot be with engine {name}: XLA has no access to variables on another device "

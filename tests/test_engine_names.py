@@ -50,6 +50,11 @@ def test_the_other_frameworks_engine_is_refused(name, adapter, message):
 
 
 ASKED_TOO_MUCH = {
+    "compiled pieces": (
+        "modelparallel",
+        {"compile": True},
+        "compile cannot be with engine modelparallel, whose network lies on several devices; drop it.",
+    ),
     "adasum": (
         "ddp",
         {"reduction": "adasum"},

@@ -94,8 +94,35 @@ def test_cifar100_is_the_nersc_ladder(entry):
     assert (r.lr_factor, r.plateau_patience) == (0.2, 10)
 
 
+# Above the tutorial's top: what each entry changes in the one it stands on.
+BF16 = "bs256-bf16-nhwc-extra-opts"
+FAST = {
+    "batch_size": 1024, "base_lr": 0.1, "base_batch_size": 128, "lr_rule": "linear", "warmup_epochs": 5.0,
+    "lr_schedule": "cosine", "nesterov": True, "label_smoothing": 0.1, "epochs": 40,
+}  # fmt: skip
+ABOVE = {
+    BF16: ("bs256-amp-nhwc-extra-opts", {"precision": "bfloat16"}),
+    f"{BF16}-compile": (BF16, {"compile": True}),
+    f"{BF16}-compile-resident": (f"{BF16}-compile", {"data_on_device": True}),
+    "fast": (f"{BF16}-compile-resident", FAST),
+    **{
+        f"{entry}-prof": (entry, {"epochs": 2, "profile": True})
+        for entry in (BF16, f"{BF16}-compile", f"{BF16}-compile-resident")
+    },
+    "fast-prof": ("fast", {"epochs": 2, "warmup_epochs": 1.0, "profile": True}),
+}
+
+
+@pytest.mark.parametrize("entry", ABOVE)
+def test_each_rung_above_changes_one_thing(entry):
+    base, changes = ABOVE[entry]
+    expected = load(f"cifar100:{base}").model_dump() | changes
+    assert load(f"cifar100:{entry}").model_dump() == expected | {"name": f"cifar100:{entry}"}
+
+
 def test_the_ladder_has_no_other_entry():
-    assert {f"cifar100:{entry}" for entry in LADDER} == {name for name in shipped_entries() if "cifar100" in name}
+    entries = {f"cifar100:{entry}" for entry in (*LADDER, *ABOVE)}
+    assert entries == {name for name in shipped_entries() if "cifar100" in name}
 
 
 NUMBERS = {
@@ -270,6 +297,22 @@ TOGETHER = {
         {"xla": True, "batch_norm": "sync"},
         "xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.",
     ),
+    "compiled around a collective": (
+        {"compile": True, "batch_norm": "sync"},
+        "compile goes with batch_norm local or frozen: sync puts a collective into what is compiled.",
+    ),
+    "smoothed line": (
+        {"label_smoothing": 0.1, "model": "linear", "dataset": "linear"},
+        "label_smoothing is for classes, which model linear has not; drop it.",
+    ),
+    "files on the device": (
+        {"data_on_device": True, "model": "resnet50", "dataset": "imagenet"},
+        "data_on_device needs a data set in memory, imagenet is read from files; drop it.",
+    ),
+    "readers of what lies on the device": (
+        {"data_on_device": True, "workers": 2},
+        "data_on_device leaves nothing to read: workers must be 0, got 2.",
+    ),
     "crop beyond the picture": ({"valid_crop": 300}, "valid_crop must be at most valid_resize=256, got 300."),
 }
 
@@ -389,7 +432,18 @@ def test_nearest(word, hint):
     assert nearest(word, ["linear", "digits"]) == hint
 
 
-def test_each_framework_refuses_what_it_has_not():
-    recipe.check_framework(recipe.load("digits", {"xla": True}), "tensorflow")
-    with pytest.raises(RecipeError, match=r"^xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla\.$"):
-        recipe.check_framework(recipe.load("digits", {"xla": True}), "torch")
+FOREIGN = {
+    "xla": ("tensorflow", "torch", "xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla."),
+    "compile": ("torch", "tensorflow", "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla."),
+    "data_on_device": ("torch", "tensorflow", "data_on_device is PyTorch's, this run is TensorFlow's; drop it."),
+}
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_each_framework_refuses_what_it_has_not(key):
+    home, abroad, message = FOREIGN[key]
+    asked = recipe.load("digits", {key: True})
+    recipe.check_framework(asked, home)
+    with pytest.raises(RecipeError) as caught:
+        recipe.check_framework(asked, abroad)
+    assert str(caught.value) == message

@@ -82,19 +82,24 @@ def _pixels(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def source_pixels(draws: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """For each pixel of n augmented pictures, its number in the original [n, 32, 32], and if it is inside.
+    """For each pixel of n augmented pictures, its number in the original [n, 32, 32], and if it is inside."""
+    (row, is_row), (column, is_column) = map(_axis, placements(draws).transpose(1, 2, 0))
+    return row * SIDE + column, is_row & is_column
 
-    draws[:, 0] and [:, 1] place the crop, [:, 2] decides the flip, [:, 3] the angle.
+
+def placements(draws: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Where n augmented pictures lie in their originals, rows and columns: [n, 2, 4].
+
+    Of each axis: its value at the first pixel, its growth per row and per column, in units of 2^-16 pixels, and the
+    crop's offset in pixels. draws[:, 0] and [:, 1] place the crop, [:, 2] decides the flip, [:, 3] the angle.
     """
-    top, left = np.floor(draws[:, :2].T * (2 * PADDING + 1)).astype(np.int32) - PADDING
+    offset = np.floor(draws[:, :2] * (2 * PADDING + 1)).astype(np.int32) - PADDING
     down, across = rotation((draws[:, 3].astype(np.float64) * 2 - 1) * DEGREES)
     is_flipped = (draws[:, 2] < 0.5)[:, None]
     # In fixed point, 32 - x minus the smallest unit mirrors column k to 31 - k exactly.
     mirror = np.array([(SIDE << FIXED_BITS) - 1, 0, 0], np.int32)
     across = np.where(is_flipped, mirror - across, across)
-    row, is_row = _axis(down, top)
-    column, is_column = _axis(across, left)
-    return row * SIDE + column, is_row & is_column
+    return np.concatenate([np.stack([down, across], axis=1), offset[:, :, None]], axis=2)
 
 
 def rotation(degrees: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -111,12 +116,12 @@ def rotation(degrees: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[n
     return down.T, across.T
 
 
-def _axis(affine: NDArray[np.int32], offset: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Source rows (or columns) [n, 32, 32] before a crop at that offset, and if inside crop and picture."""
-    start, per_row, per_column = affine.T[:, :, None]
+def _axis(placement: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Source rows (or columns) [n, 32, 32] of one axis's placement [4, n], and if inside crop and picture."""
+    start, per_row, per_column, offset = placement[:, :, None]
     steps = np.arange(SIDE, dtype=np.int32)
     rows, columns = start + per_row * steps, per_column * steps
     cropped = (rows[:, :, None] + columns[:, None, :]) >> FIXED_BITS
-    offset = offset[:, None, None]
+    offset = offset[:, :, None]
     low, high = np.maximum(0, -offset), np.minimum(SIDE, SIDE - offset)
     return cropped + offset, (cropped >= low) & (cropped < high)

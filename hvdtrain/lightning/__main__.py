@@ -27,6 +27,8 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(f"reduction {recipe.reduction} is hvdtrain.torch's; drop it, or train with hvdtrain.torch.")
     if recipe.profile:
         raise RecipeError("profile is hvdtrain.torch's; drop it, or train with hvdtrain.torch.")
+    if recipe.compile:
+        raise RecipeError("compile is hvdtrain.torch's; drop it, or train with hvdtrain.torch.")
     if recipe.precision == "float16" and recipe.clip_norm and recipe.fused_optimizer:
         raise RecipeError(
             "clip_norm with precision float16 needs a plain optimizer in Lightning: the fused one unscales by itself; "

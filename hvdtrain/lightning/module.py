@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch.nn import functional as F
 
 from hvdtrain.metrics import Totals
 from hvdtrain.plan import Plan
@@ -12,6 +11,7 @@ from hvdtrain.progress import Progress
 from hvdtrain.torch import models, state
 from hvdtrain.torch.data import Pair
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.step import mean_loss, sgd
 
 
 class RecipeModule(LightningModule):
@@ -25,14 +25,7 @@ class RecipeModule(LightningModule):
         self.plan, self.classes, self.progress, self.lr = plan, classes, Progress(), plan.peak_lr
         recipe = plan.recipe
         self.model = models.build(recipe, classes, engine)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(),
-            lr=plan.peak_lr,
-            momentum=recipe.momentum,
-            nesterov=recipe.nesterov,
-            weight_decay=recipe.weight_decay,
-            fused=recipe.fused_optimizer or None,
-        )
+        self.optimizer = sgd(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
         state.start_momentum(self.optimizer)
         self.seen, self.validated = Sums(engine.device), Sums(engine.device)
 
@@ -44,7 +37,7 @@ class RecipeModule(LightningModule):
 
     def training_step(self, batch: Pair, batch_idx: int) -> torch.Tensor:
         """The mean loss of this rank's share, times what the share counts in the mean over all ranks."""
-        return self._loss(batch, self.seen) * self.plan.weight(len(batch[1]))
+        return self._loss(batch, self.seen, self.plan.recipe.label_smoothing) * self.plan.weight(len(batch[1]))
 
     def validation_step(self, batch: Pair, batch_idx: int) -> None:
         self._loss(batch, self.validated)
@@ -58,10 +51,10 @@ class RecipeModule(LightningModule):
         self.progress.step += 1
         self.progress.sample += self.plan.global_batch
 
-    def _loss(self, batch: Pair, sums: "Sums") -> torch.Tensor:
+    def _loss(self, batch: Pair, sums: "Sums", smoothing: float = 0.0) -> torch.Tensor:
         x, y = batch
         out = self(x)
-        loss = F.mse_loss(out, y) if self.classes is None else F.cross_entropy(out, y)
+        loss = mean_loss(out, y, smoothing)
         sums.add(loss, out, y)
         return loss
 

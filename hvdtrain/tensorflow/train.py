@@ -178,7 +178,7 @@ class Training:
         """Mean loss and number of right answers of one part, and its share of the scaled gradients."""
         with tf.GradientTape() as tape:
             out = tf.cast(self.model(self._inputs(x), training=True), self._real)
-            loss = self._loss(out, y)
+            loss = self._loss(out, y, self.recipe.label_smoothing)
             weighted = loss * self.plan.weight(y.shape[0])
             scaled = weighted * tf.cast(self.scaler.scale, self._real) / self.recipe.accumulation_steps
         return loss, self._correct(out, y), tape.gradient(scaled, self.weights)
@@ -219,10 +219,14 @@ class Training:
         mean, std = (tf.constant(of, self._real) for of in (self.run.dataset.mean, self.run.dataset.std))
         return (tf.cast(x, self._real) / 255 - mean) / std
 
-    def _loss(self, out: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    def _loss(self, out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+        """Mean squared error, or cross-entropy, whose targets are smoothed as PyTorch's and Keras's are."""
         if self.run.dataset.classes is None:
             return tf.reduce_mean(tf.square(out - tf.cast(y, self._real)))
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, out))
+        loss = tf.nn.sparse_softmax_cross_entropy_with_logits(y, out)
+        if smoothing:
+            loss = (1 - smoothing) * loss - smoothing * tf.reduce_mean(tf.nn.log_softmax(out), 1)
+        return tf.reduce_mean(loss)
 
     def _correct(self, out: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         """How many answers are right; 0 of a regression."""

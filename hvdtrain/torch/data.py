@@ -1,21 +1,22 @@
-"""Batches on the device, read ahead while the step before is computed."""
+"""Batches on the device: read ahead while the step before is computed, or gathered where the data set lies."""
 
 import contextlib
 import multiprocessing
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.datasets import Dataset, Split
-from hvdtrain.progress import Request
-from hvdtrain.recipe import Recipe
-from hvdtrain.torch.models import DTYPES
+from hvdtrain.torch.resident import Held, Pair, hold
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    from hvdtrain.progress import Request
+    from hvdtrain.recipe import Recipe
 
 AHEAD = 2
 
@@ -23,20 +24,25 @@ AHEAD = 2
 class Loader:
     """Reads requests of a split into pairs (x, y) on the device: pictures normalised, NCHW."""
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, device: torch.device) -> None:
+    def __init__(self, recipe: "Recipe", dataset: Dataset, device: torch.device) -> None:
         self.recipe, self.dataset, self.device = recipe, dataset, device
         self._real = torch.float64 if recipe.precision == "float64" else torch.float32
         # Made once: on a GPU each would wait for a copy in every step.
         self._mean = torch.tensor(dataset.mean, dtype=self._real, device=device)
         self._std = torch.tensor(dataset.std, dtype=self._real, device=device)
         self._pools: dict[int, tuple[list[Request], DataLoader]] = {}
+        self._held: dict[int, Held] = {}
 
-    def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
+    def batches(self, split: Split, requests: list["Request"]) -> Iterator[Pair]:
         """One pair a request, in order. An error of the reader is raised here."""
+        if self.recipe.data_on_device:
+            if id(split) not in self._held:
+                self._held[id(split)] = hold(split, self.device)
+            return (self._normalised(x, y) for x, y in self._held[id(split)].batches(requests))
         read = self._in_processes if self.recipe.workers else _in_thread
         return self._on_device(_raising(read(split, requests)))
 
-    def _in_processes(self, split: Split, requests: list[Request]) -> Iterator[Pair | Exception]:
+    def _in_processes(self, split: Split, requests: list["Request"]) -> Iterator[Pair | Exception]:
         """Reads in processes that are started once for each split and wait between epochs."""
         if id(split) not in self._pools:
             multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once, not by each
@@ -89,23 +95,17 @@ class Loader:
         return x if self.recipe.channels_last else x.contiguous(), y
 
 
-def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
-    """Mixed precision where the recipe says so."""
-    mixed = recipe.precision in {"bfloat16", "float16"}
-    return torch.autocast(device.type, DTYPES[recipe.precision] if mixed else None, enabled=mixed)
-
-
 class _Reader(TorchDataset):
     """A split as a PyTorch data set whose index is a whole request."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
 
-    def __getitem__(self, request: Request) -> Pair | Exception:
+    def __getitem__(self, request: "Request") -> Pair | Exception:
         return _read(self.split, request)
 
 
-def _read(split: Split, request: Request) -> Pair | Exception:
+def _read(split: Split, request: "Request") -> Pair | Exception:
     """The pair, or the reader's error, which only the loop's thread may raise."""
     try:
         x, y = split.read(*request)
@@ -121,7 +121,7 @@ def _raising(items: Iterable[Pair | Exception]) -> Iterator[Pair]:
         yield item
 
 
-def _in_thread(split: Split, requests: list[Request]) -> Iterator[Pair | Exception]:
+def _in_thread(split: Split, requests: list["Request"]) -> Iterator[Pair | Exception]:
     """Reads up to AHEAD batches ahead in a thread, which ends with the iterator."""
     filled: queue.Queue[Pair | Exception] = queue.Queue(AHEAD)
     stop = threading.Event()

@@ -1,22 +1,18 @@
 """The recipes' networks, and BatchNorm over the global batch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hvdtrain.recipe import Recipe
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.resnet import resnet50
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+if TYPE_CHECKING:
+    from hvdtrain.recipe import Recipe
 
 
-def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
+def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     """The recipe's network on the engine's device, its weights drawn from the recipe's seed alone.
 
     linear: [n, 1] -> [n, 1], starting at 0. resnet50: pictures [n, 3, height, width] -> logits [n, classes].
@@ -36,27 +32,12 @@ def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
     return model.to(engine.device, memory_format=memory_format)
 
 
-def resnet50(classes: int, stem: str) -> nn.Module:
-    """torchvision's ResNet50; the CIFAR stem has stride 1 and no max-pool, for pictures of 8 to 64 pixels.
-
-    Each residual branch starts at 0 (Goyal et al. 2017, arXiv:1706.02677, section 5.1). With torchvision's default
-    the first gradients are so large that rounding alone parts two float32 runs by percents in two steps.
-    """
-    import torchvision  # longer than all other imports together, and the line needs none of it
-
-    model = torchvision.models.resnet50(num_classes=classes, zero_init_residual=True)
-    if stem == "cifar":
-        model.conv1.stride = (1, 1)
-        model.maxpool = nn.Identity()
-    return model
-
-
 def fitted_line(model: nn.Module) -> tuple[float, float] | None:
     """Slope and intercept of the linear model; None for another."""
     return (model.weight.item(), model.bias.item()) if isinstance(model, nn.Linear) else None
 
 
-def training_mode(model: nn.Module, recipe: Recipe) -> None:
+def training_mode(model: nn.Module, recipe: "Recipe") -> None:
     """Training mode, but for BatchNorm where its statistics are frozen."""
     model.train()
     if recipe.batch_norm == "frozen":

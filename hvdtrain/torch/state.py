@@ -1,10 +1,11 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.checkpoint import Checkpoint
+if TYPE_CHECKING:
+    from hvdtrain.checkpoint import Checkpoint
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -23,13 +24,15 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def load(state: dict[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+def load(state: dict[str, torch.Tensor], checkpoint: "Checkpoint") -> None:
     """Copies the checkpoint's arrays into the live tensors."""
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(torch.from_numpy(checkpoint.arrays[name]))
 
 
-def snapshot(state: dict[str, torch.Tensor], facts: dict[str, Any]) -> Checkpoint:
+def snapshot(state: dict[str, torch.Tensor], facts: dict[str, Any]) -> "Checkpoint":
     """A checkpoint of the state as it is now."""
+    from hvdtrain.checkpoint import Checkpoint
+
     return Checkpoint({name: tensor.detach().cpu().numpy() for name, tensor in state.items()}, facts)

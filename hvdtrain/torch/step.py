@@ -1,0 +1,132 @@
+"""One update of the weights, plain, compiled or as one CUDA graph. Needs PyTorch and NumPy, and no more."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hvdtrain.torch import compiling, state
+from hvdtrain.torch.engines import Engine
+
+if TYPE_CHECKING:
+    from hvdtrain.recipe import Recipe
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+def unwatched(name: str) -> AbstractContextManager[None]:
+    """A phase of a step that nobody measures."""
+    return NOTHING
+
+
+def autocast(recipe: "Recipe", device: torch.device) -> torch.autocast:
+    """Mixed precision where the recipe says so."""
+    mixed = recipe.precision in {"bfloat16", "float16"}
+    return torch.autocast(device.type, DTYPES[recipe.precision] if mixed else None, enabled=mixed)
+
+
+def mean_loss(out: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    """Of outputs [n, classes] and labels [n] the cross-entropy, of two [n, 1] the squared error.
+
+    Smoothing s: the target is 1 - s + s / classes, and s / classes of the others (Szegedy et al. 2015,
+    arXiv:1512.00567, section 7).
+    """
+    return F.mse_loss(out, y) if y.is_floating_point() else F.cross_entropy(out, y, label_smoothing=smoothing)
+
+
+class Step:
+    """One rank's updates: its network, optimizer and loss scale, and the way from parts of a batch to new weights."""
+
+    def __init__(
+        self,
+        recipe: "Recipe",
+        engine: Engine,
+        model: nn.Module,
+        lr: float,
+        weight: Callable[[int], float] = lambda examples: 1.0,
+        phase: Phase = unwatched,
+        in_one: bool = False,
+        record: compiling.Recorder | None = None,
+    ) -> None:
+        """`weight`: what a part of so many examples counts in the mean over all ranks. `phase` goes around each part of
+        a step. `in_one`: one process with one device, so that what is compiled may be one piece. `record` makes a graph
+        of the whole update, of parts whose shapes never change; a graph has no phases, and no float16.
+
+        Raises EngineUnavailable where the recipe's `compile` finds no compiler.
+        """
+        self.recipe, self.engine, self.model, self._weight, self._phase = recipe, engine, model, weight, phase
+        if recipe.compile:
+            compiling.check_compiler(engine.device)
+            compiling.compile_training(model, in_parts=not in_one)
+        self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
+        fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
+        self.network, self.optimizer = engine.wrap(model, sgd(recipe, model, lr, fused))
+        state.start_momentum(self.optimizer)
+        self._make: Callable[[list[Any]], list[Any]] = self._update
+        if record:
+            self._make = compiling.Captured(self._update, engine.device, record)
+            for group in self.optimizer.param_groups:
+                group["lr"] = torch.tensor(lr, device=engine.device)  # a number would be recorded with the kernels
+
+    def __call__(self, parts: list[Pair], lr: float) -> list[Seen]:
+        """The update of this rank's parts (x, y) of the batch; of each its mean loss, outputs and labels.
+
+        They are the same tensors in every call, with new values, where the update is a graph.
+        """
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        return self._make(parts)
+
+    def _update(self, parts: list[Pair]) -> list[Seen]:
+        self.optimizer.zero_grad()
+        seen = []
+        with self._phase("forward"):
+            outputs = self.engine.outputs(self.network, [x for x, _ in parts])
+        for _, y in parts:
+            with self._phase("forward"), autocast(self.recipe, self.engine.device):
+                out = next(outputs)
+                loss = mean_loss(out, y, self.recipe.label_smoothing)
+            with self._phase("backward"):
+                self.scaler.scale(loss * self._weight(len(y)) / len(parts)).backward()
+            seen.append((loss.detach(), out.detach(), y))
+        with self._phase("allreduce"):
+            self.engine.finish(self.optimizer)
+        with self._phase("update"):
+            self._apply()
+        return seen
+
+    def _apply(self) -> None:
+        if self.recipe.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+        with self.engine.applying(self.optimizer):
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.SGD:
+    """The recipe's optimizer of all parameters."""
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=lr,
+        momentum=recipe.momentum,
+        nesterov=recipe.nesterov,
+        weight_decay=recipe.weight_decay,
+        fused=fused or None,
+    )
