@@ -21,6 +21,7 @@ AS_IN = f"give it after --, as in: {PROG} --site NAME -- python -m hvdtrain.torc
 NAME = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 OF_A_RANK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 COMMENTS_AT = 48
+OF_A_TRAINING = ("--signal", "--requeue", "--open-mode")
 LISTENS = "120 s before its time limit hvdtrain saves and requeues the job"
 DEAF = "120 s before its time limit; delete it if COMMAND ignores USR2"
 SHIELDED = "120 s before its time limit, for programs that listen"
@@ -32,6 +33,11 @@ ORDER_WHY = (
 SRUN = """\
 # If one rank dies, srun stops the others too: they would wait for it until the time limit.
 {mpi_why}{order_why}srun --kill-on-bad-exit=1{mpi} {order}{command}
+"""
+
+ITSELF = """\
+# This runs once, on the first node, and starts its steps with srun.
+{command}
 """
 
 TORCHRUN = """\
@@ -121,17 +127,24 @@ def site_named(name: str) -> Site:
     return SITES[name]
 
 
-def render(site: Site, options: Options, command: Sequence[str]) -> str:
-    """The text of the job script. Pure. Raises JobError where an option or the command breaks a rule."""
+def render(site: Site, options: Options, command: Sequence[str], starts_steps: bool = False) -> str:
+    """The text of the job script. Pure. Raises JobError where an option or the command breaks a rule.
+
+    A command that starts its steps itself runs once, on the first node, and is not queued again near its end.
+    """
     _refuse_bad_options(site, options, command)
     lines = ["#!/bin/bash", f"# {site.title}; made by `{PROG}`. Submit it with `sbatch FILE`."]
     lines += [f"# Its values: {site.source}."]
-    lines += [_commented(f"#SBATCH {option}", why) for option, why in _directives(site, options, command)]
+    rows = _directives(site, options, command)
+    rows = [row for row in rows if not (starts_steps and row[0].startswith(OF_A_TRAINING))]
+    lines += [_commented(f"#SBATCH {option}", why) for option, why in rows]
     if not options.account:
         reads = f"; here it reads like {site.account[1]}" if site.account[1] else ", where the centre asks for one"
         lines.append(f"# Say your project with `sbatch --account=NAME FILE`{reads}.")
     lines += ["", *_environment(site, options, command), "", ""]
-    return "\n".join(lines) + _step(site, options, command)
+    return "\n".join(lines) + (
+        ITSELF.format(command=quoted(command)) if starts_steps else _step(site, options, command)
+    )
 
 
 def quoted(words: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from hvdtrain.recipe import nearest
 
 WHATS = {
     "overhead": ("hvdtrain.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
+    "scaling": ("hvdtrain.bench.scaling", "the step on 1, 2, 4, ... ranks, weak and strong, and its efficiency"),
     "engines": ("hvdtrain.bench.engines", "every engine's step time"),
 }
 

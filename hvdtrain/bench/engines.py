@@ -116,18 +116,19 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
             check=False,
         )
         if done.returncode:
-            return Measured([], reason=_reason(done.stdout + done.stderr))
-        return _read(Path(folder, "run"))
+            return Measured([], reason=reason(done.stdout + done.stderr))
+        return read(Path(folder, "run"))
 
 
-def _read(folder: Path) -> Measured:
+def read(folder: Path) -> Measured:
+    """What a run's folder tells: the median of its steps after the warm-up."""
     batch = json.loads((folder / "plan.json").read_text())["global_batch"]
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     rates = [line["examples_per_second"] for line in lines if line["kind"] == "step"]
     return Measured([statistics.median(batch / rate for rate in rates[WARM_UP:])], batch)
 
 
-def _reason(told: str) -> str:
+def reason(told: str) -> str:
     """The line that says why, without the launcher's mark before it."""
     names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
     for line in told.splitlines():
