@@ -8,6 +8,8 @@ from hvdtrain.recipe import nearest
 
 WHATS = {
     "overhead": ("hvdtrain.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
+    "allreduce": ("hvdtrain.bench.allreduce", "Horovod's and torch.distributed's allreduce, size by size"),
+    "loader": ("hvdtrain.bench.loader", "images/s per core, beside torchvision's loader"),
     "scaling": ("hvdtrain.bench.scaling", "the step on 1, 2, 4, ... ranks, weak and strong, and its efficiency"),
     "engines": ("hvdtrain.bench.engines", "every engine's step time"),
 }

@@ -1,0 +1,106 @@
+"""`bench loader`: how fast pictures are read, beside torchvision's ImageFolder and DataLoader at the same transforms.
+
+A training picture of each comes out as float32: a random part resized to the crop, a flip, scaled and normalised. What
+differs is the way there. Torchvision decodes all of a picture and does every transform to each alone; hvdtrain decodes
+a JPEG no larger than its crop needs (which changes pixels a little), sends bytes between processes and normalises
+whole batches, here on the processor, in training on the device.
+
+Per core means per second of processor time, of this process and of all below it: what one core that did nothing else
+would read. The rate by the clock, on all the processors that this process may use, is told beside it. The files are in
+the system's memory after the first round, so that no disk is measured.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from PIL import Image
+
+from hvdtrain import flags, pack
+from hvdtrain.bench import measure
+from hvdtrain.datasets import shards
+from hvdtrain.errors import EngineUnavailable, RecipeError
+
+GENERATED = 256
+CLASSES = 4
+SIZE = (500, 375)
+
+
+@dataclass(frozen=True)
+class Options(measure.Kept):
+    """Measures images a second and core of hvdtrain's readers beside torchvision's loader."""
+
+    data_dir: Annotated[
+        Path | None, tyro.conf.arg(help="folders train/<class> and val/<class>; left out: generated pictures")
+    ] = None
+    packed: Annotated[Path | None, tyro.conf.arg(help="the same set packed; left out: packed for the while")] = None
+    workers: Annotated[int, tyro.conf.arg(help="reader processes; 0 is one thread")] = 2
+    batch_size: Annotated[int, tyro.conf.arg(help="pictures a batch")] = 64
+    pictures: Annotated[int, tyro.conf.arg(help="pictures a round, at most all")] = 1024
+    crop: Annotated[int, tyro.conf.arg(help="side of a training picture, pixels")] = 224
+    rounds: Annotated[int, tyro.conf.arg(help="passes of each, in turn, after one to warm up")] = 5
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures in a process of its own; the exit code. Raises HvdtrainError."""
+    options = flags.parse(Options, "python -m hvdtrain bench loader", argv)
+    _check(options)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.data_dir or generated(Path(scratch, "pictures"))
+        packed = options.packed or Path(scratch, "packed")
+        if not options.packed:
+            pack.pack(pack.Options(folder, packed))
+        kept = Path(scratch, "found.json")
+        numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
+        command = [sys.executable, "-m", "hvdtrain.torch.loading", folder, packed, kept, *map(str, numbers)]
+        if code := subprocess.run(command, check=False).returncode:
+            return code
+        facts = json.loads(kept.read_text())
+    facts["data"] = str(options.data_dir or f"generated, {SIZE[0]} x {SIZE[1]}")
+    _tell(facts, options.data_dir is None)
+    per_core = facts["images_per_core_second"]
+    measure.conclude("loader", facts, lambda axes: measure.bars(axes, per_core, "images/s per core"), options.output)
+    return 0
+
+
+def _check(options: Options) -> None:
+    for flag, least in (("workers", 0), ("batch_size", 1), ("pictures", 1), ("crop", 1), ("rounds", 1)):
+        if (value := getattr(options, flag)) < least:
+            raise RecipeError(f"--{flag.replace('_', '-')} must be at least {least}, got {value}.")
+    if importlib.util.find_spec("torchvision") is None:
+        raise EngineUnavailable("bench loader needs torchvision; install it: pip install torchvision")
+    if options.data_dir and shards.is_in(options.data_dir):
+        raise RecipeError(f"--data-dir must be a folder of pictures for torchvision, {options.data_dir} is packed.")
+    if options.packed and not (options.data_dir and shards.is_in(options.packed)):
+        raise RecipeError(f"--packed must be the packed set of a --data-dir, got {options.packed}.")
+
+
+def generated(folder: Path) -> Path:
+    """A folder of smooth colourful JPEGs with some noise. Their decoding costs less than a photograph's."""
+    random = np.random.default_rng(0)
+    for number in range(GENERATED):
+        place = folder / ("val" if number < CLASSES else "train") / f"class{number % CLASSES}"
+        place.mkdir(parents=True, exist_ok=True)
+        corners = Image.fromarray(random.integers(256, size=(12, 16, 3), dtype=np.uint8))
+        smooth = np.asarray(corners.resize(SIZE, Image.Resampling.BICUBIC)).astype(int)
+        noisy = np.clip(smooth + random.integers(-12, 13, size=smooth.shape), 0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(place / f"{number}.JPEG", quality=90)
+    return folder
+
+
+def _tell(facts: dict, is_generated: bool) -> None:
+    for name, values in facts["images_per_core_second"].items():
+        wall = measure.told(facts["images_per_second"][name], digits=0)
+        print(f"{name:12}{measure.told(values, digits=0)} images/s per core; {wall} on {facts['cores']} cores")
+    for name, values in facts["ratios"].items():
+        print(f"{name} / torchvision, per core: {measure.told(values)}")
+    if is_generated:
+        print("The pictures are generated: give --data-dir for what real ones give.")
