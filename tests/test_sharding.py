@@ -79,3 +79,43 @@ def test_validation_shards_partition(examples, size):
 
 def test_a_shard_among_a_million_ranks():
     assert shard(1_281_167, 999_999, 1_000_000).tolist() == [1_281_165, 1_281_166]
+
+
+SHARDS = (700, 701, 3, 650, 699, 702, 400, 145)
+
+
+def by_shard(seed=1, epoch=2, size=3, batch=30):
+    return Epoch.by_shard(SHARDS, seed, epoch, 2, batch, size)
+
+
+@pytest.mark.parametrize(("batch", "size"), [(30, 1), (30, 3), (64, 4), (31, 3), (4000, 8)])
+def test_by_shard_each_rank_reads_a_run_of_its_own(batch, size):
+    """As many examples as the others to one, no example twice, and few shards."""
+    epoch, steps = by_shard(size=size, batch=batch), 4000 // batch
+    assert sorted(epoch.order) == list(range(4000))
+    shard_of = np.repeat(np.arange(len(SHARDS)), SHARDS)
+    read = []
+    for rank in range(size):
+        shares = [epoch.share(k * batch, batch, rank, size) for k in range(steps)]
+        assert {len(share) for share in shares} == {batch * (rank + 1) // size - batch * rank // size}
+        read.append(set(np.concatenate(shares).tolist()))
+    assert sum(map(len, read)) == len(set.union(*read)) == steps * batch
+    readers = sum(len({shard_of[k] for k in mine}) for mine in read)
+    assert readers <= len(SHARDS) + size - 1
+
+
+def test_by_shard_a_window_is_mixed_and_no_more(monkeypatch):
+    monkeypatch.setattr("hvdtrain.sharding.WINDOW", 100)
+    epoch = Epoch.by_shard((1000,), 0, 0, 1, 50, 2)
+    for rank in range(2):
+        mine = np.concatenate([epoch.share(start, 50, rank, 2) for start in range(0, 1000, 50)]) - 500 * rank
+        assert (mine // 100).tolist() == sorted(mine // 100)
+        assert abs(np.corrcoef(mine % 100, np.arange(500) % 100)[0, 1]) < 0.15
+
+
+def test_by_shard_order_depends_on_seed_and_epoch():
+    one, again = by_shard(), by_shard()
+    np.testing.assert_array_equal(one.order, again.order)
+    np.testing.assert_array_equal(one.draws, Epoch.of(4000, 1, 2, 2).draws)
+    for other in (by_shard(seed=2), by_shard(epoch=3)):
+        assert (one.order != other.order).mean() > 0.9

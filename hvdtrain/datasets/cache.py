@@ -42,8 +42,8 @@ def _copy(data_dir: Path, folder: Path) -> None:
     size, free = sum(path.stat().st_size for path in paths), shutil.disk_usage(folder.parent).free
     if size > free:
         raise DataError(
-            f"cache_dir {folder.parent} must have room for the {size / 1e9:.1f} GB of {data_dir}, got "
-            f"{free / 1e9:.1f} GB: name a larger disk, or leave cache_dir out."
+            f"cache_dir {folder.parent} must have room for the {size / 1e6:,.1f} MB of {data_dir}, got "
+            f"{free / 1e6:,.1f} MB: name a larger disk, or leave cache_dir out."
         )
     _remove_half_copies(folder)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:

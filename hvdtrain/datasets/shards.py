@@ -116,7 +116,7 @@ def load(data_dir: Path, train_crop: int, valid_resize: int, valid_crop: int, is
             about = json.loads(str(index["about"]))
             entries = {split: index[split] for split in SPLITS}
             if about["version"] != VERSION or any(rows.dtype != ENTRY for rows in entries.values()):
-                raise ValueError(f"version {about['version']}, where {VERSION} is expected")
+                raise ValueError(f"no index of version {VERSION}")
             classes, names = int(about["classes"]), tuple(about["names"])
             shards = {split: dict(about["shards"][split]) for split in SPLITS}
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:

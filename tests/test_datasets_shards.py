@@ -1,0 +1,295 @@
+"""Packed sets: read by offset or shard after shard, refused where damaged, and copied once a node."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import write_tree
+
+from hvdtrain import datasets, pack, recipe
+from hvdtrain import plan as plans
+from hvdtrain.datasets import cache, shards
+from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.progress import Progress, train_requests
+from hvdtrain.topology import Topology
+
+SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
+REMEDY = "pack the set again, or copy it whole."
+OUTSIDE = "points outside of its shards or classes"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """16 training pictures in 4 shards, 6 to validate with in 4."""
+    folder = tmp_path_factory.mktemp("whole")
+    pack.pack(pack.Options(write_tree(folder / "tree"), folder / "set", shards=4))
+    return folder / "set"
+
+
+@pytest.fixture
+def packed(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "set"))
+
+
+def load(data_dir, **options):
+    return datasets.load("imagenet", data_dir=data_dir, **SIZES, **options)
+
+
+def draws(count):
+    return np.random.default_rng(3).random((count, datasets.DRAWS), dtype=np.float32)
+
+
+def test_a_copy_in_another_process_reads_the_same(packed):
+    split = load(packed).train
+    x, y = split.read(np.arange(16), draws(16))
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        elsewhere, labels = pool.apply(split.read, (np.arange(16), draws(16)))
+    np.testing.assert_array_equal(elsewhere, x)
+    np.testing.assert_array_equal(labels, y)
+
+
+def test_each_shard_is_opened_once_and_closed_with_the_split(packed, monkeypatch):
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags: opened.append(path.name) or real(path, flags))
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    split = load(packed).train
+    for _ in range(2):
+        split.read(np.arange(16), None)
+    assert sorted(opened) == [f"train-00000{k}.tar" for k in range(4)]
+    del split
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_bytes_are_never_decoded(packed):
+    split = load(packed).train
+    entry = split.entries[5]
+    path = packed / f"train-00000{entry['shard']}.tar"
+    flip(path, int(entry["offset"]) + int(entry["size"]) // 2)
+    with pytest.raises(DataError) as refusal:
+        split.read(np.arange(16), None)
+    assert str(refusal.value) == f"{path} at byte {entry['offset']} is damaged: {REMEDY}"
+    assert len(split.read(np.delete(np.arange(16), 5), None)[1]) == 15
+
+
+def rewritten(change):
+    """A change of the index's arrays."""
+
+    def rewrite(folder):
+        with np.load(folder / "index.npz") as index:
+            arrays = dict(index)
+        change(arrays)
+        np.savez(folder / "index.npz", **arrays)
+
+    return rewrite
+
+
+def cut(name):
+    def shorten(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return shorten
+
+
+def put(split, key, value):
+    def change(arrays):
+        arrays[split][key][2] = value
+
+    return rewritten(change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "val-000001.tar").unlink(), "{set}/val-000001.tar is missing: "),
+        (cut("train-000002.tar"), "{set}/train-000002.tar must hold {size} bytes, got {half}: "),
+        (cut("index.npz"), "{set}/index.npz is damaged (BadZipFile: File is not a zip file): "),
+        (
+            lambda folder: (folder / "index.npz").write_bytes(b""),
+            "{set}/index.npz is damaged (EOFError: No data left in file): ",
+        ),
+        (
+            rewritten(lambda arrays: arrays.pop("val")),
+            "{set}/index.npz is damaged (KeyError: 'val is not a file in the archive'): ",
+        ),
+        (
+            rewritten(lambda arrays: arrays.update(val=np.zeros(3))),
+            "{set}/index.npz is damaged (ValueError: no index of version 1): ",
+        ),
+        (put("train", "shard", 4), "{set}/index.npz is damaged (train {outside}): "),
+        (put("train", "offset", 1 << 40), "{set}/index.npz is damaged (train {outside}): "),
+        (put("val", "label", 2), "{set}/index.npz is damaged (val {outside}): "),
+        (
+            rewritten(lambda arrays: arrays.update(val=arrays["val"][:0])),
+            "{set}/index.npz is damaged (val {outside}): ",
+        ),
+    ],
+    ids=[
+        "no shard", "short shard", "short index", "empty index", "no split", "other rows", "no such shard", "beyond",
+        "no such class", "no samples",
+    ],
+)  # fmt: skip
+def test_a_damaged_set_is_refused(packed, damage, message):
+    size = (packed / "train-000002.tar").stat().st_size
+    damage(packed)
+    with pytest.raises(DataError) as refusal:
+        load(packed)
+    assert str(refusal.value) == message.format(set=packed, size=size, half=size // 2, outside=OUTSIDE) + REMEDY
+
+
+def test_too_many_shards_for_the_system(packed, monkeypatch):
+    def refuse(path, flags):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    split = load(packed).train
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError) as refusal:
+        split.encoded(0)
+    path = split.files.paths[split.entries["shard"][0]]
+    assert str(refusal.value) == (
+        f"{path} cannot be opened (Too many open files): raise `ulimit -n`, or pack into fewer, larger shards."
+    )
+
+
+def test_by_shard_samples_are_numbered_as_they_lie(packed):
+    dataset, usual = load(packed, is_by_shard=True), load(packed)
+    assert (dataset.shards, usual.shards) == ((4, 4, 4, 4), ())
+    places = list(zip(dataset.train.entries["shard"], dataset.train.entries["offset"], strict=True))
+    assert places == sorted(places)
+    assert places != list(zip(usual.train.entries["shard"], usual.train.entries["offset"], strict=True))
+    for k in range(16):
+        (there,) = np.flatnonzero(usual.train.entries == dataset.train.entries[k])
+        assert dataset.train.encoded(k) == usual.train.encoded(int(there))
+        assert dataset.train.labels[k] == usual.train.labels[there]
+
+
+def test_by_shard_each_shard_is_read_ahead_as_it_is_begun(packed, monkeypatch):
+    told = []
+    advise = lambda file, offset, size, advice: told.append((os.readlink(f"/proc/self/fd/{file}")[-5], offset, size))  # noqa: E731, PTH115
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    split = load(packed, is_by_shard=True).train
+    for part in ([0, 1], [3, 2], [5, 2], [7, 6], [0, 1]):
+        split.read(np.array(part), None)
+    assert told == [("0", 0, 0), ("1", 0, 0), ("0", 0, 0)]
+    load(packed).train.read(np.arange(16), None)
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize(("size", "global_batch"), [(1, 4), (2, 4), (3, 6), (4, 4), (3, 5)])
+def test_by_shard_ranks_take_equal_steps_and_no_picture_twice(packed, size, global_batch):
+    keys = {"data_dir": packed, "shuffle": "shards", "batch_norm": "frozen", "batch_size_per_rank": None}
+    chosen = recipe.load("imagenet", {**keys, "batch_size": global_batch})
+    plan = plans.make(chosen, replace(Topology.alone(), size=size), load(packed, is_by_shard=True))
+    told = [train_requests(plan, Progress(epoch=2), rank) for rank in range(size)]
+    assert {starts for starts, _ in told} == {range(0, 16 - global_batch + 1, global_batch)}
+    read = np.concatenate([part for _, requests in told for part, _ in requests])
+    assert len(set(read.tolist())) == len(read) == 16 // global_batch * global_batch
+    assert "shards" not in plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_by_shard": True}, "shuffle shards needs a packed data_dir: python -m hvdtrain pack {tree} DEST"),
+        ({"cache_dir": Path("/dev/shm")}, "cache_dir needs a packed data_dir: python -m hvdtrain pack {tree} DEST"),
+    ],
+    ids=["shuffle", "cache"],
+)
+def test_what_only_packed_sets_have(tmp_path, options, message):
+    write_tree(tmp_path / "tree", 1, 1)
+    with pytest.raises(DataError) as refusal:
+        load(tmp_path / "tree", **options)
+    assert str(refusal.value) == message.format(tree=tmp_path / "tree")
+
+
+@pytest.mark.parametrize("keys", [{"shuffle": "shards"}, {"cache_dir": "/tmp"}], ids=["shuffle", "cache"])
+def test_other_data_sets_have_no_shards(keys):
+    with pytest.raises(RecipeError) as refusal:
+        recipe.load("digits", keys)
+    assert str(refusal.value) == (
+        "shuffle shards and cache_dir go with dataset imagenet, packed, got digits; drop them."
+    )
+
+
+def copies(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_the_copy_is_made_once_and_read(packed, tmp_path):
+    x, _ = load(packed).train.read(np.arange(16), draws(16))
+    for _ in range(2):
+        dataset = load(packed, cache_dir=tmp_path / "node")
+        assert {path.parent.parent for path in dataset.train.files.paths} == {tmp_path / "node"}
+        np.testing.assert_array_equal(dataset.train.read(np.arange(16), draws(16))[0], x)
+        flip(packed / "train-000000.tar", 5000)  # the second time, only the copy is whole
+    assert len(copies(tmp_path / "node")) == 1
+
+
+def test_another_set_has_a_copy_of_its_own(packed, tmp_path):
+    load(packed, cache_dir=tmp_path / "node")
+    pack.pack(pack.Options(packed, tmp_path / "other", shards=3))
+    split = load(tmp_path / "other", cache_dir=tmp_path / "node").train
+    assert (len(copies(tmp_path / "node")), len(split.files.paths)) == (2, 3)
+
+
+def begin(data_dir, cache_dir):
+    return cache.on_node(data_dir, cache_dir)
+
+
+def test_processes_that_come_at_once_copy_once(packed, tmp_path):
+    with multiprocessing.get_context("forkserver").Pool(4) as pool:
+        folders = pool.starmap(begin, [(packed, tmp_path / "node")] * 4)
+    assert [str(folders[0])] * 4 == [str(folder) for folder in folders]
+    assert copies(tmp_path / "node") == [folders[0].name]
+
+
+def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
+    node = tmp_path / "node"
+    name = cache.on_node(packed, node).name
+    shutil.rmtree(node / name)
+    (node / f".{name}-killed" / "set").mkdir(parents=True)
+
+    def full(source, dest):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError) as refusal:
+        patch.setattr(shutil, "copyfile", full)
+        cache.on_node(packed, node)
+    assert str(refusal.value) == (
+        f"{packed} cannot be copied to cache_dir {node} (No space left on device): name a folder of this node's own "
+        "disk, or leave cache_dir out."
+    )
+    assert copies(node) == []
+    assert copies(cache.on_node(packed, node).parent) == [name]
+
+
+def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10**9, 0, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DataError) as refusal:
+        load(packed, cache_dir=tmp_path / "node")
+    size = sum(path.stat().st_size for path in packed.iterdir())
+    assert str(refusal.value) == (
+        f"cache_dir {tmp_path}/node must have room for the {size / 1e6:.1f} MB of {packed}, got 0.0 MB: name a larger "
+        "disk, or leave cache_dir out."
+    )
+
+
+def test_the_index_holds_the_classes_by_name(whole):
+    dataset = load(whole)
+    assert (dataset.classes, dataset.train.classes) == (2, ("n01", "n02"))
+    with np.load(whole / shards.INDEX) as index:
+        assert index["train"].dtype == shards.ENTRY
