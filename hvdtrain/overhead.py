@@ -1,7 +1,6 @@
 """What both adapters' `bench overhead` share: two loops timed in turn, and what they come to."""
 
 import contextlib
-import json
 import os
 import statistics
 import tempfile
@@ -16,6 +15,7 @@ import numpy as np
 from hvdtrain import output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
+from hvdtrain.bench import ranks
 from hvdtrain.lifeline import Lifeline
 from hvdtrain.run import Framework, Run, load_dataset
 from hvdtrain.topology import discover
@@ -53,9 +53,8 @@ def ours(training: Any) -> Epoch:
 
 
 def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str]) -> None:
-    """Measures on every rank; the first round is warm-up. `argv`: recipe, rounds, the file into which the chief writes
-    what was found as JSON, and engine."""
-    recipe_name, rounds, kept, engine = argv
+    """Measures on every rank; the first round is warm-up. `argv`: recipe, rounds and engine."""
+    recipe_name, rounds, engine = argv
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
     dataset = load_dataset(recipe)
@@ -66,7 +65,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, int(rounds))
     if topology.is_chief:
-        Path(kept).write_text(json.dumps(_facts(run, {name: times[1:] for name, times in seconds.items()})))
+        ranks.keep(_facts(run, {name: times[1:] for name, times in seconds.items()}))
 
 
 def _measure(loops: Loops, size: int, rounds: int) -> dict[str, list[float]]:

@@ -92,7 +92,7 @@ def overflow(argv: list[str]) -> dict[str, Any]:
     """Three updates with float16's scaler; in the second one rank's input overflows. After each: state, scale."""
     training = prepared(argv)
     seen = []
-    for step, (_, own) in zip(range(3), training._epoch_batches(), strict=False):
+    for step, (_, own) in zip(range(3), training.batches(), strict=False):
         parts = own
         if step == 1 and training.engine.rank == training.engine.size - 1:
             parts = [(x * 1e30, y) for x, y in own]
@@ -109,14 +109,14 @@ def parted(argv: list[str], step: int) -> dict[str, Any]:
 
     def train(run: runs.Run) -> None:
         training = framework.Training(run, framework.open_engine(run))
-        update = training._update
+        update = training.update
 
         def flip_then_update(*given: Any) -> None:
             if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
                 framework.flip_a_bit(training)
             update(*given)
 
-        training._update = flip_then_update
+        training.update = flip_then_update
         training.run_to_end()
 
     return main_told(argv, train)
@@ -127,7 +127,7 @@ def abandoned(argv: list[str], step: int) -> dict[str, Any]:
 
     The last program of a start, as the ranks are joined no more.
     """
-    update = framework.Training._update
+    update = framework.Training.update
 
     def leave_or_update(training: Any, *given: Any) -> None:
         if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
@@ -136,7 +136,7 @@ def abandoned(argv: list[str], step: int) -> dict[str, Any]:
             os._exit(0)
         update(training, *given)
 
-    framework.Training._update = leave_or_update
+    framework.Training.update = leave_or_update
     return main_told(argv, framework.train)
 
 

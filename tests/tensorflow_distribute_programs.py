@@ -83,7 +83,7 @@ def overflow(run: runs.Run, engine: Engine) -> list[Any]:
     for step, (_, own) in zip(range(3), training._epoch_batches(), strict=False):
         *parts, (x, y) = own
         parts.append((x * (1e30 if step == 1 and engine.rank == engine.size - 1 else 1), y))
-        training._update(parts, 0.01)
+        training.update(parts, 0.01)
         training.progress.step += 1
         weight = [copy.numpy().item() for copy in engine.copies(training.weights[0])]
         seen.append([weight, training.scaler.state_dict()["scale"]])

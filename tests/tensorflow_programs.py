@@ -1,6 +1,7 @@
 """TensorFlow's part of programs.py."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def flip_a_bit(training: Training) -> None:
 
 
 def update(training: Training, parts: list[Any], lr: float) -> None:
-    training._update(parts, lr)
+    training.update(parts, lr)
 
 
 def told_by(engine: Engine) -> dict[str, Any]:
@@ -259,3 +260,10 @@ def events(folder: str) -> None:
     writer.add_scalar("loss", 0.25, 8)
     writer.add_scalar("lr", 1.0, 8)
     writer.close()
+
+
+def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[float]) -> list[float]:
+    """The training loss of the logits for each smoothing."""
+    classifier: Any = SimpleNamespace(run=SimpleNamespace(dataset=SimpleNamespace(classes=len(logits[0]))))
+    out, y = tf.constant(logits, tf.float64), tf.constant(labels, tf.int64)
+    return [float(Training._loss(classifier, out, y, smoothing).numpy()) for smoothing in smoothings]

@@ -1,6 +1,7 @@
 """`python -m hvdtrain bench`: what it refuses, and that it measures."""
 
 import json
+import statistics
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain import bench
+from hvdtrain.bench import allreduce, train
 from hvdtrain.bench.measure import in_turn
 from hvdtrain.errors import RecipeError
 
@@ -43,6 +45,87 @@ def test_rounds_are_made_in_turn_and_backwards():
     found = in_turn({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, rounds=2, warm_up=1)
     assert "".join(order) == "abbaab"
     assert found == {"a": [4, 5], "b": [3, 6]}
+
+
+TIMES = {
+    "no data, one rank": ({"full": 2.0, "synthetic": 2.0, "io-only": 0.1}, "computing", 1.0),
+    "slow files": ({"full": 5.2, "synthetic": 2.0, "io-only": 5.0}, "reading", 1.04),
+    "slow network, no overlap": (
+        {"full": 5.0, "synthetic": 5.0, "io-only": 0.1, "no-communication": 1.0, "communication": 4.0},
+        "communication",
+        1.25,
+    ),
+    "overlapped": (
+        {"full": 4.2, "synthetic": 4.2, "io-only": 0.1, "no-communication": 4.0, "communication": 3.0},
+        "computing",
+        1.05,
+    ),
+    "slow files, several ranks": (
+        {"full": 5.0, "synthetic": 2.0, "io-only": 4.0, "no-communication": 5.0, "communication": 1.0},
+        "reading",
+        1.25,
+    ),
+}
+
+
+@pytest.mark.parametrize(("seconds", "slowest", "ratio"), TIMES.values(), ids=TIMES.keys())
+def test_what_limits_a_step(seconds, slowest, ratio):
+    told, found = train.limit({name: [value] for name, value in seconds.items()})
+    assert told.startswith(f"{slowest} limits: a step takes ")
+    assert found == pytest.approx(ratio)
+
+
+def measured(*words):
+    """The facts that a benchmark prints last."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "bench", *words], check=False, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    ("framework", "engine"),
+    [
+        pytest.param("torch", "horovod", marks=needs_torch),
+        pytest.param("torch", "ddp", marks=needs_torch),
+        pytest.param("tensorflow", "horovod", marks=needs_tensorflow),
+    ],
+)
+def test_train_measures_the_parts_of_a_step(framework, engine):
+    facts = measured(
+        "train", "--framework", framework, "--rounds", "2", "--steps", "3", "--", "linear", "--engine", engine
+    )
+    assert set(facts["step_seconds"]) == set(train.MEANS)
+    assert all(len(values) == 2 and min(values) > 0 for values in facts["step_seconds"].values())
+    # Slope and intercept; the recipe sends them as float64.
+    assert (facts["gradient_bytes"], facts["engine"], facts["ranks"]) == (16, engine, 2)
+
+
+@needs_torch
+@needs_horovod
+def test_allreduce_measures_each_library_and_size():
+    facts = measured("allreduce", "--rounds", "1", "--sizes", "0.004,1")
+    found = {(row["library"], row["bytes"]): row for row in facts["found"]}
+    for library in ("Horovod over MPI", "Horovod over Gloo", "torch.distributed, gloo"):
+        for size in (4000, 1_000_000):
+            row = found[library, size]
+            assert row["algorithm_bytes_per_second"] == pytest.approx(size / statistics.median(row["seconds"]))
+            assert row["bus_bytes_per_second"] == row["algorithm_bytes_per_second"]  # 2 (N - 1) / N is 1 for two
+
+
+def test_bus_bandwidth_is_nccl_tests():
+    assert allreduce.bus_bandwidth(100, 2.0, 4) == 75
+
+
+@pytest.mark.parametrize("sizes", ["", "0,1", "1,x", "10,1", "1,1", "5000"])
+def test_sizes_that_are_none(sizes):
+    with pytest.raises(RecipeError) as refused:
+        bench.main(["allreduce", "--sizes", sizes])
+    assert str(refused.value) == (
+        f"--sizes must be growing numbers of megabytes above 0 and at most 4096, as in 1,10,100; got {sizes!r}."
+    )
 
 
 @needs_torch

@@ -158,9 +158,9 @@ def test_a_rank_that_raises_ends_the_others_too(cluster):
         "import sys; from hvdtrain import run; "
         "from hvdtrain.torch.train import Training, train as original; "
         "from hvdtrain.torch import train as module; "
-        "take = Training._update; "
-        "Training._update = lambda self, parts, lr, meter: 1 / 0 if self.progress.step == 9 and self.engine.rank == 1 "
-        "else take(self, parts, lr, meter); "
+        "take = Training.update; "
+        "Training.update = lambda self, parts, lr: 1 / 0 if self.progress.step == 9 and self.engine.rank == 1 "
+        "else take(self, parts, lr); "
         "sys.exit(run.main('torch', sys.argv[1:], module.train))"
     )
     words = ("srun", "-N2", "-n4", "--mpi=pmix", sys.executable, "-c", program, *ENDLESS)

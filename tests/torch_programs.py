@@ -12,7 +12,7 @@ from hvdtrain.topology import discover
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.train import Training, _Meter, open_engine, train  # noqa: F401
+from hvdtrain.torch.train import Training, open_engine, train  # noqa: F401
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
@@ -45,7 +45,7 @@ def flip_a_bit(training: Training) -> None:
 
 def update(training: Training, parts: list[Any], lr: float) -> None:
     models.training_mode(training.model, training.recipe)
-    training._update(parts, lr, _Meter(training.engine.device))
+    training.update(parts, lr)
 
 
 def told_by(engine: Engine) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import nearest
 
 WHATS = {
+    "train": ("hvdtrain.bench.train", "reading, computing and communication alone and together: what limits"),
     "overhead": ("hvdtrain.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
     "allreduce": ("hvdtrain.bench.allreduce", "Horovod's and torch.distributed's allreduce, size by size"),
     "loader": ("hvdtrain.bench.loader", "images/s per core, beside torchvision's loader"),

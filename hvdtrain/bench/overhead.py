@@ -1,21 +1,15 @@
 """`bench overhead`: hvdtrain's step beside that of a hand-written loop, in the same processes."""
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from hvdtrain import flags
 from hvdtrain import recipe as recipes
-from hvdtrain.bench import measure
-from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.bench import measure, ranks
+from hvdtrain.errors import RecipeError
 
 # What the hand-written loops do and leave out.
 HAND_WRITTEN = {
@@ -40,28 +34,12 @@ def main(argv: Sequence[str]) -> int:
     """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain bench overhead", argv)
     _check(options)
-    with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder, "found.json")
-        environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "KERAS_BACKEND": "tensorflow"}
-        done = subprocess.run(_command(options, kept), env=environ, check=False)
-        if done.returncode:
-            return done.returncode
-        facts = json.loads(kept.read_text())
+    program = [f"hvdtrain.{options.framework}.overhead", options.recipe, str(options.rounds), options.engine]
+    facts = ranks.start(program, options.engine, options.ranks)
     _tell(facts["step_seconds"], facts["ratios"])
     times = facts["step_seconds"]
     measure.conclude("overhead", facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
     return 0
-
-
-def _command(options: Options, kept: Path) -> list[str]:
-    module = [f"hvdtrain.{options.framework}.overhead", options.recipe, str(options.rounds), str(kept), options.engine]
-    if options.engine == "ddp":
-        torchrun = str(Path(sys.executable).with_name("torchrun"))
-        return [torchrun, "--standalone", "--nproc-per-node", str(options.ranks), "-m", *module]
-    horovodrun = Path(sys.executable).with_name("horovodrun")
-    if not horovodrun.exists():
-        raise EngineUnavailable(f"{horovodrun} is missing; build Horovod first: python -m hvdtrain build")
-    return [str(horovodrun), "-np", str(options.ranks), sys.executable, "-m", *module]
 
 
 def _tell(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]) -> None:

@@ -24,14 +24,22 @@ from hvdtrain.tensorflow.sgd import SGD, Scaler, clipped, zeros_like
 
 def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
-    engine = open_engine(run)
-    try:
-        guard.check_world(run.topology, *engine.place, ENGINES[run.engine].title)
-        run.line.exchange(engine.sum)
+    with engine_of(run) as engine:
         if engine.serves:
             run.line.serve_chief()
         else:
             Training(run, engine).run_to_end()
+
+
+@contextlib.contextmanager
+def engine_of(run: Run) -> Iterator[Engine]:
+    """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
+    where the block finds another rank gone."""
+    engine = open_engine(run)
+    try:
+        guard.check_world(run.topology, *engine.place, ENGINES[run.engine].title)
+        run.line.exchange(engine.sum)
+        yield engine
     except tf.errors.OpError as error:
         if not engine.is_lost(error):
             raise
@@ -97,9 +105,9 @@ class Training:
         if self.reporter:
             self.reporter.begin_epoch()
         began = time.monotonic()
-        for start, parts in self._epoch_batches():
+        for start, parts in self.batches():
             lr = progress.lr(plan, start)
-            self._update(parts, lr)
+            self.update(parts, lr)
             progress.step += 1
             progress.sample = start + plan.global_batch
             done = progress.is_done(plan)
@@ -124,7 +132,7 @@ class Training:
             if stopping and not last:
                 raise self.run.line.stopped(progress.step)
 
-    def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
+    def batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it, each part's
         replicas side by side."""
         of_each = [train_requests(self.plan, self.progress, share) for share in self._shares]
@@ -139,7 +147,7 @@ class Training:
         first = self.engine.rank * self.engine.replicas
         return range(first, first + self.engine.replicas)
 
-    def _update(self, parts: list[Pair], lr: float) -> None:
+    def update(self, parts: list[Pair], lr: float) -> None:
         """One update from the parts of this rank's shares."""
         replicas = self.engine.replicas
         with tf.device(self.engine.device):

@@ -109,6 +109,7 @@ class Training:
         self.state = state.tensors(self.model, self.optimizer)
         self.progress = self._begin()
         self.loader = Loader(self.recipe, run.dataset, engine.device)
+        self._meter = _Meter(engine.device)
         device = ",".join(run.devices) or str(engine.device)
         self.reporter = run.reporter(self.progress.step, device, _events, engine.notes)
 
@@ -152,10 +153,10 @@ class Training:
         models.training_mode(self.model, recipe)
         if self.reporter:
             self.reporter.begin_epoch()
-        meter, began = _Meter(self.engine.device), time.monotonic()
-        for start, parts in self._epoch_batches():
+        began = time.monotonic()
+        for start, parts in self.batches():
             lr = progress.lr(plan, start)
-            self._update(parts, lr, meter)
+            self.update(parts, lr)
             progress.step += 1
             progress.sample = start + plan.global_batch
             done = progress.is_done(plan)
@@ -164,7 +165,7 @@ class Training:
             checkpoint_due = stopping or due(progress.step, recipe.checkpoint_every_steps)
             iteration = progress.sample // plan.global_batch
             if last or checkpoint_due or due(iteration, recipe.log_every_steps):
-                totals = meter.take().over_ranks(self.engine.sum)
+                totals = self._meter.take().over_ranks(self.engine.sum)
                 progress.train += totals
                 check_finite(totals, progress.step, plan.peak_lr)
                 if self.reporter:
@@ -180,7 +181,7 @@ class Training:
             if stopping and not last:
                 raise self.run.line.stopped(progress.step)
 
-    def _epoch_batches(self) -> Iterator[tuple[int, list[Pair]]]:
+    def batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""
         starts, requests = train_requests(self.plan, self.progress, self.engine.rank)
         pairs = self.loader.batches(self.run.dataset.train, requests)
@@ -190,14 +191,14 @@ class Training:
                 parts = [next(pairs) for _ in range(self.recipe.accumulation_steps)]
             yield start, parts
 
-    def _update(self, parts: list[Pair], lr: float, meter: "_Meter") -> None:
+    def update(self, parts: list[Pair], lr: float) -> None:
         """One update from the parts of this rank's share."""
         # A function of the step, not of what ran before: a resumed run draws what the undisturbed one drew.
         seed = hash((self.recipe.seed, self.progress.step, self.engine.rank))
         # torch.manual_seed formats a stack trace for GPUs that are not in use: 0.4 ms.
         (torch.manual_seed if self.engine.device.type == "cuda" else torch.default_generator.manual_seed)(seed)
         for seen in self.step(parts, lr):
-            meter.add(*seen)
+            self._meter.add(*seen)
         if self.profiler:
             self._tell(self.profiler.step())
 
@@ -221,13 +222,12 @@ class Training:
 
     def _validate(self) -> Totals:
         """Totals over the whole validation set: every rank reads its part, no example twice or padded."""
-        meter = _Meter(self.engine.device)
         self.model.eval()
         with torch.inference_mode(), autocast(self.recipe, self.engine.device):
             for x, y in self.loader.batches(self.run.dataset.valid, valid_requests(self.plan, self.engine.rank)):
                 out = self.network(x)
-                meter.add(mean_loss(out, y), out, y)
-        return meter.take().over_ranks(self.engine.sum)
+                self._meter.add(mean_loss(out, y), out, y)
+        return self._meter.take().over_ranks(self.engine.sum)
 
     def _checkpoint(self, valid_score: float | None) -> None:
         """Commits the whole state. BatchNorm's statistics are averaged first, as every rank then holds them."""

@@ -1,0 +1,88 @@
+"""`bench train`: the numbers that say what limits a training, from one run of its ranks, part by part in turn."""
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hvdtrain import flags
+from hvdtrain.bench import measure, ranks
+from hvdtrain.errors import RecipeError
+from hvdtrain.topology import discover
+
+FULL, SYNTHETIC, IO_ONLY = "full", "synthetic", "io-only"
+ALONE, ALLREDUCE = "no-communication", "communication"
+MEANS = {
+    FULL: "read, compute, communicate: the run as it is",
+    SYNTHETIC: "the same batch again and again, nothing read",
+    IO_ONLY: "read and put on the device, nothing computed",
+    ALONE: "read and compute, each rank by itself",
+    ALLREDUCE: "the allreduce of the gradients' bytes alone",
+}
+PROG = "python -m hvdtrain bench train"
+RUN = ("digits",)
+
+
+@dataclass(frozen=True)
+class Options(measure.Kept):
+    """Measures what limits a training: `bench train [flags] -- RECIPE [flags of a run]`; digits where none is given.
+
+    Under srun, mpirun or torchrun each rank calls it; alone, it starts ranks on this machine.
+    """
+
+    framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
+    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, where no launcher says")] = 2
+    rounds: Annotated[int, tyro.conf.arg(help="measurements of each, in turn, besides one to warm up")] = 5
+    steps: Annotated[int, tyro.conf.arg(help="steps of a measurement")] = 10
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures; the exit code. Raises HvdtrainError."""
+    options, of_run = parse(argv)
+    program = [f"hvdtrain.{options.framework}.limits", *argv]
+    if discover(os.environ).size > 1:
+        ranks.become(program)
+    engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
+    tell(ranks.start(program, engine, options.ranks), options.output)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """The flags, and those of the run. Raises RecipeError."""
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    options: Options = flags.parse(Options, PROG, argv[:end])
+    for name in ("ranks", "rounds", "steps"):
+        if (number := getattr(options, name)) < 1:
+            raise RecipeError(f"--{name} must be at least 1, got {number}.")
+    return options, list(argv[end + 1 :]) or list(RUN)
+
+
+def tell(facts: dict[str, Any], output: Path | None) -> None:
+    """Prints the numbers and what they mean, and all of it as JSON."""
+    times: dict[str, list[float]] = facts["step_seconds"]
+    batch = facts["global_batch"]
+    print(f"{facts['recipe']}, {facts['ranks']} ranks, {facts['engine']} ({facts['framework']}), batch {batch}")
+    print(f"{'':18}{'ms a step':>34}{'examples/s':>12}")
+    for name, meaning in MEANS.items():
+        if name in times:
+            rate = "" if name == ALLREDUCE else f"{batch / statistics.median(times[name]):.1f}"
+            print(f"{name:18}{measure.told(times[name], 1e3):>34}{rate:>12}  {meaning}")
+    told, ratio = limit(times)
+    print(told)
+    facts = {**facts, "of_the_slowest_part": ratio}
+    measure.conclude("train", facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), output)
+
+
+def limit(times: dict[str, list[float]]) -> tuple[str, float]:
+    """What limits the step, in words, and how many times its slowest part it takes: 1 where all overlaps."""
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    # What a rank alone needs without reading; of one rank that is the synthetic step.
+    computing = middle[SYNTHETIC] if ALONE not in middle else min(middle[ALONE], middle[SYNTHETIC])
+    parts = {"reading": middle[IO_ONLY], "computing": computing, "communication": middle.get(ALLREDUCE, 0.0)}
+    slowest = max(parts, key=parts.__getitem__)
+    ratio = middle[FULL] / parts[slowest]
+    return f"{slowest} limits: a step takes {ratio:.2f} of what that alone takes", ratio

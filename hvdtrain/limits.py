@@ -1,0 +1,118 @@
+"""What both adapters' `bench train` share: the parts of a step timed in turn, and what they say of its limit."""
+
+import contextlib
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.bench import measure, ranks, train
+from hvdtrain.progress import Progress
+from hvdtrain.run import Run
+
+Parts = list[Any]
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One adapter's Training, driven step by step."""
+
+    batches: Callable[[Progress], Iterator[tuple[int, Parts]]]
+    """The rest of an epoch from there: where each batch begins, and this rank's parts of it, on the device."""
+    update: Callable[[Parts], None]
+    """One update from them, at a learning rate of 0: the weights stay, so no step of many diverges."""
+    wait: Callable[[], None]
+    """Until the device has done what it was asked."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The run as it is; the same on each rank without the others; and the allreduce of as many bytes as its gradients.
+    The last two are None where one rank trains alone, or its engine has no allreduce of its own."""
+
+    whole: Drive
+    alone: Drive | None
+    communicate: Callable[[], None] | None
+    sum: Callable[[np.ndarray], np.ndarray]
+    gradient_bytes: int
+
+
+def measured(run: Run, sides_of: Callable[[Run], contextlib.AbstractContextManager[Sides]], said: list[str]) -> None:
+    """Measures on every rank; the chief tells. `said` are the flags of `bench train`."""
+    options, _ = train.parse(said)
+    with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
+        timed = {
+            name: _mean_of_ranks(time, sides, run.topology.size)
+            for name, time in _contenders(run, sides, min(options.steps, run.plan.steps_per_epoch)).items()
+        }
+        seconds = measure.in_turn(timed, options.rounds)
+    if not run.topology.is_chief:
+        return
+    facts = {
+        "framework": run.framework,
+        "engine": run.engine,
+        "recipe": run.recipe.name,
+        "ranks": run.topology.size,
+        "global_batch": run.plan.global_batch,
+        "gradient_bytes": sides.gradient_bytes,
+        "step_seconds": seconds,
+    }
+    if not ranks.keep(facts):
+        train.tell(facts, options.output)
+
+
+def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float]]:
+    """By name, what gives the seconds of one step."""
+    place = Progress()
+
+    def batches() -> Iterator[Parts]:
+        if place.sample + steps * run.plan.global_batch > run.plan.train_examples:
+            place.sample, place.epoch = 0, place.epoch + 1
+        for start, parts in itertools.islice(sides.whole.batches(place), steps):
+            yield parts
+            place.sample = start + run.plan.global_batch
+
+    (still,) = itertools.islice(batches(), 1)
+
+    def through(drive: Drive, parts: Callable[[], Iterator[Parts]], *, read_only: bool = False) -> float:
+        drive.wait()
+        began = perf_counter()
+        with contextlib.closing(parts()) as given:  # type: ignore[type-var]
+            for one in given:
+                if not read_only:
+                    drive.update(one)
+        drive.wait()
+        return (perf_counter() - began) / steps
+
+    def again() -> Iterator[Parts]:
+        yield from itertools.repeat(still, steps)
+
+    def allreduce(communicate: Callable[[], None]) -> float:
+        began = perf_counter()
+        communicate()
+        sides.whole.wait()
+        return perf_counter() - began
+
+    found = {
+        train.FULL: lambda: through(sides.whole, batches),
+        train.SYNTHETIC: lambda: through(sides.whole, again),
+        train.IO_ONLY: lambda: through(sides.whole, batches, read_only=True),
+    }
+    if (alone := sides.alone) and (communicate := sides.communicate):
+        found[train.ALONE] = lambda: through(alone, batches)
+        found[train.ALLREDUCE] = lambda: allreduce(communicate)
+    return found
+
+
+def _mean_of_ranks(time: Callable[[], float], sides: Sides, size: int) -> Callable[[], float]:
+    """The mean over the ranks, which also begin together."""
+
+    def mean() -> float:
+        sides.sum(np.zeros(1))
+        return float(sides.sum(np.array([time()]))[0]) / size
+
+    return mean

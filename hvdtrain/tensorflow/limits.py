@@ -1,0 +1,75 @@
+"""One rank of `bench train` with TensorFlow."""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from hvdtrain import limits
+from hvdtrain import run as runs
+from hvdtrain.bench import train
+from hvdtrain.progress import Progress
+from hvdtrain.run import Run
+from hvdtrain.tensorflow.__main__ import without_banner
+
+with without_banner():
+    import tensorflow as tf
+
+from hvdtrain.tensorflow.engines import Engine
+from hvdtrain.tensorflow.engines.local import LocalEngine
+from hvdtrain.tensorflow.train import Training, engine_of
+
+WIRE = {"none": tf.float32, "fp16": tf.float16, "fp64": tf.float64}
+
+
+@contextlib.contextmanager
+def sides(run: Run) -> Iterator[limits.Sides]:
+    """The run's training, and one on each rank by itself."""
+    with engine_of(run) as engine:
+        training = Training(run, engine)
+        count = sum(int(tf.size(weight)) for weight in training.weights)
+        with tf.device(engine.device):
+            gradients = tf.zeros(count, WIRE[run.recipe.compression])
+        communicate, alone = None, None
+        if run.engine == "horovod" and run.topology.size > 1:
+            communicate = _allreduce(engine, gradients)
+            by_itself = LocalEngine(engine.device)
+            by_itself.rank = engine.rank
+            alone = _drive(Training(replace(run, engine="local", start=None), by_itself))
+        sent = count * gradients.dtype.size
+        yield limits.Sides(_drive(training), alone, communicate, engine.sum, sent)
+
+
+def _drive(training: Training) -> limits.Drive:
+    def batches(place: Progress) -> Iterator[tuple[int, limits.Parts]]:
+        training.progress.epoch, training.progress.sample = place.epoch, place.sample
+        return training.batches()
+
+    return limits.Drive(
+        batches=batches,
+        update=lambda parts: training.update(parts, 0.0),
+        wait=lambda: training.weights[-1].numpy() if training.engine.replicas == 1 else None,
+    )
+
+
+def _allreduce(engine: Engine, gradients: tf.Tensor) -> Callable[[], None]:
+    import horovod.tensorflow as hvd
+
+    @tf.function
+    def add() -> tf.Tensor:
+        with tf.device(engine.device):
+            return hvd.allreduce(gradients, op=hvd.Sum, name="bench")[0]
+
+    return lambda: add().numpy()
+
+
+if __name__ == "__main__":
+    _, of_run = train.parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        code = runs.main(
+            "tensorflow",
+            [*of_run, "--output", f"{folder}/run"],
+            lambda run: limits.measured(run, sides, sys.argv[1:]),
+        )
+    runs.end(code)

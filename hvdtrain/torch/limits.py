@@ -1,0 +1,71 @@
+"""One rank of `bench train` with PyTorch."""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from hvdtrain import limits
+from hvdtrain import run as runs
+from hvdtrain.bench import train
+from hvdtrain.progress import Progress
+from hvdtrain.run import Run
+from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.train import Training, engine_of
+
+WIRE = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@contextlib.contextmanager
+def sides(run: Run) -> Iterator[limits.Sides]:
+    """The run's training, and one on each rank by itself."""
+    with engine_of(run) as engine:
+        training = Training(run, engine)
+        count = sum(weight.numel() for weight in training.model.parameters())
+        gradients = torch.zeros(count, dtype=WIRE[run.recipe.compression], device=engine.device)
+        communicate, alone = _allreduce(run.engine, gradients), None
+        if engine.size > 1 and communicate:
+            by_itself = LocalEngine(engine.device)
+            by_itself.rank = engine.rank
+            alone = _drive(Training(replace(run, engine="local", start=None), by_itself))
+        yield limits.Sides(_drive(training), alone, communicate, engine.sum, gradients.nbytes)
+
+
+def _drive(training: Training) -> limits.Drive:
+    device = training.engine.device
+
+    def batches(place: Progress) -> Iterator[tuple[int, limits.Parts]]:
+        training.progress.epoch, training.progress.sample = place.epoch, place.sample
+        return training.batches()
+
+    return limits.Drive(
+        batches=batches,
+        update=lambda parts: training.update(parts, 0.0),
+        wait=lambda: torch.cuda.synchronize() if device.type == "cuda" else None,
+    )
+
+
+def _allreduce(engine: str, gradients: torch.Tensor) -> Callable[[], None] | None:
+    if engine == "horovod":
+        import horovod.torch as hvd
+
+        return lambda: hvd.allreduce_(gradients, op=hvd.Sum, name="bench")
+    if engine == "ddp":
+        import torch.distributed as dist
+
+        return lambda: dist.all_reduce(gradients)
+    return None
+
+
+if __name__ == "__main__":
+    _, of_run = train.parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        code = runs.main(
+            "torch",
+            [*of_run, "--output", f"{folder}/run"],
+            lambda run: limits.measured(run, sides, sys.argv[1:]),
+        )
+    runs.end(code)
