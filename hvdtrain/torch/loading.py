@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import recipe as recipes
 from hvdtrain.bench import measure
+from hvdtrain.bench.loader import TICK, processor_seconds
 from hvdtrain.datasets import DRAWS
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.progress import Request
 from hvdtrain.run import load_dataset
 from hvdtrain.torch.data import Loader, Pair
 
@@ -36,11 +38,12 @@ def main(
             began, used = time.perf_counter(), processor_seconds()
             count = sum(len(y) for _, y in epochs[name]())
             clock[name].append(count / (time.perf_counter() - began))
-            return count / (processor_seconds() - used)
+            return count / max(processor_seconds() - used, TICK)
 
         return once
 
-    found = measure.in_turn({name: measured(name) for name in epochs}, rounds)
+    contenders: dict[str, Callable[[], float]] = {name: measured(name) for name in epochs}
+    found = measure.in_turn(contenders, rounds)
     ratios = {
         name: [one / theirs for one, theirs in zip(found[name], found["torchvision"], strict=True)] for name in loaders
     }
@@ -66,7 +69,7 @@ def ours(data_dir: Path, workers: int, batch: int, pictures: int, crop: int) -> 
     def epoch() -> Iterable[Pair]:
         order = random.permutation(len(dataset.train))[:pictures]
         parts = np.split(order, range(batch, len(order), batch))
-        requests = [(part, random.random((len(part), DRAWS), dtype=np.float32)) for part in parts]
+        requests: list[Request] = [(part, random.random((len(part), DRAWS), dtype=np.float32)) for part in parts]
         return loader.batches(dataset.train, requests)
 
     return epoch
@@ -96,26 +99,11 @@ def torchvisions(folder: Path, workers: int, batch: int, pictures: int, crop: in
     return epoch
 
 
-def processor_seconds() -> float:
-    """User and system time of this process and of all that live below it, in seconds."""
-    parents, used = dict[int, int](), dict[int, int]()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # The name in parentheses may hold spaces; proc(5) counts the fields behind it from 3.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
-            parents[int(entry.name)], used[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
-    mine = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    return sum(used[pid] for pid in mine) / os.sysconf("SC_CLK_TCK")
-
-
 if __name__ == "__main__":
+    _, *places, workers, batch, pictures, crop, rounds = sys.argv
+    folder, packed, kept = map(Path, places)
     try:
-        main(*map(Path, sys.argv[1:4]), *map(int, sys.argv[4:]))
+        main(folder, packed, kept, int(workers), int(batch), int(pictures), int(crop), int(rounds))
     except HvdtrainError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
