@@ -209,6 +209,7 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
 
 
 @needs_horovod
+@pytest.mark.timeout(900)
 def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, train_here):
     """With PyTorch's own compiler, alone and under two ranks."""
     argv = ["linear", "--epochs", "2", "--fused-optimizer"]
