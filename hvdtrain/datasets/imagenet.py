@@ -58,17 +58,20 @@ class Encoded(ABC):
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         pictures = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
+        left = iter(range(len(indices)))
 
-        def decode(number: int) -> None:
-            index = int(indices[number])
-            if draws is None:
-                pictures[number] = self.decoded(index, lambda picture: centre_crop(picture, self.resize, self.crop))
-            else:
-                pictures[number] = self.decoded(index, lambda picture: random_crop(picture, self.crop, draws[number]))
+        def decode() -> None:
+            for number in left:
+                crop = functools.partial(self._cropped, draws=None if draws is None else draws[number])
+                pictures[number] = self.decoded(int(indices[number]), crop)
 
-        for _ in _threads().map(decode, range(len(indices))):
-            pass
+        in_threads(decode)
         return pictures, self.labels[indices]
+
+    def _cropped(self, picture: Image.Image, draws: NDArray[np.float32] | None) -> Image.Image:
+        if draws is None:
+            return centre_crop(picture, self.resize, self.crop)
+        return random_crop(picture, self.crop, draws)
 
     def decoded(self, index: int, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
         """The picture, prepared. Raises DataError naming its place where it is damaged."""
@@ -104,10 +107,26 @@ class Pictures(Encoded):
         return str(self.path(index))
 
 
+def in_threads(work: Callable[[], None]) -> None:
+    """Calls it in as many threads as this process has processors, this one among them, and waits for all.
+
+    Pillow decodes without the interpreter lock. A task is a thread's share: to hand over each picture by itself costs
+    up to half of what decoding a small one does.
+    """
+    others, pool = _threads()
+    tasks = [pool.submit(work) for _ in range(others)]
+    try:
+        work()
+    finally:
+        done = [task.exception() for task in tasks]
+    for error in filter(None, done):
+        raise error
+
+
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """As many threads as this process has processors; Pillow decodes without the interpreter lock."""
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode")
+def _threads() -> tuple[int, ThreadPoolExecutor]:
+    others = len(os.sched_getaffinity(0)) - 1
+    return others, ThreadPoolExecutor(max(1, others), "decode")
 
 
 # A forked child inherits the pool, but not its threads.

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import threading
+import weakref
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -36,13 +37,10 @@ class Files:
         self.paths = paths
         self._lock, self._open = threading.Lock(), dict[int, int]()
         self._ahead: frozenset[int] = frozenset()
+        weakref.finalize(self, _close, self._open)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Files, (self.paths,)
-
-    def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """Those bytes, fewer at the file's end. Raises OSError."""
@@ -59,6 +57,11 @@ class Files:
             if shard not in self._open:
                 self._open[shard] = _opened(self.paths[shard])
             return self._open[shard]
+
+
+def _close(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def _opened(path: Path) -> int:
