@@ -17,6 +17,7 @@ pytestmark = needs_torch
 from hvdtrain import datasets, recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
 from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
+from hvdtrain.topology import Topology  # noqa: E402
 from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
@@ -126,10 +127,10 @@ def small(monkeypatch):
     torch._dynamo.reset()
 
 
-def steps(keys, record=None, in_one=True, count=6):
+def steps(keys, record=None, in_one=True, engine=None, count=6):
     """Losses of so many updates at a changing LR, and the weights and statistics after them."""
     chosen = recipe.load("digits", {"seed": 3, **keys})
-    engine = LocalEngine(CPU)
+    engine = engine(chosen) if engine else LocalEngine(CPU)
     step = Step(chosen, engine, models.build(chosen, 10, engine), 0.1, in_one=in_one, record=record)
     torch.manual_seed(0)
     x = torch.randn(count, chosen.accumulation_steps, 6, 3, 8, 8)
@@ -143,15 +144,32 @@ def steps(keys, record=None, in_one=True, count=6):
     step.model.eval()
     with torch.no_grad():
         losses.append(mean_loss(step.network(x[0, 0]), y[0, 0]).item())
+    engine.close()
     return losses, step.model.state_dict()
 
 
-@pytest.mark.parametrize(("in_one", "pieces"), [(True, 1), (False, 4)], ids=["whole", "in parts"])
-def test_a_compiled_network_learns_the_same(small, in_one, pieces):
-    keys = {"label_smoothing": 0.1, "fused_optimizer": True, "channels_last": True}
+def ddp(chosen):
+    """DistributedDataParallel, of one rank."""
+    from hvdtrain.torch.engines.ddp import DdpEngine
+
+    return DdpEngine(chosen, Topology.alone("here"), CPU)
+
+
+COMPILED = {
+    "whole": ({"label_smoothing": 0.1}, {"in_one": True}, 1),
+    "in parts": ({}, {"in_one": False}, 4),
+    "under DDP": ({}, {"in_one": False, "engine": ddp}, 4),
+    "under DDP, accumulating": ({"accumulation_steps": 2}, {"in_one": False, "engine": ddp}, 4),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_network_learns_the_same(small, case):
+    keys, how, pieces = COMPILED[case]
+    keys = {"fused_optimizer": True, "channels_last": True, **keys}
     losses, state = steps(keys)
     assert small == []
-    compiled_losses, compiled_state = steps({**keys, "compile": True}, in_one=in_one)
+    compiled_losses, compiled_state = steps({**keys, "compile": True}, **how)
     assert small == [{"dynamic": False}] * pieces
     np.testing.assert_allclose(compiled_losses, losses, rtol=1e-5)
     for name, tensor in state.items():
@@ -211,18 +229,19 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
 @needs_horovod
 @pytest.mark.timeout(900)
 def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, train_here):
-    """With PyTorch's own compiler, alone and under two ranks."""
+    """With PyTorch's own compiler: alone, and under two ranks of Horovod and of DDP."""
     argv = ["linear", "--epochs", "2", "--fused-optimizer"]
     train_here("torch", *argv, "--output", tmp_path / "plain").good()
     train_here("torch", *argv, "--compile", "--output", tmp_path / "alone").good()
-    train("torch", "mpi", 2, *argv, "--compile", "--output", tmp_path / "ranks").good()
-    plain, alone, ranks = (
+    for engine in ("horovod", "ddp"):
+        train("torch", "mpi", 2, *argv, "--compile", "--engine", engine, "--output", tmp_path / engine).good()
+    plain, *compiled = (
         [line["loss"] for line in records(tmp_path / name) if line["kind"] == "step"]
-        for name in ("plain", "alone", "ranks")
+        for name in ("plain", "alone", "horovod", "ddp")
     )
     assert len(plain) == 2
-    np.testing.assert_allclose(alone, plain, rtol=1e-6)
-    np.testing.assert_allclose(ranks, plain, rtol=1e-6)
+    for losses in compiled:
+        np.testing.assert_allclose(losses, plain, rtol=1e-6)
 
 
 COMPILERS = {
