@@ -9,7 +9,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── CheckpointError            a checkpoint is damaged, or belongs to another model
 ├── JobError                   a job script cannot be made, submitted or read
 ├── BuildError                 Horovod could not be built or did not prove itself
-├── EngineUnavailable          a collective library is not installed
+├── EngineUnavailable          a collective library, or a compiler, is not installed
 ├── WorldError                 the launcher and the collective library disagree about the number of ranks
 ├── DeviceError                the visible GPUs do not fit the ranks
 ├── LabError                   a learner's mistake in a lab, explained; its text may have several lines
@@ -69,7 +69,7 @@ class BuildError(HvdtrainError):
 
 
 class EngineUnavailable(HvdtrainError):
-    """A collective library is not installed."""
+    """A collective library, or what torch.compile needs, is not installed."""
 
 
 class WorldError(HvdtrainError):

@@ -22,6 +22,7 @@ from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noq
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.step import Step, mean_loss  # noqa: E402
+from hvdtrain.torch.train import is_one_graph  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -325,6 +326,61 @@ def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
 def test_a_run_too_short_for_a_profile_says_so(tmp_path, train_here):
     ended = train_here("torch", "linear", "--max-steps", "24", "--profile", "--output", tmp_path).good()
     assert "INFO - the run's 24 steps are too few for a profile: table and trace need 25 steps" in ended.out
+
+
+class Event:
+    """A CUDA event at the time of a clock that the GPU alone moves on."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_on_a_gpu_events_are_the_clock(monkeypatch, tmp_path):
+    ranges, waits = [], []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    profiler = profiling.Profiler(tmp_path, torch.device("cuda"))
+    told = []
+    for step in range(profiling.WARM_STEPS + profiling.TIMED_STEPS + 1):
+        for place, name in enumerate(profiling.PHASES):
+            with profiler.phase(name):
+                Event.now += place + 1 if step >= profiling.WARM_STEPS else 1000
+        Event.now += 5
+        told.append(profiler.step())
+    assert told.pop() == [] and not any(told[:-1])
+    assert told[-1][0] == "phase            ms      %  (mean of 10 steps, by CUDA events)"
+    facts = json.loads((tmp_path / "phases.json").read_text())
+    expected = {"data": 1.0, "forward": 2.0, "backward": 3.0, "allreduce": 4.0, "update": 5.0, "rest": 5.0}
+    assert facts == {"steps": 10, "clock": "CUDA events", "step_ms": 20.0, "phases_ms": expected}
+    assert waits == [1]
+    assert ranges[:4] == ["data", "end", "forward", "end"]
+
+
+GRAPH = {
+    "one GPU": ({}, "local", "cuda", True),
+    "one CPU": ({}, "local", "cpu", False),
+    "ranks": ({}, "ddp", "cuda", False),
+    "plain": ({"compile": False}, "local", "cuda", False),
+    "with a loss scale": ({"precision": "float16"}, "local", "cuda", False),
+    "profiled": ({"profile": True}, "local", "cuda", False),
+}
+
+
+@pytest.mark.parametrize("case", GRAPH)
+def test_when_an_update_is_one_graph(case):
+    keys, engine, device, expected = GRAPH[case]
+    chosen = recipe.load("cifar100:fast", keys)
+    assert is_one_graph(chosen, engine, torch.device(device)) == expected
 
 
 def test_the_table_of_phases():

@@ -13,6 +13,7 @@ from hvdtrain.devices import gpu_index, threads
 from hvdtrain.engines import ENGINES
 from hvdtrain.metrics import Events, Totals, check_finite
 from hvdtrain.progress import Progress, due, train_requests, valid_requests
+from hvdtrain.recipe import Recipe
 from hvdtrain.run import Run
 from hvdtrain.torch import models, state
 from hvdtrain.torch.compiling import record_cuda_graph
@@ -86,6 +87,12 @@ def _device(run: Run, gpu_operations: bool) -> torch.device:
     return torch.device("cuda", index)
 
 
+def is_one_graph(recipe: Recipe, engine: str, device: torch.device) -> bool:
+    """Whether the whole update is one CUDA graph: not with a loss scale, nor with phases to be told apart."""
+    whole = engine == "local" and device.type == "cuda" and recipe.compile
+    return whole and recipe.precision != "float16" and not recipe.profile
+
+
 class Training:
     """The parts of one run on one rank, and the loop over them."""
 
@@ -103,7 +110,7 @@ class Training:
             self.plan.weight,
             self.profiler.phase if self.profiler else unwatched,
             in_one=run.engine == "local",
-            record=record_cuda_graph if self._is_graph() else None,
+            record=record_cuda_graph if is_one_graph(self.recipe, run.engine, engine.device) else None,
         )
         self.network, self.optimizer, self.scaler = self.step.network, self.step.optimizer, self.step.scaler
         self.state = state.tensors(self.model, self.optimizer)
@@ -112,12 +119,6 @@ class Training:
         self._meter = _Meter(engine.device)
         device = ",".join(run.devices) or str(engine.device)
         self.reporter = run.reporter(self.progress.step, device, _events, engine.notes)
-
-    def _is_graph(self) -> bool:
-        """Whether the whole update is one CUDA graph."""
-        recipe = self.recipe
-        alone_on_gpu = self.run.engine == "local" and self.engine.device.type == "cuda"
-        return recipe.compile and alone_on_gpu and recipe.precision != "float16" and not recipe.profile
 
     def run_to_end(self) -> None:
         """Epoch after epoch: train, validate, tell, checkpoint."""
