@@ -50,6 +50,9 @@ class Recipe(BaseModel):
     shuffle: Literal["global", "shards"] = Field(
         "global", description="imagenet, packed; shards: each rank reads shard after shard, another order for other N"
     )
+    decoder: Literal["pillow", "dali"] = Field(
+        "pillow", description="imagenet, training pictures; dali: NVIDIA's, on the processor"
+    )
     train_crop: PositiveInt = Field(224, description="imagenet: side of a training picture, pixels")
     valid_resize: PositiveInt = Field(256, description="imagenet: shorter side before the crop, pixels")
     valid_crop: PositiveInt = Field(224, description="imagenet: side of a validation picture, pixels")
@@ -263,8 +266,10 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")
     if r.valid_crop > r.valid_resize:
         raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")
-    if r.dataset != "imagenet" and (r.shuffle == "shards" or r.cache_dir):
-        raise RecipeError(f"shuffle shards and cache_dir go with dataset imagenet, packed, got {r.dataset}; drop them.")
+    if r.dataset != "imagenet" and (r.shuffle == "shards" or r.cache_dir or r.decoder == "dali"):
+        raise RecipeError(
+            f"shuffle shards, cache_dir and decoder dali go with dataset imagenet, got {r.dataset}; drop them."
+        )
     _check_speed(r)
 
 

@@ -117,6 +117,7 @@ def load_dataset(recipe: Recipe) -> datasets.Dataset:
         data_dir=recipe.data_dir,
         cache_dir=recipe.cache_dir,
         is_by_shard=recipe.shuffle == "shards",
+        decoder=recipe.decoder,
         seed=recipe.seed,
         train_crop=recipe.train_crop,
         valid_resize=recipe.valid_resize,

@@ -215,12 +215,12 @@ def test_what_only_packed_sets_have(tmp_path, options, message):
     assert str(refusal.value) == message.format(tree=tmp_path / "tree")
 
 
-@pytest.mark.parametrize("keys", [{"shuffle": "shards"}, {"cache_dir": "/tmp"}], ids=["shuffle", "cache"])
-def test_other_data_sets_have_no_shards(keys):
+@pytest.mark.parametrize("keys", [{"shuffle": "shards"}, {"cache_dir": "/tmp"}, {"decoder": "dali"}])
+def test_other_data_sets_have_none_of_it(keys):
     with pytest.raises(RecipeError) as refusal:
         recipe.load("digits", keys)
     assert str(refusal.value) == (
-        "shuffle shards and cache_dir go with dataset imagenet, packed, got digits; drop them."
+        "shuffle shards, cache_dir and decoder dali go with dataset imagenet, got digits; drop them."
     )
 
 

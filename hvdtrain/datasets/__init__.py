@@ -4,14 +4,16 @@ A sample's augmentation is a pure function of the sample and of the uniform numb
 draws them for a whole epoch, seeded by (seed, epoch), trains alike whatever the number of ranks and readers.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Literal
 
 from hvdtrain.datasets.base import DRAWS, Dataset, Split
 from hvdtrain.errors import DataError
 
-__all__ = ["DRAWS", "Dataset", "Name", "Split", "load"]
+__all__ = ["DRAWS", "Dataset", "Decoder", "Name", "Split", "load"]
 
+Decoder = Literal["pillow", "dali"]
 Name = Literal["linear", "digits", "cifar100", "imagenet", "synthetic"]
 
 
@@ -21,6 +23,7 @@ def load(
     data_dir: Path | None = None,
     cache_dir: Path | None = None,
     is_by_shard: bool = False,
+    decoder: Decoder = "pillow",
     seed: int = 0,
     train_crop: int = 224,
     valid_resize: int = 256,
@@ -34,7 +37,7 @@ def load(
     data_dir is for cifar100 (by default downloaded and kept) and imagenet; seed for linear and synthetic; the
     crops and valid_resize, in pixels, for imagenet; the last three for synthetic. Of a packed imagenet, cache_dir
     keeps a copy on this node, and is_by_shard numbers the training samples shard after shard.
-    Raises DataError where files are missing, damaged or of the wrong shape.
+    Raises DataError where files are missing, damaged or of the wrong shape, EngineUnavailable for a missing decoder.
     """
     match name:
         case "linear":
@@ -50,18 +53,29 @@ def load(
 
             return cifar100.load(data_dir)
         case "imagenet":
-            from hvdtrain.datasets import cache, imagenet, index, shards
-
-            if data_dir is not None and shards.is_in(data_dir):
-                folder = cache.on_node(data_dir, cache_dir) if cache_dir else data_dir
-                return shards.load(folder, train_crop, valid_resize, valid_crop, is_by_shard)
-            if is_by_shard or cache_dir:
-                key = "shuffle shards" if is_by_shard else "cache_dir"
-                raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")
-            read = index.load if index.is_in(data_dir) else imagenet.load
-            return read(data_dir, train_crop, valid_resize, valid_crop)
+            whole = _imagenet(data_dir, cache_dir, is_by_shard, (train_crop, valid_resize, valid_crop))
+            return _by_dali(whole) if decoder == "dali" else whole
         case "synthetic":
             from hvdtrain.datasets import synthetic
 
             return synthetic.load(seed, image_size, classes, examples)
     raise DataError(f"There is no data set {name!r}: choose linear, digits, cifar100, imagenet or synthetic.")
+
+
+def _imagenet(data_dir: Path | None, cache_dir: Path | None, is_by_shard: bool, sides: tuple[int, int, int]) -> Dataset:
+    from hvdtrain.datasets import cache, imagenet, index, shards
+
+    if data_dir is not None and shards.is_in(data_dir):
+        return shards.load(cache.on_node(data_dir, cache_dir) if cache_dir else data_dir, *sides, is_by_shard)
+    if is_by_shard or cache_dir:
+        key = "shuffle shards" if is_by_shard else "cache_dir"
+        raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")
+    return (index.load if index.is_in(data_dir) else imagenet.load)(data_dir, *sides)
+
+
+def _by_dali(dataset: Dataset) -> Dataset:
+    from hvdtrain.datasets import dali, imagenet
+
+    dali.check()
+    assert isinstance(dataset.train, imagenet.Encoded)
+    return dataclasses.replace(dataset, train=dali.Dali(dataset.train))

@@ -235,9 +235,15 @@ def centre_crop(picture: Image.Image, resize: int, crop: int) -> Image.Image:
 
 def random_crop(picture: Image.Image, crop: int, draws: NDArray[np.float32]) -> Image.Image:
     """A random part resized to a square and flipped half of the time; draws [DRAWS] seed the choices."""
+    box, is_flipped = random_part(draws, *picture.size)
+    resized = cut(picture, box, crop)
+    return resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_flipped else resized
+
+
+def random_part(draws: NDArray[np.float32], width: int, height: int) -> tuple[Box, bool]:
+    """Which part of a picture of that size the draws choose, and whether it is flipped."""
     random = np.random.default_rng(np.ascontiguousarray(draws, np.float32).view(np.uint32))
-    resized = cut(picture, random_box(random, *picture.size), crop)
-    return resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else resized
+    return random_box(random, width, height), random.random() < 0.5
 
 
 def random_box(random: np.random.Generator, width: int, height: int) -> Box:

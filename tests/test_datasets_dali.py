@@ -1,0 +1,90 @@
+"""Pictures decoded by DALI: Pillow's to rounding, of the same draws, whatever the picture."""
+
+import multiprocessing
+import pickle
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from pictures import scene, write_tree
+
+from hvdtrain import datasets, pack
+from hvdtrain.errors import DataError, EngineUnavailable
+
+SIZES = {"train_crop": 48, "valid_resize": 72, "valid_crop": 64}
+
+
+@pytest.fixture
+def dali():
+    return pytest.importorskip("nvidia.dali", reason="DALI is missing: pip install nvidia-dali-cuda120")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """16 training pictures: one a PNG, one grey, one in CMYK."""
+    tree = write_tree(tmp_path / "tree")
+    scene(200, 150, 1).convert("L").save(tree / "train" / "n01" / "n01_1.JPEG", quality=95)
+    scene(200, 150, 2).convert("CMYK").save(tree / "train" / "n01" / "n01_2.JPEG", quality=95)
+    return tree
+
+
+def load(data_dir, decoder="dali"):
+    return datasets.load("imagenet", data_dir=data_dir, decoder=decoder, **SIZES)
+
+
+def draws(count):
+    return np.random.default_rng(3).random((count, datasets.DRAWS), dtype=np.float32)
+
+
+@pytest.mark.parametrize("source", ["folder", "shards"])
+def test_pixels_are_pillows_to_rounding(dali, tree, tmp_path, source):
+    if source == "shards":
+        pack.pack(pack.Options(tree, tmp_path / "packed"))
+    data_dir = tmp_path / "packed" if source == "shards" else tree
+    ours, pillow = load(data_dir), load(data_dir, "pillow")
+    for count in (3, 16, 5):  # the pipeline grows once, and then takes fewer
+        x, y = ours.train.read(np.arange(count)[::-1], draws(count))
+        exact, labels = pillow.train.read(np.arange(count)[::-1], draws(count))
+        np.testing.assert_array_equal(y, labels)
+        assert (x.shape, x.dtype, x.flags.writeable) == (exact.shape, np.uint8, True)
+        difference = abs(x.astype(int) - exact)
+        assert difference.max() <= 4
+        assert difference.mean() < 0.5
+    for one, other in zip(ours.valid.read(np.arange(6), None), pillow.valid.read(np.arange(6), None), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def checksum(split):
+    return zlib.crc32(split.read(np.arange(16), draws(16))[0].tobytes())
+
+
+def test_a_copy_in_another_process_reads_the_same(dali, tree):
+    split = load(tree).train
+    expected = checksum(split)
+    assert checksum(pickle.loads(pickle.dumps(split))) == expected
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        assert pool.apply(checksum, (split,)) == expected
+
+
+@pytest.mark.parametrize("damage", ["truncated", "head only", "gone"])
+def test_a_damaged_picture_is_named_and_the_others_are_read(dali, tree, damage):
+    split = load(tree).train
+    path = tree / "train" / "n02" / "n02_3.JPEG"
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2 if damage == "truncated" else 700])
+    with pytest.raises(DataError) as refusal:
+        split.read(np.arange(16), draws(16))
+    assert str(refusal.value).startswith(f"{path} cannot be read as a picture (")
+    assert split.read(np.arange(8), draws(8))[1].tolist() == [0] * 8
+
+
+def test_without_dali(tree, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    with pytest.raises(EngineUnavailable) as refusal:
+        load(tree)
+    assert str(refusal.value).startswith("decoder dali needs NVIDIA DALI (")
+    assert str(refusal.value).endswith("); install it: pip install nvidia-dali-cuda120")
