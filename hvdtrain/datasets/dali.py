@@ -109,3 +109,12 @@ def _dali() -> tuple[Any, Any, Any]:
 def check() -> None:
     """Raises EngineUnavailable where DALI is not installed."""
     _dali()
+
+
+def is_installed() -> bool:
+    """Whether `check` finds DALI."""
+    try:
+        check()
+    except EngineUnavailable:
+        return False
+    return True

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from hvdtrain import recipe as recipes
 from hvdtrain.bench import measure
 from hvdtrain.bench.loader import TICK, processor_seconds
-from hvdtrain.datasets import DRAWS
+from hvdtrain.datasets import DRAWS, dali
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.progress import Request
 from hvdtrain.run import load_dataset
@@ -28,8 +29,10 @@ def main(
 ) -> None:
     """Measures and leaves the figures as JSON in `kept`."""
     torch.set_num_threads(1)
-    loaders = {"shards": packed, "folder": folder}
-    epochs = {name: ours(data_dir, workers, batch, pictures, crop) for name, data_dir in loaders.items()}
+    loaders: dict[str, dict[str, Any]] = {"shards": {"data_dir": packed}, "folder": {"data_dir": folder}}
+    if dali.is_installed():
+        loaders["DALI"] = {"data_dir": packed, "decoder": "dali"}
+    epochs = {name: ours(keys, workers, batch, pictures, crop) for name, keys in loaders.items()}
     epochs["torchvision"] = torchvisions(folder, workers, batch, pictures, crop)
     clock: dict[str, list[float]] = {name: [] for name in epochs}
 
@@ -59,10 +62,9 @@ def main(
     kept.write_text(json.dumps(facts))
 
 
-def ours(data_dir: Path, workers: int, batch: int, pictures: int, crop: int) -> Epoch:
+def ours(where: dict[str, Any], workers: int, batch: int, pictures: int, crop: int) -> Epoch:
     """hvdtrain's pass over so many pictures, in an order and with crops drawn anew each time."""
-    keys = {"data_dir": data_dir, "workers": workers, "batch_size": batch, "train_crop": crop}
-    recipe = recipes.load("imagenet", keys)
+    recipe = recipes.load("imagenet", {**where, "workers": workers, "batch_size": batch, "train_crop": crop})
     dataset = load_dataset(recipe)
     loader, random = Loader(recipe, dataset, torch.device("cpu")), np.random.default_rng(0)
 
