@@ -1,10 +1,13 @@
 """Packed sets: read by offset or shard after shard, refused where damaged, and copied once a node."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
+import threading
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 from pictures import write_tree
 
-from hvdtrain import datasets, pack, recipe
+from hvdtrain import cli, datasets, pack, recipe
 from hvdtrain import plan as plans
 from hvdtrain.datasets import cache, shards
 from hvdtrain.errors import DataError, RecipeError
@@ -200,6 +203,23 @@ def test_by_shard_ranks_take_equal_steps_and_no_picture_twice(packed, size, glob
     assert "shards" not in plan.to_json()
 
 
+def test_the_plan_of_a_packed_set(packed, capsys):
+    flags = [
+        "--data-dir",
+        str(packed),
+        "--shuffle",
+        "shards",
+        "--batch-size",
+        "4",
+        "--train-crop",
+        "64",
+        "--ranks",
+        "2",
+    ]
+    assert cli.main(["plan", "imagenet", *flags]) == 0
+    assert "on imagenet, 16 examples to train, 6 to validate\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -245,15 +265,26 @@ def test_another_set_has_a_copy_of_its_own(packed, tmp_path):
     assert (len(copies(tmp_path / "node")), len(split.files.paths)) == (2, 3)
 
 
-def begin(data_dir, cache_dir):
-    return cache.on_node(data_dir, cache_dir)
+def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, monkeypatch):
+    """The first is held up in its copying until the second has asked for the lock."""
+    asked, copied = threading.Semaphore(0), []
+    lock, copy = fcntl.flock, cache._copy
 
+    def ask(file, operation):
+        asked.release()
+        lock(file, operation)
 
-def test_processes_that_come_at_once_copy_once(packed, tmp_path):
-    with multiprocessing.get_context("forkserver").Pool(4) as pool:
-        folders = pool.starmap(begin, [(packed, tmp_path / "node")] * 4)
-    assert [str(folders[0])] * 4 == [str(folder) for folder in folders]
-    assert copies(tmp_path / "node") == [folders[0].name]
+    def copy_late(data_dir, folder):
+        copied.append(folder)
+        assert all(asked.acquire(timeout=10) for _ in range(2))
+        copy(data_dir, folder)
+
+    monkeypatch.setattr(fcntl, "flock", ask)
+    monkeypatch.setattr(cache, "_copy", copy_late)
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(cache.on_node, [packed] * 2, [tmp_path / "node"] * 2))
+    assert folders == [copied[0]] * 2
+    assert (len(copied), copies(tmp_path / "node")) == (1, [copied[0].name])
 
 
 def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):

@@ -119,3 +119,5 @@ def test_by_shard_order_depends_on_seed_and_epoch():
     np.testing.assert_array_equal(one.draws, Epoch.of(4000, 1, 2, 2).draws)
     for other in (by_shard(seed=2), by_shard(epoch=3)):
         assert (one.order != other.order).mean() > 0.9
+    shard_of = np.repeat(np.arange(len(SHARDS)), SHARDS)
+    assert len({shard_of[by_shard(epoch=epoch).order[0]] for epoch in range(12)}) > 3
