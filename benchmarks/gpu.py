@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 TARGET = 0.75
-DRIVER = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+DRIVER = ["nvidia-smi", "--id=0", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
 
 # What the recipes say; a test compares.
 BASE = {
@@ -204,8 +205,9 @@ def machine(device: str) -> dict:
         properties = torch.cuda.get_device_properties(0)
         found |= {"gpu": properties.name, "gpu_gib": round(properties.total_memory / 2**30, 1)}
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        said = subprocess.run(DRIVER, capture_output=True, text=True, check=False).stdout.strip()
-        found["driver, clock, power"] = said.splitlines()[0] if said else "unknown"
+        if shutil.which(DRIVER[0]):
+            told = subprocess.run(DRIVER, capture_output=True, text=True, check=False)
+            found["driver, clock, power"] = (told.stdout or told.stderr).strip()
     else:
         side = 256
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
