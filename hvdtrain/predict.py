@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 PROG = "python -m hvdtrain predict"
 MOST_RANKS = 16_384
 WORST_MISFIT = 0.25
-TITLES = {"compute": "compute", "fixed": "fixed part", "network": "network", "stragglers": "stragglers"}
+TITLES = {
+    "compute": "compute",
+    "fixed": "fixed part",
+    "joining": "joining",
+    "network": "network",
+    "stragglers": "stragglers",
+}
 REMEDIES = {
+    "joining": "what any allreduce costs, whatever the ranks: a larger batch a rank",
     "fixed": "what a run does once: start, find the files, start the readers anew, save",
     "network": "a faster link, a larger batch a rank, compression",
     "stragglers": "even readers and storage, pinned CPUs, nothing else on the nodes",

@@ -1,5 +1,6 @@
 """What a training costs on N ranks: the model of a step, and what measured points say and leave open of it."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +13,11 @@ Numbers = NDArray[np.float64]
 
 BACKWARD = 2 / 3
 """Backward's part of a step's arithmetic: a gradient for the weights and one for the input, where forward has one."""
-NOISE = 0.01
-"""By what part a run that was measured once may be off."""
+NOISE = 0.02
+"""By what part a run that was measured once may be off: so much the published series (tests/test_predict.py) jump."""
 SLOWEST_LINK = 0.8
 """What a ring may get of a link's nominal rate, at the least."""
-CAUSES = ("fixed", "network", "stragglers")
+CAUSES = ("fixed", "joining", "network", "stragglers")
 """What may take time beside compute."""
 
 
@@ -98,7 +99,7 @@ class Forecast:
     seconds: Numbers
     low: Numbers
     high: Numbers
-    parts: dict[str, Numbers]
+    parts: "Parts"
 
     def shares(self, index: int) -> dict[str, float]:
         """By cause, the part of that forecast's time."""
@@ -114,6 +115,7 @@ class Link:
 
 
 Column = Callable[[Numbers], Numbers]
+Parts = dict[str, Numbers]
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,15 @@ class Points:
     """All models that pass through measured points.
 
     The ranks' time together, N T(N), is a sum of causes, none of them negative: compute (the same whatever N); a fixed
-    part of the run (grows as N); stragglers (the slowest of N with exponential delays comes later by the same with
-    every doubling, as the harmonic numbers grow: log2 N); the ring among M nodes, 2 (M - 1) / M; and the same ring with
-    backward hiding it as far as it can. Two points leave open which of them took what was lost between the points. So
-    the forecast is the geometric middle of the lowest and the highest of these models: the one that errs by the least
+    part of the run (grows as N); joining (what any allreduce costs from two ranks on: buffers copied in and out, the
+    last of them in sight); stragglers (the slowest of N with exponential delays comes later by the same with every
+    doubling, as the harmonic numbers grow: log2 N); the ring among M nodes, 2 (M - 1) / M; and the same ring with
+    backward hiding it in part. Two points leave open which of them took what was lost between the points. So the
+    forecast is the geometric middle of the lowest and the highest of these models: the one that errs by the least
     factor, whichever is true.
+
+    With a link the ring is known, but for what backward hides of it; then the middle is of the models in which nothing
+    but joining takes what the ring leaves over, if such there are.
     """
 
     points: tuple[Point, ...]
@@ -138,42 +144,50 @@ class Points:
 
     def forecast(self, ranks: Sequence[int]) -> Forecast:
         where = np.asarray(ranks, np.float64)
-        best, all_fits = self._fits()
-        (few, low_parts), (many, high_parts) = best.reach(where, best.misfit * (1 + 1e-6) + 1e-9)
+        likely, possible = self._fits
+        low, high = _widest([fit.reach(where, fit.misfit * (1 + 1e-6) + 1e-9) for fit in likely])
+        lowest, highest = _widest([fit.reach(where, max(fit.misfit, self.misfit + self.noise)) for fit in possible])
+        few, many = _sum(low), _sum(high)
         seconds = np.sqrt(few * many)
-        parts = {name: (low_parts[name] + high_parts[name]) * seconds / (few + many) for name in low_parts}
-        bands = [fit.reach(where, best.misfit + self.noise) for fit in all_fits]
-        low = np.min([low for (low, _), _ in bands], axis=0)
-        high = np.max([high for _, (high, _) in bands], axis=0)
-        return Forecast(where, seconds, low, high, parts)
+        parts = {name: (low[name] + high[name]) * seconds / (few + many) for name in low}
+        return Forecast(where, seconds, _sum(lowest), _sum(highest), parts)
 
     @property
     def misfit(self) -> float:
         """By what part the model has to miss at least one point."""
-        return self._fits()[0].misfit
+        return min(fit.misfit for fit in self._fits[1])
 
-    def _fits(self) -> "tuple[_Fit, list[_Fit]]":
-        """The fit that leaves least unexplained, and those at the ends of what the unknown overlap allows."""
+    @functools.cached_property
+    def _fits(self) -> "tuple[list[_Fit], list[_Fit]]":
+        """Those whose middle is the forecast, and those that span the band."""
         if self.link is None:
-            fit = self._fit(None)
-            return fit, [fit]
-        overlaps = [self.overlap] if self.overlap is not None else np.linspace(0, BACKWARD, 65).tolist()
-        fits = [self._fit(overlap) for overlap in overlaps]
-        least = min(fit.misfit for fit in fits)
-        best = next(fit for fit in fits if fit.misfit <= least + 1e-4)
-        near = [fit for fit in fits if fit.misfit <= best.misfit + self.noise]
-        return best, [best, near[0], near[-1]]
+            fits = [self._fit(None, CAUSES)]
+            return fits, fits
+        overlaps = [self.overlap] if self.overlap is not None else np.linspace(0, BACKWARD, 33).tolist()
+        possible, plain = ([self._fit(overlap, causes) for overlap in overlaps] for causes in (CAUSES, ("joining",)))
+        least, least_plain = (min(fit.misfit for fit in fits) for fits in (possible, plain))
+        near = [fit for fit in possible if fit.misfit <= least + self.noise]
+        likely = [fit for fit in plain if fit.misfit <= least_plain + 1e-4]
+        return ([likely[0], likely[-1]] if least_plain <= least + self.noise else near[:1]), [
+            near[0],
+            near[-1],
+            *likely,
+        ]
 
-    def _fit(self, overlap: float | None) -> "_Fit":
+    def _fit(self, overlap: float | None, causes: Sequence[str]) -> "_Fit":
         ranks, seconds = (np.asarray(column, np.float64) for column in zip(*self.points, strict=True))
         cost = ranks * seconds
-        columns: dict[str, Column] = {"compute": lambda n: np.maximum(1, n / self.cores), "stragglers": np.log2}
+        columns: dict[str, Column] = {"compute": lambda n: np.maximum(1, n / self.cores)}
         known: dict[str, Column] = {}
-        if self.fixed_seconds is None:
-            columns["fixed"] = lambda n: n
-        else:
+        if "stragglers" in causes:
+            columns["stragglers"] = np.log2
+        if "joining" in causes and ranks[0] == 1:  # else it looks like compute
+            columns["joining"] = lambda n: np.where(n > 1, 1.0, 0.0)
+        if self.fixed_seconds is not None:
             fixed = self.fixed_seconds
             known["fixed"] = lambda n: fixed * n
+        elif "fixed" in causes:
+            columns["fixed"] = lambda n: n
         if self.link:
             once = cost[0] - (self.fixed_seconds or 0.0) * ranks[0]
             model = replace(self.link.model, compute=once / self.link.steps, hidden=overlap or 0.0)
@@ -229,7 +243,7 @@ class _Fit:
     columns: Mapping[str, Column]
     known: Mapping[str, Column]
 
-    @property
+    @functools.cached_property
     def misfit(self) -> float:
         """The least part by which some point is missed."""
         from scipy.optimize import linprog
@@ -240,14 +254,12 @@ class _Fit:
         rows = np.hstack([np.vstack([matrix, -matrix]), slack])
         return float(linprog(free, rows, np.concatenate([wanted, -wanted])).fun)
 
-    def reach(
-        self, ranks: Numbers, tolerance: float
-    ) -> tuple[tuple[Numbers, dict[str, Numbers]], tuple[Numbers, dict[str, Numbers]]]:
-        """The least and the most seconds at `ranks` within that tolerance of every point, and their parts by cause."""
-        ends = [[self._extreme(n, tolerance, sign) for n in ranks] for sign in (1, -1)]
-        told = [{name: np.array([end[name] for end in row]) for name in row[0]} for row in ends]
-        low, high = ((np.sum(list(parts.values()), axis=0), parts) for parts in told)
-        return low, high
+    def reach(self, ranks: Numbers, tolerance: float) -> tuple[Parts, Parts]:
+        """The least and the most seconds at `ranks` within that tolerance of every point, by cause."""
+        low, high = (
+            [self._extreme(n, max(tolerance, self.misfit + 1e-9), sign) for n in ranks.tolist()] for sign in (1, -1)
+        )
+        return _columns(low), _columns(high)
 
     def _extreme(self, n: float, tolerance: float, sign: int) -> dict[str, float]:
         from scipy.optimize import linprog
@@ -256,8 +268,6 @@ class _Fit:
         objective = sign * self._scaled(np.array([n]))[0]
         rows, limits = np.vstack([matrix, -matrix]), np.concatenate([wanted + tolerance, tolerance - wanted])
         weights = linprog(objective, rows, limits).x
-        if weights is None:  # this overlap's own misfit lies above the tolerance by rounding
-            return self._extreme(n, self.misfit + 1e-7, sign)
         parts = dict.fromkeys(("compute", *CAUSES), 0.0)
         for name, part in zip(self.columns, sign * objective * weights * self.cost[-1] / n, strict=True):
             parts[name.removeprefix("hidden ")] += float(part)
@@ -273,6 +283,26 @@ class _Fit:
     def _scaled(self, ranks: Numbers) -> Numbers:
         """Each column at `ranks` [ranks, columns], 1 at the last point."""
         return np.stack([column(ranks) / column(self.ranks[-1:]) for column in self.columns.values()], axis=1)
+
+
+def _columns(rows: Sequence[dict[str, float]]) -> Parts:
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+
+
+def _sum(parts: Parts) -> Numbers:
+    return np.sum(list(parts.values()), axis=0)
+
+
+def _widest(ends: Sequence[tuple[Parts, Parts]]) -> tuple[Parts, Parts]:
+    """Of several reaches the lowest and the highest, at each number of ranks."""
+    lows, highs = zip(*ends, strict=True)
+    fewest = np.argmin([_sum(low) for low in lows], axis=0)
+    most = np.argmax([_sum(high) for high in highs], axis=0)
+    picked = [(lows, fewest), (highs, most)]
+    low, high = (
+        {name: np.choose(index, [parts[name] for parts in every]) for name in every[0]} for every, index in picked
+    )
+    return low, high
 
 
 def gain_of_halving(seconds: ArrayLike) -> Numbers:

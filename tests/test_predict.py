@@ -12,7 +12,7 @@ import pytest
 from hvdtrain import predict
 from hvdtrain.bench import measure
 from hvdtrain.errors import EngineUnavailable, RecipeError
-from hvdtrain.scaling import BACKWARD, Physics, Point, Points, StepModel
+from hvdtrain.scaling import BACKWARD, Link, Physics, Point, Points, StepModel
 
 
 def forecast(*argv: str, capsys) -> dict:
@@ -33,7 +33,7 @@ SERIES = {
     "InceptionV3, P100, 1 and 2 to 8": ({1: 1 / 142, 2: 2 / 284}, 1, (8, 8 / 1131), 0.01),
     "ResNet-50, P100, 1 and 2 to 8": ({1: 1 / 219, 2: 2 / 422}, 1, (8, 8 / 1734), 0.08),
     "ResNet-152, P100, 1 and 2 to 8": ({1: 1 / 91.8, 2: 2 / 181}, 1, (8, 8 / 716), 0.02),
-    "VGG16, P100, 1 and 2 to 8": ({1: 1 / 154, 2: 2 / 295}, 1, (8, 8 / 1081), 0.04),
+    "VGG16, P100, 1 and 2 to 8": ({1: 1 / 154, 2: 2 / 295}, 1, (8, 8 / 1081), 0.05),
     "JSC, 1 and 4 to 16": ({1: 20531.9, 4: 4 * 5355.9}, 1, (16, 16 * 1488.2), 0.03),
 }
 
@@ -107,6 +107,12 @@ def test_the_band_holds_whichever_cause_is_true(truth, off):
     assert (seconds <= found.high * (1 + 1e-6)).all()
 
 
+def test_the_band_holds_a_cost_of_joining():
+    found = Points((Point(1, 1000), Point(2, 525)), 1).forecast([4, 64])
+    assert (found.low <= [1050 / 4, 1050 / 64]).all()
+    assert (found.high >= [(1000 + 3 * 50) / 4, (1000 + 63 * 50) / 64]).all()  # or a fixed part
+
+
 def test_more_points_narrow_the_band():
     truth = TRUTHS["all"]
     points = [Point(n, float(truth.step(n)) / n) for n in (4, 16, 64, 256)]
@@ -131,6 +137,19 @@ def test_shaped_links_at_four_from_one_and_two(compute, overlap, cores, capsys):
     argv = [*points, *known, "--ranks", "4", *(["--cores", str(cores)] if cores else [])]
     (row,) = forecast(*argv, capsys=capsys)["forecast"]
     assert row["step_seconds"] == pytest.approx(float(truth.step(4)), rel=0.05)
+
+
+# Measured on a minicluster at 1 Gbit/s and 50 us, a rank a node, Horovod over Open MPI's ring; a step sleeps for its
+# compute and hands over ResNet50's gradient in eight parts meanwhile. Medians of two or three runs of 4 to 6 steps on a
+# busy machine, which made the runs of 2 ranks differ by 17 %.
+MINICLUSTER = {"compute 0.9 s": (0.9025, 1.821, 2.042, 0.10), "compute 2.0 s": (2.003, 2.423, 2.541, 0.05)}
+
+
+@pytest.mark.parametrize(("one", "two", "four", "near"), MINICLUSTER.values(), ids=MINICLUSTER)
+@pytest.mark.parametrize("link", [None, Link(StepModel(1, 4 * 25_557_032, 8e-9, 5e-5), 1)], ids=["points", "and link"])
+def test_measured_shaped_links(one, two, four, near, link):
+    found = Points((Point(1, one), Point(2, two / 2)), 1, fixed_seconds=0, link=link).forecast([4])
+    assert 4 * found.seconds[0] == pytest.approx(four, rel=near)
 
 
 MODELS = {  # the model, ranks, seconds of a step: what the lab's tests do not have
@@ -221,9 +240,9 @@ def test_what_people_read(capsys):
     assert predict.main([*JSC, "--ranks", "32,128", "--examples", "12811670"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ranks  seconds  lowest-highest  examples/s  efficiency/%  lowest-highest  where the time goes",
-        "   32    798.9     746.7-869.9       16037            84           77-90  "
+        "   32    798.9     736.9-896.2       16037            84           75-91  "
         "compute 82%, fixed part 12%, network 5%",
-        "  128    262.6       188.6-395       48791            64           42-89  "
+        "  128    262.6     185.7-429.8       48791            64           39-90  "
         "compute 60%, fixed part 36%, network 4%",
         "",
         "Efficiency is against 4 ranks.",
@@ -246,7 +265,7 @@ def test_the_figures_of_bench_scaling(tmp_path, capsys):
     told = {"bench": "scaling", "batch": 16, "cores": 2, "ranks_per_node": 2, "weak": {"1": [1.0, 1.01], "2": [1.05]}}
     path.write_text(json.dumps(told))
     (row,) = forecast("--from", str(path), "--ranks", "4", capsys=capsys)["forecast"]
-    assert row["step_seconds"] == pytest.approx(2 * 1.005 + 0.045 * 2, rel=0.01)  # four ranks on two cores, stragglers
+    assert row["step_seconds"] == pytest.approx(2 * 1.005 + 0.045 * 1.5, rel=0.01)  # four ranks on two cores
     assert row["throughput"] == pytest.approx(4 * 16 / row["step_seconds"])
     path.write_text("{}")
     with pytest.raises(RecipeError) as refused:
