@@ -109,7 +109,7 @@ class Recipe(BaseModel):
     autotune: bool = Field(False, description="let Horovod tune threshold and cycle")
     # Not `timeline`: horovodrun would read --timeline as an abbreviation of its own flags.
     horovod_timeline: bool = Field(False, description="write Horovod's timeline into the run folder")
-    profile: bool = Field(False, description="trace ten steps; PyTorch: where a step's time goes, too")
+    profile: bool = Field(False, description="trace ten steps, Horovod's timeline; PyTorch: a step's phases")
 
     log_every_steps: PositiveInt = Field(20, description="steps between two log lines")
     checkpoint_every_epochs: PositiveInt = Field(1, description="epochs between two checkpoints")

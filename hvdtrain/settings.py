@@ -7,13 +7,18 @@ from hvdtrain.recipe import Recipe
 def variables(recipe: Recipe) -> dict[str, str]:
     """Horovod's variables for what the recipe says; what it leaves open stays the user's."""
     settings = {"HOROVOD_AUTOTUNE": "1"} if recipe.autotune else {}
-    if recipe.horovod_timeline:
+    if has_timeline(recipe):
         settings["HOROVOD_TIMELINE"] = "DYNAMIC"  # else start_timeline refuses
     if recipe.fusion_threshold_mb is not None:
         settings["HOROVOD_FUSION_THRESHOLD"] = str(recipe.fusion_threshold_mb * 2**20)
     if recipe.cycle_time_ms is not None:
         settings["HOROVOD_CYCLE_TIME"] = str(recipe.cycle_time_ms)
     return settings
+
+
+def has_timeline(recipe: Recipe) -> bool:
+    """Whether Horovod writes its timeline: where it is asked for, and beside a profile."""
+    return recipe.horovod_timeline or recipe.profile
 
 
 def check_reduction(recipe: Recipe, size: int, mpi: bool) -> None:

@@ -347,6 +347,14 @@ def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
     assert set(profiling.PHASES) <= traced
 
 
+@needs_horovod
+def test_a_profile_under_horovod_has_its_timeline(tmp_path):
+    ended = train("torch", "gloo", 2, "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
+    assert ended.out.count("phase            ms      %  (mean of 10 steps, by the host's clock)") == 1
+    assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
+    assert "traceEvents" in json.loads((tmp_path / "profile.json").read_text())
+
+
 def test_a_run_too_short_for_a_profile_says_so(tmp_path, train_here):
     ended = train_here("torch", "linear", "--max-steps", "24", "--profile", "--output", tmp_path).good()
     assert "INFO - the run's 24 steps are too few for a profile: table and trace need 25 steps" in ended.out

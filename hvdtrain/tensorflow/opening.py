@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain import meeting
 from hvdtrain.devices import gpu_index, threads
 from hvdtrain.run import Run
+from hvdtrain.settings import has_timeline
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 
@@ -41,7 +42,7 @@ def open_engine(run: Run) -> Engine:
 def _horovod(run: Run) -> Engine:
     from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 
-    timeline = run.start.folder.path / "timeline.json" if run.start and run.recipe.horovod_timeline else None
+    timeline = run.start.folder.path / "timeline.json" if run.start and has_timeline(run.recipe) else None
     engine = HorovodEngine(run.recipe, timeline)
     engine.device = _device(run, engine.gpu_operations)
     return engine

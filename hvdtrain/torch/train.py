@@ -15,6 +15,7 @@ from hvdtrain.metrics import Events, Totals, check_finite
 from hvdtrain.progress import Progress, due, train_requests, valid_requests
 from hvdtrain.recipe import Recipe
 from hvdtrain.run import Run
+from hvdtrain.settings import has_timeline
 from hvdtrain.torch import models, state
 from hvdtrain.torch.compiling import record_cuda_graph
 from hvdtrain.torch.data import Loader
@@ -73,8 +74,8 @@ def open_engine(run: Run) -> Engine:
 def _horovod(run: Run) -> Engine:
     from hvdtrain.torch.engines.horovod import HorovodEngine
 
-    told = run.start and (run.recipe.horovod_timeline or run.recipe.profile)
-    engine = HorovodEngine(run.recipe, run.start.folder.path / "timeline.json" if run.start and told else None)
+    timeline = run.start.folder.path / "timeline.json" if run.start and has_timeline(run.recipe) else None
+    engine = HorovodEngine(run.recipe, timeline)
     engine.device = _device(run, engine.gpu_operations)
     return engine
 
