@@ -78,31 +78,32 @@ class Captured:
     ) -> None:
         self._update, self._record, self._warm = update, record, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # The same tensors from the first step on: a capture must meet nothing that would be compiled anew.
         self._inputs: list[Tensors] = []
         self._results: list[Tensors] = []
-        self._replay: Callable[[], object] = lambda: None
+        self._replay: Callable[[], object] | None = None
 
     def __call__(self, parts: list[Tensors]) -> list[Tensors]:
-        if self._warm < WARM_STEPS:
-            self._warm += 1
-            return self._beside(parts)
-        if not self._inputs:
-            self._inputs = [tuple(tensor.clone() for tensor in part) for part in parts]
-            self._replay, self._results = self._record(lambda: self._update(self._inputs))
+        self._inputs = self._inputs or [tuple(tensor.clone() for tensor in part) for part in parts]
         for own, given in zip(self._inputs, parts, strict=True):
             for kept, new in zip(own, given, strict=True):
                 kept.copy_(new)
+        if self._warm < WARM_STEPS:
+            self._warm += 1
+            return self._beside()
+        if not self._replay:
+            self._replay, self._results = self._record(lambda: self._update(self._inputs))
         self._replay()
         return self._results
 
-    def _beside(self, parts: list[Tensors]) -> list[Tensors]:
+    def _beside(self) -> list[Tensors]:
         # Off the default stream: autograd comes back to the stream that it first ran on, and no capture may wait for
         # the default one (PyTorch's CUDA semantics, whole-network capture).
         if not self._stream:
-            return self._update(parts)
+            return self._update(self._inputs)
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            results = self._update(parts)
+            results = self._update(self._inputs)
         current.wait_stream(self._stream)
         return results
