@@ -93,6 +93,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], line: Lifeline) -> Run:
     own_devices = engines.devices(engine, options.devices, visible, recipe.device)
     if engine == "horovod":
         launch.check_plugin(topology, framework, os.environ)
+    if recipe.cache_dir and topology.is_chief:
+        print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     dataset = load_dataset(recipe)
     replicas = len(own_devices) if ENGINES[engine].replicas else 1
     shares = 1 if ENGINES[engine].asynchronous else topology.size * replicas

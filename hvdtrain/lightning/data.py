@@ -71,7 +71,8 @@ class RecipeDataModule(LightningDataModule):
 
 
 class ImageNetDataModule(LightningDataModule):
-    """ImageNet for any module: index files train_data.pkl and val_data.pkl, or folders train/<class> and val/<class>.
+    """ImageNet for any module: a packed set, index files train_data.pkl and val_data.pkl, or folders train/<class> and
+    val/<class>.
 
     Batches are (pictures [n, 3, crop, crop], labels [n]), normalised; the pictures a crop of their own in each epoch.
     One global batch holds the same pictures whatever the number of ranks, and each is validated by one rank alone.
