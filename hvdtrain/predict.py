@@ -215,7 +215,8 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
     wide = forecast.high[-1] > WIDE * forecast.low[-1]
     if wide and isinstance(task.model, Points):
         missing = [] if task.model.fixed_seconds is not None else ["--fixed-seconds (the time to a run's first step)"]
-        missing += [] if task.model.link else ["--link-gbit with --gradient-mb, --batch and --examples"]
+        steps = "--gradient-mb, --batch and --examples" if task.whole_run else "--gradient-mb"
+        missing += [] if task.model.link else [f"--link-gbit with {steps}"]
         missing += ["one more point"]
         found.append(f"The points leave open what took the time. Narrower with: {', or '.join(missing)}.")
     elif wide:
