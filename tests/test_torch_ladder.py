@@ -1,6 +1,7 @@
 """The ladder's upper rungs: PyTorch alone for the network, compiled steps, a step as one graph, data on the device, and
 the table of a step's phases."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -249,6 +250,41 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
     np.testing.assert_allclose(recorded_losses, losses, rtol=1e-5)
     for name, tensor in state.items():
         torch.testing.assert_close(recorded_state[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+class Stream:
+    """A CUDA stream that tells what it waits for."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream(monkeypatch):
+    log = []
+
+    @contextlib.contextmanager
+    def block(what):
+        log.append(f"on {what.name}" if isinstance(what, Stream) else f"into {what}")
+        yield
+        log.append("end")
+
+    class Graph(str):
+        def replay(self):
+            log.append(f"replay {self}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("another", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the default", log))
+    monkeypatch.setattr(torch.cuda, "stream", block)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph("graph"))
+    monkeypatch.setattr(torch.cuda, "graph", block)
+    captured = compiling.Captured(lambda parts: log.append("update") or parts, torch.device("cuda"))
+    results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
+    warm = ["another waits for the default", "on another", "update", "end", "the default waits for another"]
+    assert log == [*warm * compiling.WARM_STEPS, "into graph", "update", "end", "replay graph", "replay graph"]
+    assert results == [0, 1, 2, 3, 4]
 
 
 @needs_horovod
