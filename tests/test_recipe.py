@@ -98,7 +98,7 @@ def test_cifar100_is_the_nersc_ladder(entry):
 BF16 = "bs256-bf16-nhwc-extra-opts"
 FAST = {
     "batch_size": 1024, "base_lr": 0.1, "base_batch_size": 128, "lr_rule": "linear", "warmup_epochs": 5.0,
-    "lr_schedule": "cosine", "nesterov": True, "label_smoothing": 0.1, "epochs": 40,
+    "lr_schedule": "cosine", "nesterov": True, "label_smoothing": 0.1, "epochs": 40, "checkpoint_every_epochs": 10,
 }  # fmt: skip
 ABOVE = {
     BF16: ("bs256-amp-nhwc-extra-opts", {"precision": "bfloat16"}),
