@@ -200,6 +200,9 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
     found = [f"Efficiency is against {task.against.ranks} rank{'s' if task.against.ranks > 1 else ''}."]
     if isinstance(task.model, Points) and task.model.misfit > NOISE:
         found.append(f"No such model comes nearer to all points than {task.model.misfit:.1%}.")
+    model = task.model
+    if isinstance(model, Points) and not model.link and model.points[-1].ranks <= model.node < task.ranks[-1]:
+        found.append("No point spans two nodes, so the network between them is left out; --link-gbit brings it in.")
     limit = _next_limit(task)
     shares = forecast.shares(-1)
     most = task.ranks[-1]

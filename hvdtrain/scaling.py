@@ -168,11 +168,8 @@ class Points:
         least, least_plain = (min(fit.misfit for fit in fits) for fits in (possible, plain))
         near = [fit for fit in possible if fit.misfit <= least + self.noise]
         likely = [fit for fit in plain if fit.misfit <= least_plain + 1e-4]
-        return ([likely[0], likely[-1]] if least_plain <= least + self.noise else near[:1]), [
-            near[0],
-            near[-1],
-            *likely,
-        ]
+        ends = [near[0], near[-1]]
+        return ([likely[0], likely[-1]] if least_plain <= least + self.noise else ends), [*ends, *likely]
 
     def _fit(self, overlap: float | None, causes: Sequence[str]) -> "_Fit":
         ranks, seconds = (np.asarray(column, np.float64) for column in zip(*self.points, strict=True))

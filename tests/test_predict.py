@@ -253,6 +253,22 @@ def test_what_people_read(capsys):
     ]
 
 
+def test_a_network_that_no_point_has_seen(capsys):
+    inside = ["--point", "1:100", "--point", "4:26", "--ranks-per-node", "4"]
+    told = "No point spans two nodes, so the network between them is left out; --link-gbit brings it in."
+    for ranks, wanted in (("8", True), ("3", False)):
+        assert predict.main([*inside, "--ranks", ranks]) == 0
+        assert (told in capsys.readouterr().out.splitlines()) == wanted
+
+
+def test_a_fast_link_leaves_other_causes(capsys):
+    known = ["--link-gbit", "800", "--gradient-mb", "102.2", "--batch", "128", "--examples", "12811670"]
+    (row,) = forecast(*JSC, *known, "--ranks", "128", capsys=capsys)["forecast"]
+    assert row["shares"]["network"] < 0.01
+    assert row["step_seconds"] == pytest.approx(row["seconds"] * 128 * 128 / 12811670)
+    assert row["shares"]["fixed"] + row["shares"]["stragglers"] > 0.2
+
+
 def test_a_fixed_part_that_is_known_leaves_less_open(capsys):
     argv = [*JSC, "--ranks", "128"]
     open_, known = (forecast(*argv, *more, capsys=capsys)["forecast"][0] for more in ([], ["--fixed-seconds", "60"]))
