@@ -45,7 +45,7 @@ class HorovodEngine(OneReplica):
 
     def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
         # Horovod's core reads these from the process environment when it starts, and nowhere else.
-        os.environ.update(settings.variables(recipe))
+        os.environ.update(settings.variables(recipe, os.environ))
         hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
         settings.check_reduction(recipe, self.size, hvd.mpi_enabled())
