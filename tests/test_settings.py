@@ -13,7 +13,7 @@ GPUS = {**TWO_HOSTS, "CUDA_VISIBLE_DEVICES": "0,1"}
 GROUPED = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
 
 ASKED = {
-    "one host": ({}, ONE_HOST, GROUPED),
+    "one host": ({}, ONE_HOST, {}),
     "two hosts": ({}, TWO_HOSTS, {**GROUPED, "HOROVOD_CYCLE_TIME": "10"}),
     "two hosts, the recipe says": ({"cycle_time_ms": 2.5}, TWO_HOSTS, {**GROUPED, "HOROVOD_CYCLE_TIME": "2.5"}),
     "two hosts, the user says": (
@@ -22,9 +22,9 @@ ASKED = {
         {**GROUPED, "HOROVOD_CYCLE_TIME": "3"},
     ),
     "two hosts, autotune finds out": ({"autotune": True}, TWO_HOSTS, {"HOROVOD_AUTOTUNE": "1"}),
-    "GPUs": ({}, GPUS, GROUPED),
+    "GPUs": ({}, GPUS, {}),
     "GPUs that are not used": ({"device": "cpu"}, GPUS, {**GROUPED, "HOROVOD_CYCLE_TIME": "10"}),
-    "fusion": ({"fusion_threshold_mb": 2}, ONE_HOST, {**GROUPED, "HOROVOD_FUSION_THRESHOLD": str(2 * 2**20)}),
+    "fusion": ({"fusion_threshold_mb": 2}, ONE_HOST, {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20)}),
 }
 
 
@@ -35,15 +35,21 @@ def test_variables(keys, environ, wanted):
 
 MIB = 2**20
 GROUPS = {
-    "all in one": ([1, 2, 3], None, [[1, 2, 3]]),
-    "cut at 25": ([10, 10, 10, 5, 11], None, [[10, 10], [10, 5], [11]]),
-    "one too large for a group": ([1, 40, 1], None, [[1], [40], [1]]),
-    "as the recipe says": ([1, 2, 3], 3, [[1, 2], [3]]),
+    "all in one": ([3, 2, 1], {}, [[1, 2, 3]]),
+    "cut at 25": ([11, 5, 10, 10, 10], {}, [[10, 10], [10, 5], [11]]),
+    "one too large for a group": ([1, 40, 1], {}, [[1], [40], [1]]),
+    "as the recipe says": ([3, 2, 1], {"fusion_threshold_mb": 3}, [[1, 2], [3]]),
+    "each alone": ([3, 2, 1], {"fusion_threshold_mb": 0}, None),
+    "found by autotune": ([3, 2, 1], {"autotune": True}, None),
 }
 
 
-@pytest.mark.parametrize(("sizes", "megabytes", "wanted"), GROUPS.values(), ids=GROUPS.keys())
-def test_gradients_travel_in_groups(sizes, megabytes, wanted):
+@pytest.mark.parametrize(("sizes", "keys", "wanted"), GROUPS.values(), ids=GROUPS.keys())
+def test_gradients_travel_in_groups(sizes, keys, wanted):
     tensors = [SimpleNamespace(nbytes=size * MIB) for size in sizes]
-    found = settings.groups(tensors, megabytes)
-    assert [[tensor.nbytes // MIB for tensor in group] for group in found] == wanted
+    found = settings.groups(load("linear", keys), TWO_HOSTS, tensors)
+    assert (found and [[tensor.nbytes // MIB for tensor in group] for group in found]) == wanted
+
+
+def test_on_one_host_horovod_sends_what_is_ready():
+    assert settings.groups(load("linear"), ONE_HOST, [SimpleNamespace(nbytes=MIB)]) is None

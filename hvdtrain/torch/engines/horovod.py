@@ -66,21 +66,11 @@ class HorovodEngine:
         return model, hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
-            groups=self._groups(model),
+            groups=None if self._adasum else settings.groups(self._recipe, os.environ, model.parameters()),
             compression=COMPRESSIONS[self._recipe.compression],
             backward_passes_per_step=self._recipe.accumulation_steps,
             op=hvd.Adasum if self._adasum else hvd.Average,
         )
-
-    def _groups(self, model: torch.nn.Module) -> list[list[torch.Tensor]] | None:
-        """The gradients that travel together, in the order in which backward gives them.
-
-        Left to itself Horovod sends together what happens to be ready: many small rings, and sums that depend on it.
-        """
-        recipe = self._recipe
-        if self._adasum or recipe.autotune or recipe.fusion_threshold_mb == 0:
-            return None
-        return settings.groups(reversed(list(model.parameters())), recipe.fusion_threshold_mb)
 
     def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         return map(network, parts)  # the optimizer counts the parts by itself
