@@ -1,8 +1,8 @@
 """What a recipe asks of Horovod: its variables, and what it may not ask.
 
 Between hosts without GPUs two defaults are not Horovod's own, found on four hosts at 1 Gbit/s and 50 us. Gradients
-travel in groups of 25 MiB, in place of whatever happens to be ready: many small rings, and sums that depend on it. And ranks
-ask one another every 10 ms what is ready: every millisecond takes the processors that compute.
+travel in groups of 25 MiB, in place of whatever happens to be ready: many small rings, and sums that depend on it.
+And ranks ask one another every 10 ms what is ready: every millisecond takes the processors that compute.
 """
 
 from collections.abc import Iterable, Mapping
