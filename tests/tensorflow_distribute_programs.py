@@ -80,7 +80,7 @@ def overflow(run: runs.Run, engine: Engine) -> list[Any]:
     """Three updates with float16's scaler; in the second one replica's input overflows. After each: weight, scale."""
     training = training_of(run, engine)
     seen = []
-    for step, (_, own) in zip(range(3), training._epoch_batches(), strict=False):
+    for step, (_, own) in zip(range(3), training.batches(), strict=False):
         *parts, (x, y) = own
         parts.append((x * (1e30 if step == 1 and engine.rank == engine.size - 1 else 1), y))
         training.update(parts, 0.01)
