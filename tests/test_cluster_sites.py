@@ -21,7 +21,9 @@ LINEAR = ("python", "-m", "hvdtrain.torch", "linear")
 # What the nodes of a site are called: nid001, or with these letters.
 HOSTNAMES = {"juwels-booster": "jwb", "cori-gpu": "cgpu", "capella": "c", "alpha": "i8"}
 SCRIPTS = [(name, launcher) for name, site in SITES.items() for launcher in site.launchers]
-TRAINING = [(name, launcher) for name, launcher in SCRIPTS if launcher != "tf-config"]
+# Sixteen ranks take two cores their time, and the script for torchrun is Capella's but for numbers.
+LIKE_CAPELLAS = [("alpha", "torchrun"), ("generic", "torchrun")]
+TRAINING = [(name, how) for name, how in SCRIPTS if how != "tf-config" and (name, how) not in LIKE_CAPELLAS]
 # Open MPI does not know Cray's plugin: here Perlmutter's script is refused as it stands.
 CRAY = ("perlmutter", "srun")
 

@@ -30,7 +30,7 @@ def steps_recorded(folder):
 
 
 KILLS = {
-    "torch": [("mpi", "rank 1"), ("gloo", "rank 0"), ("gloo", "rank 1"), ("mpi", "all")],
+    "torch": [("mpi", "rank 1"), ("gloo", "rank 0"), ("mpi", "all")],
     "tensorflow": [("mpi", "rank 0"), ("gloo", "rank 1"), ("gloo", "all")],
 }
 
