@@ -3,13 +3,16 @@
 import contextlib
 import io
 import itertools
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from hvdtrain import run as runs
 from hvdtrain.bench import measure, ranks, train
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
@@ -41,9 +44,20 @@ class Sides:
     gradient_bytes: int
 
 
-def measured(run: Run, sides_of: Callable[[Run], contextlib.AbstractContextManager[Sides]], said: list[str]) -> None:
-    """Measures on every rank; the chief tells. `said` are the flags of `bench train`."""
-    options, _ = train.parse(said)
+SidesOf = Callable[[Run], contextlib.AbstractContextManager[Sides]]
+
+
+def main(adapter: Literal["torch", "tensorflow"], sides_of: SidesOf) -> NoReturn:
+    """One rank of `bench train`, with its command line."""
+    options, of_run = train.parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [*of_run, "--output", f"{folder}/run"]
+        code = runs.main(adapter, argv, lambda run: _measure(run, sides_of, options))
+    runs.end(code)
+
+
+def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
+    """Measures on every rank; the chief tells."""
     with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
         timed = {
             name: _mean_of_ranks(time, sides, run.topology.size)

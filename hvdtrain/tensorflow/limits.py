@@ -1,14 +1,10 @@
 """One rank of `bench train` with TensorFlow."""
 
 import contextlib
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hvdtrain import limits
-from hvdtrain import run as runs
-from hvdtrain.bench import train
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.tensorflow.__main__ import without_banner
@@ -65,11 +61,4 @@ def _allreduce(engine: Engine, gradients: tf.Tensor) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    _, of_run = train.parse(sys.argv[1:])
-    with tempfile.TemporaryDirectory() as folder:
-        code = runs.main(
-            "tensorflow",
-            [*of_run, "--output", f"{folder}/run"],
-            lambda run: limits.measured(run, sides, sys.argv[1:]),
-        )
-    runs.end(code)
+    limits.main("tensorflow", sides)

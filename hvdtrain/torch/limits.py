@@ -1,16 +1,12 @@
 """One rank of `bench train` with PyTorch."""
 
 import contextlib
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 from hvdtrain import limits
-from hvdtrain import run as runs
-from hvdtrain.bench import train
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.torch.engines.local import LocalEngine
@@ -61,11 +57,4 @@ def _allreduce(engine: str, gradients: torch.Tensor) -> Callable[[], None] | Non
 
 
 if __name__ == "__main__":
-    _, of_run = train.parse(sys.argv[1:])
-    with tempfile.TemporaryDirectory() as folder:
-        code = runs.main(
-            "torch",
-            [*of_run, "--output", f"{folder}/run"],
-            lambda run: limits.measured(run, sides, sys.argv[1:]),
-        )
-    runs.end(code)
+    limits.main("torch", sides)
