@@ -1,5 +1,7 @@
-"""Which GPU and how many threads a rank takes: arithmetic on what is visible, for every framework."""
+"""Which GPU, how many threads and what memory a rank takes, for every framework."""
 
+import ctypes
+import functools
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -39,7 +41,12 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     if "CUDA_VISIBLE_DEVICES" in environ:
         named = environ["CUDA_VISIBLE_DEVICES"].split(",")
         return next((place for place, name in enumerate(named) if name.strip() in {"", "-1"}), len(named))
-    smi = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    return _gpus_of_the_driver(environ.get("PATH"))
+
+
+@functools.cache
+def _gpus_of_the_driver(path: str | None) -> int:
+    smi = shutil.which("nvidia-smi", path=path)
     told = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False).stdout if smi else ""
     return sum(line.startswith("GPU ") for line in told.splitlines())
 
@@ -60,3 +67,16 @@ def threads(cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[s
     if cpus < cpus_of_host:
         return None
     return max(1, cpus // topology.local_size)
+
+
+def keep_memory(environ: Mapping[str, str]) -> None:
+    """Lets glibc's malloc keep what is freed, up to this process's peak, for its next step.
+
+    By default an array of some MB goes back to the kernel, which zeroes its pages anew in the next step: of a ResNet50
+    on CPUs that is 5 to 30 % of the time. Another malloc, or one with the user's own settings, stays as it is.
+    """
+    trim_threshold, mmap_max = -1, -4  # malloc.h
+    own = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+    if not own and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, -1)

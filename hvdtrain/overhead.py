@@ -1,11 +1,15 @@
-"""What both adapters' `bench overhead` share: two loops timed in turn, and what they come to."""
+"""What both adapters' `bench overhead` share: loops timed in turn, step by step, and what they come to.
+
+A machine's speed drifts by more than what is to be measured, over seconds as over minutes: so the loops take turns
+after every step, and a round, an epoch of each, gives one ratio.
+"""
 
 import contextlib
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,13 @@ from hvdtrain.lifeline import Lifeline
 from hvdtrain.run import Framework, Run, load_dataset
 from hvdtrain.topology import discover
 
-Epoch = Callable[[], float]
-"""Trains one epoch; the seconds of one step."""
-Turn = Callable[[int], None]
-"""What the other loops do in the round of that number."""
-Driver = Callable[[int, Turn], list[float]]
-"""A loop that cannot be called an epoch at a time: trains so many, calling before each; the seconds of its steps."""
+Steps = Iterator[None]
+"""A loop that trains without end, and gives way after every step."""
+Turn = Callable[[], None]
+"""One step of each of the other loops."""
+Driver = Callable[[int, int, Turn], list[float]]
+"""A loop that runs by itself only: trains so many epochs of so many steps and takes a turn before each step; the
+seconds of its own."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +38,18 @@ class Loops:
     """Loops over the same ranks: hvdtrain's, the hand-written one, and Lightning's, which drives them where there is
     one; how to add over the ranks, and to end."""
 
-    ours: Epoch
-    hand_written: Epoch
+    ours: Steps
+    hand_written: Steps
     sum: Callable[[np.ndarray], np.ndarray]
     close: Callable[[], None]
     lightning: Driver | None = None
 
 
-def ours(training: Any) -> Epoch:
+def ours(training: Any) -> Steps:
     """hvdtrain's loop, with its log, metrics and guard; `training` is either adapter's Training."""
-
-    def epoch() -> float:
+    while True:
         training.progress.sample = 0
-        before, began = training.progress.step, time.perf_counter()
-        training.train_epoch()
-        return (time.perf_counter() - began) / (training.progress.step - before)
-
-    return epoch
+        yield from training.steps()
 
 
 def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str]) -> None:
@@ -63,30 +63,30 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
         start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
         run = Run(framework, recipe, engine, (), topology, dataset, plan, start, Lifeline(topology))
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
-            seconds = _measure(loops(run), topology.size, int(rounds))
+            seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
     if topology.is_chief:
         ranks.keep(_facts(run, {name: times[1:] for name, times in seconds.items()}))
 
 
-def _measure(loops: Loops, size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, averaged over the ranks, in each round of each loop."""
+def _measure(loops: Loops, size: int, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step, averaged over the ranks and over the steps of each round."""
     pair = {"hvdtrain": loops.ours, "hand-written": loops.hand_written}
     seconds: dict[str, list[float]] = {name: [] for name in pair}
 
-    def mean(own: float) -> float:
-        return float(loops.sum(np.array([own]))[0]) / size
-
-    def turn(number: int) -> None:
-        for name, epoch in sorted(pair.items(), reverse=bool(number % 2)):
-            seconds[name].append(mean(epoch()))
+    def turn() -> None:
+        for name in sorted(pair, reverse=bool(len(seconds["hvdtrain"]) % 2)):
+            began = time.perf_counter()
+            next(pair[name])
+            seconds[name].append(time.perf_counter() - began)
 
     if loops.lightning:
-        seconds["Lightning"] = [mean(own) for own in loops.lightning(rounds, turn)]
+        seconds["Lightning"] = loops.lightning(rounds, steps, turn)
     else:
-        for number in range(rounds):
-            turn(number)
+        for _ in range(rounds * steps):
+            turn()
+    of_ranks = {name: loops.sum(np.array(own)) / size for name, own in seconds.items()}
     loops.close()
-    return seconds
+    return {name: own.reshape(rounds, steps).mean(axis=1).tolist() for name, own in of_ranks.items()}
 
 
 def _facts(run: Run, seconds: dict[str, list[float]]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Recipe(BaseModel):
         "none", description="gradients on the wire; fp64: sums that no order of the ranks changes; bf16: engine ddp's"
     )
     reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
-    fusion_threshold_mb: Count | None = Field(None, description="Horovod's fusion buffer, MiB")
+    fusion_threshold_mb: Count | None = Field(None, description="most MiB of gradients that travel together")
     cycle_time_ms: PositiveFloat | None = Field(None, description="Horovod's cycle, milliseconds")
     autotune: bool = Field(False, description="let Horovod tune threshold and cycle")
     # Not `timeline`: horovodrun would read --timeline as an abbreviation of its own flags.
@@ -147,6 +147,8 @@ def check_framework(recipe: Recipe, framework: str) -> None:
     """Refuses what the framework has not."""
     if framework == "torch" and recipe.xla:
         raise RecipeError("xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.")
+    if framework == "torch" and recipe.reduction == "adasum" and recipe.channels_last:
+        raise RecipeError("reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one.")
     if framework == "tensorflow" and recipe.compile:
         raise RecipeError("compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.")
     if framework == "tensorflow" and recipe.data_on_device:

@@ -160,6 +160,8 @@ def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, tr
     try:
         run = prepare(adapter, argv, line)
         with launch.joined(line, run.framework, run.engine, os.environ):
+            if run.recipe.device == "cpu" or not devices.visible_gpus(os.environ):
+                devices.keep_memory(os.environ)
             train(run)
     except HvdtrainError as error:
         return _fail(error, line.topology, run, line)

@@ -1,18 +1,16 @@
 """What a recipe asks of Horovod: its variables, and what it may not ask.
 
-Between hosts without GPUs two defaults are not Horovod's own, found on four hosts at 1 Gbit/s and 50 us. Gradients
-travel in groups of 25 MiB, in place of whatever happens to be ready: many small rings, and sums that depend on it.
-And ranks ask one another every 10 ms what is ready: every millisecond takes the processors that compute.
+Between hosts without GPUs ranks ask one another every 10 ms what is ready, not every one as Horovod has it: that took
+the processors that compute (four hosts at 1 Gbit/s and 50 us).
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from hvdtrain.devices import visible_gpus
 from hvdtrain.errors import WorldError
 from hvdtrain.recipe import Recipe
 
-GROUP_MB = 25  # as DistributedDataParallel's buckets
+TOGETHER = 2 * 2**20  # bytes: of 0.25 to 25 MiB the fastest on one host and on four
 CYCLE_MS = 10
 
 
@@ -27,8 +25,6 @@ def variables(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
         settings["HOROVOD_CYCLE_TIME"] = str(recipe.cycle_time_ms)
     elif _over_slow_links(recipe, environ):
         settings["HOROVOD_CYCLE_TIME"] = environ.get("HOROVOD_CYCLE_TIME", str(CYCLE_MS))
-    if _over_slow_links(recipe, environ):
-        settings["HOROVOD_DISABLE_GROUP_FUSION"] = "1"  # else a group takes along what else is ready
     return settings
 
 
@@ -37,27 +33,26 @@ def has_timeline(recipe: Recipe) -> bool:
     return recipe.horovod_timeline or recipe.profile
 
 
-def groups(recipe: Recipe, environ: Mapping[str, str], parameters: Iterable[Any]) -> list[list[Any]] | None:
-    """The parameters whose gradients travel together, in the order in which backward gives them; None leaves it to
-    Horovod. A group holds at most `fusion_threshold_mb` MiB, or 25."""
-    if recipe.fusion_threshold_mb == 0 or not _over_slow_links(recipe, environ):
+def side_by_side(recipe: Recipe, environ: Mapping[str, str]) -> int | None:
+    """How many bytes of gradients travel together with PyTorch, larger ones alone; None leaves it to Horovod, for
+    Adasum, where there are GPUs, or where autotune is to find out."""
+    if recipe.autotune or recipe.reduction == "adasum" or _has_gpu(recipe, environ):
         return None
-    limit, size, found = (recipe.fusion_threshold_mb or GROUP_MB) * 2**20, 0, list[list[Any]]()
-    for parameter in reversed(list(parameters)):
-        size += parameter.nbytes
-        if not found or size > limit:
-            found.append([])
-            size = parameter.nbytes
-        found[-1].append(parameter)
-    return found
+    if recipe.fusion_threshold_mb is not None:
+        return recipe.fusion_threshold_mb * 2**20
+    said = environ.get("HOROVOD_FUSION_THRESHOLD", "")
+    return int(said) if said.isdecimal() else TOGETHER
 
 
 def _over_slow_links(recipe: Recipe, environ: Mapping[str, str]) -> bool:
     """Whether the ranks are on several hosts, as the run has told libraries, and without GPUs; autotune sees for
     itself."""
     on_one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    has_gpu = recipe.device != "cpu" and not on_one_host and visible_gpus(environ) > 0
-    return not (on_one_host or has_gpu or recipe.autotune)
+    return not (on_one_host or recipe.autotune or _has_gpu(recipe, environ))
+
+
+def _has_gpu(recipe: Recipe, environ: Mapping[str, str]) -> bool:
+    return recipe.device != "cpu" and visible_gpus(environ) > 0
 
 
 def check_reduction(recipe: Recipe, size: int, mpi: bool) -> None:

@@ -1,6 +1,9 @@
 """GPU and threads of a rank."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -86,3 +89,29 @@ def test_gpu_refused(wanted, visible, operations, message):
 def test_threads(launcher, cpus, of_host, environ, expected):
     topology = dataclasses.replace(NODE, launcher=launcher)
     assert threads(cpus, of_host, topology, environ) == expected
+
+
+FAULTS = """
+import os, resource
+import numpy as np
+from hvdtrain.devices import keep_memory
+keep_memory(os.environ)
+def touch(): np.ones(2**24)  # 128 MiB
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    touch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "keeps"), [({}, True), ({"MALLOC_ARENA_MAX": "4"}, False)], ids=["kept", "the user's own settings"]
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc, which it sets, is Linux's: run it there")
+def test_freed_memory_is_kept_for_the_next_step(environ, keeps):
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env={**plain, **environ}, capture_output=True, text=True, check=True
+    )
+    assert (int(done.stdout) < 100) == keeps

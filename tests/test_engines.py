@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import FRAMEWORKS, needs_horovod, needs_torch
-from worlds import on
+from worlds import GRADIENTS, on
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -55,6 +55,25 @@ def test_one_process_has_the_same_verbs(world, framework):
 def test_torchs_sync_batch_norm_is_batch_norm_on_the_global_batch(world, start):
     for furthest in world(start).told["sync_batch_norm"]:
         assert max(furthest.values()) < 1e-10, furthest
+
+
+@needs_torch
+@needs_horovod
+@pytest.mark.parametrize("start", ["mpi-2", "mpi-3", "gloo-2"])
+def test_torchs_gradients_are_the_mean_of_the_ranks_own(world, start):
+    for told in world(start).told["gradients"]:
+        assert told.pop("filters")
+        for case in GRADIENTS["cases"]:
+            assert told[case] < (1e-2 if case == "float16" else 1e-5), case
+            assert told[f"{case}, without"] == ["never.weight", "never.bias", "frozen.weight", "frozen.bias"], case
+            assert told[f"{case}, layout"], case
+
+
+@needs_torch
+@needs_horovod
+@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
+def test_a_rank_that_waits_leaves_the_processor_to_others(world, start):
+    assert max(world(start).told["patience"]) < 1
 
 
 ADASUM = {

@@ -28,7 +28,7 @@ CASES = {
 ON_TWO = {
     "bfloat16": [*LINE, "--precision", "bfloat16"],
     "float16": [*LINE, "--precision", "float16", "--compression", "fp16"],
-    "local network": [*TINY, "--max-steps", "5", "--momentum", "0.9", "--nesterov", "--fused-optimizer"],
+    "local network": [*TINY, "--max-steps", "5", "--nesterov", "--momentum", "0.9", "--channels-last"],
     "sync float64": [*TINY, "--batch-norm", "sync", "--precision", "float64", "--max-steps", "2"],
 }
 ONLY_HOROVOD = {"float16", "local network"}  # ddp has other compressions; local statistics are averaged

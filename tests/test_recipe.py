@@ -432,6 +432,15 @@ def test_nearest(word, hint):
     assert nearest(word, ["linear", "digits"]) == hint
 
 
+def test_horovods_adasum_has_no_channels_last():
+    asked = recipe.load("digits", {"reduction": "adasum", "channels_last": True})
+    recipe.check_framework(asked, "tensorflow")
+    with pytest.raises(RecipeError) as caught:
+        recipe.check_framework(asked, "torch")
+    refused = "reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one."
+    assert str(caught.value) == refused
+
+
 FOREIGN = {
     "xla": ("tensorflow", "torch", "xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla."),
     "compile": ("torch", "tensorflow", "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla."),

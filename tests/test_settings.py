@@ -1,7 +1,5 @@
 """What a run asks of Horovod."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from hvdtrain import settings
@@ -10,20 +8,19 @@ from hvdtrain.recipe import load
 ONE_HOST = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": ""}
 TWO_HOSTS = {**ONE_HOST, "LOCAL_WORLD_SIZE": "2"}
 GPUS = {**TWO_HOSTS, "CUDA_VISIBLE_DEVICES": "0,1"}
-GROUPED = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
 
 ASKED = {
     "one host": ({}, ONE_HOST, {}),
-    "two hosts": ({}, TWO_HOSTS, {**GROUPED, "HOROVOD_CYCLE_TIME": "10"}),
-    "two hosts, the recipe says": ({"cycle_time_ms": 2.5}, TWO_HOSTS, {**GROUPED, "HOROVOD_CYCLE_TIME": "2.5"}),
+    "two hosts": ({}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "10"}),
+    "two hosts, the recipe says": ({"cycle_time_ms": 2.5}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "2.5"}),
     "two hosts, the user says": (
         {},
         {**TWO_HOSTS, "HOROVOD_CYCLE_TIME": "3"},
-        {**GROUPED, "HOROVOD_CYCLE_TIME": "3"},
+        {"HOROVOD_CYCLE_TIME": "3"},
     ),
     "two hosts, autotune finds out": ({"autotune": True}, TWO_HOSTS, {"HOROVOD_AUTOTUNE": "1"}),
     "GPUs": ({}, GPUS, {}),
-    "GPUs that are not used": ({"device": "cpu"}, GPUS, {**GROUPED, "HOROVOD_CYCLE_TIME": "10"}),
+    "GPUs that are not used": ({"device": "cpu"}, GPUS, {"HOROVOD_CYCLE_TIME": "10"}),
     "fusion": ({"fusion_threshold_mb": 2}, ONE_HOST, {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20)}),
 }
 
@@ -34,22 +31,19 @@ def test_variables(keys, environ, wanted):
 
 
 MIB = 2**20
-GROUPS = {
-    "all in one": ([3, 2, 1], {}, [[1, 2, 3]]),
-    "cut at 25": ([11, 5, 10, 10, 10], {}, [[10, 10], [10, 5], [11]]),
-    "one too large for a group": ([1, 40, 1], {}, [[1], [40], [1]]),
-    "as the recipe says": ([3, 2, 1], {"fusion_threshold_mb": 3}, [[1, 2], [3]]),
-    "each alone": ([3, 2, 1], {"fusion_threshold_mb": 0}, None),
-    "found by autotune": ([3, 2, 1], {"autotune": True}, None),
+TOGETHER = {
+    "one host": ({}, ONE_HOST, 2 * MIB),
+    "two hosts": ({}, TWO_HOSTS, 2 * MIB),
+    "as the recipe says": ({"fusion_threshold_mb": 3}, TWO_HOSTS, 3 * MIB),
+    "each alone": ({"fusion_threshold_mb": 0}, ONE_HOST, 0),
+    "as the user says": ({}, {**ONE_HOST, "HOROVOD_FUSION_THRESHOLD": "1000"}, 1000),
+    "found by autotune": ({"autotune": True}, TWO_HOSTS, None),
+    "Adasum": ({"reduction": "adasum"}, TWO_HOSTS, None),
+    "GPUs": ({}, GPUS, None),
+    "GPUs of one host": ({}, {**GPUS, **ONE_HOST, "CUDA_VISIBLE_DEVICES": "0"}, None),
 }
 
 
-@pytest.mark.parametrize(("sizes", "keys", "wanted"), GROUPS.values(), ids=GROUPS.keys())
-def test_gradients_travel_in_groups(sizes, keys, wanted):
-    tensors = [SimpleNamespace(nbytes=size * MIB) for size in sizes]
-    found = settings.groups(load("linear", keys), TWO_HOSTS, tensors)
-    assert (found and [[tensor.nbytes // MIB for tensor in group] for group in found]) == wanted
-
-
-def test_on_one_host_horovod_sends_what_is_ready():
-    assert settings.groups(load("linear"), ONE_HOST, [SimpleNamespace(nbytes=MIB)]) is None
+@pytest.mark.parametrize(("keys", "environ", "wanted"), TOGETHER.values(), ids=TOGETHER.keys())
+def test_what_travels_side_by_side(keys, environ, wanted):
+    assert settings.side_by_side(load("linear", keys), environ) == wanted

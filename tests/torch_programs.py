@@ -1,6 +1,7 @@
 """PyTorch's part of programs.py."""
 
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,17 @@ def told_by(engine: Engine) -> dict[str, Any]:
     return told
 
 
+def patience() -> float:
+    """The processor time in seconds that a rank's training thread spends on waiting for the last one, which comes two
+    seconds late. (Horovod's own thread may spin in MPI.)"""
+    engine = horovod()
+    if engine.rank == engine.size - 1:
+        time.sleep(2)
+    began = time.thread_time()
+    engine.sum(np.zeros(1))
+    return time.thread_time() - began
+
+
 def updates(engine: Engine) -> list[list[float]]:
     """Gradient and weight after each of two updates of lr 1; rank r's gradient is r + 1, then 10 (r + 1)."""
     model = nn.Linear(1, 1, bias=False).double()
@@ -85,10 +97,9 @@ def updates(engine: Engine) -> list[list[float]]:
         x = torch.full((1, 1), factor * (engine.rank + 1.0), dtype=torch.float64)
         for out in engine.outputs(network, [x]):
             out.sum().backward()
-        engine.finish(optimizer)
+        engine.finish()
         gradient = model.weight.grad.item()
-        with engine.applying(optimizer):
-            optimizer.step()
+        optimizer.step()
         seen.append([gradient, model.weight.item()])
     return seen
 
@@ -142,7 +153,59 @@ def adasum() -> list[float]:
     nn.init.zeros_(model.weight)
     network, optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
     network(torch.eye(2)[engine.rank]).sum().backward()
-    engine.finish(optimizer)
-    with engine.applying(optimizer):
-        optimizer.step()
+    engine.finish()
+    optimizer.step()
     return model.weight.flatten().tolist()
+
+
+class Branches(nn.Module):
+    """Small and large layers in both memory layouts, one that rank 0 alone uses, one that nobody uses, one frozen."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.rank = rank
+        self.filters = nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.large, self.sometimes, self.never, self.frozen = (nn.Linear(*size) for size in LAYERS)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.large(self.norm(self.filters(x)).mean((2, 3)).repeat(1, 96))
+        return self.frozen(hidden + (self.sometimes(hidden) if self.rank == 0 else 0))
+
+
+LAYERS = ((768, 768), (768, 768), (4, 4), (768, 2))  # 2.25 MiB: more than travel side by side
+
+
+def gradients(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By recipe keys: how far a model's averaged gradients are from the mean of the ranks' own, relative to it; then
+    which have none, and whether the filters' ones lie as the filters do. And what a broadcast made of filters."""
+    told: dict[str, Any] = {}
+    for name, keys in cases.items():
+        engine = horovod(**keys)
+        torch.manual_seed(engine.rank)
+        model = Branches(engine.rank)
+        engine.broadcast({name: weight.detach() for name, weight in model.state_dict().items()}, None)
+        torch.manual_seed(0)
+        reference = Branches()
+        told["filters"] = torch.equal(model.filters.weight, reference.filters.weight)
+        passes = keys.get("accumulation_steps", 1)
+        pictures = torch.randn(engine.size, passes, 5, 3, 6, 6).to(torch.float32)
+        network, optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        furthest = 0.0
+        for factor in (1.0, 3.0):
+            optimizer.zero_grad(), reference.zero_grad()
+            for out in engine.outputs(network, list(factor * pictures[engine.rank])):
+                out.square().mean().backward()
+            engine.finish()
+            for reference.rank, parts in enumerate(factor * pictures):
+                for part in parts:
+                    (reference(part).square().mean() / engine.size).backward()
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                if theirs.grad is not None:
+                    apart = (ours.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-3)
+                    furthest = max(furthest, apart.item())
+        told[name] = furthest
+        told[f"{name}, without"] = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        told[f"{name}, layout"] = model.filters.weight.grad.is_contiguous(memory_format=torch.channels_last)
+    return told

@@ -104,6 +104,16 @@ OVER_GLOO: dict[str, Any] = {
 DDP_ABANDONED: dict[str, Any] = {
     "abandoned": {"argv": [*LINE, "--engine", "ddp", "--output", "{folder}/abandoned"], "step": 27},
 }
+GRADIENTS: dict[str, Any] = {
+    "cases": {
+        "as they are": {},
+        "each alone": {"fusion_threshold_mb": 0},
+        "all side by side": {"fusion_threshold_mb": 64},
+        "accumulated": {"accumulation_steps": 3},
+        "float16": {"compression": "fp16"},
+        "float64": {"compression": "fp64"},
+    }
+}
 ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside"]
 
 DRAW = np.random.default_rng(0)
@@ -156,12 +166,21 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         ),
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
-        "mpi-2": ([*ON_TWO, *NETWORKS], {"sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3}, **SMALL_FLOATS}),
-        "gloo-2": (["line", "sync curve"], OVER_GLOO),
+        "mpi-2": (
+            [*ON_TWO, *NETWORKS],
+            {
+                "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
+                "gradients": GRADIENTS,
+                "patience": {},
+                **SMALL_FLOATS,
+            },
+        ),
+        "gloo-2": (["line", "sync curve"], {"gradients": GRADIENTS, "patience": {}, **OVER_GLOO}),
         "mpi-3": (
             [],
             {
                 "sync_batch_norm": {"shape": [1, 4, 3, 3], "steps": 2},
+                "gradients": GRADIENTS,
                 "refusals": {"cases": {"three ranks": {"reduction": "adasum"}}},
             },
         ),

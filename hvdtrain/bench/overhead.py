@@ -27,7 +27,7 @@ class Options(measure.Kept):
     engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
     recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take the steps from")] = "digits"
     ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, in turn; the first warms up")] = 6
+    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, step by step in turn; the first warms up")] = 6
 
 
 def main(argv: Sequence[str]) -> int:

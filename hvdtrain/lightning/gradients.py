@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from hvdtrain.errors import RecipeError
-from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd
+from hvdtrain.torch.engines.buckets import flat
+from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd, wait
 
 
 class Averager:
@@ -20,7 +21,7 @@ class Averager:
     def __init__(self, module: nn.Module, compression: str) -> None:
         self._module, self._compression = module, COMPRESSIONS[compression]
         self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self._sent: dict[Parameter, tuple[int, Any]] = {}
+        self._sent: dict[Parameter, tuple[int, torch.Tensor, Any]] = {}
         self._open = False
         learning = [parameter for parameter in self._names if parameter.requires_grad]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._computed) for parameter in learning]
@@ -38,12 +39,12 @@ class Averager:
         for name, parameter in learning.items():
             if parameter not in self._sent:
                 self._send(name, parameter)
-        for parameter, (handle, context) in self._sent.items():
-            averaged = self._compression.decompress(hvd.synchronize(handle), context)
-            if averaged is not parameter.grad:
-                parameter.grad.copy_(averaged)
+        for parameter, (handle, wire, context) in self._sent.items():
+            wait(handle, wire.device.type)
+            if wire is not parameter.grad:
+                parameter.grad.copy_(self._compression.decompress(wire, context))
         self._sent.clear()
-        for parameter, ranks in zip(learning.values(), hvd.synchronize(counted).tolist(), strict=True):
+        for parameter, ranks in zip(learning.values(), wait(counted).tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
 
@@ -67,4 +68,5 @@ class Averager:
         if parameter.grad.is_sparse:
             raise RecipeError(f"the gradient of {name} is sparse, which Horovod averages only dense; drop sparse=True.")
         wire, context = self._compression.compress(parameter.grad)
-        self._sent[parameter] = hvd.allreduce_async_(wire, op=hvd.Average, name=f"gradient.{name}"), context
+        handle = hvd.allreduce_async_(flat(wire), op=hvd.Average, name=f"gradient.{name}")
+        self._sent[parameter] = handle, wire, context

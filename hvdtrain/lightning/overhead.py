@@ -32,25 +32,31 @@ class Classifier(LightningModule):
 
 
 class _Turns(Callback):
-    """Lets the other loops train their epoch before each of Lightning's, and times that one."""
+    """Lets the other loops train a step before each of Lightning's, and times what Lightning does between them."""
 
     def __init__(self, turn: Turn) -> None:
-        self._turn, self._began = turn, 0.0
+        self._turn = turn
+        self._began: float | None = None
         self.seconds: list[float] = []
 
-    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._turn(trainer.current_epoch)
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._end_step()
+        self._turn()
         self._began = time.perf_counter()
 
-    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.seconds.append((time.perf_counter() - self._began) / trainer.num_training_batches)
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self._began is not None:
+            self.seconds.append(time.perf_counter() - self._began)
 
 
 def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> Driver:
-    """A function that trains so many epochs, and gives the seconds of a step in each."""
+    """Lightning's loop over these parts."""
     model, optimizer, loader = parts
 
-    def drive(rounds: int, turn: Turn) -> list[float]:
+    def drive(epochs: int, steps: int, turn: Turn) -> list[float]:
         turns = _Turns(turn)
         with quiet():
             trainer = Trainer(
@@ -58,7 +64,8 @@ def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> 
                 devices=run.topology.local_size,
                 num_nodes=run.topology.size // run.topology.local_size,
                 strategy=DDPStrategy(cluster_environment=RankEnvironment(run.topology)),
-                max_epochs=rounds,
+                max_epochs=epochs,
+                limit_train_batches=steps,
                 callbacks=[turns],
                 logger=False,
                 enable_checkpointing=False,

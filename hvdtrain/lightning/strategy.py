@@ -20,6 +20,7 @@ from hvdtrain.devices import gpu_index
 from hvdtrain.errors import RecipeError
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
 from hvdtrain.lightning.gradients import Averager
+from hvdtrain.torch.engines.buckets import flat
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd
 
 MOST_DIMENSIONS = 8
@@ -161,7 +162,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def _broadcast(self, state: dict[str, Any]) -> None:
         """Rank 0's tensors into everybody's, in place."""
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
+        tensors = {name: flat(value) for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
         hvd.broadcast_parameters(tensors, root_rank=0)
 
     def _join_metrics(self) -> None:

@@ -25,7 +25,7 @@ from hvdtrain.torch.train import _events, engine_of
 
 def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
-    with engine_of(run) as engine, quiet():
+    with engine_of(run, fuses=True) as engine, quiet():
         fit(run, engine)
 
 

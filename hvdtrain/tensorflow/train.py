@@ -101,6 +101,11 @@ class Training:
 
     def train_epoch(self) -> None:
         """The rest of the current epoch, from where a checkpoint may have left it."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[None]:
+        """Trains the rest of the current epoch, and gives way after every step."""
         progress, plan, recipe = self.progress, self.plan, self.recipe
         if self.reporter:
             self.reporter.begin_epoch()
@@ -127,10 +132,11 @@ class Training:
                 self._check_replicas()
             if checkpoint_due and not last:
                 self._checkpoint(None)
-            if done:
-                break
             if stopping and not last:
                 raise self.run.line.stopped(progress.step)
+            yield
+            if done:
+                break
 
     def batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it, each part's

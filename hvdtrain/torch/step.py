@@ -106,7 +106,7 @@ class Step:
                 self.scaler.scale(loss * self._weight(len(y)) / len(parts)).backward()
             seen.append((loss.detach(), out.detach(), y))
         with self._phase("allreduce"):
-            self.engine.finish(self.optimizer)
+            self.engine.finish()
         with self._phase("update"):
             self._apply()
         return seen
@@ -115,8 +115,7 @@ class Step:
         if self.recipe.clip_norm:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
-        with self.engine.applying(self.optimizer):
-            self.scaler.step(self.optimizer)
+        self.scaler.step(self.optimizer)
         self.scaler.update()
 
 

@@ -32,10 +32,10 @@ def train(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def engine_of(run: Run) -> Iterator[Engine]:
-    """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
-    where the block finds another rank gone."""
-    engine = open_engine(run)
+def engine_of(run: Run, *, fuses: bool = False) -> Iterator[Engine]:
+    """The run's engine, of the world that the launcher promised, until the block ends; `fuses`: see HorovodEngine.
+    Raises HvdtrainError, also where the block finds another rank gone."""
+    engine = open_engine(run, fuses=fuses)
     try:
         guard.check_world(run.topology, engine.rank, engine.size, ENGINES[run.engine].title)
         run.line.exchange(engine.sum)
@@ -48,8 +48,8 @@ def engine_of(run: Run) -> Iterator[Engine]:
         engine.close()
 
 
-def open_engine(run: Run) -> Engine:
-    """The engine of the run, joined with the other ranks and bound to its device."""
+def open_engine(run: Run, *, fuses: bool = False) -> Engine:
+    """The engine of the run, joined with the other ranks and bound to its device; `fuses`: see HorovodEngine."""
     count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, run.topology, os.environ)
     if count:
         torch.set_num_threads(count)
@@ -68,14 +68,14 @@ def open_engine(run: Run) -> Engine:
             from hvdtrain.torch.engines.modelparallel import ModelParallelEngine
 
             return ModelParallelEngine(run.devices)
-    return _horovod(run)
+    return _horovod(run, fuses)
 
 
-def _horovod(run: Run) -> Engine:
+def _horovod(run: Run, fuses: bool) -> Engine:
     from hvdtrain.torch.engines.horovod import HorovodEngine
 
     timeline = run.start.folder.path / "timeline.json" if run.start and has_timeline(run.recipe) else None
-    engine = HorovodEngine(run.recipe, timeline)
+    engine = HorovodEngine(run.recipe, timeline, fuses=fuses)
     engine.device = _device(run, engine.gpu_operations)
     return engine
 
@@ -151,6 +151,11 @@ class Training:
 
     def train_epoch(self) -> None:
         """The rest of the current epoch, from where a checkpoint may have left it."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[None]:
+        """Trains the rest of the current epoch, and gives way after every step."""
         progress, plan, recipe = self.progress, self.plan, self.recipe
         models.training_mode(self.model, recipe)
         if self.reporter:
@@ -178,10 +183,11 @@ class Training:
                 self._check_replicas()
             if checkpoint_due and not last:
                 self._checkpoint(None)
-            if done:
-                break
             if stopping and not last:
                 raise self.run.line.stopped(progress.step)
+            yield
+            if done:
+                break
 
     def batches(self) -> Iterator[tuple[int, list[Pair]]]:
         """For each update of the epoch: where its batch begins in the order, and this rank's parts of it."""

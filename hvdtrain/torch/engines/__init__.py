@@ -1,7 +1,6 @@
 """Engines: one collective library each, behind the same few verbs."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,11 +26,8 @@ class Engine(Protocol):
         """The outputs of each part of this rank's share, in turn; backward through one comes before the next is
         asked for. Gradients are averaged with the last one's."""
 
-    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+    def finish(self) -> None:
         """Waits until every gradient is the averaged one; only then may they be clipped."""
-
-    def applying(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-        """Around `optimizer.step()` after `finish`: nothing is averaged a second time."""
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, on every rank."""

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -84,11 +83,8 @@ class DdpEngine:
                 yield network(part)
         yield network(last)
 
-    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+    def finish(self) -> None:
         pass  # backward has waited for the last bucket
-
-    def applying(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         total = torch.from_numpy(array.copy())

@@ -1,8 +1,10 @@
-"""Horovod behind the engine's verbs. The only module that imports horovod.torch."""
+"""Horovod behind the engine's verbs."""
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from hvdtrain import settings
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
+from hvdtrain.torch.engines.buckets import Buckets, flat
 
 try:
     import horovod.torch as hvd
@@ -35,6 +38,33 @@ class Widened(hvd.Compression.none):
 
 
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
+WIRE = {"none": None, "fp16": torch.float16, "fp64": torch.float64}
+
+
+POLL_SECONDS = 0.0005
+
+
+def wait(handle: int, where: str = "cpu") -> torch.Tensor:
+    """What the operation of a handle gives, once it is there; `where` is the type of its device.
+
+    hvd.synchronize alone tries again and again without a pause: right beside a GPU, but not on a processor that others
+    compute with.
+    """
+    while where == "cpu" and not hvd.poll(handle):
+        time.sleep(POLL_SECONDS)
+    return hvd.synchronize(handle)
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """With these variables in the process's environment until the end of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class HorovodEngine:
@@ -42,13 +72,18 @@ class HorovodEngine:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
-        # Horovod's core reads these from the process environment when it starts, and nowhere else.
-        os.environ.update(settings.variables(recipe, os.environ))
-        hvd.init()
+    def __init__(self, recipe: Recipe, timeline: Path | None, *, fuses: bool = False) -> None:
+        """`fuses`: Horovod puts gradients together by itself, as another loop than ours hands it each alone."""
+        self._side_by_side = None if fuses else settings.side_by_side(recipe, os.environ)
+        variables = settings.variables(recipe, os.environ)
+        if self._side_by_side is not None:
+            variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together
+        with environment(variables):  # Horovod's core reads it when it starts, and nowhere else
+            hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), torch.device("cpu")
         self._recipe = recipe
         self._adasum = recipe.reduction == "adasum"
+        self._buckets: Buckets | None = None
         settings.check_reduction(recipe, self.size, hvd.mpi_enabled())
         if timeline:
             hvd.start_timeline(str(timeline))
@@ -59,35 +94,45 @@ class HorovodEngine:
         return bool(hvd.nccl_built() or hvd.cuda_built())
 
     def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
-        hvd.broadcast_parameters(tensors, root_rank=0)
+        hvd.broadcast_parameters({name: flat(tensor) for name, tensor in tensors.items()}, root_rank=0)
         return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        return model, hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            groups=None if self._adasum else settings.groups(self._recipe, os.environ, model.parameters()),
-            compression=COMPRESSIONS[self._recipe.compression],
-            backward_passes_per_step=self._recipe.accumulation_steps,
-            op=hvd.Adasum if self._adasum else hvd.Average,
+        passes = self._recipe.accumulation_steps
+        if self._adasum:  # combines updates, not gradients, inside step()
+            return model, hvd.DistributedOptimizer(
+                optimizer,
+                named_parameters=model.named_parameters(),
+                compression=COMPRESSIONS[self._recipe.compression],
+                backward_passes_per_step=passes,
+                op=hvd.Adasum,
+            )
+        if self.size == 1:
+            return model, optimizer
+        # Rank 0 decides: another environment on another host would stall all of them.
+        together = hvd.broadcast_object(self._side_by_side, root_rank=0, name="hvdtrain.together")
+        self._buckets = Buckets(
+            model.parameters(),
+            together or 0,
+            WIRE[self._recipe.compression],
+            passes,
+            lambda message, name: hvd.allreduce_async_(message, op=hvd.Average, name=name),
+            partial(wait, where=self.device.type),
         )
+        return model, optimizer
 
     def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return map(network, parts)  # the optimizer counts the parts by itself
+        return map(network, parts)  # the buckets count the parts by themselves
 
-    def finish(self, optimizer: Any) -> None:
-        if not self._adasum:  # Adasum combines updates, not gradients, inside step()
-            optimizer.synchronize()
-
-    def applying(self, optimizer: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if self._adasum else optimizer.skip_synchronize()
+    def finish(self) -> None:
+        if self._buckets:
+            self._buckets.finish()
 
     def sum(self, array: np.ndarray) -> np.ndarray:
-        total = hvd.allreduce(torch.from_numpy(array), op=hvd.Sum, name="hvdtrain.sum")
-        return total.numpy()
+        return wait(hvd.allreduce_async(torch.from_numpy(array), op=hvd.Sum, name="hvdtrain.sum")).numpy()
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        return hvd.allgather(row[None], name="hvdtrain.gather")
+        return wait(hvd.allgather_async(row[None], name="hvdtrain.gather"), row.device.type)
 
     def is_lost(self, error: RuntimeError) -> bool:
         return isinstance(error, HorovodInternalError)

@@ -1,7 +1,6 @@
 """The engine of one process: every verb is the identity."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,8 @@ class LocalEngine:
     def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         return map(network, parts)
 
-    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+    def finish(self) -> None:
         pass
-
-    def applying(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array

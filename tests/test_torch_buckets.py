@@ -1,0 +1,50 @@
+"""How gradients are put together for their way over the ranks."""
+
+import pytest
+from ranks import needs_torch
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+pytestmark = needs_torch
+
+from hvdtrain.torch.engines.buckets import flat, grouped  # noqa: E402
+
+GROUPS = {
+    "all together": ([3, 2, 1], 6, [[1, 2, 3]]),
+    "cut": ([5, 10, 11, 10, 10], 25, [[10, 10], [11, 10], [5]]),
+    "large ones alone, small ones across them": ([1, 40, 1, 50, 1], 25, [[50], [40], [1, 1, 1]]),
+    "as large as may be": ([25, 26], 25, [[26], [25]]),
+    "each alone": ([3, 2, 1], 0, [[1], [2], [3]]),
+    "none": ([], 25, []),
+}
+
+
+@pytest.mark.parametrize(("sizes", "limit", "wanted"), GROUPS.values(), ids=GROUPS.keys())
+def test_parameters_are_grouped_as_backward_reaches_them(sizes, limit, wanted):
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=torch.int8), requires_grad=False) for size in sizes]
+    assert [[parameter.numel() for parameter in group] for group in grouped(parameters, limit)] == wanted
+
+
+PICTURES = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
+LAYOUTS = {
+    "a number": torch.tensor(3.0),
+    "rows": torch.arange(6.0).view(2, 3),
+    "columns": torch.arange(6.0).view(2, 3).t(),
+    "channels last": PICTURES.to(memory_format=torch.channels_last),
+    "filters of one place": torch.rand(4, 3, 1, 1).to(memory_format=torch.channels_last),
+    "volumes": torch.rand(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+    "inside of another": torch.arange(24.0)[4:10].view(2, 3),
+    "empty": torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("tensor", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_flat_tensor_is_the_same_memory(tensor):
+    line = flat(tensor)
+    assert line.is_contiguous() and line.shape == (tensor.numel(),) and line.data_ptr() == tensor.data_ptr()
+    assert line.sort().values.equal(tensor.flatten().sort().values)
+
+
+@pytest.mark.parametrize("tensor", [torch.rand(4, 6)[:, :3], torch.rand(3, 1).expand(3, 2)], ids=["gaps", "repeated"])
+def test_a_tensor_with_gaps_has_no_flat_one(tensor):
+    with pytest.raises(RuntimeError):
+        flat(tensor)
