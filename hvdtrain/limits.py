@@ -60,7 +60,7 @@ def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
     """Measures on every rank; the chief tells."""
     with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
         timed = {
-            name: _mean_of_ranks(time, sides, run.topology.size)
+            name: _mean_of_ranks(time, sides)
             for name, time in _contenders(run, sides, min(options.steps, run.plan.steps_per_epoch)).items()
         }
         seconds = measure.in_turn(timed, options.rounds)
@@ -79,11 +79,11 @@ def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
         train.tell(facts, options.output)
 
 
-def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float]]:
-    """By name, what gives the seconds of one step."""
-    place = Progress()
+def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float | None]]:
+    """By name, what gives the seconds of one step; None on a rank that rests."""
+    everywhere, of_one = Progress(), Progress()
 
-    def batches() -> Iterator[Parts]:
+    def batches(place: Progress = everywhere) -> Iterator[Parts]:
         if place.sample + steps * run.plan.global_batch > run.plan.train_examples:
             place.sample, place.epoch = 0, place.epoch + 1
         for start, parts in itertools.islice(sides.whole.batches(place), steps):
@@ -111,22 +111,28 @@ def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], fl
         sides.whole.wait()
         return perf_counter() - began
 
-    found = {
+    def one(drive: Drive) -> float | None:
+        return through(drive, lambda: batches(of_one)) if run.topology.is_chief else None
+
+    found: dict[str, Callable[[], float | None]] = {
         train.FULL: lambda: through(sides.whole, batches),
         train.SYNTHETIC: lambda: through(sides.whole, again),
         train.IO_ONLY: lambda: through(sides.whole, batches, read_only=True),
     }
     if (alone := sides.alone) and (communicate := sides.communicate):
         found[train.ALONE] = lambda: through(alone, batches)
+        found[train.ONE] = lambda: one(alone)
         found[train.ALLREDUCE] = lambda: allreduce(communicate)
     return found
 
 
-def _mean_of_ranks(time: Callable[[], float], sides: Sides, size: int) -> Callable[[], float]:
-    """The mean over the ranks, which also begin together."""
+def _mean_of_ranks(time: Callable[[], float | None], sides: Sides) -> Callable[[], float]:
+    """The mean over the ranks that do not rest; all begin together."""
 
     def mean() -> float:
         sides.sum(np.zeros(1))
-        return float(sides.sum(np.array([time()]))[0]) / size
+        seconds = time()
+        total, ranks = sides.sum(np.array([0.0, 0.0] if seconds is None else [seconds, 1.0]))
+        return float(total / ranks)
 
     return mean

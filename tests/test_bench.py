@@ -75,6 +75,11 @@ def test_what_limits_a_step(seconds, slowest, ratio):
     assert found == pytest.approx(ratio)
 
 
+def test_efficiency_is_the_speed_of_one_rank_that_is_left():
+    times = {"full": [5.0, 4.0], "no-communication": [2.5, 2.0], "one-rank": [2.0, 2.0]}
+    assert train.efficiency(times) == {"full": [0.4, 0.5], "no-communication": [0.8, 1.0]}
+
+
 def measured(*words):
     """The facts that a benchmark prints last."""
     done = subprocess.run(
@@ -99,6 +104,7 @@ def test_train_measures_the_parts_of_a_step(framework, engine):
     )
     assert set(facts["step_seconds"]) == set(train.MEANS)
     assert all(len(values) == 2 and min(values) > 0 for values in facts["step_seconds"].values())
+    assert {name: len(ratios) for name, ratios in facts["efficiency"].items()} == {"full": 2, "no-communication": 2}
     # Slope and intercept; the recipe sends them as float64.
     assert (facts["gradient_bytes"], facts["engine"], facts["ranks"]) == (16, engine, 2)
 

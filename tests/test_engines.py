@@ -71,9 +71,8 @@ def test_torchs_gradients_are_the_mean_of_the_ranks_own(world, start):
 
 @needs_torch
 @needs_horovod
-@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
-def test_a_rank_that_waits_leaves_the_processor_to_others(world, start):
-    assert max(world(start).told["patience"]) < 1
+def test_a_rank_that_waits_leaves_the_processor_to_others(world):
+    assert max(world("gloo-2").told["patience"]) < 1
 
 
 ADASUM = {

@@ -77,7 +77,7 @@ def told_by(engine: Engine) -> dict[str, Any]:
 
 def patience() -> float:
     """The processor time in seconds that a rank's training thread spends on waiting for the last one, which comes two
-    seconds late. (Horovod's own thread may spin in MPI.)"""
+    seconds late."""
     engine = horovod()
     if engine.rank == engine.size - 1:
         time.sleep(2)

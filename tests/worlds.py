@@ -171,7 +171,6 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
             {
                 "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
                 "gradients": GRADIENTS,
-                "patience": {},
                 **SMALL_FLOATS,
             },
         ),

@@ -15,12 +15,13 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.topology import discover
 
 FULL, SYNTHETIC, IO_ONLY = "full", "synthetic", "io-only"
-ALONE, ALLREDUCE = "no-communication", "communication"
+ALONE, ONE, ALLREDUCE = "no-communication", "one-rank", "communication"
 MEANS = {
     FULL: "read, compute, communicate: the run as it is",
     SYNTHETIC: "the same batch again and again, nothing read",
     IO_ONLY: "read and put on the device, nothing computed",
     ALONE: "read and compute, each rank by itself",
+    ONE: "the same, one rank while the others rest",
     ALLREDUCE: "the allreduce of the gradients' bytes alone",
 }
 PROG = "python -m hvdtrain bench train"
@@ -69,11 +70,16 @@ def tell(facts: dict[str, Any], output: Path | None) -> None:
     print(f"{'':18}{'ms a step':>34}{'examples/s':>12}")
     for name, meaning in MEANS.items():
         if name in times:
-            rate = "" if name == ALLREDUCE else f"{batch / statistics.median(times[name]):.1f}"
+            examples = {ALLREDUCE: 0, ONE: batch // facts["ranks"]}.get(name, batch)
+            rate = f"{examples / statistics.median(times[name]):.1f}" if examples else ""
             print(f"{name:18}{measure.told(times[name], 1e3):>34}{rate:>12}  {meaning}")
     told, ratio = limit(times)
     print(told)
     facts = {**facts, "of_the_slowest_part": ratio}
+    if ONE in times:
+        facts["efficiency"] = shares = efficiency(times)
+        together, by_itself = (measure.told(shares[name]) for name in (FULL, ALONE))
+        print(f"efficiency: a rank is {together} as fast as one rank alone, {by_itself} where none communicates")
     measure.conclude("train", facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), output)
 
 
@@ -86,3 +92,9 @@ def limit(times: dict[str, list[float]]) -> tuple[str, float]:
     slowest = max(parts, key=parts.__getitem__)
     ratio = middle[FULL] / parts[slowest]
     return f"{slowest} limits: a step takes {ratio:.2f} of what that alone takes", ratio
+
+
+def efficiency(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """By round, the speed of a rank among the others as a part of what it is while they rest: as it is, and without
+    communication, where only what the ranks share of a machine, such as its memory, can hold it up."""
+    return {name: [one / among for one, among in zip(times[ONE], times[name], strict=True)] for name in (FULL, ALONE)}
