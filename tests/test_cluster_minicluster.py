@@ -399,6 +399,31 @@ def test_links_have_their_rate_and_delay(state):
         assert speed(mini)[1] > 4 * unlimited
 
 
+BUSY = """
+import time
+began = time.monotonic()
+while time.monotonic() < began + 2:
+    pass
+print(time.process_time())
+"""
+
+
+def test_a_node_keeps_to_its_quota(state):
+    """Whatever way its processes came to it, and after it was off; 2 s of trying are .4 s of a processor."""
+
+    def used(*words):
+        return float(mini(*words, "python3", "-c", BUSY))
+
+    with brought_up(state, "--nodes", "2", "--cpu-quota", ".2") as mini:
+        assert "of which 0.2 CPUs are real" in mini("status")
+        assert used("srun", "-w", "nid001") < 0.8
+        mini("cut", "--power", "nid002")
+        mini("heal", "nid002")
+        assert used("exec", "nid002") < 0.8
+        assert used("exec", "head") > 0.8
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/minicluster*{state.name}*"))
+
+
 def test_a_rate_needs_no_switch_of_ours(mini):
     _, unlimited = speed(mini)
     mini("shape", "all", "--rate", "10mbit")
@@ -437,6 +462,7 @@ def test_status_is_a_table(mini):
     ]
 
 
+CPUS = len(os.sched_getaffinity(0))
 REFUSED = {  # words: what is said
     "no such command": (
         "upp",
@@ -452,6 +478,10 @@ REFUSED = {  # words: what is said
         "argument --nodes: must be a whole number from 1 on, got '0'; slurm/minicluster up --help lists what there is.",
     ),
     "half a core": ("up --cpus 3", "--cpus must be a multiple of --threads-per-core=2, got 3."),
+    "a quota of nothing": (
+        "up --nodes 1 --cpu-quota 0",
+        f"--cpu-quota must be from 0.1 to {CPUS}, with 1 nodes on {CPUS} processors, got 0.",
+    ),
     "memory without a unit": (
         "up --mem 192",
         "argument --mem: must read like 192G (M, G or T), got '192'; slurm/minicluster up --help lists what there is.",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mini import ClusterError, cluster, config, enter, network, packages, status
+from mini import ClusterError, cluster, config, enter, network, packages, quota, status
 from mini.state import HEAD, Cluster
 
 DEFAULT_STATE = "/var/lib/minicluster"
@@ -138,6 +138,7 @@ def _up_flags(parser: Parser) -> None:
     add("--hostname", type=_name, default="nid", metavar="PREFIX", help="nodes are called nid001 and so on")
     add("--rate", default="none", help="of a node's link, both ways, like 1gbit")
     add("--delay", default="none", help="from node to node, one way, like 50us")
+    add("--cpu-quota", type=float, metavar="N", help="processors that a node may really use, like .3 (all there are)")
     add("--fabric", type=_name, metavar="IFNAME", help="a second network, like ib0, which then has the rate and delay")
     add("--fabric-suffix", type=_name, metavar="LETTER", help="nid001i is then nid001's address on the fabric")
     add("--mpi", type=_name, default="pmix", help="what srun takes without --mpi (pmix)")
@@ -162,6 +163,8 @@ def _up(folder: Path, flags: argparse.Namespace) -> int:
         packages.install()
     packages.require()
     packages.require_mpi(flags.mpi)
+    if flags.cpu_quota is not None:
+        quota.require(flags.nodes, flags.cpu_quota)
     program = network.needs_program(*link)
     if program:
         packages.require_compiler()
@@ -173,7 +176,9 @@ def _up(folder: Path, flags: argparse.Namespace) -> int:
         networks={"eth0": "10.77"} | ({flags.fabric: "10.78"} if flags.fabric else {}),
         suffix=flags.fabric_suffix or f"-{flags.fabric}",
         shares=shares,
-        description=f"{flags.cpus} CPUs, {flags.mem // 1024} GB and {flags.gpus} GPUs a node",
+        description=f"{flags.cpus} CPUs, {flags.mem // 1024} GB and {flags.gpus} GPUs a node"
+        + (f", of which {flags.cpu_quota:g} CPUs are real" if flags.cpu_quota else ""),
+        cpu_quota=flags.cpu_quota or 0,
         program=program,
         links=dict.fromkeys(nodes, link),
     )

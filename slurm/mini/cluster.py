@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from mini import ClusterError, config, network
+from mini import ClusterError, config, network, quota
 from mini.processes import ENVIRON, Process, end, inside, wait
 from mini.state import HEAD, SWITCH, UP, Cluster
 
@@ -77,6 +77,7 @@ def down(cluster: Cluster) -> None:
     switch = cluster.processes.pop(SWITCH, None)
     end(list(cluster.processes.values()))
     end([switch] if switch else [])
+    quota.forget(cluster)
     shutil.rmtree(cluster.folder)
 
 
@@ -166,6 +167,7 @@ def _join(cluster: Cluster, host: str, node: Waiting) -> None:
         raise ClusterError(f"{host} did not start: {_last_words(cluster, host)}")
     cluster.processes[host] = Process.of(int(said))
     cluster.save()
+    quota.hold(cluster, host)
     network.connect(cluster, host)
     node.stdin.write("\n")
     node.stdin.close()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mini import ClusterError
+from mini import ClusterError, quota
 from mini.state import Cluster
 
 # Another launcher's or cluster's words, and what sudo and the machine's own shells leave behind.
@@ -54,6 +54,7 @@ def run(cluster: Cluster, host: str, words: Sequence[str], given: Mapping[str, s
     user = pwd.getpwuid(0) if words[0] == "scontrol" else caller(os.environ)
     environ = environment(os.environ, user, given)
     directory = Path.cwd()
+    quota.enter(cluster, host, os.getpid())
     _move_to(cluster.process(host).pid)
     try:
         os.chdir(directory)
