@@ -178,7 +178,7 @@ def _up(folder: Path, flags: argparse.Namespace) -> int:
         shares=shares,
         description=f"{flags.cpus} CPUs, {flags.mem // 1024} GB and {flags.gpus} GPUs a node"
         + (f", of which {flags.cpu_quota:g} CPUs are real" if flags.cpu_quota else ""),
-        cpu_quota=flags.cpu_quota or 0,
+        cpu_quota=flags.cpu_quota,
         program=program,
         links=dict.fromkeys(nodes, link),
     )

@@ -167,7 +167,7 @@ def _join(cluster: Cluster, host: str, node: Waiting) -> None:
         raise ClusterError(f"{host} did not start: {_last_words(cluster, host)}")
     cluster.processes[host] = Process.of(int(said))
     cluster.save()
-    quota.hold(cluster, host)
+    quota.hold(cluster, host, int(said))
     network.connect(cluster, host)
     node.stdin.write("\n")
     node.stdin.close()

@@ -54,8 +54,9 @@ def run(cluster: Cluster, host: str, words: Sequence[str], given: Mapping[str, s
     user = pwd.getpwuid(0) if words[0] == "scontrol" else caller(os.environ)
     environ = environment(os.environ, user, given)
     directory = Path.cwd()
-    quota.enter(cluster, host, os.getpid())
-    _move_to(cluster.process(host).pid)
+    node = cluster.process(host)
+    quota.hold(cluster, host, os.getpid())
+    _move_to(node.pid)
     try:
         os.chdir(directory)
     except OSError:

@@ -21,6 +21,7 @@ def require(nodes: int, processors: float) -> None:
     _controller()
 
 
+@functools.cache
 def _controller() -> tuple[Path, bool]:
     """Where the kernel's cpu controller is, and whether it is that of version 2. Raises ClusterError."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -38,38 +39,26 @@ def _group(cluster: Cluster, host: str) -> Path:
     return _controller()[0] / f"minicluster{str(cluster.folder).replace('/', '-')}-{host}"
 
 
-def hold(cluster: Cluster, host: str) -> None:
-    """Holds process 1 of a node to its quota, and so whatever it starts. Raises ClusterError."""
-    if host == HEAD or not cluster.cpu_quota:
+def hold(cluster: Cluster, host: str, pid: int) -> None:
+    """Holds a process, and whatever it starts from now on, to the quota of a node. Raises ClusterError."""
+    if host == HEAD or cluster.cpu_quota is None:
         return
+    group, quota = _group(cluster, host), round(cluster.cpu_quota * PERIOD)
     top, second = _controller()
-    group = _group(cluster, host)
-    microseconds = round(cluster.cpu_quota * PERIOD)
-    files = (
-        {"cpu.max": f"{microseconds} {PERIOD}"}
-        if second
-        else {"cpu.cfs_period_us": PERIOD, "cpu.cfs_quota_us": microseconds}
-    )
+    limits = {"cpu.max": f"{quota} {PERIOD}"} if second else {"cpu.cfs_period_us": PERIOD, "cpu.cfs_quota_us": quota}
     try:
         if second:
             (top / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir(exist_ok=True)
-        for name, value in files.items():
+        for name, value in {**limits, "cgroup.procs": pid}.items():
             (group / name).write_text(str(value))
     except OSError as error:
         raise ClusterError(f"--cpu-quota: {error.filename or group}: {error.strerror}; drop it.") from None
-    enter(cluster, host, cluster.process(host).pid)
-
-
-def enter(cluster: Cluster, host: str, pid: int) -> None:
-    """Holds one more process to a node's quota."""
-    if host != HEAD and cluster.cpu_quota:
-        (_group(cluster, host) / "cgroup.procs").write_text(str(pid))
 
 
 def forget(cluster: Cluster) -> None:
     """Removes the groups of a cluster whose processes have ended."""
-    for node in cluster.nodes if cluster.cpu_quota else ():
+    for node in cluster.nodes if cluster.cpu_quota is not None else ():
         wait(functools.partial(_removed, _group(cluster, node)), 60, f"the last process of {node} to end")
 
 

@@ -27,8 +27,8 @@ class Cluster:
     suffix: str
     shares: list[str]
     description: str
-    cpu_quota: float = 0
-    """Processors that a node may use; 0 is as many as there are."""
+    cpu_quota: float | None = None
+    """Processors that a node may use; None is as many as there are."""
     program: bool = False
     """Whether the switch is our program in place of the kernel's bridge."""
     links: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
