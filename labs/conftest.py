@@ -1,6 +1,14 @@
-"""`make test` executes every lab, at a small scale; the exercise's own tests are in tests/test_labs_exercise.py."""
+"""`make test` executes the labs at a small scale; the exercise's own tests are in tests/labs/test_exercise.py."""
 
 import os
 
+import pytest
+
 os.environ.setdefault("HVDTRAIN_LAB_SCALE", "0.1")
 collect_ignore_glob = ["2-exercise-*"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker(pytest.mark.lab)

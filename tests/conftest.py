@@ -50,23 +50,9 @@ def train_here():
         trainer.close()
 
 
-SLOW = (
-    "test_agreement", "test_bench", "test_build_horovod", "test_cluster_", "test_doctor", "test_engines",
-    "test_frameworks", "test_input", "test_labs_", "test_launch", "test_lifeline", "test_lightning_ranks",
-    "test_pictures", "test_restart", "test_tensorflow_", "test_torch_",
-)  # fmt: skip
+LATER = ("launched", "lab", "slow", "cluster")
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--cluster", action="store_true", help="also the tests on a SLURM of several nodes, brought up here"
-    )
-
-
-def pytest_collection_modifyitems(config, items):
-    """The fast tests first: those that start ranks come last. Those of a cluster only where they are asked for."""
-    items.sort(key=lambda item: item.path.suffix == ".ipynb" or item.path.name.startswith(SLOW))
-    if not config.getoption("--cluster"):
-        for item in items:
-            if item.get_closest_marker("cluster"):
-                item.add_marker(pytest.mark.skip(reason="needs root and a SLURM of several nodes: make cluster-test"))
+def pytest_collection_modifyitems(items):
+    """The fast tests first: those that start ranks or notebooks come last."""
+    items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))

@@ -1,19 +1,13 @@
 """What libraries are given before they start, what is refused, and what SLURM is asked; runs that a signal stops."""
 
-import functools
-import json
-import os
-import signal
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import FRAMEWORKS, command, started, train
-from test_mpi import DUMPS
-from test_topology import CRAY, HOROVODRUN, OPENMPI4, PMI2, PMIX, STEP, TORCHRUN, environment
-from worlds import LINE, arrays, records
+from environments import CRAY, HOROVODRUN, OPENMPI4, PMI2, PMIX, STEP, TORCHRUN, environment
+from paths import DUMPS
 
 from hvdtrain import launch, mpi
 from hvdtrain.errors import WorldError
@@ -220,70 +214,3 @@ def test_a_step_is_cancelled(text, asks, slurm):
             break
         time.sleep(0.001 if asks is None else 0.05)
     assert (asked.read_text() if asked.exists() else None) == asks
-
-
-# Real runs.
-
-CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143}
-
-
-def stopped_at(ranks, folder, step, victim, number):
-    """Tells one process to stop once the run has recorded that step; how the run ended."""
-    for _ in range(1200):
-        metrics = folder / "metrics.jsonl"
-        if metrics.exists() and f'"step": {step},' in metrics.read_text():
-            break
-        assert ranks.process.poll() is None, ranks.err.read_text()
-        ranks.nap()
-    os.kill(victim(), number)
-    return ranks.wait(60)
-
-
-def check_resumed(folder, whole, ended, framework, launcher, size, argv):
-    """It stopped in order, and the same command ends with the bits of the undisturbed run."""
-    state = json.loads((folder / "status.json").read_text())
-    assert state["state"] == "stopped"
-    assert ended.left == []
-    train(framework, launcher, size, *argv).good()
-    assert arrays(folder) == arrays(whole)
-    assert [line["step"] for line in records(folder) if line["kind"] == "step"] == list(range(1, 301))
-    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-
-
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("framework", FRAMEWORKS[:1])
-def test_a_run_alone_stops_in_order(framework, number, train_here, tmp_path):
-    train_here(framework, *LINE, "--output", tmp_path / "whole").good()
-    argv = [*LINE, "--output", tmp_path / "stopped"]
-    with started("alone", 1, command(framework, *argv)) as ranks:
-        ended = stopped_at(ranks, tmp_path / "stopped", 7, lambda: ranks.process.pid, number)
-    assert ended.code == CODES[number]
-    name = signal.Signals(number).name
-    assert ended.lines[0].startswith(f"StoppedError: {name} (")
-    assert ended.lines[1].startswith(f"StoppedError: {name}: stopped after step ")
-    check_resumed(tmp_path / "stopped", tmp_path / "whole", ended, framework, "alone", 1, argv)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """`undisturbed("torch")`: the folder of that run on two ranks, which is made once."""
-
-    @functools.cache
-    def folder(framework):
-        folder = tmp_path_factory.mktemp(framework)
-        train(framework, "gloo", 2, *LINE, "--output", folder).good()
-        return folder
-
-    return folder
-
-
-@pytest.mark.parametrize(("launcher", "rank"), [("mpi", 1), ("gloo", 0)])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_ranks_of_horovod_stop_in_order(framework, launcher, rank, undisturbed, tmp_path):
-    folder = tmp_path / "stopped"
-    argv = [*LINE, "--output", folder]
-    with started(launcher, 2, command(framework, *argv)) as ranks:
-        ended = stopped_at(ranks, folder, 7, lambda: ranks.members()[rank], signal.SIGUSR2)
-    assert ended.code != 0
-    assert any("SIGUSR2: stopped after step" in line for line in ended.lines), ended.err
-    check_resumed(folder, undisturbed(framework), ended, framework, launcher, 2, argv)

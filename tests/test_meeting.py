@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from test_topology import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
+from environments import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
 
 from hvdtrain import meeting
 from hvdtrain.errors import WorldError

@@ -5,13 +5,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from environments import CRAY, DAEMONS, HYDRA, JOB, OPENMPI4, PMI2, PMIX, STEP, environment
+from paths import DUMPS
 from ranks import needs_horovod
-from test_topology import CRAY, DAEMONS, HYDRA, JOB, OPENMPI4, PMI2, PMIX, STEP, environment
 
 from hvdtrain import mpi
 from hvdtrain.mpi import Mpi, horovod_library, of_horovod, of_library, plugin_of
 
-DUMPS = Path(__file__).parents[2] / "shared" / "launcher-environments"
 needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler: apt install gcc")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import REPOSITORY
 from pictures import write_tree
 from PIL import Image
 
@@ -21,7 +22,6 @@ from hvdtrain import cli, datasets, pack
 from hvdtrain.datasets import containers
 from hvdtrain.errors import DataError, OutputError, RecipeError
 
-ROOT = Path(__file__).parents[1]
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 
 
@@ -218,7 +218,7 @@ def test_a_full_disk_ends_it_and_leaves_nothing(tree, tmp_path):
     done = subprocess.run(
         command,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
-        cwd=ROOT,
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=False,

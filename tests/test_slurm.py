@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from paths import REPOSITORY
 
 from hvdtrain import slurm
 from hvdtrain.errors import HvdtrainError, JobError
@@ -15,7 +16,6 @@ from hvdtrain.job_check import check
 from hvdtrain.sites import SITES
 from hvdtrain.slurm import Options, quoted, render
 
-REPOSITORY = Path(__file__).parents[1]
 # A first job of seconds; 64 examples a step can be shared by as many ranks.
 LINEAR = ("python", "-m", "hvdtrain.torch", "linear", "--batch-size", "64", "--epochs", "5")
 SHOW = ("python", "-c", 'import os; print(os.environ["TF_CONFIG"])')

@@ -10,40 +10,26 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from environments import (
+    CRAY,
+    DAEMONS,
+    HOROVODRUN,
+    HYDRA,
+    JOB,
+    OPENMPI4,
+    OPENMPI5,
+    PALS,
+    PMI2,
+    PMIX,
+    SHELL,
+    STEP,
+    TORCHRUN,
+    environment,
+)
+from paths import DUMPS, REPOSITORY
 
 from hvdtrain.errors import TopologyError
 from hvdtrain.topology import LAUNCHERS, Topology, discover
-
-REPOSITORY = Path(__file__).parents[1]
-DUMPS = REPOSITORY.parent / "shared" / "launcher-environments"
-
-
-def environment(text: str, **changed: str | None) -> dict[str, str]:
-    """The assignments in text, some of them changed, or taken out with None."""
-    merged = {**dict(word.split("=", 1) for word in text.split()), **changed}
-    return {name: value for name, value in merged.items() if value is not None}
-
-
-HOROVODRUN = """HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 HOROVOD_CROSS_RANK=1
-    HOROVOD_CROSS_SIZE=2 HOROVOD_CONTROLLER=gloo HOROVOD_HOSTNAME=b"""
-TORCHRUN = """TORCHELASTIC_RUN_ID=x RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=2
-    GROUP_WORLD_SIZE=4 ROLE_RANK=5 MASTER_ADDR=a MASTER_PORT=29500"""
-OPENMPI4 = """OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0
-    OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=0 PMIX_RANK=2 PMIX_NAMESPACE=2626551809"""
-OPENMPI5 = f"{OPENMPI4} PRTE_LAUNCHED=1 PMIX_NAMESPACE=prterun-a-1@1"
-HYDRA = "PMI_RANK=3 PMI_SIZE=4 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
-PALS = """PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4 PALS_RANKID=5 PALS_LOCAL_RANKID=1
-    PALS_NODEID=1 PALS_APID=0a1b-2c3d"""
-JOB = "SLURM_JOB_ID=22 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0"
-STEP = f"""{JOB} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=1
-    SLURM_PROCID=3 SLURM_LOCALID=1"""
-PMI2 = f"{STEP} PMI_JOBID=22.0 PMI_RANK=3 PMI_SIZE=4 PMI_FD=11"
-PMIX = f"{STEP} PMIX_NAMESPACE=slurm.pmix.22.0 PMIX_RANK=3"
-CRAY = f"""{STEP} PALS_APID=22.0 PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_NODEID=1 PMI_JOBID=22 PMI_RANK=3
-    PMI_SIZE=4 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2"""
-DAEMONS = f"""{JOB} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_NODEID=1
-    SLURM_PROCID=1 SLURM_LOCALID=0"""
-SHELL = "SLURM_JOB_ID=22 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_PROCID=0"
 
 PLACES = {  # environment: rank, size, local rank, local size, node, launcher, job
     "laptop": ("HOME=/home/alice", (0, 1, 0, 1, 0, "alone", None)),

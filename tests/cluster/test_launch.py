@@ -1,0 +1,171 @@
+"""Every launcher on a SLURM of four nodes: the right seats, the same losses to the bit, wrong plugins refused."""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+from cluster import ENVIRONMENTS, losses
+from paths import SUPPORT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+SEAT = SUPPORT / "seat.py"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How ranks on 4 nodes are started; `says` is what hvdtrain calls the launcher."""
+
+    says: str
+    words: tuple[str, ...]
+    build: str = "openmpi"
+
+    def command(self, *program: object) -> list[str]:
+        """`program` is what follows `python`."""
+        python = () if "torchrun" in self.words else (str(ENVIRONMENTS[self.build] / "bin" / "python"),)
+        return [*self.words, *python, *map(str, program)]
+
+
+def starts(a_node: int) -> dict[str, Start]:
+    """Every launcher with so many ranks on each of the nodes."""
+    number, hosts = str(4 * a_node), ",".join(f"nid00{node}:{a_node}" for node in range(1, 5))
+    places, horovodrun = ("-N4", f"-n{number}"), ("exec", "nid001", "horovodrun", "-np", number, "-H", hosts)
+    torchrun = ("torchrun", "--nnodes=4", f"--nproc-per-node={a_node}", "--rdzv-backend=c10d")
+    # SLURM's own PMIx would contradict Hydra's PMI in the ranks that Hydra starts through srun.
+    hydra = ("env", "SLURM_MPI_TYPE=none", "mpiexec.hydra", "-n", number)
+    return {
+        "srun pmix": Start("srun", ("srun", *places, "--mpi=pmix")),
+        "srun pmi2": Start("srun", ("srun", *places, "--mpi=pmi2"), "mpich"),
+        "srun without MPI": Start("srun", ("srun", *places), "gloo"),
+        "mpirun": Start("mpirun", ("salloc", *places, "mpirun", "-np", number)),
+        "mpiexec": Start("mpiexec", ("salloc", *places, *hydra), "mpich"),
+        "horovodrun gloo": Start("horovodrun", (*horovodrun, "--gloo")),
+        "horovodrun mpi": Start("mpirun", (*horovodrun, "--mpi")),
+        "torchrun": Start(
+            "torchrun", ("srun", "-N4", "--ntasks-per-node=1", *torchrun, "--rdzv-endpoint=nid001:29400")
+        ),
+    }
+
+
+STARTS = starts(2)
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_every_rank_knows_its_seat(cluster, tmp_path_factory, start):
+    folder = tmp_path_factory.mktemp("seats", numbered=True)
+    cluster.run(*start.command(SEAT, folder), build=start.build, limit=120).good()
+    seats = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
+    for rank, seat in enumerate(seats):
+        assert (seat["launcher"], seat["rank"], seat["size"]) == (start.says, rank, 8)
+        assert (seat["host"], seat["local_rank"], seat["local_size"]) == (f"nid00{rank // 2 + 1}", rank % 2, 2)
+        assert seat["node"] == (None if start.says in {"mpirun", "mpiexec"} else rank // 2)
+        told = seat["told"]
+        assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
+        assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
+        assert seat["restored"] or start.says == "torchrun"
+    if start.says in {"srun", "torchrun"}:
+        assert {seat["told"]["MASTER_ADDR"] for seat in seats} == {"nid001"}
+        assert len({seat["told"]["MASTER_PORT"] for seat in seats}) == 1
+
+
+# Eight ranks once, four elsewhere: two cores take their time to start more.
+TRAINED = [
+    ("torch", "srun pmix", 2),
+    ("tensorflow", "srun pmix", 1),
+    *(("torch", name, 1) for name in STARTS),
+    ("torch --engine ddp", "srun pmix", 1),
+    ("torch --engine ddp", "torchrun", 1),
+    ("torch --engine ddp", "mpirun", 1),
+    ("lightning --strategy ddp", "srun pmix", 1),
+    ("lightning --strategy ddp", "torchrun", 1),
+    ("lightning --strategy horovod", "srun pmix", 1),
+    ("tensorflow --engine multiworker", "srun pmix", 1),
+    ("tensorflow --engine multiworker", "torchrun", 1),
+]
+LINEAR = ("linear", "--epochs", 4, "--log-every-steps", 1)
+
+
+@pytest.fixture(scope="module")
+def trained(cluster):
+    """`trained("torch --engine ddp", "srun pmix", 1)`: every step's loss of that run, each made once."""
+    made = {}
+
+    def of(*which):
+        if which not in made:
+            adapter, name, a_node = which
+            folder, start = cluster.folder / " ".join(map(str, which)), starts(a_node)[name]
+            adapter_name, *engine = adapter.split()
+            argv = ["-m", f"hvdtrain.{adapter_name}", *LINEAR, *engine, "--output", folder]
+            cluster.run(*start.command(*argv), build=start.build).good()
+            made[which] = losses(folder)
+        return made[which]
+
+    return of
+
+
+@pytest.mark.parametrize(("adapter", "name", "a_node"), TRAINED)
+def test_every_launcher_and_engine_gives_the_same_losses_to_the_bit(trained, adapter, name, a_node):
+    told = trained(adapter, name, a_node)
+    assert [step for step, _ in told] == list(range(1, 41))
+    framework = "tensorflow" if adapter.startswith("tensorflow") else "torch"
+    assert told == trained(framework, "srun pmix", a_node)
+
+
+def test_eight_uneven_shares_train_as_one_process(cluster, trained):
+    python = ENVIRONMENTS["openmpi"] / "bin" / "python"
+    cluster.run("exec", "nid001", python, "-m", "hvdtrain.torch", *LINEAR, "--output", "alone").good()
+    alone = dict(losses(cluster.folder / "alone"))
+    assert dict(trained("torch", "srun pmix", 2)) == pytest.approx(alone, rel=1e-6)
+
+
+CURES = {"openmpi": "start with: srun --mpi=pmix", "mpich": "--mpi=pmi2"}
+WRONG = [
+    ("openmpi", ("srun", "-N2", "-n2", "--mpi=pmi2")),
+    ("openmpi", ("srun", "-N2", "-n2", "--mpi=none")),
+    ("openmpi", ("srun", "-N2", "-n2", "--mpi=cray_shasta")),
+    ("mpich", ("srun", "-N2", "-n2", "--mpi=pmix")),
+    ("mpich", ("srun", "-N2", "-n2", "--mpi=none")),
+    ("mpich", ("srun", "-N2", "-n2", "--mpi=cray_shasta")),
+]
+
+
+@pytest.mark.parametrize(("build", "words"), WRONG, ids=lambda value: value if isinstance(value, str) else value[-1])
+def test_a_wrong_plugin_is_refused_with_the_cure(cluster, build, words):
+    python = ENVIRONMENTS[build] / "bin" / "python"
+    ended = cluster.run(*words, python, "-m", "hvdtrain.torch", "linear", build=build, limit=60)
+    assert ended.code == 2
+    assert ended.lines, ended.err
+    for line in ended.lines:  # ranks that each believe to be alone may each speak
+        assert line.startswith("WorldError (rank 0 on nid")
+        assert CURES[build] in line
+    assert ended.left == []
+
+
+OTHER_MPI = {
+    "Open MPI under MPICH's mpiexec": ("openmpi", "mpich", ("mpiexec.hydra", "-n", "2")),
+    "Horovod without MPI under MPICH's mpiexec": ("gloo", "mpich", ("mpiexec.hydra", "-n", "2")),
+    "Horovod without MPI under Open MPI's mpirun": ("gloo", "openmpi", ("mpirun", "-np", "2")),
+}
+
+
+@pytest.mark.parametrize(("program", "launcher", "words"), OTHER_MPI.values(), ids=OTHER_MPI)
+def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, words):
+    tool, *more = words
+    path, python = ENVIRONMENTS[launcher] / "bin" / tool, ENVIRONMENTS[program] / "bin" / "python"
+    train = (python, "-m", "hvdtrain.torch", "linear")
+    ended = cluster.run("exec", "nid001", path, *more, *train, build=launcher, limit=60)
+    assert ended.code == 2
+    assert (
+        "promised rank 0 of 2 on nid001, but Horovod says rank 0 of 1: nothing would be averaged; start with the"
+        in (ended.out + ended.err)
+    )
+
+
+def test_nobody_waits_for_a_chief_that_refuses(cluster):
+    train = (sys.executable, "-m", "hvdtrain.torch", "linear", "--output", "/proc/forbidden")
+    ended = cluster.run("srun", "-N2", "-n4", "--mpi=pmix", *train, limit=60)
+    assert ended.code == 2
+    (line,) = ended.lines
+    assert line.startswith("OutputError (rank 0 on nid001): ")
+    assert ended.left == []

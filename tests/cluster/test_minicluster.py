@@ -1,0 +1,576 @@
+"""slurm/minicluster: what a node is, what SLURM does on it, faults, and that nothing stays."""
+
+import contextlib
+import json
+import os
+import pwd
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+
+pytestmark = [pytest.mark.cluster]
+
+COMMAND = REPOSITORY / "slurm" / "minicluster"
+
+
+class Mini:
+    """The command line, for the cluster of one state folder."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def start(self, *words, **settings):
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([COMMAND, "--state", self.state, *words], **(pipes | settings))
+
+    def run(self, *words, given=None, **settings):
+        """Exit code, output and errors."""
+        stdin = {} if given is None else {"stdin": subprocess.PIPE}
+        with self.start(*words, **stdin, **settings) as process:
+            output, errors = process.communicate(given, timeout=120)
+        return process.returncode, output, errors
+
+    def __call__(self, *words, **settings):
+        """The output of what must succeed."""
+        code, output, errors = self.run(*words, **settings)
+        assert code == 0, errors
+        return output
+
+    def network_namespaces(self):
+        processes = json.loads((self.state / "cluster.json").read_text())["processes"]
+        return {Path(f"/proc/{pid}/ns/net").readlink() for pid, _ in processes.values()}
+
+
+@contextlib.contextmanager
+def brought_up(state, *flags):
+    mini = Mini(state)
+    mini("up", *flags)
+    try:
+        yield mini
+    finally:
+        mini("down")
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    """Four nodes, which every site's job fits."""
+    flags = ("--gpus", "8", "--mem", "960G", "--partition", "batch", "booster", "gpu_p2", "--feature", "gpu,nvme")
+    with brought_up(tmp_path_factory.mktemp("mini") / "state", *flags) as mini:
+        yield mini
+
+
+@pytest.fixture
+def state(tmp_path):
+    return tmp_path / "state"
+
+
+def until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def in_namespaces(namespaces):
+    """The processes whose network is one of these."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):
+            found += [link] if link.readlink() in namespaces else []
+    return found
+
+
+def naming(state):
+    """The processes that have the state folder on their command line."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [file] if str(state) in file.read_text() else []
+    return found
+
+
+def interfaces():
+    return sorted(path.name for path in Path("/sys/class/net").iterdir())
+
+
+def gone(state, namespaces=frozenset()):
+    until(lambda: not in_namespaces(namespaces) and not naming(state))
+    return not state.exists() and str(state) not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_up_shows_nothing_on_the_machine_and_down_leaves_nothing(state):
+    before = interfaces()
+    with brought_up(state, "--nodes", "2") as mini:
+        assert interfaces() == before
+        namespaces = mini.network_namespaces()
+        assert len(namespaces) == 4  # two nodes, the login host and the switch
+        assert len(in_namespaces(namespaces)) > 10
+        mini("sbatch", "--output=/dev/null", "--wrap", "sleep 1000")
+    assert gone(state, namespaces)
+    assert interfaces() == before
+    assert mini.run("status") == (
+        2,
+        "",
+        f"minicluster: no cluster in {state}: slurm/minicluster up, or name its folder with --state.\n",
+    )
+
+
+def test_a_node_is_a_machine_of_its_own(mini):
+    asked = "hostname; ip -4 -o address show eth0; ls /sys/class/net"
+    name, address, *devices = mini("exec", "nid003", "sh", "-c", asked).splitlines()
+    assert name == "nid003"
+    assert " 10.77.1.3/16 " in address
+    assert devices == ["eth0", "lo"]
+    mini("exec", "nid003", "touch", "/tmp/only-there", "/dev/shm/only-there", "/run/only-there")
+    for folder in ("/tmp", "/dev/shm", "/run"):
+        assert "only-there" in mini("exec", "nid003", "ls", folder)
+        assert "only-there" not in mini("exec", "nid004", "ls", folder)
+        assert not (Path(folder) / "only-there").exists()
+
+
+def test_hosts_know_one_another_over_ssh(mini):
+    assert mini("exec", "nid001", "ssh", "nid004", "ssh", "head", "ssh", "nid002", "hostname") == "nid002\n"
+
+
+def test_srun_reaches_every_node_in_the_current_directory(mini):
+    output = mini("srun", "-N4", "-n8", "sh", "-c", 'echo "$(hostname) $PWD"', cwd=REPOSITORY / "tests")
+    assert sorted(output.splitlines()) == [f"nid00{n} {REPOSITORY}/tests" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
+
+
+SITES = {  # header: nodes, tasks a node, GPUs a task sees
+    "Piz Daint": (
+        "--nodes=2 --ntasks-per-core=1 --ntasks-per-node=1 --cpus-per-task=12 --hint=nomultithread --constraint=gpu "
+        "--account=abc --switches=1",
+        (2, 1, ""),
+    ),
+    "JUWELS Booster": (
+        "--nodes=2 --ntasks-per-node=4 --gres=gpu:4 --cpus-per-task=24 --partition=booster --reservation=course "
+        "--account=abc",
+        (2, 4, "0,1,2,3"),
+    ),
+    "Jean Zay": (
+        "--nodes=1 --ntasks-per-node=8 --gres=gpu:8 --cpus-per-task=3 --hint=nomultithread --partition=gpu_p2 "
+        "--account=abc@v100",
+        (1, 8, "0,1,2,3,4,5,6,7"),
+    ),
+    "Capella": (
+        "--nodes=2 --ntasks=8 --gres=gpu:4 --ntasks-per-node=4 --cpus-per-task=14 --mem=750G --exclusive",
+        (2, 4, "0,1,2,3"),
+    ),
+    "Perlmutter": (
+        "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c 24 --signal=USR2@120 --requeue",
+        (2, 4, "0,1,2,3"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("header", "expected"), SITES.values(), ids=SITES)
+def test_a_sites_job_runs_as_it_stands(mini, tmp_path, header, expected):
+    reservation = ("reservationname=course", "starttime=now", "duration=60", "users=root", "nodes=nid003,nid004")
+    mini("scontrol", "create", "reservation", *reservation)
+    script = f"#!/bin/bash -l\n#SBATCH {header} --time=15\nset -e\nmodule purge\nmodule load Horovod\n"
+    script += "srun sh -c 'echo $(hostname) ${SLURM_NTASKS} seen:$CUDA_VISIBLE_DEVICES'\n"
+    output = REPOSITORY / f".{tmp_path.name}.out"
+    try:
+        mini("sbatch", "--wait", f"--output={output}", given=script)
+        lines = [line for line in output.read_text().splitlines() if "seen:" in line]
+    finally:
+        output.unlink(missing_ok=True)
+        mini("exec", "head", "scontrol", "delete", "reservationname=course")
+    nodes, tasks, gpus = expected
+    assert len(lines) == nodes * tasks
+    assert {line.split(maxsplit=1)[1] for line in lines} == {f"{nodes * tasks} seen:{gpus}"}
+    assert len({line.split()[0] for line in lines}) == nodes
+
+
+def test_a_login_shell_finds_the_callers_python_once_a_module_is_loaded(mini):
+    environ = os.environ | {"PATH": f"/callers/bin:{os.environ['PATH']}"}
+    output = mini("srun", "bash", "-lc", "module load PyTorch; echo $PATH", env=environ)
+    assert "/callers/bin" in output.split(":")  # pyenv's shim for this very Python puts its own before it
+
+
+VARIABLES = {  # given: what a command sees
+    "the caller's own": ({"LEARNING": "rate"}, "LEARNING=rate"),
+    "another SLURM's": ({"SLURM_FOREIGN": "1"}, None),
+    "options of another srun": ({"SRUN_FOREIGN": "1", "SBATCH_FOREIGN": "1"}, None),
+    "another launcher's": (
+        {"OMPI_FOREIGN": "1", "PMI_FOREIGN": "1", "PRTE_FOREIGN": "1", "HOROVOD_FOREIGN": "1"},
+        None,
+    ),
+    "an environment that is active": (
+        {"VIRTUAL_ENV": "/callers/FOREIGN", "PATH": "/usr/bin:/bin"},
+        "PATH=/callers/FOREIGN/bin",
+    ),
+    "root may run Open MPI": ({}, "OMPI_ALLOW_RUN_AS_ROOT=1"),
+}
+
+
+@pytest.mark.parametrize(("given", "seen"), VARIABLES.values(), ids=VARIABLES)
+def test_environment(mini, given, seen):
+    environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"} | given
+    lines = mini("exec", "nid001", "env", env=environ).splitlines()
+    if seen:
+        assert any(line.startswith(seen) for line in lines)
+    else:
+        assert not [line for line in lines if "FOREIGN" in line]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-e", "SRUN_FOREIGN=1", "exec", "nid001"),
+        ("exec", "-e", "SRUN_FOREIGN=1", "nid001"),
+        ("-e", "SRUN_FOREIGN=1", "srun"),
+    ],
+    ids=["before exec", "after exec", "before srun"],
+)
+def test_a_variable_set_on_purpose(mini, words):
+    assert mini(*words, "sh", "-c", "echo $SRUN_FOREIGN") == "1\n"
+
+
+def test_commands_run_as_the_caller_of_sudo_but_scontrol(state):
+    person = next((entry for entry in pwd.getpwall() if 1000 <= entry.pw_uid < 60000), None)
+    if not person:
+        pytest.skip("needs an ordinary user: useradd --create-home --shell /bin/bash anybody")
+    environ = os.environ | {"SUDO_UID": str(person.pw_uid)}
+    mini = Mini(state)
+    mini("up", "--nodes", "2", env=environ)
+    try:
+        assert (
+            mini("exec", "nid001", "sh", "-c", "id -un; echo $HOME", env=environ)
+            == f"{person.pw_name}\n{person.pw_dir}\n"
+        )
+        assert mini("srun", "-N2", "id", "-un", env=environ) == f"{person.pw_name}\n" * 2
+        assert mini("exec", "nid001", "ssh", "nid002", "id", "-un", env=environ) == f"{person.pw_name}\n"
+        mini("exec", "head", "scontrol", "update", "nodename=nid001", "state=drain", "reason=test", env=environ)
+    finally:
+        mini("down")
+
+
+def test_input_output_and_exit_code_pass_through(mini):
+    assert mini("srun", "tr", "a-z", "A-Z", given="gradient\n") == "GRADIENT\n"
+    assert mini.run("srun", "sh", "-c", "exit 7")[0] == 7
+    assert mini.run("exec", "nid002", "sh", "-c", "kill -9 $$")[0] == 128 + signal.SIGKILL
+    assert mini.run("exec", "nid002", "no-such-thing") == (
+        127,
+        "",
+        "minicluster: nid002 has no command 'no-such-thing': give a path, or the PATH that finds it.\n",
+    )
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_srun_ends_with_its_wrapper(mini, how):
+    with mini.start("srun", "-N2", "sleep", "1000") as wrapper:
+        until(lambda: "RUNNING" in mini("squeue", "--format=%T"))
+        wrapper.send_signal(how)
+        assert wrapper.wait(60)
+    until(lambda: mini("squeue", "--noheader") == "")
+    for node in ("nid001", "nid002"):
+        assert "sleep 1000" not in mini("exec", node, "ps", "ax")
+
+
+def test_one_interrupt_is_one_interrupt(mini):
+    with mini.start(
+        "srun", "-u", "sh", "-c", "trap 'echo caught; exit 5' INT; echo ready; while sleep .1; do :; done"
+    ) as wrapper:
+        assert wrapper.stdout.readline() == "ready\n"
+        wrapper.send_signal(signal.SIGINT)
+        until(lambda: "one more within 1 sec" in wrapper.stderr.readline())
+        assert wrapper.poll() is None
+        wrapper.send_signal(signal.SIGINT)
+        assert wrapper.stdout.readline() == "caught\n"
+        wrapper.communicate(timeout=60)
+
+
+def test_two_clusters_side_by_side(mini, state):
+    with brought_up(state, "--nodes", "1", "--hostname", "jwb", "--fabric", "ib0", "--fabric-suffix", "i") as other:
+        assert other("srun", "hostname") == "jwb001\n"
+        assert "10.78.1.1" in other("exec", "head", "getent", "hosts", "jwb001i")
+        assert " 10.78.1.1/16 " in other("exec", "jwb001", "ip", "-4", "-o", "address", "show", "ib0")
+        assert other("exec", "head", "ssh", "jwb001i", "hostname") == "jwb001\n"
+        assert mini("srun", "-wnid001", "hostname") == "nid001\n"
+    assert mini("srun", "-wnid001", "hostname") == "nid001\n"
+
+
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 22), timeout=1)"
+
+
+def test_a_cut_link_swallows_packets_until_it_is_healed(mini):
+    connects = ("exec", "nid001", "python3", "-c", CONNECT, "nid002")
+    mini(*connects)
+    mini("cut", "nid002")
+    code, _, errors = mini.run(*connects)
+    assert code
+    assert "TimeoutError" in errors or "No route to host" in errors
+    assert mini("exec", "nid002", "cat", "/sys/class/net/eth0/carrier") == "1\n"
+    assert "nid002  10.77.1.2  cut" in mini("status")
+    mini("heal", "nid002")
+    mini(*connects)
+    assert mini("srun", "-wnid002", "hostname") == "nid002\n"
+
+
+def test_a_node_without_power_is_dead_until_it_is_healed(mini):
+    with mini.start("exec", "nid003", "sh", "-c", "touch /tmp/mine; echo ready; sleep 1000") as victim:
+        assert victim.stdout.readline() == "ready\n"
+        mini("cut", "--power", "nid003")
+        assert victim.wait(60) == 128 + signal.SIGKILL
+    assert "nid003  10.77.1.3  power is off" in mini("status")
+    assert mini.run("exec", "nid003", "true") == (2, "", "minicluster: nid003 is off: slurm/minicluster heal nid003.\n")
+    mini("heal", "nid003")
+    assert mini("exec", "nid003", "ls", "/tmp") == ""
+    assert mini("srun", "-wnid003", "hostname") == "nid003\n"
+
+
+def test_slurmctld_comes_back_with_its_jobs(mini):
+    job = mini("sbatch", "--parsable", "--output=/dev/null", "--job-name=kept", "--wrap", "sleep 1000").strip()
+    until(lambda: b"kept" in (mini.state / "slurmctld" / "job_state").read_bytes())  # which is some seconds behind
+    mini("cut", "--power", "head")
+    assert "slurmctld does not answer: slurm/minicluster heal head" in mini("status")
+    mini("heal", "head")
+    assert job in mini("squeue", "--noheader", "--format=%i").split()
+    mini("scancel", job)
+
+
+def test_a_job_whose_node_dies_starts_again_elsewhere(state):
+    with brought_up(state, "--nodes", "2", "--slurmd-timeout", "5") as mini:
+        job = mini("sbatch", "--parsable", "--requeue", "--output=/dev/null", "--wrap", "sleep 1000").strip()
+        until(lambda: mini("squeue", "--noheader", "--format=%N").strip())
+        first = mini("squeue", "--noheader", "--format=%N").strip()
+        mini("cut", "--power", first)
+        until(lambda: mini("squeue", "--noheader", "--format=%T").strip() != "RUNNING")
+        until(lambda: mini("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
+        shown = mini("scontrol", "show", "job", job)
+    assert "Restarts=1" in shown
+    assert f"NodeList={first}\n" not in shown
+
+
+TALK = """
+import socket, sys, time
+if sys.argv[1] == "serve":
+    server = socket.create_server(("", 5555))
+    print("ready", flush=True)
+    while True:
+        peer, _ = server.accept()
+        left = 1 + 2_000_000
+        while left and (got := peer.recv(1 << 20)):
+            left -= len(got)
+            if not left or len(got) == 1:
+                peer.send(b"x")
+else:
+    peer = socket.create_connection((sys.argv[1], 5555))
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    began = time.perf_counter()
+    peer.send(b"x"), peer.recv(1)
+    answered = time.perf_counter()
+    peer.sendall(b"x" * 2_000_000), peer.recv(1)
+    print(answered - began, time.perf_counter() - answered)
+"""
+
+
+def speed(mini):
+    """Seconds for one byte to and fro, and for two million one way, from nid002 to nid001."""
+    with mini.start("exec", "nid001", "python3", "-c", TALK, "serve") as server:
+        server.stdout.readline()
+        answer, transfer = map(float, mini("exec", "nid002", "python3", "-c", TALK, "nid001").split())
+        server.terminate()
+    return answer, transfer
+
+
+def test_links_have_their_rate_and_delay(state):
+    with brought_up(state, "--nodes", "2", "--delay", "30ms") as mini:
+        answer, _ = speed(mini)
+        assert 0.06 < answer < 0.6
+        mini("shape", "all", "--delay", "none")
+        quick, unlimited = speed(mini)
+        assert quick < 0.03
+        mini("shape", "nid001", "--rate", "10mbit")
+        assert "nid001  10.77.1.1  10mbit" in mini("status")
+        assert speed(mini)[1] > 4 * unlimited
+        mini("cut", "nid001")
+        assert mini.run("exec", "nid002", "python3", "-c", CONNECT, "nid001")[0]
+        mini("heal", "nid001")
+        mini("exec", "nid002", "python3", "-c", CONNECT, "nid001")
+        mini("cut", "--power", "nid001")
+        mini("heal", "nid001")
+        assert speed(mini)[1] > 4 * unlimited
+
+
+BUSY = """
+import time
+began = time.monotonic()
+while time.monotonic() < began + 2:
+    pass
+print(time.process_time())
+"""
+
+
+def test_a_node_keeps_to_its_quota(state):
+    """Whatever way its processes came to it, and after it was off; 2 s of trying are .4 s of a processor."""
+
+    def used(*words):
+        return float(mini(*words, "python3", "-c", BUSY))
+
+    with brought_up(state, "--nodes", "2", "--cpu-quota", ".2") as mini:
+        assert "of which 0.2 CPUs are real" in mini("status")
+        assert used("srun", "-w", "nid001") < 0.8
+        mini("cut", "--power", "nid002")
+        mini("heal", "nid002")
+        assert used("exec", "nid002") < 0.8
+        assert used("exec", "head") > 0.8
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/minicluster*{state.name}*"))
+
+
+def test_a_rate_needs_no_switch_of_ours(mini):
+    _, unlimited = speed(mini)
+    mini("shape", "all", "--rate", "10mbit")
+    assert speed(mini)[1] > 4 * unlimited
+    mini("shape", "all")
+
+
+def test_a_folder_below_tmp_is_seen_where_it_is_shared(mini, tmp_path, state):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "file").touch()
+    assert mini.run("exec", "nid001", "ls", cwd=tmp_path / "data") == (
+        2,
+        "",
+        f"minicluster: {tmp_path}/data is not on nid001, whose /tmp and /run are its own: "
+        f"slurm/minicluster up --share {tmp_path}/data\n",
+    )
+    with brought_up(state, "--nodes", "1", "--share", str(tmp_path / "data")) as sharing:
+        assert sharing("exec", "nid001", "ls", cwd=tmp_path / "data") == "file\n"
+        sharing("cut", "--power", "nid001")
+        sharing("heal", "nid001")
+        assert sharing("srun", "ls", cwd=tmp_path / "data") == "file\n"
+
+
+def test_status_is_a_table(mini):
+    lines = mini("status").splitlines()
+    assert lines[0].startswith("4 nodes, 96 CPUs, 960 GB and 8 GPUs a node; ")
+    assert lines[2:] == [
+        "node    address    link       SLURM",
+        "head    10.77.0.1  unlimited  slurmctld",
+        "nid001  10.77.1.1  unlimited  idle",
+        "nid002  10.77.1.2  unlimited  idle",
+        "nid003  10.77.1.3  unlimited  idle",
+        "nid004  10.77.1.4  unlimited  idle",
+        "",
+        "no job is running or waiting",
+    ]
+
+
+CPUS = len(os.sched_getaffinity(0))
+REFUSED = {  # words: what is said
+    "no such command": (
+        "upp",
+        "no command 'upp'; commands: up, down, status, exec, shape, cut, heal, install, srun, sbatch, salloc, sinfo, "
+        "squeue, scancel, scontrol.",
+    ),
+    "no such flag": (
+        "up --node 4",
+        "unrecognized arguments: --node 4; slurm/minicluster up --help lists what there is.",
+    ),
+    "no nodes": (
+        "up --nodes 0",
+        "argument --nodes: must be a whole number from 1 on, got '0'; slurm/minicluster up --help lists what there is.",
+    ),
+    "half a core": ("up --cpus 3", "--cpus must be a multiple of --threads-per-core=2, got 3."),
+    "a quota of nothing": (
+        "up --nodes 1 --cpu-quota 0",
+        f"--cpu-quota must be from 0.1 to {CPUS}, with 1 nodes on {CPUS} processors, got 0.",
+    ),
+    "memory without a unit": (
+        "up --mem 192",
+        "argument --mem: must read like 192G (M, G or T), got '192'; slurm/minicluster up --help lists what there is.",
+    ),
+    "rate": ("up --rate 1gib", "--rate must be a number above 0 with one of kbit, mbit, gbit, or none; got '1gib'."),
+    "no rate": (
+        "up --rate 0gbit",
+        "--rate must be a number above 0 with one of kbit, mbit, gbit, or none; got '0gbit'.",
+    ),
+    "delay": ("shape all --delay 50", "--delay must be a number above 0 with one of us, ms, s, or none; got '50'."),
+    "plugin": ("up --mpi pmi3", "--mpi must be one of cray_shasta, none, pmi2, pmix, pmix_v4, got 'pmi3'."),
+    "fabric's name": (
+        "up --fabric eth0",
+        "--fabric must be an interface's name of up to 15 letters, not eth0, got 'eth0'.",
+    ),
+    "suffix alone": ("up --fabric-suffix i", "--fabric-suffix i names addresses on a fabric: give --fabric ib0 too."),
+    "all of /tmp": (
+        "up --share /tmp",
+        "--share must be a folder that exists, and none of /tmp, /dev/shm, /run, every node's own; got /tmp.",
+    ),
+    "somebody's folder": ("--state /etc up", "/etc holds what is no minicluster's: name another folder with --state."),
+    "up twice": ("up", "a cluster is up in {state}: slurm/minicluster down, or give another folder to --state."),
+    "no such node": ("exec nid009 true", "no node 'nid009': this cluster has head, nid001, nid002, nid003, nid004."),
+    "nothing to run": ("exec nid001", "exec needs a command: slurm/minicluster exec nid001 hostname"),
+    "no variable": ("-e NAME srun true", "-e must be NAME=VALUE, got 'NAME'."),
+    "the login host's link": ("shape head --rate 1gbit", "the link of head has no limits: shape a node, or all."),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line(mini, words, said):
+    assert mini.run(*words.split()) == (2, "", f"minicluster: {said.format(state=mini.state)}\n")
+
+
+@pytest.mark.parametrize("words", ["up", "down", "status", "exec nid001 true", "srun true", "cut nid001", "install"])
+def test_only_for_root(mini, words):
+    command = ["setpriv", "--reuid", "65534", "--clear-groups", COMMAND, "--state", mini.state, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = 'nodes are made of namespaces, which needs root: sudo -E env "PATH=$PATH" slurm/minicluster ...'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"minicluster: {said}\n")
+
+
+def begun(mini):
+    """An `up` that has its login host, and the network namespaces it has made."""
+    process = mini.start("up", "--nodes", "4")
+    known = {}
+
+    def has_a_head():
+        with contextlib.suppress(OSError):
+            known.update(json.loads((mini.state / "cluster.json").read_text())["processes"])
+        return "head" in known
+
+    until(has_a_head)
+    return process, known["head"][0]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
+def test_an_interrupted_up_leaves_nothing(state, how):
+    process, _ = begun(Mini(state))
+    process.send_signal(how)
+    assert process.communicate(timeout=60) == ("", "minicluster: interrupted\n")
+    assert process.returncode == 128 + how
+    assert gone(state)
+
+
+def test_what_a_killed_up_left_goes_down(state):
+    process, head = begun(Mini(state))
+    namespace = Path(f"/proc/{head}/ns/net").readlink()
+    process.kill()
+    process.communicate(timeout=60)
+    Mini(state)("down")
+    assert gone(state, {namespace})
+
+
+def test_a_host_that_dies_ends_up(state):
+    process, head = begun(Mini(state))
+    os.kill(head, signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (2, "")
+    assert errors.startswith("minicluster: ")
+    assert errors.count("\n") == 1
+    assert gone(state)
+
+
+def test_a_cluster_of_before_a_restart_is_replaced(state):
+    mini = Mini(state)
+    mini("up", "--nodes", "1")
+    for pid, _ in json.loads((state / "cluster.json").read_text())["processes"].values():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not naming(state))
+    with brought_up(state, "--nodes", "1"):
+        assert mini("srun", "hostname") == "nid001\n"

@@ -1,0 +1,271 @@
+"""The CIFAR-100 files: read without trusting them, and augmented as Pillow would."""
+
+import hashlib
+import math
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cifar100_files import batch, write
+from paths import DATA, REPOSITORY
+from PIL import Image, ImageOps
+
+from hvdtrain import datasets
+from hvdtrain.errors import DataError
+
+UNPACK = DATA / "unpack_cifar100.py"
+
+
+def python2_pickle(contents):
+    """As Python 2's cPickle wrote the published files: byte strings, and numpy.core by its old name."""
+    data, labels = contents[b"data"], contents[b"fine_labels"]
+    shape = b"".join(b"J" + side.to_bytes(4, "little") for side in data.shape)
+    dtype = b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    pixels = b"T" + data.nbytes.to_bytes(4, "little") + data.tobytes()
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
+    array += b"(K\x01(" + shape + b"t" + dtype + b"\x89" + pixels + b"tb"
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(U\x04data" + array + b"U\x0bfine_labels" + numbers + b"u."
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "cifar-100-python", pickle.dumps(batch(50)), pickle.dumps(batch(10, seed=1)))
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """The published folder with 10,000 real training pictures."""
+    if not UNPACK.is_file():
+        pytest.skip(f"{UNPACK} is missing: put the shared data folder beside the repository")
+    dest = tmp_path_factory.mktemp("cifar100")
+    subprocess.run([sys.executable, UNPACK, dest, "--only", "2"], check=True)
+    return dest
+
+
+def draws(count, seed=3):
+    return np.random.default_rng(seed).random((count, datasets.DRAWS), dtype=np.float32)
+
+
+def pillow_augmented(picture, numbers):
+    """The NERSC tutorial's operations, as torchvision calls Pillow for them."""
+    top, left = (math.floor(float(number) * 9) for number in numbers[:2])
+    padded = ImageOps.expand(Image.fromarray(picture), 4)
+    cropped = padded.crop((left, top, left + 32, top + 32))
+    flipped = ImageOps.mirror(cropped) if numbers[2] < 0.5 else cropped
+    return np.asarray(flipped.rotate((float(numbers[3]) * 2 - 1) * 15, Image.Resampling.NEAREST))
+
+
+EDGES = np.array([0, 0.5, np.nextafter(np.float32(1), np.float32(0))], np.float32)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [draws(2000), np.stack(np.meshgrid(*[EDGES] * 4), -1).reshape(-1, 4)],
+    ids=["random", "smallest, middle and largest draws"],
+)
+def test_augmentation_equals_pillow_to_the_bit(folder, numbers):
+    split = datasets.load("cifar100", data_dir=folder).train
+    indices = np.arange(len(numbers)) % len(split)
+    plain, _ = split.read(indices, None)
+    augmented, _ = split.read(indices, numbers)
+    for picture, ours, drawn in zip(plain, augmented, numbers, strict=True):
+        np.testing.assert_array_equal(ours, pillow_augmented(picture, drawn))
+
+
+def test_the_crop_the_flip_and_the_angle_are_spread_evenly():
+    from hvdtrain.datasets import cifar100
+
+    pixel, inside = cifar100.source_pixels(draws(20000))
+    assert inside.mean() == pytest.approx(0.83, abs=0.02)
+    leftmost = pixel[:, 16, 0] % 32 < pixel[:, 16, 31] % 32
+    assert leftmost[inside[:, 16, 0] & inside[:, 16, 31]].mean() == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "to_bytes",
+    [python2_pickle, *(lambda b, p=p: pickle.dumps(b, protocol=p) for p in (2, 3, 4))],
+    ids=["python 2, as published", "protocol 2", "protocol 3", "protocol 4"],
+)
+def test_every_published_form_is_read(tmp_path, to_bytes):
+    contents = batch(20)
+    content = to_bytes(contents)
+    assert set(pickle.loads(content, encoding="bytes")) == {b"data", b"fine_labels"}
+    dataset = datasets.load("cifar100", data_dir=write(tmp_path / "cifar-100-python", content))
+    x, y = dataset.train.read(np.arange(20), None)
+    np.testing.assert_array_equal(x, contents[b"data"].reshape(20, 3, 32, 32).transpose(0, 2, 3, 1))
+    assert y.tolist() == contents[b"fine_labels"]
+
+
+def test_the_folder_or_its_parent_may_be_named(folder):
+    for data_dir in (folder, folder.parent):
+        dataset = datasets.load("cifar100", data_dir=data_dir)
+        assert (len(dataset.train), len(dataset.valid)) == (50, 10)
+
+
+def test_without_a_data_dir_the_users_one_is_read(folder, monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_DATA", str(folder.parent))
+    assert len(datasets.load("cifar100").train) == 50
+
+
+def test_the_data_set_is_described_as_in_the_nersc_tutorial(folder):
+    dataset = datasets.load("cifar100", data_dir=folder)
+    x, y = dataset.train.read(np.array([1, 2]), draws(2))
+    assert (x.dtype, x.shape, y.dtype, y.shape) == (np.uint8, (2, 32, 32, 3), np.int64, (2,))
+    assert (dataset.classes, dataset.sample_shape) == (100, (32, 32, 3))
+    assert dataset.mean == (0.50708, 0.48655, 0.44092)
+    assert dataset.std == (0.26733, 0.25644, 0.27615)
+
+
+def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder):
+    split = datasets.load("cifar100", data_dir=folder).train
+    numbers, indices = draws(50), np.arange(50)[::-1]
+    x, _ = split.read(indices, numbers)
+    halves = [split.read(indices[part], numbers[part])[0] for part in (slice(20), slice(20, 50))]
+    np.testing.assert_array_equal(np.concatenate(halves), x)
+    copy = pickle.loads(pickle.dumps(split))
+    np.testing.assert_array_equal(copy.read(indices, numbers)[0], x)
+    code = (
+        "import hashlib, pathlib, sys, numpy as np, hvdtrain.datasets as d;"
+        "s = d.load('cifar100', data_dir=pathlib.Path(sys.argv[1])).train;"
+        "u = np.random.default_rng(3).random((50, d.DRAWS), dtype=np.float32);"
+        "print(hashlib.sha256(s.read(np.arange(50)[::-1], u)[0].tobytes()).hexdigest())"
+    )
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code, folder],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert elsewhere.stdout.strip() == hashlib.sha256(x.tobytes()).hexdigest()
+
+
+def test_real_pictures(published):
+    dataset = datasets.load("cifar100", data_dir=published)
+    x, y = dataset.train.read(np.arange(10000), None)
+    assert (len(dataset.train), len(dataset.valid)) == (10000, 10000)
+    assert len(np.unique(y)) == 100
+    assert dataset.mean == pytest.approx((x / 255).mean(axis=(0, 1, 2)), abs=0.01)
+    assert dataset.std == pytest.approx((x / 255).std(axis=(0, 1, 2)), abs=0.01)
+    numbers = draws(200)
+    augmented, _ = dataset.train.read(np.arange(200), numbers)
+    for picture, ours, drawn in zip(x, augmented, numbers, strict=False):
+        np.testing.assert_array_equal(ours, pillow_augmented(picture, drawn))
+
+
+def refusal_of(folder):
+    with pytest.raises(DataError) as refusal:
+        datasets.load("cifar100", data_dir=folder)
+    message = str(refusal.value)
+    assert "\n" not in message
+    remedy = f": unpack the published cifar-100-python.tar.gz into {folder.parent}, or leave data_dir out"
+    assert message.endswith(remedy)
+    return message.removesuffix(remedy)
+
+
+@pytest.mark.parametrize("missing", ["train", "test"])
+def test_a_missing_file_is_named(folder, missing):
+    (folder / missing).unlink()
+    assert refusal_of(folder) == f"{folder / missing} is missing"
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("kept", [0, 1, 30, 5000])
+def test_a_truncated_file_is_named(folder, part, kept):
+    content = (folder / part).read_bytes()
+    (folder / part).write_bytes(content[:kept])
+    assert refusal_of(folder).startswith(f"{folder / part} is damaged (")
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {b"data": np.zeros((5, 784), np.uint8)},
+            ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got [5, 784]",
+        ),
+        (
+            {b"data": np.zeros((5, 3, 32, 32), np.uint8)},
+            ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got [5, 3, 32, 32]",
+        ),
+        (
+            {b"data": np.zeros((0, 3072), np.uint8)},
+            ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got [0, 3072]",
+        ),
+        ({b"fine_labels": [1, 2]}, ": 'fine_labels' must be 5 numbers from 0 to 99"),
+        ({b"fine_labels": [1, 2, 3, 4, 100]}, ": 'fine_labels' must be 5 numbers from 0 to 99"),
+        ({b"fine_labels": None}, " lacks the array 'data' or the list 'fine_labels'"),
+        ({b"data": [1, 2, 3]}, " lacks the array 'data' or the list 'fine_labels'"),
+        (
+            {b"data": np.zeros((5, 3072), np.float32)},
+            " is damaged (UnpicklingError: an array of 'f4', where uint8 is expected)",
+        ),
+        (
+            {b"data": np.zeros(5, object)},
+            " is damaged (UnpicklingError: an array of 'O8', where uint8 is expected)",
+        ),
+    ],
+    ids=[
+        "28x28",
+        "four axes",
+        "empty",
+        "few labels",
+        "label 100",
+        "no labels",
+        "no array",
+        "floats",
+        "objects",
+    ],
+)
+def test_wrong_contents_are_refused(tmp_path, changes, complaint):
+    folder = write(tmp_path / "cifar-100-python", pickle.dumps({**batch(5), **changes}, protocol=4))
+    assert refusal_of(folder) == f"{folder / 'train'}{complaint}"
+
+
+class Forged:
+    """Pickles as a call of that function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (os.mkdir, ("ran",)),
+        (os.system, ("mkdir ran",)),
+        (eval, ("__import__('os').mkdir('ran')",)),
+        (subprocess.Popen, (["mkdir", "ran"],)),
+        (np.save, ("ran", 1)),
+    ],
+    ids=["mkdir", "system", "eval", "Popen", "numpy.save"],
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_forged_file_runs_nothing(tmp_path, monkeypatch, function, arguments, protocol):
+    monkeypatch.chdir(tmp_path)
+    content = pickle.dumps({**batch(5), b"more": Forged(function, *arguments)}, protocol=protocol)
+    folder = write(tmp_path / "cifar-100-python", content)
+    complaint = refusal_of(folder)
+    assert complaint.startswith(f"{folder / 'train'} is damaged (UnpicklingError: it asks for ")
+    assert complaint.endswith(", which no CIFAR file needs)")
+    assert [path.name for path in tmp_path.iterdir()] == ["cifar-100-python"]
+
+
+def test_bytes_cannot_be_passed_off_as_pointers(tmp_path):
+    """A dtype whose flags deny that it holds objects would let NumPy follow any address in the file."""
+    honest = pickle.dumps({**batch(1), b"data": np.zeros(1, [("pointer", "O")])}, protocol=2)
+    folder = write(tmp_path / "cifar-100-python", honest)
+    assert "where uint8 is expected" in refusal_of(folder)
+
+
+def test_no_codec_but_latin1_is_run(tmp_path):
+    content = b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R."
+    folder = write(tmp_path / "cifar-100-python", content)
+    assert refusal_of(folder) == f"{folder / 'train'} is damaged (UnpicklingError: the codec 'rot13')"

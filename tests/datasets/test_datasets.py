@@ -1,0 +1,196 @@
+"""What every data set promises, and the three that need no files."""
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from paths import REPOSITORY
+
+from hvdtrain import datasets
+from hvdtrain.errors import DataError
+
+SMALL = {"image_size": 8, "classes": 5, "examples": 300}
+IN_MEMORY = ["linear", "digits", "synthetic"]
+
+
+def run_python(code: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def digest(split: datasets.Split) -> str:
+    indices = np.arange(0, len(split), 7)
+    draws = np.random.default_rng(5).random((len(indices), datasets.DRAWS), dtype=np.float32)
+    x, y = split.read(indices, draws)
+    return hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+@pytest.mark.parametrize("part", ["train", "valid"])
+def test_read_gives_the_promised_types_and_shapes(name, part):
+    dataset = datasets.load(name, **SMALL)
+    split = getattr(dataset, part)
+    indices = np.array([3, 0, len(split) - 1])
+    x, y = split.read(indices, None)
+    assert dataset.name == name
+    assert x.shape == (3, *dataset.sample_shape)
+    if dataset.classes is None:
+        assert (x.dtype, y.dtype, y.shape) == (np.float32, np.float32, (3, 1))
+        assert dataset.mean == dataset.std == ()
+    else:
+        assert (x.dtype, y.dtype, y.shape) == (np.uint8, np.int64, (3,))
+        assert len(dataset.mean) == len(dataset.std) == 3
+        assert 0 <= y.min() <= y.max() < dataset.classes
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_sample_is_the_same_alone_and_in_any_batch(name):
+    split = datasets.load(name, **SMALL).train
+    draws = np.random.default_rng(0).random((4, datasets.DRAWS), dtype=np.float32)
+    indices = np.array([7, 2, 250, 2])
+    x, y = split.read(indices, draws)
+    for k in range(4):
+        alone_x, alone_y = split.read(indices[k : k + 1], draws[k : k + 1])
+        np.testing.assert_array_equal(alone_x[0], x[k])
+        np.testing.assert_array_equal(alone_y[0], y[k])
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_what_is_read_belongs_to_the_reader(name):
+    split = datasets.load(name, **SMALL).train
+    before = digest(split)
+    x, y = split.read(np.arange(20), None)
+    x[:], y[:] = 0, 0
+    assert digest(split) == before
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_pickled_split_reads_the_same(name):
+    split = datasets.load(name, **SMALL).train
+    assert digest(pickle.loads(pickle.dumps(split))) == digest(split)
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_threads_read_the_same(name):
+    split = datasets.load(name, **SMALL).train
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(digest(split))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [digest(split)] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear", "11997b1875cb2e4a"),
+        ("digits", "d9d693d83aedb3c4"),
+        ("synthetic", "e63e8622742bafb1"),
+    ],
+)
+def test_every_machine_reads_the_same_bytes(name, expected):
+    assert digest(datasets.load(name, **SMALL).train)[:16] == expected
+
+
+def test_linear_is_a_line_with_uniform_noise():
+    dataset = datasets.load("linear")
+    for split in (dataset.train, dataset.valid):
+        x, y = split.read(np.arange(len(split)), None)
+        noise = y - 2 * x
+        assert len(split) == 1000
+        for values in (x, noise):
+            assert -0.5 <= values.min() < -0.49
+            assert 0.49 < values.max() <= 0.5
+        slope, _ = np.polyfit(x[:, 0], y[:, 0], 1)
+        assert slope == pytest.approx(2, abs=0.1)
+        assert noise.var() == pytest.approx(1 / 12, rel=0.05)
+
+
+def test_linear_validates_on_other_points_and_another_seed_gives_others():
+    dataset, other = datasets.load("linear"), datasets.load("linear", seed=1)
+    everything = np.arange(1000)
+    points = [split.read(everything, None)[0] for split in (dataset.train, dataset.valid, other.train, other.valid)]
+    assert len(np.unique(np.concatenate(points))) > 3990
+
+
+def test_digits_are_split_evenly_without_overlap():
+    dataset = datasets.load("digits")
+    x, y = dataset.train.read(np.arange(1437), None)
+    valid_x, valid_y = dataset.valid.read(np.arange(360), None)
+    assert (len(dataset.train), len(dataset.valid)) == (1437, 360)
+    assert np.bincount(valid_y).tolist() == [36] * 10
+    assert np.bincount(y).min() >= 138
+    assert not {picture.tobytes() for picture in x} & {picture.tobytes() for picture in valid_x}
+
+
+def test_digits_fill_the_range_of_a_byte_in_grey():
+    x, _ = datasets.load("digits").train.read(np.arange(1437), None)
+    assert (x.min(), x.max()) == (0, 255)
+    assert (x[..., :1] == x).all()
+
+
+def test_digits_name_their_own_mean_and_deviation():
+    dataset = datasets.load("digits")
+    x, _ = dataset.train.read(np.arange(1437), None)
+    pixels = x / 255
+    assert dataset.mean == pytest.approx(pixels.mean(axis=(0, 1, 2)), abs=1e-6)
+    assert dataset.std == pytest.approx(pixels.std(axis=(0, 1, 2)), abs=1e-6)
+
+
+def test_synthetic_follows_its_sizes():
+    dataset = datasets.load("synthetic", image_size=16, classes=7, examples=12345)
+    assert (len(dataset.train), len(dataset.valid), dataset.classes) == (12345, 1234, 7)
+    assert dataset.sample_shape == (16, 16, 3)
+
+
+def test_synthetic_names_its_own_mean_and_deviation():
+    dataset = datasets.load("synthetic", examples=1000)
+    pixels = dataset.train.read(np.arange(256), None)[0] / 255
+    assert dataset.mean == pytest.approx(pixels.mean(axis=(0, 1, 2)), abs=2e-3)
+    assert dataset.std == pytest.approx(pixels.std(axis=(0, 1, 2)), abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "cifar",
+            {},
+            "There is no data set 'cifar': choose linear, digits, cifar100, imagenet or synthetic.",
+        ),
+        ("synthetic", {"image_size": 0}, "image_size must be at least 1, got 0."),
+        ("synthetic", {"classes": -1}, "classes must be at least 1, got -1."),
+        ("synthetic", {"examples": 0}, "examples must be at least 1, got 0."),
+        ("imagenet", {"train_crop": 0}, "train_crop must be at least 1, got 0."),
+        ("imagenet", {"valid_resize": 200}, "valid_crop must be at most valid_resize=200, got 224."),
+        ("imagenet", {}, "imagenet needs a data_dir with the folders train/<class> and val/<class>."),
+    ],
+    ids=["name", "image_size", "classes", "examples", "train_crop", "valid_resize", "no data_dir"],
+)
+def test_a_wrong_choice_is_refused(name, options, message):
+    with pytest.raises(DataError) as refusal:
+        datasets.load(name, **options)
+    assert str(refusal.value) == message
+
+
+def test_importing_is_light():
+    code = "import sys, hvdtrain.datasets; print(*sorted({'sklearn', 'PIL', 'scipy', 'ssl'} & set(sys.modules)))"
+    assert run_python(code) == ""
+
+
+def test_no_reader_imports_a_framework():
+    code = (
+        "import sys, pkgutil, importlib, hvdtrain.datasets as d;"
+        "[importlib.import_module(f'hvdtrain.datasets.{m.name}') for m in pkgutil.iter_modules(d.__path__)];"
+        "print(*sorted({'torch', 'tensorflow', 'horovod', 'mpi4py', 'lightning'} & set(sys.modules)))"
+    )
+    assert run_python(code) == ""

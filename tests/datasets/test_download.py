@@ -1,0 +1,194 @@
+"""Fetching CIFAR-100 from a real web server on this machine."""
+
+import hashlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+
+from hvdtrain.datasets.download import default_data_dir, download_cifar100
+from hvdtrain.errors import DataError
+
+CONTENT = {"train": b"pictures", "test": b"more pictures", "meta": b"names"}
+
+
+def archive(**files):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name.replace("__", "/"))
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+GOOD = archive(**{f"cifar-100-python__{name}": content for name, content in CONTENT.items()})
+
+
+class Server:
+    """Answers every path with the same bytes once it is released, and counts the requests."""
+
+    def __init__(self, body, status=200, promised=None):
+        self.requests = 0
+        self.released = threading.Event()
+        self.released.set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                outer.requests += 1
+                outer.released.wait()
+                self.send_response(status)
+                self.send_header("Content-Length", str(promised or len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/cifar.tar.gz"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def md5(body):
+    return hashlib.md5(body, usedforsecurity=False).hexdigest()
+
+
+def visible(dest):
+    return sorted(path.name for path in dest.iterdir() if path.name != ".cifar-100.lock")
+
+
+def test_it_is_fetched_once(tmp_path):
+    with Server(GOOD) as server:
+        folder = download_cifar100(tmp_path / "new" / "place", server.url, md5(GOOD))
+        assert download_cifar100(tmp_path / "new" / "place", server.url, md5(GOOD)) == folder
+    assert server.requests == 1
+    assert folder == tmp_path / "new" / "place" / "cifar-100-python"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == CONTENT
+    assert visible(folder.parent) == ["cifar-100-python"]
+
+
+def test_processes_that_ask_at_once_fetch_it_once(tmp_path):
+    code = (
+        "import sys, pathlib; from hvdtrain.datasets.download import download_cifar100 as get;"
+        "print('asking', flush=True);"
+        "print(len(list(get(pathlib.Path(sys.argv[1]), *sys.argv[2:]).iterdir())))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with Server(GOOD) as server:
+        server.released.clear()
+        command = [sys.executable, "-c", code, tmp_path, server.url, md5(GOOD)]
+        ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+        for rank in ranks:
+            assert rank.stdout.readline() == "asking\n"
+        server.released.set()
+        assert [rank.communicate()[0] for rank in ranks] == ["3\n"] * 4
+    assert server.requests == 1
+    assert visible(tmp_path) == ["cifar-100-python"]
+
+
+def test_a_wrong_checksum_leaves_nothing(tmp_path):
+    expected = "0" * 32
+    with Server(GOOD) as server, pytest.raises(DataError) as refusal:
+        download_cifar100(tmp_path, server.url, expected)
+    assert str(refusal.value) == (
+        f"{server.url} has the MD5 {md5(GOOD)}, not {expected}: try again, or fetch it by hand"
+    )
+    assert visible(tmp_path) == []
+
+
+def test_a_transfer_cut_short_leaves_nothing(tmp_path):
+    with Server(GOOD[:100], promised=len(GOOD)) as server, pytest.raises(DataError, match="has the MD5"):
+        download_cifar100(tmp_path, server.url, md5(GOOD))
+    assert visible(tmp_path) == []
+
+
+def test_files_elsewhere_in_the_archive_are_not_written(tmp_path):
+    evil = archive(
+        **{f"cifar-100-python__{name}": content for name, content in CONTENT.items()},
+        **{"..__evil": b"", "cifar-100-python__..__..__evil": b"", "cifar-100-python__more": b""},
+    )
+    with Server(evil) as server:
+        folder = download_cifar100(tmp_path / "dest", server.url, md5(evil))
+    assert sorted(path.name for path in folder.iterdir()) == ["meta", "test", "train"]
+    assert visible(tmp_path) == ["dest"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [archive(**{"cifar-100-python__train": b"pictures"}), b"no archive", GOOD[:120]],
+    ids=["a file missing", "no archive", "half an archive"],
+)
+def test_an_unexpected_archive_leaves_nothing(tmp_path, body):
+    with Server(body) as server, pytest.raises(DataError) as refusal:
+        download_cifar100(tmp_path, server.url, md5(body))
+    assert str(refusal.value).startswith("The archive of CIFAR-100 is not as published (")
+    assert str(refusal.value).endswith("): fetch it by hand")
+    assert visible(tmp_path) == []
+
+
+def test_a_page_that_is_gone_is_named(tmp_path):
+    with Server(b"", status=404) as server, pytest.raises(DataError) as refusal:
+        download_cifar100(tmp_path, server.url, md5(GOOD))
+    assert str(refusal.value) == (
+        f"{server.url} cannot be fetched (Not Found): fetch it where there is a network, and unpack it into {tmp_path}"
+    )
+
+
+def test_without_a_network_the_remedy_is_named(tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/cifar.tar.gz"
+        with pytest.raises(DataError) as refusal:
+            download_cifar100(tmp_path, url, md5(GOOD))
+    assert str(refusal.value).startswith(f"{url} cannot be fetched (")
+    assert str(refusal.value).endswith(f"): fetch it where there is a network, and unpack it into {tmp_path}")
+    assert visible(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    dest = tmp_path / "file"
+    dest.touch()
+    with pytest.raises(DataError) as refusal:
+        download_cifar100(dest, "http://127.0.0.1:1/", "")
+    assert str(refusal.value) == (
+        f"{dest} cannot take CIFAR-100 (File exists): free some space or choose another folder with HVDTRAIN_DATA"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HVDTRAIN_DATA": "/data", "XDG_CACHE_HOME": "/cache"}, "/data"),
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/hvdtrain/data"),
+        ({}, "/home/me/.cache/hvdtrain/data"),
+    ],
+    ids=["HVDTRAIN_DATA", "XDG_CACHE_HOME", "home"],
+)
+def test_the_default_folder(monkeypatch, environ, expected):
+    for name in ("HVDTRAIN_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **environ}.items():
+        monkeypatch.setenv(name, value)
+    assert default_data_dir() == Path(expected)

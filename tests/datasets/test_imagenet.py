@@ -1,0 +1,315 @@
+"""ImageNet-style folders: finding the pictures, cropping them, and refusing damaged ones."""
+
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from paths import DATA, REPOSITORY
+from PIL import Image
+
+from hvdtrain import datasets
+from hvdtrain.datasets import imagenet
+from hvdtrain.errors import DataError
+
+ARCHIVE = DATA / "imagenette_4k.tar"
+SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
+
+
+def scene(width, height, seed=0):
+    """A smooth colourful picture."""
+    corners = np.random.default_rng(seed).integers(256, size=(4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Two classes of four training and two validation pictures of various shapes."""
+    for part, count in (("train", 4), ("val", 2)):
+        for label, name in enumerate(("n01", "n02")):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for k in range(count):
+                scene(300 - 40 * k, 200 + 30 * k, 10 * label + k).save(folder / f"{name}_{k}.JPEG", quality=95)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def imagenette(tmp_path_factory):
+    if not ARCHIVE.is_file():
+        pytest.skip(f"{ARCHIVE} is missing: put the shared data folder beside the repository")
+    dest = tmp_path_factory.mktemp("imagenette")
+    subprocess.run(["tar", "xf", ARCHIVE, "-C", dest], check=True)
+    return dest / "imagenette"
+
+
+def draws(count, seed=3):
+    return np.random.default_rng(seed).random((count, datasets.DRAWS), dtype=np.float32)
+
+
+def digest(array):
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def test_the_tree_is_described(tree):
+    dataset = datasets.load("imagenet", data_dir=tree, **SIZES)
+    assert (len(dataset.train), len(dataset.valid), dataset.classes) == (8, 4, 2)
+    assert dataset.sample_shape == (32, 32, 3)
+    assert dataset.mean == (0.485, 0.456, 0.406)
+    assert dataset.std == (0.229, 0.224, 0.225)
+    x, y = dataset.train.read(np.arange(8), draws(8))
+    assert (x.dtype, x.shape, y.dtype, y.tolist()) == (np.uint8, (8, 32, 32, 3), np.int64, [0] * 4 + [1] * 4)
+    x, y = dataset.valid.read(np.array([3, 0]), None)
+    assert (x.shape, y.tolist()) == ((2, 40, 40, 3), [1, 0])
+
+
+def test_pictures_are_numbered_by_class_and_name_and_other_files_left_out(tree):
+    for other in ("notes.txt", "._n01_0.JPEG", "n01_9.JPEG.part"):
+        (tree / "train" / "n01" / other).write_text("other")
+    (tree / "train" / "n01" / "n01_9.JPEG").mkdir()
+    (tree / "train" / "readme.txt").touch()
+    (tree / "train" / "n01" / "n01_1.JPEG").rename(tree / "train" / "n01" / "ä.jpg")
+    split = datasets.load("imagenet", data_dir=tree).train
+    found = [str(split.path(k).relative_to(tree / "train")) for k in range(len(split))]
+    first = ["n01/n01_0.JPEG", "n01/n01_2.JPEG", "n01/n01_3.JPEG", "n01/ä.jpg"]
+    assert found == first + [f"n02/n02_{k}.JPEG" for k in range(4)]
+
+
+def test_the_validation_folder_may_be_called_valid(tree):
+    (tree / "val").rename(tree / "valid")
+    assert len(datasets.load("imagenet", data_dir=tree).valid) == 4
+
+
+def test_draws_decide_whatever_the_batch_the_process_and_the_copy(tree):
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).train
+    indices, numbers = np.arange(8)[::-1], draws(8)
+    x, _ = split.read(indices, numbers)
+    alone = [split.read(indices[k : k + 1], numbers[k : k + 1])[0] for k in range(8)]
+    np.testing.assert_array_equal(np.concatenate(alone), x)
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        elsewhere, _ = pool.apply(split.read, (indices, numbers))
+    np.testing.assert_array_equal(elsewhere, x)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(split)).read(indices, numbers)[0], x)
+    assert (split.read(indices, draws(8, seed=4))[0] != x).any(axis=(1, 2, 3)).all()
+
+
+def test_a_forked_child_reads_too(tree):
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    x, _ = split.read(np.arange(4), None)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        child, _ = pool.apply_async(split.read, (np.arange(4), None)).get(timeout=60)
+    np.testing.assert_array_equal(child, x)
+
+
+def test_training_pictures_without_draws_show_the_centre(tree):
+    dataset = datasets.load("imagenet", data_dir=tree, **SIZES)
+    x, _ = dataset.train.read(np.arange(8), None)
+    assert digest(x) == digest(dataset.train.read(np.arange(8), None)[0])
+    for k in range(8):
+        centre = imagenet.centre_crop(Image.open(dataset.train.path(k)), 39, 32)
+        np.testing.assert_array_equal(x[k], np.asarray(centre))
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 4, 8])
+def test_a_jpeg_is_decoded_no_larger_than_its_crop_needs(tmp_path, divisor):
+    scene(640, 480).save(tmp_path / "a.JPEG", quality=95)
+    scene(640, 480).save(tmp_path / "a.png")
+    size = 32 * 8 // divisor
+    box = (100, 60, 100 + 270, 60 + 260)
+    jpeg, png = Image.open(tmp_path / "a.JPEG"), Image.open(tmp_path / "a.png")
+    fast = np.asarray(imagenet.cut(jpeg, box, size)).astype(int)
+    exact = np.asarray(imagenet.cut(png, box, size)).astype(int)
+    assert jpeg.size == (640 // divisor, 480 // divisor)
+    assert abs(fast - exact).mean() < 1.5
+    assert abs(fast - exact).max() < 12
+
+
+GREY = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "picture"),
+    [
+        ("png", Image.fromarray(GREY)),
+        ("JPEG", Image.fromarray(GREY)),
+        ("JPEG", Image.fromarray(GREY).convert("RGB").convert("CMYK")),
+        ("png", Image.fromarray(GREY).convert("P")),
+        ("png", Image.fromarray(GREY).convert("LA")),
+        ("png", Image.fromarray(GREY).convert("RGBA")),
+        ("png", Image.fromarray(GREY * np.uint16(256) + np.uint16(13))),
+    ],
+    ids=["grey", "grey JPEG", "CMYK", "palette", "grey with alpha", "RGBA", "16 bit"],
+)
+@pytest.mark.parametrize("prepare", ["valid", "train"])
+def test_every_mode_becomes_rgb(tmp_path, suffix, picture, prepare):
+    path = tmp_path / f"a.{suffix}"
+    picture.save(path, **({"quality": 95} if suffix == "JPEG" else {}))
+    if prepare == "valid":
+        x = np.asarray(imagenet.centre_crop(Image.open(path), 64, 64))
+    else:
+        x = np.asarray(imagenet.cut(Image.open(path), (0, 0, 64, 64), 64))
+    assert x.shape == (64, 64, 3)
+    assert abs(x.astype(int) - GREY[..., None]).max() <= 3
+
+
+def test_a_transparent_palette_becomes_rgb(tmp_path):
+    Image.fromarray(GREY).convert("P").save(tmp_path / "a.png", transparency=bytes(range(256)))
+    x = np.asarray(imagenet.centre_crop(Image.open(tmp_path / "a.png"), 64, 64))
+    assert abs(x.astype(int) - GREY[..., None]).max() <= 3
+
+
+REFERENCE = """
+import json, sys
+import numpy as np, torch
+from pathlib import Path
+from PIL import Image
+from torchvision.transforms import CenterCrop, RandomResizedCrop, Resize
+from torchvision.transforms import functional as F
+from hvdtrain.datasets import imagenet
+
+def same(ours, theirs):
+    return bool((np.asarray(ours) == np.asarray(theirs)).all())
+
+def boxes(draw, width, height):
+    return np.array([draw(width, height) for _ in range(4000)], float)
+
+def theirs(width, height):
+    blank = torch.empty(3, height, width)
+    upper, left, down, across = RandomResizedCrop.get_params(blank, [0.08, 1], [3 / 4, 4 / 3])
+    return left, upper, left + across, upper + down
+
+random, found = np.random.default_rng(0), {}
+torch.manual_seed(0)
+folder = Path(sys.argv[1])
+for width, height in ((300, 200), (201, 333), (97, 97), (500, 120)):
+    picture = Image.fromarray(random.integers(256, size=(height, width, 3), dtype=np.uint8))
+    picture.save(folder / "a.png")
+    for resize, crop in ((48, 40), (64, 64), (255, 224)):
+        reference = CenterCrop(crop)(Resize(resize)(picture))
+        ours = imagenet.centre_crop(picture, resize, crop)
+        found[f"valid {width}x{height} {resize} {crop}"] = same(ours, reference)
+    for k in range(20):
+        box = imagenet.random_box(random, width, height)
+        left, upper, right, lower = box
+        reference = F.resized_crop(picture, upper, left, lower - upper, right - left, [32, 32])
+        found[f"train {width}x{height} {k}"] = same(imagenet.cut(Image.open(folder / "a.png"), box, 32), reference)
+for width, height in ((10, 1000), (1000, 10), (11, 1000), (1001, 10), (1, 50)):
+    found[f"fallback {width}x{height}"] = imagenet.random_box(random, width, height) == theirs(width, height)
+for width, height in ((500, 375), (375, 500), (300, 120)):
+    pair = boxes(lambda w, h: imagenet.random_box(random, w, h), width, height), boxes(theirs, width, height)
+    gaps = [abs(np.quantile(pair[0], q, axis=0) - np.quantile(pair[1], q, axis=0)) for q in (0.1, 0.5, 0.9)]
+    found[f"boxes {width}x{height}"] = bool(np.max(gaps) < 0.05 * max(width, height))
+print(json.dumps(found))
+"""
+
+
+def test_crops_are_torchvisions(tmp_path):
+    """Pixels and fallback boxes to the bit, random boxes in their distribution; in a process of its own."""
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is missing: pip install torchvision")
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", REFERENCE, tmp_path]
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    found = json.loads(answer.stdout)
+    assert len(found) == 100
+    assert [name for name, agrees in found.items() if not agrees] == []
+
+
+def test_random_boxes_lie_inside_the_picture():
+    random = np.random.default_rng(0)
+    for width, height in ((1, 1), (5, 3), (224, 224), (3, 4000)):
+        for _ in range(200):
+            left, upper, right, lower = imagenet.random_box(random, width, height)
+            assert 0 <= left < right <= width
+            assert 0 <= upper < lower <= height
+
+
+def test_half_of_the_pictures_are_flipped():
+    ramp = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1)))
+    crops = [np.asarray(imagenet.random_crop(ramp, 16, numbers)).astype(int) for numbers in draws(500)]
+    assert np.mean([crop[0, 0, 0] > crop[0, -1, 0] for crop in crops]) == pytest.approx(0.5, abs=0.06)
+
+
+def test_real_pictures(imagenette):
+    dataset = datasets.load("imagenet", data_dir=imagenette)
+    assert (len(dataset.train), len(dataset.valid), dataset.classes) == (3000, 1000, 10)
+    x, y = dataset.train.read(np.arange(0, 3000, 30), draws(100))
+    assert np.bincount(y).tolist() == [10] * 10
+    valid_x, _ = dataset.valid.read(np.arange(0, 1000, 10), None)
+    for pictures in (x, valid_x):
+        assert pictures.shape == (100, 224, 224, 3)
+        assert dataset.mean == pytest.approx((pictures / 255).mean(axis=(0, 1, 2)), abs=0.06)
+        assert dataset.std == pytest.approx((pictures / 255).std(axis=(0, 1, 2)), abs=0.07)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "gone"])
+@pytest.mark.parametrize("numbers", [None, draws(4)], ids=["valid", "train"])
+def test_a_damaged_picture_is_named(tree, damage, numbers):
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    path = split.path(2)
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "text": b"hello"}[damage])
+    with pytest.raises(DataError) as refusal:
+        split.read(np.arange(4), numbers)
+    message = str(refusal.value)
+    assert message.startswith(f"{path} cannot be read as a picture (")
+    assert message.endswith("): fetch it again, or remove it.")
+    assert "\n" not in message
+
+
+def rename(old, new):
+    return lambda tree: (tree / old).rename(tree / new)
+
+
+def empty(folder):
+    def change(tree):
+        for path in (tree / folder).iterdir():
+            path.rename(tree / path.name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            rename("train", "training"),
+            "{tree}/train is missing: data_dir must hold the folders train/<class> and val/<class>.",
+        ),
+        (
+            rename("val", "test"),
+            "{tree}/val or {tree}/valid is missing: data_dir must hold the folders train/<class> and val/<class>.",
+        ),
+        (
+            empty("val"),
+            "{tree}/val holds no class folders: sort its pictures into {tree}/val/<class>.",
+        ),
+        (
+            empty("train/n02"),
+            "{tree}/train/n02 holds no .jpeg, .jpg, .png picture: fill it, or remove that class.",
+        ),
+        (
+            rename("val/n02", "n02"),
+            "{tree}/val lacks 1 of the classes in {tree}/train (n02): both must hold the same.",
+        ),
+        (
+            rename("train/n01", "n01"),
+            "{tree}/train lacks 1 of the classes in {tree}/val (n01): both must hold the same.",
+        ),
+    ],
+    ids=["no train", "no val", "no classes", "no pictures", "class not in val", "class not in train"],
+)
+def test_a_wrong_tree_is_refused(tree, change, message):
+    change(tree)
+    with pytest.raises(DataError) as refusal:
+        datasets.load("imagenet", data_dir=tree)
+    assert str(refusal.value) == message.format(tree=tree)

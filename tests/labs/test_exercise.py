@@ -1,0 +1,344 @@
+"""Lab 2: every gap of the exercise, filled right and wrong on real ranks; what is wrong is named, and why."""
+
+import os
+import re
+import sys
+
+import jupytext
+import nbclient
+import numpy as np
+import paths
+import pytest
+
+from hvdtrain.labs import LabError, Ranks, line
+from hvdtrain.labs.exercise import Check
+from hvdtrain.schedule import peak_lr
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+hvd = pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
+cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
+pytestmark = pytest.mark.launched
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LABS = paths.LABS
+SOLUTION = LABS / "2-solution-linear_regression_sgd_horovod.py"
+EXERCISE = LABS / "2-exercise-linear_regression_sgd_horovod.py"
+GAPS = ("init", "shard", "scale", "wrap", "broadcast")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks(4, preload=["torch._dynamo"])
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def check(ranks):
+    return Check(ranks)
+
+
+def contiguous(batch):
+    share = len(batch) // hvd.size()
+    return batch[hvd.rank() * share : (hvd.rank() + 1) * share]
+
+
+def wrapped(optimizer, model, **settings):
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **settings)
+
+
+def handed_out(model, optimizer, root=0):
+    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+
+
+def init_late():
+    import horovod.torch as horovod
+
+    horovod.init()
+    return horovod.rank()
+
+
+def by_hand(model, optimizer):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(hvd.broadcast(parameter, root_rank=0))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+RIGHT = {
+    "init": ("init", hvd.init),
+    "init, imported there": ("init", init_late),
+    "shard, strided": ("shard", lambda batch: batch[hvd.rank() :: hvd.size()]),
+    "shard, contiguous": ("shard", contiguous),
+    "shard, split": ("shard", lambda batch: np.array_split(batch, hvd.size())[hvd.rank()]),
+    "shard, a list": ("shard", lambda batch: [int(number) for number in contiguous(batch)]),
+    "shard, ranks turned round": ("shard", lambda batch: batch[hvd.size() - 1 - hvd.rank() :: hvd.size()]),
+    "scale, by hand": ("scale", lambda lr, base, worker: lr * worker * hvd.size() / base),
+    "scale, peak_lr": ("scale", lambda lr, base, worker: peak_lr(lr, base, worker * hvd.size(), "linear")),
+    "wrap": ("wrap", wrapped),
+    "wrap, without names": ("wrap", lambda optimizer, model: hvd.DistributedOptimizer(optimizer)),
+    "wrap, float16 on the way": ("wrap", lambda o, m: wrapped(o, m, compression=hvd.Compression.fp16)),
+    "broadcast": ("broadcast", handed_out),
+    "broadcast, weight by weight": ("broadcast", by_hand),
+}
+
+
+@pytest.mark.parametrize(("gap", "filling"), RIGHT.values(), ids=RIGHT)
+def test_right_fillings(check, capsys, gap, filling):
+    getattr(check, gap)(filling)
+    assert "Right: " in capsys.readouterr().out
+
+
+def empty(*arguments): ...
+
+
+def forgets_the_others():
+    os.environ.update(HOROVOD_RANK="0", HOROVOD_SIZE="1")
+    hvd.init()
+
+
+def starts_on_rank_0_only():
+    if os.environ["HOROVOD_RANK"] == "0":
+        hvd.init(process_sets=[])
+
+
+def stops_again():
+    hvd.init()
+    hvd.shutdown()
+
+
+def not_returned(batch):
+    batch[hvd.rank() :: hvd.size()]
+
+
+def overlapping(batch):
+    share = len(batch) // hvd.size()
+    return batch[hvd.rank() * share : (hvd.rank() + 1) * share + 5]
+
+
+def without_the_last(batch):
+    return contiguous(batch)[:-1]
+
+
+def unequal(batch):
+    cuts = [0, 20, 100, 150, len(batch)]
+    return batch[cuts[hvd.rank()] : cuts[hvd.rank() + 1]]
+
+
+def from_one(batch):
+    share = len(batch) // hvd.size()
+    return batch[(hvd.rank() + 1) * share : (hvd.rank() + 2) * share]
+
+
+def another_optimizer(optimizer, model):
+    return wrapped(torch.optim.SGD(model.parameters(), lr=optimizer.param_groups[0]["lr"]), model)
+
+
+def weights_only(model, optimizer):
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+
+def slope_only(model, optimizer):
+    hvd.broadcast_parameters({"weight": model.state_dict()["weight"]}, root_rank=0)
+
+
+def copied(model, optimizer):
+    for parameter in model.parameters():
+        hvd.broadcast(parameter.data, root_rank=0)
+
+
+def on_rank_0_only(model, optimizer):
+    if hvd.rank() == 0:
+        handed_out(model, optimizer)
+
+
+def averaged(model, optimizer):
+    for parameter in model.parameters():
+        parameter.data.copy_(hvd.allreduce(parameter.data))
+
+
+def divided_twice(optimizer, model):
+    """Averages, and then divides by the number of ranks once more."""
+    inner = wrapped(optimizer, model)
+    step = inner.step
+
+    def smaller(closure=None):
+        inner.synchronize()
+        for parameter in model.parameters():
+            parameter.grad /= hvd.size()
+        with inner.skip_synchronize():
+            return step(closure)
+
+    inner.step = smaller
+    return inner
+
+
+WRONG = {
+    # Gap 1.
+    "init, empty": ("init", empty, "Gap 1, init, is still empty: nothing in it starts Horovod"),
+    "init, not called": ("init", lambda: hvd.init, "names hvd.init, but does not call it: the parentheses"),
+    "init, shut down": ("init", stops_again, "it is shut down again"),
+    "init, alone": ("init", forgets_the_others, "believes that it is rank 0 of 1: that is 4 trainings beside"),
+    "init, on some": ("init", starts_on_rank_0_only, r"Gap 1, init, .*(some processes only|some ranks only)"),
+    # Gap 2.
+    "shard, empty": ("shard", empty, "Gap 2, shard, is still empty"),
+    "shard, no return": ("shard", not_returned, "is still empty: it gives back nothing"),
+    "shard, forgotten": (
+        "shard",
+        lambda batch: batch,
+        r"every rank has all 200 examples.\nAll compute one and the same gradient, for the slope .*three of the four",
+    ),
+    "shard, rank 0's": ("shard", lambda batch: batch[:50], "gives every rank the same part, that of rank 0"),
+    "shard, one for all": ("shard", lambda batch: batch[:: hvd.size()], "gives every rank the same part: no rank"),
+    "shard, local": (
+        "shard",
+        lambda batch: batch[hvd.local_rank() :: hvd.local_size()],
+        "is right on one machine only",
+    ),
+    "shard, positions": ("shard", lambda batch: np.arange(hvd.rank(), len(batch), hvd.size()), "gives back positions"),
+    "shard, from one": ("shard", from_one, "counts the ranks from 1: nobody has the first 50"),
+    "shard, overlapping": ("shard", overlapping, r"gives 15 of 200 examples to several ranks \(number \d+ to 0, 1\)"),
+    "shard, losing": ("shard", without_the_last, r"loses 4 of 200 examples \(number \d+ is on no rank\)"),
+    "shard, unequal": ("shard", unequal, "parts of different sizes, 20, 80, 50, 50"),
+    "shard, 50 fixed": ("shard", lambda batch: batch[50 * hvd.rank() : 50 * hvd.rank() + 50], r"Use len\(batch\)"),
+    "shard, 4 fixed": ("shard", lambda batch: batch[hvd.rank() :: 4], r"not on 2: there it .* Use hvd.size\(\)"),
+    # Gap 3.
+    "scale, empty": ("scale", empty, "Gap 3, scale, is still empty"),
+    "scale, not": ("scale", lambda lr, base, worker: lr, "gives 0.1 for 4 ranks .*: it is not scaled"),
+    "scale, size missing": ("scale", lambda lr, base, worker: lr * worker / base, r"hvd.size\(\) is missing"),
+    "scale, squared": (
+        "scale",
+        lambda lr, base, worker: lr * hvd.size() ** 2 * worker / base,
+        r"square of the number of ranks, twice the rule.\nFrom slope .*\(it has diverged\)",
+    ),
+    "scale, divided": (
+        "scale",
+        lambda lr, base, worker: lr * worker / base / hvd.size(),
+        "it is divided by the number",
+    ),
+    "scale, by rank": (
+        "scale",
+        lambda lr, base, worker: lr * (hvd.rank() + 1),
+        r"scaled by hvd.rank\(\).*the ranks part",
+    ),
+    "scale, sqrt": ("scale", lambda lr, base, worker: lr * (worker * hvd.size() / base) ** 0.5, "the square-root rule"),
+    "scale, local": (
+        "scale",
+        lambda lr, base, worker: lr * worker * hvd.local_size() / base,
+        r"hvd.local_size\(\) counts one machine's ranks",
+    ),
+    "scale, always": ("scale", lambda lr, base, worker: lr * hvd.size(), "scales although the global batch is kept"),
+    "scale, 4 fixed": (
+        "scale",
+        lambda lr, base, worker: lr * worker * 4 / base,
+        r"the number of ranks is hvd.size\(\)",
+    ),
+    # Gap 4.
+    "wrap, empty": ("wrap", empty, "Gap 4, wrap, is still empty"),
+    "wrap, not": ("wrap", lambda optimizer, model: optimizer, "does not average the gradients: .* the ranks part"),
+    "wrap, sum": ("wrap", lambda o, m: wrapped(o, m, op=hvd.Sum), r"4 times as much. That is the sum .*hvd.Sum"),
+    "wrap, divided twice": ("wrap", divided_twice, "a quarter. The gradients are divided by the number of ranks twice"),
+    "wrap, Adasum": ("wrap", lambda o, m: wrapped(o, m, op=hvd.Adasum), "asks for Adasum, another rule than the mean"),
+    "wrap, another": ("wrap", another_optimizer, "wrap the optimizer given, which has momentum"),
+    # Gap 5.
+    "broadcast, empty": ("broadcast", empty, "Gap 5, broadcast, is still empty: .*the paths part"),
+    "broadcast, copies": ("broadcast", copied, "hvd.broadcast gives back a copy"),
+    "broadcast, no momentum": ("broadcast", weights_only, "not the state of the optimizer: .*the paths part"),
+    "broadcast, slope": ("broadcast", slope_only, "hands on the slope alone"),
+    "broadcast, root 1": (
+        "broadcast",
+        lambda m, o: handed_out(m, o, 1),
+        "the weights of rank 1: the root is the wrong",
+    ),
+    "broadcast, own roots": (
+        "broadcast",
+        lambda m, o: handed_out(m, o, hvd.rank()),
+        "names a different root on each rank",
+    ),
+    "broadcast, rank 0 only": ("broadcast", on_rank_0_only, "is not for some ranks only: 1, 2, 3 of 4 went past it"),
+    "broadcast, the mean": ("broadcast", averaged, r"is not rank 0's .*, but the mean over the ranks"),
+}
+
+
+@pytest.mark.parametrize(("gap", "filling", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_fillings_are_recognised(check, gap, filling, said):
+    with pytest.raises(LabError) as caught:
+        getattr(check, gap)(filling)
+    text = str(caught.value)
+    assert text.startswith(f"Gap {GAPS.index(gap) + 1}, {gap}, ")
+    assert re.search(said, text, re.DOTALL), text
+    assert "Traceback" not in text
+
+
+def cells(path):
+    return [(cell.cell_type, cell.source) for cell in jupytext.read(path).cells]
+
+
+def test_exercise_and_solution_differ_in_the_gaps_alone():
+    exercise, solution = cells(EXERCISE), cells(SOLUTION)
+    assert len(exercise) == len(solution)
+    different = [(ours, theirs) for ours, theirs in zip(exercise, solution, strict=True) if ours != theirs]
+    assert len(different) == len(GAPS)
+    for (_, gap), (_, filled), name in zip(*zip(*different, strict=True), GAPS, strict=True):
+        assert gap.startswith(f"def {name}(")
+        assert gap.splitlines()[:2] == filled.splitlines()[:2]
+        assert gap.splitlines()[-1].strip() == "..."
+
+
+def test_the_exercise_untouched_fails_each_check_in_its_own_words():
+    lab = jupytext.read(EXERCISE)
+    last = max(number for number, cell in enumerate(lab.cells) if cell.source.startswith("check."))
+    lab.cells = lab.cells[: last + 1]
+    nbclient.NotebookClient(lab, timeout=200, kernel_name="python3", allow_errors=True).execute()
+    shown = {}
+    for cell in lab.cells:
+        errors = [output for output in cell.get("outputs", []) if output.output_type == "error"]
+        if errors:
+            shown[cell.source] = "\n".join(errors[0].traceback)
+    assert list(shown) == [f"check.{gap}({gap})" for gap in GAPS]
+    for number, (gap, text) in enumerate(zip(GAPS, shown.values(), strict=True), 1):
+        assert text.startswith(f"Gap {number}, {gap}, is still empty"), text
+        assert "Traceback" not in text
+        assert "File " not in text
+
+
+@pytest.fixture(scope="module")
+def solution():
+    """What the solution defines before its ranks train."""
+    names = {"__name__": "__main__"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HVDTRAIN_LAB_SCALE", "1")
+        patch.setattr("hvdtrain.labs.Ranks", lambda *size, preload: None)
+        patch.setattr("hvdtrain.labs.exercise.Check", lambda ranks: None)
+        for cell in jupytext.read(SOLUTION).cells:
+            if cell.cell_type == "code" and not cell.source.startswith(
+                ("check.", "def keep_own", "with ", "one_large")
+            ):
+                exec(cell.source.partition("one_small =")[0], names)
+            if "def keep_lr" in cell.source:
+                break
+    return names
+
+
+def test_four_ranks_at_one_global_batch_walk_the_path_of_one(ranks, solution):
+    train, scale, broadcast = (solution[name] for name in ("train", "scale", "broadcast"))
+    one = ranks.run(train, 200, scale, broadcast, ranks=1)[0]
+    four = np.array(ranks.run(train, 50, scale, broadcast))
+    assert one.shape == (31, 2)
+    assert np.abs(four - one).max() < 1e-5
+    assert np.ptp(four, axis=0).max() == 0
+
+
+def test_at_one_batch_per_rank_the_rule_makes_up_for_the_fewer_steps(ranks, solution):
+    train, broadcast = solution["train"], solution["broadcast"]
+    one = ranks.run(train, 50, solution["scale"], broadcast, ranks=1)[0]
+    scaled = ranks.run(train, 50, solution["scale"], broadcast)[0]
+    kept = ranks.run(train, 50, solution["keep_lr"], broadcast)[0]
+    x, y = line.points()
+    above = [line.loss(x, y, *path[-1]) - line.loss(x, y, *line.least_squares(x, y)) for path in (one, scaled, kept)]
+    assert len(one) - 1 == 4 * (len(scaled) - 1) == 4 * (len(kept) - 1)
+    assert np.abs(one[-1] - scaled[-1]).max() < 0.1
+    assert max(above[:2]) < 3e-3
+    assert above[2] > 0.03
+    assert np.abs(one[::4] - scaled).max() > 0.02

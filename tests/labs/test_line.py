@@ -1,0 +1,55 @@
+"""The line of labs 1 and 2: its loss and its minimum; and lab 1's paths, the same in both frameworks."""
+
+import json
+import os
+from importlib.util import find_spec
+
+import jupytext
+import nbclient
+import nbformat
+import numpy as np
+import paths
+import pytest
+
+from hvdtrain.labs import line
+
+LAB = paths.LABS / "1-linear_regression_sgd_single_gpu.py"
+TOLD = "import json; json.dump({{size: path.tolist() for size, path in paths.items()}}, open({to!r}, 'w'))"
+
+
+def test_the_loss_is_the_mean_squared_error():
+    x, y = line.points()
+    assert x.shape == y.shape == (1000, 1)
+    slopes, intercepts = np.meshgrid([0.0, 1.5, 4.0], [-0.5, 0.1])
+    losses = line.loss(x, y, slopes, intercepts)
+    assert losses.shape == (2, 3)
+    expected = [[np.mean((m * x + n - y) ** 2) for m in (0.0, 1.5, 4.0)] for n in (-0.5, 0.1)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_least_squares_has_the_lowest_loss():
+    x, y = line.points()
+    m, n = line.least_squares(x, y)
+    assert (m, n) == pytest.approx(tuple(np.polyfit(x.ravel(), y.ravel(), 1)), abs=1e-5)
+    around = line.loss(x, y, m + np.array([0.01, -0.01, 0, 0]), n + np.array([0, 0, 0.01, -0.01]))
+    assert (around > line.loss(x, y, m, n)).all()
+
+
+def walked(framework, folder):
+    """Lab 1's paths by batch size, in this framework."""
+    lab = jupytext.read(LAB)
+    lab.cells.append(nbformat.v4.new_code_cell(TOLD.format(to=str(folder / framework))))
+    environ = {**os.environ, "HVDTRAIN_LAB_FRAMEWORK": framework, "HVDTRAIN_LAB_SCALE": "0.1"}
+    nbclient.NotebookClient(lab, timeout=200, kernel_name="python3").execute(env=environ)
+    return {size: np.array(path) for size, path in json.loads((folder / framework).read_text()).items()}
+
+
+@pytest.mark.skipif(not find_spec("tensorflow"), reason="needs TensorFlow: pip install -e '.[tensorflow]'")
+def test_both_frameworks_walk_the_same_paths(tmp_path):
+    torch, tensorflow = walked("torch", tmp_path), walked("tensorflow", tmp_path)
+    assert {size: len(path) for size, path in torch.items()} == {"1000": 7, "100": 61, "1": 6001}
+    for size, path in torch.items():
+        np.testing.assert_allclose(tensorflow[size], path, atol=1e-5)
+        assert path[0].tolist() == [0.25, -0.4]
+    x, y = line.points()
+    assert line.loss(x, y, *torch["100"][-1]) < 1.01 * line.loss(x, y, *line.least_squares(x, y))

@@ -1,0 +1,264 @@
+"""Ranks in a notebook: real ones, their results, and every way in which they fail, explained."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.labs import LabError, Ranks, run_mpi, tell
+from hvdtrain.labs.scale import scaled
+
+pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
+cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
+pytestmark = pytest.mark.launched
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def where(factor):
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    added = hvd.allreduce(torch.tensor([float(factor * hvd.rank())]), op=hvd.Sum)
+    return hvd.rank(), hvd.size(), hvd.local_rank(), added.item()
+
+
+@pytest.mark.parametrize("size", [4, 2, 1, 4])
+def test_a_run_joins_its_ranks(ranks, size):
+    total = 10.0 * sum(range(size))
+    assert ranks.run(where, 10, ranks=size) == [(rank, size, rank, total) for rank in range(size)]
+
+
+def leaves_a_trace():
+    import sys
+
+    first = not hasattr(sys, "been_here")
+    sys.been_here = True
+    return first, os.environ.get("OF_THIS_RUN")
+
+
+def test_every_run_is_in_a_fresh_process(ranks):
+    assert ranks.run(leaves_a_trace, ranks=2, environ={"OF_THIS_RUN": "1"}) == [(True, "1")] * 2
+    assert ranks.run(leaves_a_trace, ranks=2) == [(True, None)] * 2
+
+
+def speaks():
+    tell({"step": 1})
+    print("half", end="")
+    tell({"step": 2})
+    print(" a line")
+    print("no end", end="")
+
+
+def test_what_ranks_tell_and_print(ranks, capsys):
+    told = []
+    assert ranks.run(speaks, ranks=2, watch=lambda rank, value: told.append((rank, value["step"]))) == [None, None]
+    assert sorted(told) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [step for rank, step in told if rank == 1] == [1, 2]
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == ["[rank 0] half a line", "[rank 0] no end", "[rank 1] half a line", "[rank 1] no end"]
+
+
+def fails_on_rank_1():
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    if hvd.rank() == 1:
+        raise ValueError("not this one")
+    hvd.allreduce(torch.ones(1))
+
+
+def fails_everywhere():
+    import horovod.torch as hvd
+
+    return hvd.rank()
+
+
+def skips_a_collective():
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    if hvd.rank() == 0:
+        hvd.allreduce(torch.ones(1))
+
+
+def is_killed():
+    if os.environ["HOROVOD_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def returns_a_lock():
+    import threading
+
+    return threading.Lock()
+
+
+FAILURES = {
+    "one rank": (
+        fails_on_rank_1,
+        r'Rank 1 of 2 failed in fails_on_rank_1\(\), line \d+:\n    raise ValueError\("not this one"\)\n'
+        r"ValueError: not this one",
+    ),
+    "all ranks alike": (
+        fails_everywhere,
+        r"All 2 ranks failed in fails_everywhere\(\), line \d+:\n    return hvd.rank\(\)\n"
+        r"ValueError: Horovod has not been initialized; use hvd.init\(\).",
+    ),
+    "killed": (is_killed, r"Rank 1 of 2 ended by signal 9 in is_killed\(\): out of memory, or killed."),
+    "a result that cannot travel": (
+        returns_a_lock,
+        r"All 2 ranks failed:\nTypeError: cannot pickle '_thread.lock' object",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "text"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_is_explained(ranks, function, text):
+    with pytest.raises(LabError) as caught:
+        ranks.run(function, ranks=2)
+    assert re.fullmatch(text, str(caught.value)), caught.value
+    assert ranks.run(where, 1, ranks=2)[1][3] == 1.0  # and the ranks are there for the next
+
+
+def test_ranks_that_wait_for_one_another(ranks, monkeypatch):
+    monkeypatch.setattr("hvdtrain.labs.ranks.AFTER_FIRST", 1.0)
+    with pytest.raises(
+        LabError, match=r"^Rank 0 still waits in skips_a_collective\(\), while rank 1 has come to its end."
+    ):
+        ranks.run(skips_a_collective, ranks=2)
+    with pytest.raises(LabError, match=r"No rank has come to the end of sleep\(\) in 1 seconds"):
+        ranks.run(time.sleep, 60, ranks=2, seconds=1)
+
+
+def test_more_ranks_than_there_are(ranks):
+    with pytest.raises(LabError, match=r"ranks must lie in \[1, 4\], the number that was started, got 5"):
+        ranks.run(where, 1, ranks=5)
+
+
+def test_tell_outside_a_rank():
+    with pytest.raises(LabError, match=r"call it in a function that Ranks\.run starts"):
+        tell(1)
+
+
+def over_mpi():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank)
+
+
+def fails_over_mpi():
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("not this one")
+    MPI.COMM_WORLD.Barrier()
+
+
+def test_ranks_of_mpi():
+    assert run_mpi(over_mpi, ranks=3) == [(0, 3), (1, 3), (2, 3)]
+    with pytest.raises(
+        LabError, match=r"^Rank 1 of 2 failed in fails_over_mpi\(\), line \d+:\n.*\nValueError: not this"
+    ):
+        run_mpi(fails_over_mpi, ranks=2)
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    """Two ipyparallel engines in one mpirun, as a teacher would start them."""
+    import ipyparallel
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for library in ("OMPI", "PRTE"):
+        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT", "1")
+        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    cluster = ipyparallel.Cluster(n=2, engines="mpi", log_level=40)
+    cluster.start_cluster_sync()
+    try:
+        cluster.connect_client_sync().wait_for_engines(2, timeout=60)
+        yield cluster
+    finally:
+        cluster.stop_cluster_sync()
+
+
+def parent():
+    return os.getppid()
+
+
+def test_ranks_beside_engines_over_mpi(engines):
+    with engines.connect_client_sync() as client:
+        of_engines = client[:].apply_sync(os.getpid)
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(where, 10) == [(0, 2, 0, 10.0), (1, 2, 1, 10.0)]
+        workers = ranks.run(parent)
+        starters = [Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1] for worker in workers]
+        assert sorted(map(int, starters)) == sorted(of_engines)
+    finally:
+        ranks.close()
+
+
+NOTEBOOK = """
+import os, time
+from hvdtrain.labs import Ranks, tell
+
+def sleeps():
+    tell((os.getpid(), os.getppid()))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    Ranks(2).run(sleeps, watch=lambda rank, pids: print(*pids, flush=True), seconds=600)
+"""
+
+
+def alive(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_notebook(how):
+    """Also in the middle of a run."""
+    with subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True) as notebook:
+        pids = [int(pid) for _ in range(2) for pid in notebook.stdout.readline().split()]
+        notebook.send_signal(how)
+    deadline = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(pids) == 4
+    assert not any(map(alive, pids))
+
+
+SCALES = {"none": (None, 400), "small": ("0.1", 40), "least": ("0.001", 20), "large": ("2.5", 1000)}
+
+
+@pytest.mark.parametrize(("scale", "expected"), SCALES.values(), ids=SCALES)
+def test_a_scale(scale, expected, monkeypatch):
+    monkeypatch.delenv("HVDTRAIN_LAB_SCALE", raising=False)
+    if scale:
+        monkeypatch.setenv("HVDTRAIN_LAB_SCALE", scale)
+    assert scaled(400, least=20) == expected
+
+
+@pytest.mark.parametrize("scale", ["much", "0", "-1", "inf", "nan"])
+def test_a_scale_that_is_none(scale, monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_LAB_SCALE", scale)
+    with pytest.raises(LabError, match=f"HVDTRAIN_LAB_SCALE must be a positive number, got '{scale}'"):
+        scaled(1)

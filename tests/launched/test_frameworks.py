@@ -1,0 +1,136 @@
+"""PyTorch and TensorFlow from one converted checkpoint: the same training; and what NumPy makes of the line."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from paths import SUPPORT
+from ranks import needs_horovod, needs_tensorflow, needs_torch, run
+
+from hvdtrain import convert, recipe
+from hvdtrain import plan as plans
+from hvdtrain.datasets import linear
+from hvdtrain.progress import Progress, train_requests
+from hvdtrain.run import load_dataset
+from hvdtrain.topology import Topology
+
+pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
+
+FRAMEWORKS = ("torch", "tensorflow")
+PROGRAMS = SUPPORT / "frameworks_programs.py"
+EVERY_STEP = ["--log-every-steps", "1"]
+# The digits are not augmented. In float32 a higher LR lets one ReLU near 0 part the curves by rounding alone, in
+# whatever framework; in float64 the recipe's own LR, momentum and warm-up are followed to the last digits.
+GENTLE = ["--lr-rule", "none", "--warmup-epochs", "0", "--lr-schedule", "constant", "--base-lr", "1e-4"]
+RUNS = {
+    "line": ["linear", *EVERY_STEP, "--epochs", "5"],
+    "momentum": ["linear", *EVERY_STEP, "--epochs", "2", "--momentum", "0.9", "--nesterov", "--weight-decay", "0.01"],
+    "digits": ["digits", *EVERY_STEP, *GENTLE, "--batch-size", "16", "--max-steps", "10"],
+    "float64": ["digits", *EVERY_STEP, "--batch-size", "16", "--max-steps", "3", "--precision", "float64"],
+}
+LIMITS = {"line": 1e-6, "momentum": 1e-6, "digits": 1e-3, "float64": 1e-12}
+STEPS = {"line": 50, "momentum": 20, "digits": 10, "float64": 3}
+OF_RANKS = {1: list(RUNS), 2: ["line", "momentum", "digits"]}
+
+
+def start(framework, ranks, folder, given):
+    """The programs on that many ranks; what each rank told."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "given.json").write_text(json.dumps(given))
+    launcher = "alone" if ranks == 1 else "mpi"
+    run(launcher, ranks, [sys.executable, str(PROGRAMS), framework, str(folder)]).good()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return np.array([line["loss"] for line in lines if line["kind"] == "step"])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with every run's checkpoint of step 0, made by PyTorch: FRAMEWORK-RANKS/RUN."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    first = {name: [*argv, "--output", str(folder / "first" / name)] for name, argv in RUNS.items()}
+    start("torch", 1, folder / "told-first", {"initial": first})
+    for name in RUNS:
+        source = folder / "first" / name
+        convert.main([str(source), "--to", "tensorflow"])
+        for framework in FRAMEWORKS:
+            for ranks in (1, 2):
+                beginning = source.with_name(f"{name}-tensorflow") if framework == "tensorflow" else source
+                target = folder / f"{framework}-{ranks}" / name / "checkpoints"
+                target.mkdir(parents=True)
+                (target / "step-00000000").symlink_to(beginning / "checkpoints" / "step-00000000")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    """`trained(framework, ranks)`: the folder of those ranks' runs, and what each rank told of them."""
+    begun = {}
+
+    def of(framework, ranks):
+        if (framework, ranks) not in begun:
+            folder = place / f"{framework}-{ranks}"
+            given = {name: [*RUNS[name], "--output", str(folder / name)] for name in OF_RANKS[ranks]}
+            begun[framework, ranks] = None
+            begun[framework, ranks] = folder, start(framework, ranks, folder / "told", {"train": given})
+        assert begun[framework, ranks], "that start failed before"
+        return begun[framework, ranks]
+
+    return of
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in OF_RANKS for name in OF_RANKS[ranks]])
+def test_both_frameworks_have_one_curve(trained, name, ranks):
+    ours, theirs = (losses(trained(framework, ranks)[0] / name) for framework in FRAMEWORKS)
+    assert len(ours) == len(theirs) == STEPS[name]
+    np.testing.assert_allclose(ours, theirs, rtol=LIMITS[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_process_holds_one_framework(trained, framework, ranks):
+    for rank in trained(framework, ranks)[1]:
+        assert set(map(tuple, rank["train"].values())) == {(framework,)}
+
+
+def reference(steps):
+    """The losses of `line`, by NumPy in float64."""
+    loaded = recipe.load("linear", {"epochs": 5})
+    plan = plans.make(loaded, Topology.alone(), load_dataset(loaded))
+    points, (slope, intercept), told = linear.load(0).train, (0.0, 0.0), []
+    for epoch in range(5):
+        progress = Progress(epoch=epoch)
+        starts, requests = train_requests(plan, progress, 0)
+        for place, (indices, _) in zip(starts, requests, strict=True):
+            x, y = points.x[indices, 0].astype(float), points.y[indices, 0].astype(float)
+            error = slope * x + intercept - y
+            told.append(np.mean(error**2))
+            lr = progress.lr(plan, place)
+            slope, intercept = slope - lr * np.mean(2 * error * x), intercept - lr * np.mean(2 * error)
+    return np.array(told[:steps])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_numpy_has_the_same_line(trained, framework, ranks):
+    np.testing.assert_allclose(losses(trained(framework, ranks)[0] / "line"), reference(50), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("of", "to"), [FRAMEWORKS, FRAMEWORKS[::-1]], ids=["to TensorFlow", "to PyTorch"])
+def test_a_trained_network_answers_alike_in_the_other_framework(trained, of, to, tmp_path):
+    folder = tmp_path / "converted"
+    source = trained(of, 1)[0] / "digits"
+    convert.main([str(source), "--to", to, "--output", str(folder)])
+    answers = [
+        start(
+            framework, 1, tmp_path / framework, {"logits": {"digits": [*RUNS["digits"], "--output", str(run_folder)]}}
+        )
+        for framework, run_folder in ((of, source), (to, folder))
+    ]
+    ours, theirs = (np.array(rank[0]["logits"]["digits"]) for rank in answers)
+    assert ours.shape == (32, 10) and np.ptp(ours) > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)

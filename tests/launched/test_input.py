@@ -1,0 +1,212 @@
+"""Bad input to `python -m hvdtrain.FRAMEWORK`: exit code 2, one line, and no framework loaded for it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import FRAMEWORKS, NEEDS, TITLES, clean_environ, command, needs_horovod, needs_torch, run, started, train
+
+pytestmark = pytest.mark.launched
+
+SRUN = {
+    "SLURM_JOB_ID": "22", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0",
+}  # fmt: skip
+# Runs the module as `python -m` does, and says at the end which frameworks were loaded.
+WATCHED = """
+import atexit, runpy, sys
+atexit.register(lambda: print("loaded:", sorted({"torch", "tensorflow", "keras", "horovod"} & set(sys.modules))))
+framework = sys.argv.pop(1)
+sys.argv[0] = f"hvdtrain.{framework}"
+runpy.run_module(f"hvdtrain.{framework}", run_name="__main__", alter_sys=True)
+"""
+
+YAML = "default: {model: linear, dataset: linear, epochs: 1, base_lr: 1, %s}\n"
+CASES = {
+    "unknown recipe": (["linaer"], "RecipeError: unknown recipe 'linaer'. Did you mean linear? "),
+    "unknown entry": (["cifar100:bs265"], "RecipeError: recipe cifar100 has no entry 'bs265'. Did you mean bs256"),
+    "unknown flag": (["linear", "--epocs", "2"], "RecipeError: unknown flag '--epocs'. Did you mean --epochs?"),
+    "unknown key": (["mine.yaml"], "RecipeError: unknown key 'batch_sise'. Did you mean batch_size?"),
+    "doubled key": (["doubled.yaml"], "RecipeError: doubled.yaml line 1: key 'epochs' stands twice in one entry"),
+    "wrong type": (["linear", "--epochs", "many"], "RecipeError: "),
+    "zero size": (["linear", "--batch-size", "0"], "RecipeError: batch_size must be greater than 0, got 0."),
+    "negative size": (["linear", "--batch-size", "-4"], "RecipeError: batch_size must be greater than 0, got -4."),
+    "indivisible batch": (
+        ["linear", "--accumulation-steps", "3"],
+        "PlanError: batch_size must be a multiple of 3 accumulation steps, got 100; take 99 or 102.",
+    ),
+    "missing data": (["imagenet", "--data-dir", "nowhere"], "DataError: nowhere"),
+    "truncated file": (["cifar100", "--data-dir", "cut"], "DataError: cut/cifar-100-python/train"),
+    "output below a file": (
+        ["linear", "--output", "mine.yaml/run"],
+        "OutputError: cannot write to the run folder mine",
+    ),
+    "another model's checkpoint": (
+        ["digits", "--output", "line"],
+        "CheckpointError: line holds checkpoints of another",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working folder with everything that the cases name."""
+    folder = tmp_path_factory.mktemp("input")
+    (folder / "mine.yaml").write_text(YAML % "batch_sise: 3")
+    (folder / "doubled.yaml").write_text(YAML % "epochs: 3, batch_size: 4")
+    (folder / "cut" / "cifar-100-python").mkdir(parents=True)
+    (folder / "cut" / "cifar-100-python" / "train").write_bytes(b"\x80\x04\x95\xff\xff")
+    (folder / "line" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    import numpy as np
+
+    from hvdtrain import checkpoint
+
+    checkpoint.commit(
+        folder / "line" / "checkpoints",
+        checkpoint.Checkpoint({"model.weight": np.zeros(1)}, {"step": 1, "model": "linear, 2 parameters"}),
+        keep=2,
+    )
+    return folder
+
+
+def watched(framework, argv, cwd, **environ):
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED, framework, *argv],
+        cwd=cwd,
+        env={**clean_environ(), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+either = pytest.mark.parametrize("framework", TITLES)  # which need not be installed
+on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
+
+
+@either
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_no_framework(framework, case, place):
+    argv, expected = CASES[case]
+    check_refused(watched(framework, argv, place), expected)
+
+
+def test_pytorch_has_no_xla(place):
+    expected = "RecipeError: xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.\n"
+    check_refused(watched("torch", ["linear", "--xla"], place), expected)
+
+
+def check_refused(ended, expected):
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(expected)
+    assert ended.stderr.count("\n") == 1 and ended.stderr.endswith("\n"), ended.stderr
+    assert ended.stdout == "loaded: []\n"
+
+
+@needs_torch
+@needs_horovod
+def test_torchruns_ranks_train_over_gloo(tmp_path):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    words = [torchrun, "--nproc-per-node", "2", "-m", "hvdtrain.torch", "linear", "--epochs", "2"]
+    ended = run("alone", 1, [*map(str, words), "--output", str(tmp_path / "run")]).good()
+    assert "2 ranks, torchrun, horovod on cpu (torch)" in ended.out
+    assert "finished at step 20" in ended.out
+
+
+@on_both
+def test_a_step_of_four_tasks_in_which_horovod_is_alone(framework, tmp_path):
+    ended = train(framework, "alone", 1, "linear", "--output", tmp_path / "run", **SRUN)
+    assert ended.code == 2, ended.err
+    (line,) = ended.lines
+    assert re.fullmatch(
+        r"WorldError \(rank 0 on \S+\): srun started 4 tasks with the plugin none, but this Horovod uses Open MPI .*; "
+        r"start with: srun --mpi=pmix .*",
+        line,
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+UNDER_RANKS = {
+    "indivisible": ("mpi", ["linear", "--batch-size", "1"], "PlanError (rank 0 on "),
+    "unknown recipe": ("gloo", ["linaer"], "RecipeError (rank 0 on "),
+    "local engine": ("mpi", ["linear", "--engine", "local"], "WorldError (rank 0 on "),
+    # The other rank is on its way into Horovod and must not wait there.
+    "output below a file, MPI": ("mpi", ["linear", "--output", "mine.yaml/run"], "OutputError (rank 0 on "),
+    "output below a file, Gloo": ("gloo", ["linear", "--output", "mine.yaml/run"], "OutputError (rank 0 on "),
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "case"),
+    [
+        pytest.param(framework, case, id=f"{framework}-{case}", marks=NEEDS[framework])
+        for framework in TITLES
+        for case in UNDER_RANKS
+        if framework == "torch" or "below a file" in case  # the others end before a framework is loaded
+    ],
+)
+def test_ranks_say_it_once_and_end(framework, case, place):
+    launcher, argv, expected = UNDER_RANKS[case]
+    with started(launcher, 2, command(framework, *argv), place) as ranks:
+        ended = ranks.wait(60)
+    assert ended.code != 0
+    assert ended.left == []
+    (line,) = ended.lines
+    assert line.startswith(expected)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root: sudo python -m pytest tests/launched/test_input.py")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(
+            f"no file system may be mounted here ({mounted.stderr.strip()}): run the tests outside the container"
+        )
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@either
+def test_a_disk_without_room_for_the_checkpoints(framework, small_disk):
+    ended = watched(framework, ["digits", "--output", small_disk / "run"], small_disk)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "loaded: []\n", 1), ended.stderr
+    assert re.match(r"OutputError: the run folder \S+ has no room for [\d.,]+ MiB of checkpoints", ended.stderr)
+
+
+@on_both
+def test_a_disk_that_fills_while_training(framework, small_disk):
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 160 * 1024))
+    argv = ["linear", "--log-every-steps", "1", "--output", small_disk / "run"]
+    ended = train(framework, "alone", 1, *argv)
+    assert ended.code == 2
+    (line,) = ended.lines
+    assert re.match("OutputError: .*No space left on device; free space", line), ended.err
+    filler.unlink()
+    train(framework, "alone", 1, *argv).good()
+
+
+@on_both
+def test_a_loss_that_is_no_number(framework, train_here, tmp_path):
+    ended = train_here(framework, "linear", "--lr", "1e30", "--log-every-steps", "1", "--output", tmp_path)
+    assert ended.code == 1
+    assert re.match(r"DivergedError: the training loss is (inf|nan) at step \d+; lower the LR", ended.err)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+@on_both
+def test_a_good_run_says_nothing_on_stderr(framework, tmp_path):
+    ended = train(framework, "alone", 1, "linear", "--epochs", "1", "--output", tmp_path).good()
+    assert ended.err == ""
+    assert "finished at step 10" in ended.out

@@ -1,0 +1,108 @@
+"""Real pictures through the real readers on two ranks; a damaged one; Horovod's settings and the traces."""
+
+import pickle
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import DATA
+from ranks import FRAMEWORKS, programs, train
+from worlds import records
+
+from hvdtrain import datasets
+from hvdtrain.datasets import DRAWS
+from hvdtrain.sharding import Epoch
+
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
+needs_pictures = pytest.mark.skipif(
+    not DATA.is_dir(), reason=f"needs {DATA}: CIFAR-100 and Imagenette, packed as its README says"
+)
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory):
+    """CIFAR-100's published files, cut down to 64 pictures to train on and 16 to validate with."""
+    folder = tmp_path_factory.mktemp("cifar")
+    subprocess.run([sys.executable, DATA / "unpack_cifar100.py", folder, "--only", "1"], check=True, timeout=120)
+    for name, count in (("train", 64), ("test", 16)):
+        path = folder / "cifar-100-python" / name
+        whole = pickle.loads(path.read_bytes())
+        path.write_bytes(pickle.dumps({key: value[:count] for key, value in whole.items()}, protocol=2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imagenette(tmp_path_factory):
+    """ImageNet's tree: ten classes of four pictures to train on and two to validate with."""
+    folder, taken = tmp_path_factory.mktemp("imagenette"), {}
+    with tarfile.open(DATA / "imagenette_4k.tar") as packed:
+        for member in packed:
+            path = Path(member.name)
+            taken[path.parent] = taken.get(path.parent, 0) + member.isfile()
+            if member.isfile() and taken[path.parent] <= (4 if "train" in path.parts else 2):
+                packed.extract(member, folder, filter="data")
+    return folder / "imagenette"
+
+
+CROPS = ["--train-crop", "32", "--valid-resize", "40", "--valid-crop", "32"]
+FEW = ["--batch-size", "8", "--max-steps", "2", "--log-every-steps", "1"]
+
+
+@needs_pictures
+def test_pictures_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
+    runs = {
+        "cifar": ["cifar100", "--data-dir", str(cifar), *FEW],
+        "imagenet": ["imagenet", "--data-dir", str(imagenette), *CROPS, *FEW, "--workers", "1"],
+    }
+    given = {name: [*argv, "--output", str(tmp_path / name)] for name, argv in runs.items()}
+    told = programs(framework, "mpi", 2, tmp_path / "told", {"trainings": {"given": given}})["trainings"]
+    for name in runs:
+        losses = [line["loss"] for line in records(tmp_path / name) if line["kind"] == "step"]
+        assert len(losses) == 2 and np.isfinite(losses).all()
+        assert told[0][name]["state"] == told[1][name]["state"]
+
+
+@needs_pictures
+def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(framework, imagenette, tmp_path):
+    tree = datasets.load("imagenet", data_dir=imagenette, train_crop=32, valid_resize=40, valid_crop=32).train
+    second_rank = Epoch.of(len(tree), 0, 0, DRAWS).share(0, 8, 1, 2)
+    damaged = tree.path(int(second_rank[0]))
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    try:
+        argv = ["imagenet", "--data-dir", imagenette, *CROPS, *FEW, "--workers", "0", "--output", tmp_path]
+        ended = train(framework, "mpi", 2, *argv, limit=120)
+    finally:
+        damaged.write_bytes(whole)
+    assert ended.code != 0
+    assert ended.left == []
+    (line,) = (line for line in ended.lines if not line.startswith("AbortedError"))
+    assert line.startswith("DataError (rank 1 on ")
+    assert f"{damaged} cannot be read as a picture" in line
+
+
+SETTINGS = ["--epochs", "12", "--autotune", "--fusion-threshold-mb", "3", "--cycle-time-ms", "1.5"]
+SETTINGS += ["--horovod-timeline", "--profile"]
+
+# Where a profile is written, and what stands in it.
+PROFILES = {
+    "torch": ("profile.json", b'"traceEvents"'),
+    "tensorflow": ("plugins/profile/*/*.xplane.pb", b"HorovodAllreduce"),
+}
+QUICK = {"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2"}
+
+
+def test_horovod_gets_its_settings_and_writes_its_traces(framework, tmp_path):
+    log = tmp_path / "autotune.csv"
+    environ = {**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)}
+    train(framework, "gloo", 2, "linear", *SETTINGS, "--output", tmp_path, **environ).good()
+    (profile,) = tmp_path.glob(PROFILES[framework][0])
+    assert PROFILES[framework][1] in profile.read_bytes()
+    assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
+    heading, first, *_ = log.read_text().splitlines()
+    row = dict(zip(heading.split(","), first.split(","), strict=False))
+    assert float(row["cycle_time_ms"]) == 1.5
+    assert float(row["tensor_fusion_threshold"]) == 3  # MiB

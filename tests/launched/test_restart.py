@@ -1,0 +1,136 @@
+"""Killed at any moment and started again: the weights of the undisturbed run, to the bit."""
+
+import json
+import random
+import shutil
+import time
+
+import numpy as np
+import pytest
+from ranks import FRAMEWORKS, command, started, train, wait_for_step
+from worlds import LINE, RUNS, arrays, records
+
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
+
+
+def steps_recorded(folder):
+    return [line["step"] for line in records(folder) if line["kind"] == "step"]
+
+
+KILLS = {
+    "torch": [("mpi", "rank 1"), ("gloo", "rank 0"), ("mpi", "all")],
+    "tensorflow": [("mpi", "rank 0"), ("gloo", "rank 1"), ("gloo", "all")],
+}
+
+
+def test_a_line_killed_again_and_again(world, framework, tmp_path):
+    folder = tmp_path / "killed"
+    argv = [*LINE, "--checkpoint-every-steps", "3", "--output", folder]
+    random.seed(0)
+    kills = KILLS[framework]
+    steps = sorted(random.sample(range(8, 280), len(kills)))
+    for (launcher, victim), step in zip(kills, steps, strict=True):
+        with started(launcher, 2, command(framework, *argv)) as ranks:
+            wait_for_step(ranks, folder, step)
+            if victim == "all":
+                ranks.kill()
+                continue
+            ranks.kill_rank(int(victim[-1]))
+            began = time.monotonic()
+            ended = ranks.wait(60)
+            assert ended.code != 0
+            assert time.monotonic() - began < 45
+            assert ended.left == [], (launcher, victim)
+    assert json.loads((folder / "status.json").read_text())["state"] != "finished"
+    ended = train(framework, "mpi", 2, *argv).good()
+    assert "going on from step" in ended.out
+    undisturbed = world("mpi-2", framework)
+    assert arrays(folder) == arrays(undisturbed.folder / "line")
+    assert steps_recorded(folder) == list(range(1, 301))
+    np.testing.assert_array_equal(
+        [line["loss"] for line in records(folder) if line["kind"] == "step"], undisturbed.losses("line")
+    )
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+def test_resnet50_killed_inside_an_epoch(world, framework, tmp_path):
+    # Statistics of the own share; every checkpoint averages them, so both runs must commit at the same steps.
+    folder = tmp_path / "killed"
+    argv = [*RUNS["inside"], "--output", folder]
+    with started("gloo", 2, command(framework, *argv)) as ranks:
+        wait_for_step(ranks, folder, 5)
+        ranks.kill()
+    ended = train(framework, "mpi", 2, *argv).good()
+    assert any(f"going on from step {step} " in ended.out for step in (3, 6))  # an epoch has 4
+    assert arrays(folder) == arrays(world("mpi-2", framework).folder / "inside")
+    assert steps_recorded(folder) == list(range(1, 8))
+
+
+def test_on_another_number_of_ranks(world, framework, tmp_path):
+    folder = tmp_path / "moved"
+    for launcher, ranks, until in (("mpi", 2, 13), ("alone", 1, 27), ("gloo", 4, 40)):
+        argv = [*RUNS["short"], "--max-steps", until, "--output", folder]
+        train(framework, launcher, ranks, *argv).good()
+        assert steps_recorded(folder) == list(range(1, until + 1))
+    alone = world("alone-1", framework)
+    ours = np.array([line["loss"] for line in records(folder) if line["kind"] == "step"])
+    np.testing.assert_allclose(ours, alone.losses("short"), rtol=1e-5)
+    epochs = [line["train_loss"] for line in records(folder) if line["kind"] == "epoch" and line["step"] % 10 == 0]
+    whole = [line["train_loss"] for line in records(alone.folder / "short") if line["kind"] == "epoch"]
+    np.testing.assert_allclose(epochs, whole, rtol=1e-5)  # a mean over the whole epoch, whoever began it
+
+
+def test_a_batch_said_per_rank_ends_with_the_epochs(framework, train_here, tmp_path):
+    folder = tmp_path / "grown"
+    argv = ["linear", "--batch-size-per-rank", "50", "--log-every-steps", "1", "--output", folder]
+    train_here(framework, *argv, "--epochs", "1", "--max-steps", "10").good()  # half of an epoch of 20 steps
+    train(framework, "gloo", 2, *argv, "--epochs", "2").good()  # then 5 of that one and 10 of the next
+    assert steps_recorded(folder) == list(range(1, 26))
+    assert records(folder)[-1]["epoch"] == 2
+
+
+def test_checkpoints_at_the_end_of_an_epoch_are_due_too(framework, train_here, tmp_path):
+    argv = ["linear", "--epochs", "5", "--checkpoint-every-steps", "10", "--keep-checkpoints", "9"]
+    train_here(framework, *argv, "--output", tmp_path).good()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        f"step-{step:08d}" for step in (10, 20, 30, 40, 50)
+    ]
+
+
+@pytest.fixture
+def finished(framework, train_here, tmp_path):
+    """A finished run of 20 steps, with checkpoints at 10 and 20."""
+    folder = tmp_path / "finished"
+    train_here(framework, *SMALL, "--output", folder).good()
+    return folder
+
+
+SMALL = ["linear", "--epochs", "2", "--checkpoint-every-steps", "10", "--log-every-steps", "1"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, framework, train_here, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished, folder)
+    newest = folder / "checkpoints" / "step-00000020" / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    ended = train_here(framework, *SMALL, "--output", folder).good()
+    assert f"{newest.parent} is damaged: its checksum differs. The one before it is used." in ended.out
+    assert f"going on from step 10 of {folder}" in ended.out
+    assert arrays(folder) == arrays(finished)
+    assert steps_recorded(folder) == list(range(1, 21))
+
+
+def test_a_finished_run_stays_finished(finished, framework, train_here, tmp_path):
+    folder = tmp_path / "again"
+    shutil.copytree(finished, folder)
+    train_here(framework, *SMALL, "--output", folder).good()
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert arrays(folder) == arrays(finished)
+    assert [line["kind"] for line in records(folder)] == [line["kind"] for line in records(finished)]
+
+
+def test_another_precision_goes_on(finished, framework, train_here, tmp_path):
+    folder = tmp_path / "mixed"
+    shutil.copytree(finished, folder)
+    train_here(framework, *SMALL, "--epochs", "3", "--precision", "float16", "--output", folder).good()
+    assert steps_recorded(folder)[-1] == 30

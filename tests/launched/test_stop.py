@@ -1,0 +1,63 @@
+"""Runs that a signal stops: in order, and the same command ends with the undisturbed run's bits."""
+
+import functools
+import json
+import signal
+
+import pytest
+from ranks import FRAMEWORKS, command, started, stopped_at, train
+from worlds import LINE, arrays, records
+
+pytestmark = pytest.mark.launched
+
+CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143}
+
+
+def check_resumed(folder, whole, ended, framework, launcher, size, argv):
+    """It stopped in order, and the same command ends with the bits of the undisturbed run."""
+    state = json.loads((folder / "status.json").read_text())
+    assert state["state"] == "stopped"
+    assert ended.left == []
+    train(framework, launcher, size, *argv).good()
+    assert arrays(folder) == arrays(whole)
+    assert [line["step"] for line in records(folder) if line["kind"] == "step"] == list(range(1, 301))
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("framework", FRAMEWORKS[:1])
+def test_a_run_alone_stops_in_order(framework, number, train_here, tmp_path):
+    train_here(framework, *LINE, "--output", tmp_path / "whole").good()
+    argv = [*LINE, "--output", tmp_path / "stopped"]
+    with started("alone", 1, command(framework, *argv)) as ranks:
+        ended = stopped_at(ranks, tmp_path / "stopped", 7, lambda: ranks.process.pid, number)
+    assert ended.code == CODES[number]
+    name = signal.Signals(number).name
+    assert ended.lines[0].startswith(f"StoppedError: {name} (")
+    assert ended.lines[1].startswith(f"StoppedError: {name}: stopped after step ")
+    check_resumed(tmp_path / "stopped", tmp_path / "whole", ended, framework, "alone", 1, argv)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """`undisturbed("torch")`: the folder of that run on two ranks, which is made once."""
+
+    @functools.cache
+    def folder(framework):
+        folder = tmp_path_factory.mktemp(framework)
+        train(framework, "gloo", 2, *LINE, "--output", folder).good()
+        return folder
+
+    return folder
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("mpi", 1), ("gloo", 0)])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_ranks_of_horovod_stop_in_order(framework, launcher, rank, undisturbed, tmp_path):
+    folder = tmp_path / "stopped"
+    argv = [*LINE, "--output", folder]
+    with started(launcher, 2, command(framework, *argv)) as ranks:
+        ended = stopped_at(ranks, folder, 7, lambda: ranks.members()[rank], signal.SIGUSR2)
+    assert ended.code != 0
+    assert any("SIGUSR2: stopped after step" in line for line in ended.lines), ended.err
+    check_resumed(folder, undisturbed(framework), ended, framework, launcher, 2, argv)

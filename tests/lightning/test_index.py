@@ -1,0 +1,163 @@
+"""ImageNet by index files, without unpickling anything else; and the course script of JSC over it."""
+
+import json
+import pickle
+import re
+import sys
+import tarfile
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pytest
+from paths import DATA, SUPPORT
+from PIL import Image
+from ranks import lacking, run
+
+from hvdtrain import datasets
+from hvdtrain.datasets import DRAWS, index
+from hvdtrain.errors import DataError
+
+SCRIPT = SUPPORT / "lightning_jsc_course.py"
+SIDES = {"train_crop": 8, "valid_resize": 8, "valid_crop": 8}
+
+
+def write(folder, train, valid, **how):
+    """Both index files."""
+    for name, held in ((index.TRAIN, train), (index.VALID, valid)):
+        (folder / name).write_bytes(pickle.dumps(held, **how))
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Six pictures, each of one colour."""
+    paths = [tmp_path / f"{shade}.png" for shade in range(0, 240, 40)]
+    for path in paths:
+        Image.new("RGB", (12, 10), (int(path.stem),) * 3).save(path)
+    return paths
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize(
+    "named",
+    [str, lambda path: path.name, lambda path: path.name.encode(), lambda path: PurePosixPath(path.name), Path],
+    ids=["absolute", "relative", "bytes", "pure path", "path"],
+)
+def test_pictures_are_read_in_the_order_of_the_index(tmp_path, pictures, named, protocol):
+    chosen = [pictures[i] for i in (3, 1, 5, 0)]
+    train = {named(path): label for path, label in zip(chosen, (2, 0, 1, 2), strict=True)}
+    write(tmp_path, train, {named(pictures[2]): 1}, protocol=protocol)
+    data = datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+    assert (len(data.train), len(data.valid), data.classes, data.sample_shape) == (4, 1, 3, (8, 8, 3))
+    x, y = data.train.read(np.array([0, 2]), None)
+    assert y.tolist() == [2, 1] and x[:, 0, 0, 0].tolist() == [120, 200]
+    x, _ = data.train.read(np.array([1]), np.zeros((1, DRAWS), np.float32))
+    assert x.shape == (1, 8, 8, 3) and (x == 40).all()
+
+
+def test_named_classes_are_numbered_in_alphabetical_order(tmp_path, pictures):
+    train = dict(zip(map(str, pictures), ["zebra", "ape", "zebra", "mole", "ape", "mole"], strict=True))
+    write(tmp_path, train, {str(pictures[0]): "mole"})
+    data = datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+    assert data.train.labels.tolist() == [2, 0, 2, 1, 0, 1] and data.valid.labels.tolist() == [1]
+    assert data.classes == 3
+
+
+def test_folders_go_before_an_index(tmp_path, pictures):
+    (tmp_path / "train").mkdir()
+    write(tmp_path, {"a": 0}, {"a": 0})
+    with pytest.raises(DataError, match=r"val or .*valid is missing"):
+        datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+REMEDY = r"an index file is a pickled dict \{path: class\}; write it again\."
+BAD = {
+    "a call": (
+        {"a": Evil()},
+        r"is damaged \(UnpicklingError: it asks for builtins\.print, which no index file needs\)",
+    ),
+    "a number of NumPy's": (
+        {"a": np.int64(1)},
+        r"UnpicklingError: it asks for numpy.*scalar, which no index file needs\)",
+    ),
+    "a list": ([("a", 0)], "holds an object of type list"),
+    "nothing": ({}, "holds an empty index"),
+    "no class": ({"a": None}, "must map paths to classes, got 'a' with class None"),
+    "a flag": ({"a": True}, "must map paths to classes, got 'a' with class True"),
+    "a list as class": ({"a": [1]}, r"must map paths to classes, got 'a' with class \[1\]"),
+    "no path": ({3: 1}, "must map paths to classes, got 3 with class 1"),
+    "below 0": ({"a": -1}, "classes must all be names or all numbers from 0, got -1"),
+    "names and numbers": ({"a": 0, "b": "ape"}, "classes must all be names or all numbers from 0, got 'ape'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_index_is_refused_in_a_line(tmp_path, capsys, case):
+    held, words = BAD[case]
+    write(tmp_path, held, {"a": 0})
+    with pytest.raises(DataError, match=rf"train_data\.pkl:? .*{words}: {REMEDY}") as refused:
+        datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+    assert "\n" not in str(refused.value) and capsys.readouterr().out == ""
+
+
+def test_a_cut_off_or_missing_file_is_named(tmp_path):
+    write(tmp_path, {"a": 0}, {"a": 0})
+    (tmp_path / index.VALID).write_bytes(pickle.dumps({"a": 0})[:-3])
+    with pytest.raises(DataError, match=rf"val_data\.pkl is damaged \(.*\): {REMEDY}"):
+        datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+    (tmp_path / index.VALID).unlink()
+    with pytest.raises(DataError, match=rf"val_data\.pkl is missing: {REMEDY}"):
+        datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+
+
+def test_a_class_that_is_never_trained_is_refused(tmp_path):
+    write(tmp_path, {"a": 0, "b": 2}, {"a": 1, "b": 2})
+    with pytest.raises(DataError, match=re.escape("holds 1 classes that train_data.pkl lacks (1): both must hold")):
+        datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+
+
+@pytest.fixture(scope="module")
+def imagenette(tmp_path_factory):
+    """Imagenette as the course lays it out: 40 pictures to train on and 17 to validate, by index files."""
+    folder, held = tmp_path_factory.mktemp("course"), {"train": {}, "val": {}}
+    with tarfile.open(DATA / "imagenette_4k.tar") as packed:
+        for member in packed:
+            *_, part, wnid, _ = ["", "", "", *Path(member.name).parts]
+            if not member.isfile() or part not in held:
+                continue
+            classes = sorted({*(wnid for _, wnid in held[part].values()), wnid})
+            if sum(w == wnid for _, w in held[part].values()) < (4 if part == "train" else 2) and len(classes) <= 10:
+                packed.extract(member, folder, filter="data")
+                held[part][member.name] = (member.name, wnid)
+    wnids = sorted({wnid for _, wnid in held["train"].values()})
+    train, valid = ({name: wnids.index(wnid) for name, wnid in held[part].values()} for part in ("train", "val"))
+    write(folder, train, dict(list(valid.items())[:17]))
+    return folder
+
+
+def course(launcher, ranks, *argv):
+    """The figures that the script prints."""
+    ended = run(launcher, ranks, [sys.executable, SCRIPT, *map(str, argv)], limit=300).good()
+    (line,) = [line[line.index("{") :] for line in ended.out.splitlines() if '"accuracy"' in line]
+    return json.loads(line)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"needs {DATA}: Imagenette, packed as its README says")
+@pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
+def test_the_course_script_validates_over_two_ranks_what_one_process_does(imagenette, tmp_path):
+    pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
+    few = [imagenette, "--batch-size", "10", "--crop", "32"]
+    weights = {strategy: tmp_path / f"{strategy}.pt" for strategy in ("horovod", "ddp")}
+    trained = {
+        strategy: course("mpi", 2, *few, "--strategy", strategy, "--save", weights[strategy]) for strategy in weights
+    }
+    assert trained["horovod"]["losses"] == pytest.approx(trained["ddp"]["losses"], rel=1e-3)
+    alone = course("alone", 1, *few, "--checkpoint", weights["horovod"])
+    for figures in (alone, *trained.values()):
+        assert figures["pictures"] == 17
+        assert figures["accuracy"] == alone["accuracy"] > 0

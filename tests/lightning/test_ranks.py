@@ -1,0 +1,272 @@
+"""Lightning on real ranks: the recipes under ddp and Horovod against hvdtrain.torch, and a module none of ours."""
+
+import json
+
+import numpy as np
+import pytest
+from ranks import lacking, programs
+from worlds import records
+
+pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
+pytestmark = [
+    pytest.mark.launched,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch")),
+]
+
+LINE = ["linear", "--epochs", "3", "--log-every-steps", "1", "--guard-every-steps", "10"]
+TINY = [
+    "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
+    "--lr-rule", "none", "--base-lr", "0.001", "--weight-decay", "5e-4",
+]  # fmt: skip
+CASES = {
+    "line": LINE,
+    "parts": [*LINE, "--accumulation-steps", "5"],
+    "clipped": [*LINE, "--clip-norm", "0.05", "--momentum", "0.5"],
+    "uneven": [*LINE, "--batch-size", "99"],
+    "network": [*TINY, "--batch-norm", "frozen", "--max-steps", "3"],
+}
+ON_TWO = {
+    "bfloat16": [*LINE, "--precision", "bfloat16"],
+    "float16": [*LINE, "--precision", "float16", "--compression", "fp16"],
+    "local network": [*TINY, "--max-steps", "5", "--nesterov", "--momentum", "0.9", "--channels-last"],
+    "sync float64": [*TINY, "--batch-norm", "sync", "--precision", "float64", "--max-steps", "2"],
+}
+ONLY_HOROVOD = {"float16", "local network"}  # ddp has other compressions; local statistics are averaged
+INSIDE = [*LINE, "--checkpoint-every-steps", "3", "--checkpoint-every-epochs", "9"]
+STOPPED = {
+    "inside": [*INSIDE, "--max-steps", "17"],
+    "torch begun": [*INSIDE, "--max-steps", "17"],
+    "signalled": INSIDE,
+}
+CASES_OF = {
+    "mpi-1": ["line", "parts"],
+    "mpi-2": [*CASES],
+    "mpi-4": ["line", "uneven", "network"],
+    "gloo-2": ["line"],
+}
+SETTINGS = {
+    "plain": {},
+    "parts": {"accumulate_grad_batches": 2},
+    "clipped": {"gradient_clip_val": 0.1},
+    "bfloat16": {"precision": "bf16-mixed"},
+}
+
+
+def by_strategy(cases, *besides):
+    return {
+        f"{adapter} {case}": [*argv, "--engine", "horovod" if adapter == "torch" else adapter]
+        for case, argv in cases.items()
+        for adapter in ("torch", "horovod", "ddp", *besides)
+        if not (adapter == "ddp" and case in ONLY_HOROVOD)
+    }
+
+
+def given(name, folder):
+    """The programs of a start."""
+    two = name == "mpi-2"
+    cases = {case: CASES[case] for case in CASES_OF[name]}
+    runs = by_strategy({**cases, **(ON_TWO if two else {})})
+    flags = {run: ["--output", str(folder / run)] for run in runs}
+    chosen = {run: [*argv, *flags[run]] for run, argv in runs.items()}
+    if two:
+        few = [*TINY, "--examples", "16", "--max-steps", "1"]
+        chosen |= {f"{e} few": [*few, "--engine", e, "--output", str(folder / f"{e} few")] for e in ("horovod", "ddp")}
+        for run, argv in STOPPED.items():
+            output = ["--engine", "horovod", "--output", str(folder / run)]
+            chosen |= {run: [*argv, *output], f"on from {run}": [*INSIDE, *output]}
+    programs = {}
+    if name.startswith("mpi"):
+        settings = SETTINGS if two else {"plain": {}}
+        programs |= {"own_module": {"folder": str(folder / "own"), "settings": settings}}
+        programs |= {"manual": {"folder": str(folder / "manual")}}
+    if two:
+        programs |= {"resumed": {"folder": str(folder / "own")}}
+    programs |= {"recipes": {"given": chosen}, "strategy_verbs": {}, "modules": {"folder": str(folder / "logged")}}
+    return programs
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """`start("mpi-2")`: the folder of that start's runs, and what each rank told; each is started once."""
+    begun = {}
+
+    def of(name):
+        if name not in begun:
+            begun[name] = None
+            folder = tmp_path_factory.mktemp(name)
+            launcher, _, size = name.partition("-")
+            begun[name] = folder, programs("lightning", launcher, int(size), folder, given(name, folder))
+        assert begun[name], f"the start {name} failed before"
+        return begun[name]
+
+    return of
+
+
+STARTS = ["mpi-1", "mpi-2", "mpi-4", "gloo-2"]
+MPI = [name for name in STARTS if name.startswith("mpi")]
+on_all = pytest.mark.parametrize("name", STARTS)
+on_mpi = pytest.mark.parametrize("name", MPI)
+
+
+def size_of(name):
+    return int(name.partition("-")[2])
+
+
+def losses(folder, run):
+    return np.array([record["loss"] for record in records(folder / run) if record["kind"] == "step"])
+
+
+def told_at_epochs(folder, run):
+    keys = ("step", "epoch", "train_loss", "valid_loss", "valid_acc1")
+    return [[record.get(key, 0) for key in keys] for record in records(folder / run) if record["kind"] == "epoch"]
+
+
+@on_all
+def test_every_run_ends_as_it_should(start, name):
+    _, told = start(name)
+    for rank in told["recipes"]:
+        for run, ended in rank.items():
+            assert ended["code"] == (143 if run == "signalled" else 0), (run, ended)
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES_OF.items() for case in cases])
+def test_a_recipe_has_the_losses_of_the_horovod_engine(start, name, case, strategy):
+    limit = 1e-3 if case == "network" else 1e-5
+    folder, _ = start(name)
+    theirs, ours = losses(folder, f"torch {case}"), losses(folder, f"{strategy} {case}")
+    assert len(theirs) and ours == pytest.approx(theirs, rel=limit)
+    if case == "line":
+        assert ours.tolist() == theirs.tolist()
+    at_epochs = told_at_epochs(folder, f"torch {case}")
+    for mine, his in zip(told_at_epochs(folder, f"{strategy} {case}"), at_epochs, strict=True):
+        assert mine == pytest.approx(his, rel=limit)
+
+
+@pytest.mark.parametrize("case", ON_TWO)
+def test_precisions_and_statistics_are_those_of_the_horovod_engine(start, case):
+    folder, _ = start("mpi-2")
+    theirs = losses(folder, f"torch {case}")
+    assert losses(folder, f"horovod {case}") == pytest.approx(theirs, rel=1e-3)
+    for ours, his in zip(*(told_at_epochs(folder, f"{a} {case}") for a in ("horovod", "torch")), strict=True):
+        assert ours == pytest.approx(his, rel=1e-3)
+    if case not in ONLY_HOROVOD:
+        assert losses(folder, f"ddp {case}") == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize("stopped", STOPPED)
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(start, stopped):
+    folder, told = start("mpi-2")
+    assert losses(folder, stopped).tolist() == losses(folder, "horovod line").tolist()
+    assert "going on from step" in told["recipes"][0][f"on from {stopped}"]["out"]
+    assert json.loads((folder / stopped / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_signal_stops_all_ranks_with_a_checkpoint(start):
+    _, told = start("mpi-2")
+    assert "StoppedError" in told["recipes"][0]["signalled"]["err"]
+    assert "with a checkpoint; the same command goes on from it." in told["recipes"][0]["signalled"]["err"]
+
+
+def test_the_log_is_the_chiefs_and_lightning_is_silent(start):
+    folder, told = start("mpi-2")
+    chief, other = (rank["horovod network"] for rank in told["recipes"])
+    assert other["out"] == "" and other["err"] == "" and chief["err"] == ""
+    assert all(line.startswith("INFO - ") for line in chief["out"].splitlines())
+    assert list((folder / "horovod network").glob("events.out.tfevents.*"))
+
+
+@on_all
+def test_the_strategys_verbs_are_arithmetic(start, name):
+    _, told = start(name)
+    size = size_of(name)
+    total = size * (size + 1) / 2
+    for rank, verbs in enumerate(told["strategy_verbs"]):
+        assert verbs == {
+            "place": [rank, rank, size, rank == 0],
+            "reduced": {"mean": total / size, "avg": total / size, "sum": total, "max": size, "min": 1},
+            "as torch says": total,
+            "whole numbers": total / size - 1,
+            "no tensor": "text",
+            "gathered": [[other, 10 * other] for other in range(size)],
+            "gradient": size,
+            "of any size": [np.arange(2 * other).reshape(other, 2).tolist() for other in range(size)],
+            "scalars": list(range(size)),
+            "broadcast": {"rank": size - 1},
+            "all": [size == 1, True],
+            "any": [True],
+        }
+
+
+@on_all
+def test_no_rank_imports_tensorflow(start, name):
+    _, told = start(name)
+    for rank in told["modules"]:
+        assert "torch" in rank and not {"tensorflow", "keras"} & set(rank)
+
+
+@pytest.mark.parametrize(("name", "case"), [("mpi-1", "plain"), ("mpi-4", "plain"), *(("mpi-2", s) for s in SETTINGS)])
+def test_anybodys_module_reaches_under_horovod_what_it_reaches_under_ddp(start, name, case):
+    _, told = start(name)
+    for rank in told["own_module"]:
+        ours, theirs = rank[f"horovod {case}"], rank[f"ddp {case}"]
+        for metric in ("accuracy", "exact", "mean"):
+            assert ours["metrics"][metric] == pytest.approx(theirs["metrics"][metric], rel=1e-5)
+        assert same(ours["weights"], theirs["weights"])
+        # The scheduler's alone: half after an epoch, whatever the number of ranks.
+        steps = 8 // size_of(name)
+        assert ours["rates"] == theirs["rates"] == [0.02] * steps + [0.01] * steps
+
+
+@on_mpi
+def test_ranks_end_with_one_module(start, name):
+    _, told = start(name)
+    for case in told["own_module"][0]:
+        weights = [rank[case]["weights"] for rank in told["own_module"]]
+        learnt = [{key: value for key, value in rank.items() if "running" not in key} for rank in weights]
+        assert all(rank == learnt[0] for rank in learnt)
+
+
+@on_mpi
+def test_metrics_are_exact_though_ranks_validate_unequal_numbers_of_batches(start, name):
+    _, told = start(name)
+    for rank in told["own_module"]:
+        metrics = rank["horovod plain"]["metrics"]
+        assert metrics == told["own_module"][0]["horovod plain"]["metrics"]
+        assert round(metrics["exact"] * 25) == pytest.approx(metrics["exact"] * 25, abs=1e-5)
+        assert metrics["accuracy"] == pytest.approx(metrics["exact"], rel=1e-6)
+        assert metrics["logged"] == pytest.approx(metrics["mean"], rel=1e-5)
+
+
+@pytest.mark.parametrize("other", ["horovod", "ddp"])
+def test_a_checkpoint_of_one_strategy_goes_on_under_the_other(start, other):
+    _, told = start("mpi-2")
+    for resumed, before in zip(told["resumed"], told["own_module"], strict=True):
+        assert same(resumed[f"horovod {other}"], resumed[f"ddp {other}"])
+        assert resumed[f"horovod {other}"]["head.weight"] != before["horovod plain"]["weights"]["head.weight"]
+
+
+def test_only_the_last_part_of_an_update_communicates(start):
+    _, told = start("mpi-2")
+    for rank in told["own_module"]:
+        averaged = {case: rank[f"horovod {case}"]["averaged"] for case in SETTINGS}
+        assert averaged == {"plain": 8, "parts": 4, "clipped": 8, "bfloat16": 8}
+
+
+@on_mpi
+def test_optimizers_stepped_by_hand(start, name):
+    _, told = start(name)
+    for rank in told["manual"]:
+        assert same(rank["horovod"]["weights"], rank["ddp"]["weights"])
+        assert rank["horovod"]["weights"] == told["manual"][0]["horovod"]["weights"]
+
+
+def same(ours, theirs):
+    """Whether two modules' weights are equal but for rounding; what no rank used to the bit."""
+    assert ours.keys() == theirs.keys()
+    return all(
+        np.allclose(ours[key], theirs[key], rtol=1e-4, atol=0 if key.startswith("never") else 1e-5)
+        for key in ours
+        if "running" not in key
+    )

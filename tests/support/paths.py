@@ -1,0 +1,11 @@
+"""Where things lie."""
+
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent
+REPOSITORY = SUPPORT.parents[1]
+LABS = REPOSITORY / "labs"
+SHARED = REPOSITORY.parent / "shared"
+"""Beside the checkout on the developers' machines only; tests that use it are skipped where it is absent."""
+DATA = SHARED / "data"
+DUMPS = SHARED / "launcher-environments"

@@ -1,0 +1,261 @@
+"""Starting real ranks for tests: a clean environment, a time limit, and nothing left behind."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain import errors
+
+PROGRAMS = Path(__file__).with_name("programs.py")
+TAG = "HVDTRAIN_TEST_TAG"
+LIMIT = 800
+FOREIGN = ("HOROVOD_", "OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_", "OMP_", "UCX_")
+LAUNCHERS = {
+    "alone": lambda ranks: [],
+    "mpi": lambda ranks: [_beside_python("horovodrun"), "-np", str(ranks)],
+    "gloo": lambda ranks: [_beside_python("horovodrun"), "--gloo", "-np", str(ranks)],
+}
+CONTROLLERS = ("mpi", "gloo")
+
+TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+
+
+def lacking(framework: str) -> str:
+    """What this machine lacks to start ranks of the framework, and how to get it; "" is nothing."""
+    if not importlib.util.find_spec(framework):
+        return f"needs {TITLES[framework]}: pip install -e .[{framework}]"
+    horovod = importlib.util.find_spec("horovod")
+    folders = (horovod and horovod.submodule_search_locations) or []
+    if not any(Path(folder).glob(f"{framework}/mpi_lib*") for folder in folders):
+        return f"needs Horovod for {TITLES[framework]}: python -m hvdtrain build --frameworks torch,tensorflow"
+    return ""
+
+
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch: pip install -e .[torch]")
+needs_horovod = pytest.mark.skipif(
+    not importlib.util.find_spec("horovod"), reason="needs Horovod: python -m hvdtrain build"
+)
+NEEDS = {name: pytest.mark.skipif(bool(lacking(name)), reason=lacking(name)) for name in TITLES}
+needs_tensorflow = NEEDS["tensorflow"]
+FRAMEWORKS = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
+
+
+@dataclass
+class Ranks:
+    """A started launcher and the processes below it."""
+
+    process: subprocess.Popen[str]
+    tag: str
+    out: Path
+    err: Path
+
+    def wait(self, limit: float = LIMIT) -> "Ended":
+        """Waits for the launcher to end by itself; at the limit everything is killed, and the test fails."""
+        try:
+            code = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(
+                f"{self.process.args} did not end within {limit} s:\n{self.out.read_text()[-3000:]}"
+                f"\n{self.err.read_text()[-3000:]}"
+            )
+        return Ended(code, self.out.read_text(), self.err.read_text(), self.left())
+
+    def left(self) -> list[str]:
+        """The commands of this start that outlive its launcher by more than a moment."""
+        for _ in range(100):
+            if not (pids := tagged(self.tag)):
+                break
+            time.sleep(0.05)
+        return [" ".join(_words(pid, "cmdline")) for pid in pids]
+
+    def members(self) -> dict[int, int]:
+        """Process number by rank."""
+        found = {}
+        for pid in tagged(self.tag):
+            command = _words(pid, "cmdline")
+            if any(f"hvdtrain.{name}" in command for name in TITLES) and Path(command[0]).name[:6] == "python":
+                said = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
+                names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID")
+                if rank := next(filter(None, map(said.get, names)), None):
+                    found[int(rank)] = pid
+        return found
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL for one rank alone."""
+        os.kill(self.members()[rank], signal.SIGKILL)
+
+    def nap(self) -> None:
+        """Waits for the launcher to end, but for a moment only."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL for the launcher and everything it started, then waits until all of it is gone."""
+        while pids := tagged(self.tag):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.2)
+        self.process.wait()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a start ended. `left`: processes that outlived the launcher."""
+
+    code: int
+    out: str
+    err: str
+    left: list[str] = field(default_factory=list)
+
+    def good(self) -> "Ended":
+        """Itself, where it ended well."""
+        assert self.code == 0, f"exit code {self.code}:\n{self.out[-3000:]}\n{self.err[-6000:]}"
+        return self
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of stderr that hvdtrain wrote, without the launcher's prefix."""
+        stripped = [(line.partition("<stderr>:")[2] or line).strip() for line in self.err.splitlines()]
+        return [line for line in stripped if line.partition(":")[0].partition(" ")[0] in vars(errors)]
+
+
+@contextlib.contextmanager
+def started(
+    launcher: str, ranks: int, command: Sequence[str], cwd: Path | None = None, **environ: str
+) -> Iterator[Ranks]:
+    """The command under that launcher; what still runs at the end of the block is killed."""
+    tag = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        with out.open("w") as to_out, err.open("w") as to_err:
+            process = subprocess.Popen(
+                [*LAUNCHERS[launcher](ranks), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=to_out,
+                stderr=to_err,
+                text=True,
+                cwd=cwd,
+                env={**clean_environ(), TAG: tag, **environ},
+            )
+        run = Ranks(process, tag, out, err)
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def run(
+    launcher: str, ranks: int, command: Sequence[str], limit: float = LIMIT, cwd: Path | None = None, **environ: str
+) -> Ended:
+    """The command under that launcher, to its end. Fails the test where a process is left behind."""
+    with started(launcher, ranks, command, cwd, **environ) as process:
+        return process.wait(limit)
+
+
+def command(framework: str, *argv: object) -> list[str]:
+    """`python -m hvdtrain.FRAMEWORK ARGV`."""
+    return [sys.executable, "-m", f"hvdtrain.{framework}", *map(str, argv)]
+
+
+def train(framework: str, launcher: str, ranks: int, *argv: object, **more: Any) -> Ended:
+    """The same under that launcher."""
+    return run(launcher, ranks, command(framework, *argv), **more)
+
+
+class Trainer:
+    """A process that trains alone what it is given, one run after the other, which saves them the start."""
+
+    def __init__(self, framework: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS), framework],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=clean_environ(),
+        )
+
+    def train(self, *argv: object) -> Ended:
+        """As `python -m hvdtrain.FRAMEWORK ARGV` would."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps([str(word) for word in argv]), file=self._process.stdin, flush=True)
+        return Ended(*json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def programs(
+    framework: str, launcher: str, ranks: int, folder: Path, given: dict[str, Any], **more: Any
+) -> dict[str, list[Any]]:
+    """By program of `programs.py` or the framework's own, what each rank returned for the given values, by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "given.json").write_text(json.dumps(given, default=str))
+    run(launcher, ranks, [sys.executable, str(PROGRAMS), framework, str(folder)], **more).good()
+    told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: [rank[name] for rank in told] for name in given}
+
+
+def wait_for_step(ranks: Ranks, folder: Path, step: int) -> None:
+    """Until the run has recorded that step."""
+    for _ in range(2400):
+        if ranks.process.poll() is not None:
+            pytest.fail(f"it ended before step {step}:\n{ranks.out.read_text()[-2000:]}{ranks.err.read_text()[-4000:]}")
+        with_step = folder / "metrics.jsonl"
+        if with_step.exists() and f'"step": {step},' in with_step.read_text():
+            return
+        ranks.nap()
+    pytest.fail(f"step {step} did not come")
+
+
+def stopped_at(ranks: Ranks, folder: Path, step: int, victim: Callable[[], int], number: int) -> Ended:
+    """Tells one process to stop once the run has recorded that step; how the run ended."""
+    wait_for_step(ranks, folder, step)
+    os.kill(victim(), number)
+    return ranks.wait(60)
+
+
+def clean_environ() -> dict[str, str]:
+    """The environment without any launcher's variables; one thread a rank."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def tagged(tag: str) -> list[int]:
+    """The live processes whose environment holds the tag."""
+    return [
+        int(path.name)
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and f"{TAG}={tag}" in _words(int(path.name), "environ")
+    ]
+
+
+def _words(pid: int, file: str) -> list[str]:
+    try:  # a zombie's are empty
+        return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def _beside_python(tool: str) -> str:
+    beside = Path(sys.executable).with_name(tool)
+    return str(beside) if beside.exists() else shutil.which(tool) or tool

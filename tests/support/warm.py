@@ -1,0 +1,209 @@
+"""Warm Python: processes forked from one in which a framework is loaded, so that a rank starts in milliseconds.
+
+`command(kind, *words)` stands for `python WORDS`: a small process that a launcher starts as it would start Python. It
+hands its arguments, environment, folder, stdin, stdout and stderr to the server of that kind, which forks a process
+that runs the words; it passes its signals on, and ends as that process does. Where the small process is killed, so is
+the forked one. `python warm.py KIND SOCKET` is the server; `python -IS warm.py SOCKET WORDS` the small process, which
+loads nothing.
+"""
+
+import _socket
+import marshal
+import posix
+import sys
+
+Any = object  # typing takes longer to load than the small process runs
+
+# What each kind loads, beside the framework: all that a training of that kind imports.
+KINDS = {
+    "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.train"],
+    "tensorflow": ["horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.train"],
+    "lightning": ["hvdtrain.lightning.train"],
+}
+KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]
+SIZE = 4  # bytes of a number on the socket
+TAG = "HVDTRAIN_TEST_TAG"
+PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose environment no other can read
+
+
+def command(kind: str, *words: object) -> list[str]:
+    """`python WORDS`, forked from the server of that kind, which is started the first time."""
+    import atexit
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    from ranks import clean_environ
+
+    if kind not in _servers:
+        folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        process = subprocess.Popen(
+            [sys.executable, __file__, kind, str(folder / "socket")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=clean_environ(),
+        )
+        assert process.stdin and process.stdout
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the warm {kind} did not start: exit code {process.wait()}")
+
+        def end() -> None:
+            process.communicate()  # the server ends with its stdin
+            (folder / "socket").unlink()
+            folder.rmdir()
+
+        atexit.register(end)
+        _servers[kind] = str(folder / "socket")
+    return [sys.executable, "-IS", __file__, _servers[kind], *map(str, words)]
+
+
+_servers: dict[str, str] = {}
+
+
+def start(path: str, words: list[str]) -> None:
+    """The small process."""
+    import _signal
+
+    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    server.connect(path)
+    request = marshal.dumps((words, {bytes(k): bytes(v) for k, v in posix.environ.items()}, posix.getcwdb()))
+    files = b"".join(number.to_bytes(SIZE, sys.byteorder) for number in (0, 1, 2))
+    server.sendmsg([len(request).to_bytes(SIZE, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
+    server.sendall(request)
+    process = int.from_bytes(server.recv(SIZE), "big")
+    for number in (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2, _signal.SIGCONT):
+        if _signal.getsignal(number) != _signal.SIG_IGN:
+            _signal.signal(number, lambda number, _: posix.kill(process, number))
+    status = int.from_bytes(server.recv(SIZE), "big")
+    if posix.WIFSIGNALED(status):
+        _signal.signal(posix.WTERMSIG(status), _signal.SIG_DFL) if posix.WTERMSIG(status) != _signal.SIGKILL else None
+        posix.kill(posix.getpid(), posix.WTERMSIG(status))
+    posix._exit(posix.WEXITSTATUS(status))
+
+
+class Server:
+    """Forks a process a request."""
+
+    def __init__(self, path: str) -> None:
+        import selectors
+        import socket
+
+        self.selectors, self.socket = selectors, socket
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(path)
+        self.listener.listen(128)
+        self.waiting = selectors.DefaultSelector()
+        self.waiting.register(0, selectors.EVENT_READ, self.close)
+        self.waiting.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.peers: dict[int, Any] = {}
+        """By a forked process's number, the small process's socket."""
+        self.ends: dict[int, int] = {}
+        """By a forked process's number, the file descriptor that tells of its end."""
+
+    def serve(self) -> list[str]:
+        """Serves until stdin ends; returns the words in each forked process."""
+        while True:
+            for key, _ in self.waiting.select():
+                if words := key.data():
+                    return words
+
+    def close(self) -> None:
+        for process in self.peers:
+            posix.kill(process, 9)
+        sys.exit()
+
+    def accept(self) -> list[str] | None:
+        import functools
+
+        peer, _ = self.listener.accept()
+        head, extra, *_ = peer.recvmsg(SIZE, self.socket.CMSG_SPACE(3 * SIZE))
+        files = [int.from_bytes(extra[0][2][at : at + SIZE], sys.byteorder) for at in range(0, 3 * SIZE, SIZE)]
+        words, environ, folder = marshal.loads(peer.recv(int.from_bytes(head, "big"), self.socket.MSG_WAITALL))
+        process = posix.fork()
+        if not process:
+            self.become(environ, folder, files, peer)
+            return words
+        for file in files:
+            posix.close(file)
+        peer.sendall(process.to_bytes(SIZE, "big"))
+        self.peers[process], self.ends[process] = peer, posix.pidfd_open(process)
+        self.waiting.register(self.ends[process], self.selectors.EVENT_READ, functools.partial(self.ended, process))
+        self.waiting.register(peer, self.selectors.EVENT_READ, functools.partial(self.left, process))
+        return None
+
+    def become(self, environ: dict[bytes, bytes], folder: bytes, files: list[int], peer: Any) -> None:
+        """In the forked process: what the small one handed over, and nothing of the server."""
+        import ctypes
+        import os
+
+        for other in (self.waiting, self.listener, peer, *self.peers.values()):
+            other.close()
+        for end in self.ends.values():
+            os.close(end)
+        for target, file in enumerate(files):
+            os.dup2(file, target)
+            os.close(file)
+        os.environb.clear()
+        os.environb.update(environ)
+        os.chdir(folder)
+        ctypes.CDLL(None).prctl(PR_SET_NAME, environ.get(TAG.encode(), b"warm"), 0, 0, 0)
+
+    def left(self, process: int) -> None:
+        """The small process is gone."""
+        self.waiting.unregister(self.peers[process])
+        posix.kill(process, 9)
+
+    def ended(self, process: int) -> None:
+        import contextlib
+
+        end, peer = self.ends.pop(process), self.peers.pop(process)
+        self.waiting.unregister(end)
+        posix.close(end)
+        _, status = posix.waitpid(process, 0)
+        with contextlib.suppress(KeyError):  # it is gone already
+            self.waiting.unregister(peer)
+        with contextlib.suppress(OSError):
+            peer.sendall(status.to_bytes(SIZE, "big"))
+        peer.close()
+
+
+def serve(kind: str, path: str) -> list[str]:
+    """Loads the kind's modules and serves; returns the words in each forked process."""
+    import gc
+    import importlib
+
+    for name in KINDS[kind]:
+        importlib.import_module(name)
+    if (threads := len(posix.listdir("/proc/self/task"))) > 1:
+        sys.exit(f"the warm {kind} has {threads} threads and cannot fork: one of {KINDS[kind]} starts some")
+    gc.collect()
+    gc.freeze()
+    server = Server(path)
+    print("ready", flush=True)
+    return server.serve()
+
+
+def perform(words: list[str]) -> None:
+    """What `python WORDS` does."""
+    import runpy
+    from pathlib import Path
+
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        sys.path[0] = ""
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.path[0] = ""
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv[:] = words
+        sys.path[0] = str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in KINDS:
+        perform(serve(*sys.argv[1:]))
+    else:
+        start(sys.argv[1], sys.argv[2:])

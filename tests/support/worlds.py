@@ -1,0 +1,249 @@
+"""What is run on how many ranks: one start for each framework, launcher and size, shared by all tests of a session."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import LAUNCHERS, NEEDS, programs
+
+LINE = ["linear", "--epochs", "30", "--log-every-steps", "1", "--guard-every-steps", "10"]
+SHORT_LINE = ["linear", "--epochs", "4", "--log-every-steps", "1"]
+CLIPPED = [*SHORT_LINE, "--clip-norm", "0.05", "--momentum", "0.5"]
+PICTURES = [
+    "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
+    "--lr-rule", "none", "--base-lr", "0.01", "--momentum", "0.9", "--weight-decay", "5e-4",
+]  # fmt: skip
+DIGITS = [
+    "digits", "--batch-size", "16", "--log-every-steps", "1", "--lr-rule", "none", "--warmup-epochs", "0",
+    "--lr-schedule", "constant",
+]  # fmt: skip
+SYNC = [*DIGITS, "--batch-norm", "sync"]
+FROZEN = [*DIGITS, "--batch-norm", "frozen"]
+# At .001 a single ReLU's input that lies within rounding of 0 takes the other side in float32, which moves the next
+# loss by 8e-5. In float64 none lies so near.
+SINGLE = ["--base-lr", "1e-5"]
+EXACT = ["--base-lr", "1e-3", "--max-steps", "4", "--precision", "float64"]
+
+SPLIT = ["--engine", "modelparallel", "--devices"]
+TWO_PARTS = ["--accumulation-steps", "2"]
+
+RUNS: dict[str, list[str]] = {
+    "line": LINE,
+    "line a rank": [*LINE, "--batch-size-per-rank", "25"],
+    "short": SHORT_LINE,
+    "parts": [*SHORT_LINE, "--accumulation-steps", "5"],
+    "clipped": CLIPPED,
+    "clipped parts": [*CLIPPED, "--accumulation-steps", "5"],
+    "compressed": [*SHORT_LINE, "--compression", "fp16"],
+    "adasum": [*SHORT_LINE, "--reduction", "adasum"],
+    "bfloat16": [*SHORT_LINE, "--precision", "bfloat16"],
+    "float16": [*SHORT_LINE, "--precision", "float16"],
+    "float16 clipped": [*CLIPPED, "--precision", "float16", "--compression", "fp16"],
+    "workers": [*SHORT_LINE, "--workers", "1"],
+    "few to validate": [*PICTURES, "--examples", "16", "--max-steps", "1"],
+    "nesterov curve": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
+    "unfused curve": [*PICTURES, "--nesterov", "--max-steps", "3"],
+    "channels last curve": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
+    "compressed bf16": [*SHORT_LINE, "--compression", "bf16"],
+    "compressed float16": [*SHORT_LINE, "--precision", "float16", "--compression", "fp16"],
+    "xla": [*SHORT_LINE, "--xla"],
+    "inside": [*PICTURES, "--max-steps", "7", "--checkpoint-every-steps", "3", "--checkpoint-every-epochs", "9"],
+    "sync curve": [*SYNC, *SINGLE, "--max-steps", "8"],
+    "frozen curve": [*FROZEN, *SINGLE, "--max-steps", "6"],
+    "sync float64 curve": [*SYNC, *EXACT],
+    "frozen float64 curve": [*FROZEN, *EXACT],
+    "split curve": [*FROZEN, *SINGLE, "--max-steps", "6", *SPLIT, "cpu,cpu"],
+    "split in parts curve": [*FROZEN, *SINGLE, "--max-steps", "6", *SPLIT, "cpu,cpu,cpu,cpu", *TWO_PARTS],
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """What one start gave: by program, what each rank told; and the folders of its runs."""
+
+    size: int
+    folder: Path
+    told: dict[str, list[Any]]
+
+    def losses(self, run: str) -> np.ndarray:
+        """The training loss of every step that the run recorded."""
+        return np.array([record["loss"] for record in records(self.folder / run) if record["kind"] == "step"])
+
+    def of(self, run: str) -> list[dict[str, Any]]:
+        """What each rank told of that run."""
+        return [rank[run] for rank in self.told["trainings"]]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def arrays(folder: Path) -> bytes:
+    """The arrays of the run's newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return (newest / "state.safetensors").read_bytes()
+
+
+def furthest(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest relative difference of two curves."""
+    assert ours.shape == theirs.shape and len(ours)
+    return float(np.max(np.abs(ours - theirs) / np.abs(theirs)))
+
+
+LINES = ["line", "line a rank", "short", "parts", "clipped", "clipped parts", "compressed", "bfloat16"]
+EXACT_NETWORKS = ["sync float64 curve", "frozen float64 curve"]
+NETWORKS = ["sync curve", "frozen curve", *EXACT_NETWORKS]
+
+SMALL_FLOATS: dict[str, Any] = {
+    "overflow": {"argv": ["linear", "--precision", "float16", "--output", "{folder}/overflow"]},
+    "adasum": {},
+    "parted": {"argv": [*LINE, "--output", "{folder}/parted"], "step": 27},
+}
+OVER_GLOO: dict[str, Any] = {
+    "refusals": {"cases": {"gloo": {"reduction": "adasum"}}},
+    "abandoned": {"argv": [*LINE, "--output", "{folder}/abandoned"], "step": 27},
+}
+DDP_ABANDONED: dict[str, Any] = {
+    "abandoned": {"argv": [*LINE, "--engine", "ddp", "--output", "{folder}/abandoned"], "step": 27},
+}
+GRADIENTS: dict[str, Any] = {
+    "cases": {
+        "as they are": {},
+        "each alone": {"fusion_threshold_mb": 0},
+        "all side by side": {"fusion_threshold_mb": 64},
+        "accumulated": {"accumulation_steps": 3},
+        "float16": {"compression": "fp16"},
+        "float64": {"compression": "fp64"},
+    }
+}
+ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside"]
+
+DRAW = np.random.default_rng(0)
+BATCH_NORM: dict[str, Any] = {
+    "recipes": {
+        f"{kind} {precision}": {"batch_norm": kind, "precision": precision}
+        for kind in ("local", "sync", "frozen")
+        for precision in ("float32", "float64", "float16")
+    },
+    "values": {
+        "x": (DRAW.normal(size=(3, 8, 3, 4, 5)) * 3 + 2).tolist(),  # steps, examples of all ranks, height, width, maps
+        "g": DRAW.normal(size=(3, 8, 3, 4, 5)).tolist(),
+        "gamma": DRAW.uniform(0.5, 2, 5).tolist(),
+        "beta": DRAW.normal(size=5).tolist(),
+        "moving_mean": DRAW.normal(size=5).tolist(),
+        "moving_variance": DRAW.uniform(0.5, 2, 5).tolist(),
+    },
+}
+SGD: dict[str, Any] = {
+    "options": {
+        "plain": {},
+        "decay": {"weight_decay": 0.1},
+        "momentum": {"momentum": 0.9},
+        "momentum and decay": {"momentum": 0.9, "weight_decay": 0.1},
+        "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    },
+    "start": DRAW.normal(size=4).tolist(),
+    "gradients": DRAW.normal(size=(6, 4)).tolist(),
+    "lrs": [0.1, 0.1, 0.02, 0.5, 0.0, 0.3],
+}
+CLIPPING: dict[str, Any] = {"gradients": [[3.0, -4.0], [12.0]], "norms": [1.0, 12.9, 13.1, 1e9]}
+SCALING: dict[str, Any] = {"finite": [True] * 7 + [False, True, True, False, False, True, True, True], "interval": 3}
+CLASSES = [10, 100, 1000]  # of every shipped recipe's network
+
+STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
+    "torch": {
+        "alone-1": (
+            [
+                *LINES,
+                "float16",
+                "float16 clipped",
+                "nesterov curve",
+                "unfused curve",
+                "channels last curve",
+                "split curve",
+                "split in parts curve",
+                *NETWORKS,
+            ],
+            {"local_verbs": {}},
+        ),
+        "mpi-1": ([], {}),
+        "gloo-1": (["line"], {}),
+        "mpi-2": (
+            [*ON_TWO, *NETWORKS],
+            {
+                "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
+                "gradients": GRADIENTS,
+                **SMALL_FLOATS,
+            },
+        ),
+        "gloo-2": (["line", "sync curve"], {"gradients": GRADIENTS, "patience": {}, **OVER_GLOO}),
+        "mpi-3": (
+            [],
+            {
+                "sync_batch_norm": {"shape": [1, 4, 3, 3], "steps": 2},
+                "gradients": GRADIENTS,
+                "refusals": {"cases": {"three ranks": {"reduction": "adasum"}}},
+            },
+        ),
+        "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
+        "gloo-4": (["line"], {}),
+        "ddp-1": (["line", "parts"], {}),
+        "ddp-2": ([*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS], DDP_ABANDONED),
+        "ddp-4": ([*LINES, "sync curve"], {}),
+    },
+    "tensorflow": {
+        "alone-1": (
+            [*LINES, "float16", "float16 clipped", "xla", "sync curve", *EXACT_NETWORKS],
+            {
+                "local_verbs": {},
+                "batch_norm": BATCH_NORM,
+                "sgd_steps": SGD,
+                "clipping": CLIPPING,
+                "scaling": SCALING,
+                "fingerprints": {},
+                "networks": {"classes": CLASSES},
+                "seeds": {},
+                "frozen": {},
+                "events": {"folder": "{folder}"},
+            },
+        ),
+        "mpi-2": ([*ON_TWO, *EXACT_NETWORKS], {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
+        "gloo-2": (["line"], OVER_GLOO),
+        "mpi-4": ([*LINES, "sync curve"], {}),
+        "gloo-4": (["line"], {}),
+    },
+}
+
+
+def on(*starts: str, besides: tuple[Any, ...] = ()) -> list[Any]:
+    """(framework, start, *besides) of each of these starts that a framework has, as parameters of a test."""
+    return [
+        pytest.param(
+            framework, start, *besides, id="-".join((framework, start, *map(str, besides))), marks=NEEDS[framework]
+        )
+        for framework, begun in STARTS.items()
+        for start in starts
+        if start in begun
+    ]
+
+
+def having(start: str, run: str) -> list[Any]:
+    """The same of a start and one of its runs, for each framework that makes it there."""
+    return [param for param in on(start, besides=(run,)) if run in STARTS[param.values[0]][start][0]]
+
+
+def begin(framework: str, name: str, folder: Path) -> World:
+    """Everything of that start; its runs are in `folder`."""
+    kind, _, size = name.partition("-")
+    engine = [] if kind in LAUNCHERS else ["--engine", kind]
+    launcher = kind if kind in LAUNCHERS else "alone" if size == "1" else "mpi"
+    chosen, more = STARTS[framework][name]
+    runs = {run: [*RUNS[run], *engine, "--output", str(folder / run)] for run in chosen}
+    filled = json.loads(json.dumps(more).replace("{folder}", str(folder)))
+    # Trainings first: a rank's threads can be said only before TensorFlow has computed anything.
+    given = {"trainings": {"given": runs}, "verbs": {"engine": kind} if engine else {}, **filled}
+    return World(int(size), folder, programs(framework, launcher, int(size), folder, given))

@@ -1,0 +1,301 @@
+"""The engines over tf.distribute: verbs, curves, replicas, what ends them, and what TensorFlow cannot do."""
+
+import json
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from paths import SUPPORT
+from ranks import command, needs_tensorflow, programs, run, started, stopped_at, train, wait_for_step
+from worlds import CLIPPED, DIGITS, LINE, SHORT_LINE, SINGLE, furthest, records
+
+from hvdtrain.datasets import linear
+
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), needs_tensorflow]
+
+NETWORK = [*DIGITS, *SINGLE, "--max-steps", "3"]
+RUNS = {
+    "line": LINE,
+    "unwatched": ["linear", "--epochs", "30", "--log-every-steps", "1000"],
+    "uneven": [*SHORT_LINE, "--batch-size", "102"],
+    "clipped": CLIPPED,
+    "clipped parts": [*CLIPPED, "--accumulation-steps", "5"],
+    "plain": [*SHORT_LINE, "--compression", "none"],
+    "bfloat16": [*SHORT_LINE, "--precision", "bfloat16"],
+    "float16": [*SHORT_LINE, "--precision", "float16"],
+    "float64": [*SHORT_LINE, "--precision", "float64"],
+    "xla": [*SHORT_LINE, "--xla"],
+    "overflow": ["linear", "--precision", "float16"],
+    "parted": ["linear"],
+    "sync": [*NETWORK, "--batch-norm", "sync"],
+    "frozen": [*NETWORK, "--batch-norm", "frozen"],
+    "local": [*NETWORK, "--batch-norm", "local"],
+}
+LINES = ["line", "uneven", "clipped", "clipped parts", "plain", "bfloat16", "float16", "float64", "xla"]
+NO_XLA = LINES[:-1]
+ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64"]
+MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
+
+# By start: launcher and ranks, and what its engines run. One start holds as many engines as a process can.
+STARTS: dict[str, tuple[str, int, dict[str, list[str]]]] = {
+    "one": (
+        "alone",
+        1,
+        {
+            "local": [*LINES, "sync", "frozen"],
+            MIRRORED: ["line"],
+            CENTRAL: ["line"],
+            "multiworker": ["line", "overflow"],
+        },
+    ),
+    "served": ("alone", 1, {"parameter-server": [*ASYNCHRONOUS, "frozen"]}),
+    "two": (
+        "alone",
+        1,
+        {
+            f"{MIRRORED},cpu": [*LINES, "overflow", "parted", "sync"],
+            f"{CENTRAL},cpu": [*NO_XLA, "overflow", "parted", "frozen"],
+        },
+    ),
+    "four": ("alone", 1, {f"{MIRRORED},cpu,cpu,cpu": ["line", "uneven"], f"{CENTRAL},cpu,cpu,cpu": ["line", "uneven"]}),
+    "mpi-2": ("mpi", 2, {"multiworker": [*LINES, "overflow", "parted", "sync"]}),
+    "gloo-4": ("gloo", 4, {"multiworker": ["line", "uneven"]}),
+    "served-2": ("gloo", 2, {"parameter-server": ["line", "unwatched"]}),
+    "served-4": ("mpi", 4, {"parameter-server": ["line", "unwatched"]}),
+}
+BESIDES: dict[str, dict[str, Any]] = {
+    "one": {"evened": {}},
+    "served": {"refused": {"cases": [["cuda:0", "cpu"], ["cuda:0", "cuda:0"], ["cuda:1"]]}},
+}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What one start told: by program, and by rank."""
+
+    folder: Any
+    told: dict[str, list[Any]]
+
+    def losses(self, engine, run):
+        """The training loss of every step."""
+        return np.array([line["loss"] for line in records(self.folder / engine / run) if line["kind"] == "step"])
+
+    def of(self, engine):
+        """What each rank told of that engine."""
+        return [rank[engine] for rank in self.told["strategies"]]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """`begun("mpi-2")`: what that start gave; each is made once."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = None
+            made[name] = make(name)
+        assert made[name], f"the start {name} failed before"
+        return made[name]
+
+    def make(name):
+        launcher, ranks, engines = STARTS[name]
+        folder = tmp_path_factory.mktemp(name)
+        chosen = {engine: {run: RUNS[run] for run in runs} for engine, runs in engines.items()}
+        given = {"strategies": {"engines": chosen, "folder": str(folder)}, **BESIDES.get(name, {})}
+        return Begun(folder, programs("tensorflow_distribute", launcher, ranks, folder, given))
+
+    return of
+
+
+def synchronous(*runs):
+    """(start, engine, run) of all synchronous engines that have these runs."""
+    return [
+        pytest.param(start, engine, run, id=f"{engine}-{start}-{run}".replace(" ", "-"))
+        for start, (_, _, engines) in STARTS.items()
+        for engine, chosen in engines.items()
+        for run in chosen
+        if run in runs and engine not in {"local", "parameter-server"}
+    ]
+
+
+# Verbs.
+
+
+def expected(ranks, replicas, shared):
+    total, numbers = ranks * (ranks + 1) / 2, range(1, ranks * replicas + 1)
+    mean, copies = sum(numbers) / len(numbers), 1 if shared else replicas
+    return {
+        "place": [ranks, replicas],
+        "sum of float64": [total, 0.125 * (total - ranks)],
+        "sum of float32": [total],
+        "sum of int64": [2**62 + 1 - int(total - ranks), 2**53 * int(total - ranks) + ranks],
+        "sum of a table": [[total] * 3] * 2,
+        "sum of another shape": [ranks * i for i in range(7)],
+        "facts": {"step": 3, "best": None, "text": "é"},
+        "no facts": None,
+        "broadcast": {"scalar": 7, "counts": [2**53 + 1] * 3, "doubles": [0.1] * 2},
+        "sum": [sum(numbers)] * copies,
+        "gradient": [sum(numbers)] * copies,
+        "weight": [-11 * mean] * copies,
+    }
+
+
+VERBS = [
+    (start, engine)
+    for start, (_, _, engines) in STARTS.items()
+    for engine in engines
+    if not start.startswith("served-")
+]
+
+
+@pytest.mark.parametrize(("start", "engine"), VERBS)
+def test_verbs_are_arithmetic(begun, start, engine):
+    ranks, replicas, shared = STARTS[start][1], engine.count("cpu") or 1, engine.startswith("central")
+    for rank, told in enumerate(begun(start).of(engine)):
+        verbs = dict(told["verbs"])
+        own = [2.0 * (rank * replicas + place + 1) for place in range(replicas)]
+        assert verbs.pop("kept") == ([replicas + 1.0] if shared else own)
+        assert verbs.pop("place") == [rank, *expected(ranks, replicas, shared)["place"]]
+        assert verbs == {name: value for name, value in expected(ranks, replicas, shared).items() if name != "place"}
+
+
+@pytest.mark.parametrize(("start", "ranks"), [("served-2", 2), ("served-4", 4)])
+def test_every_rank_is_a_worker_and_the_chief_leads(begun, start, ranks):
+    chief, *others = begun(start).of("parameter-server")
+    assert chief["verbs"]["place"] == [0, ranks, 1]
+    assert [told["served"] for told in others] == [[rank, ranks] for rank in range(1, ranks)]
+
+
+# Curves: relative difference to one process.
+
+LIMITS = {
+    "line": 1e-5, "uneven": 1e-5, "clipped": 1e-5, "clipped parts": 1e-5, "plain": 1e-5, "xla": 1e-5, "float64": 1e-12,
+    "bfloat16": 2e-2, "float16": 2e-2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("start", "engine", "run"), synchronous(*LIMITS))
+def test_the_line_has_the_curve_of_one_process(begun, start, engine, run):
+    theirs = begun("one").losses("local", run)
+    assert len(theirs) == (300 if run == "line" else 36 if run == "uneven" else 40)
+    assert furthest(begun(start).losses(engine, run), theirs) < LIMITS[run]
+
+
+@pytest.mark.parametrize(("start", "engine", "run"), synchronous("sync", "frozen"))
+def test_resnet50_has_the_curve_of_one_process(begun, start, engine, run):
+    theirs = begun("one").losses("local", run)
+    assert len(theirs) == 3
+    assert furthest(begun(start).losses(engine, run), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("run", [*ASYNCHRONOUS, "frozen"])
+def test_one_worker_of_a_parameter_server_makes_the_updates_of_one_process(begun, run):
+    np.testing.assert_array_equal(begun("served").losses("parameter-server", run), begun("one").losses("local", run))
+
+
+@pytest.mark.parametrize("start", ["served-2", "served-4"])
+def test_workers_that_do_not_wait_learn_the_line(begun, start):
+    points = linear.load(0).train
+    told = begun(start).of("parameter-server")[0]["unwatched"]
+    assert told["line"] == pytest.approx(np.polyfit(points.x[:, 0], points.y[:, 0], 1), abs=5e-2)
+
+
+@pytest.mark.parametrize("start", ["served-2", "served-4"])
+def test_workers_that_are_watched_at_every_step_take_turns(begun, start):
+    theirs = begun("one").losses("local", "line")
+    np.testing.assert_array_equal(begun(start).losses("parameter-server", "line"), theirs)
+
+
+# Replicas.
+
+
+@pytest.mark.parametrize(("start", "engine", "run"), synchronous("line", "float16", "clipped parts", "sync"))
+def test_all_replicas_end_with_one_state_to_the_bit(begun, start, engine, run):
+    states = {state for told in begun(start).of(engine) for state in told[run]["states"]}
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize(("start", "engine", "run"), synchronous("overflow"))
+def test_an_overflow_is_skipped_by_all_replicas(begun, start, engine, run):
+    for told in begun(start).of(engine):
+        (first, scale), (second, halved), (third, kept) = told[run]
+        assert second == first and halved == scale / 2
+        assert third != second and kept == halved
+        assert len({*third}) == 1 and np.isfinite(third).all()
+
+
+def test_a_parted_replica_is_found(begun):
+    host = socket.gethostname()
+    stops = "the replicas have parted and training stops; go on from the last checkpoint with the same command, and"
+    (mirrored,) = begun("two").of(f"{MIRRORED},cpu")
+    assert mirrored["parted"] == (
+        f"ReplicaError: after step 0 the weights of replica 1 on cpu differ from replica 0's: {stops} check that "
+        "device's memory."
+    )
+    assert {told["parted"] for told in begun("mpi-2").of("multiworker")} == {
+        f"ReplicaError: after step 0 the weights of rank 1 on {host} differ from rank 0's: {stops} check that host's "
+        "memory."
+    }
+
+
+def test_replicas_with_less_to_validate_read_what_counts_nothing(begun):
+    read, counts = begun("one").told["evened"][0]
+    assert read == ["a0", "b0", "a0", "a1", "b1", "a1", "a2", "a2", "a2"]
+    assert counts == [[1, 1, 0], [1, 1, 0], [1, 0, 0]]
+
+
+def test_devices_that_no_strategy_takes(begun):
+    rule = "DeviceError: --devices must be different GPUs, or cpu several times, got"
+    mixed, twice, unseen = begun("served").told["refused"][0]
+    assert (mixed, twice) == (f"{rule} cuda:0,cpu.", f"{rule} cuda:0,cuda:0.")
+    assert unseen == "DeviceError: --devices names cuda:1, TensorFlow sees 0 GPUs; name others."
+
+
+def test_tensorflow_itself_cannot_compile_what_uses_a_variable_on_another_device():
+    ended = run("alone", 1, [sys.executable, SUPPORT / "tensorflow_distribute_xla.py"])
+    assert ended.code == 1
+    assert "Trying to access resource" in ended.err and "InvalidArgumentError" in ended.err
+
+
+# Whole runs, as they are started.
+
+
+def test_a_run_goes_on_under_another_engine(begun, tmp_path, train_here):
+    argv = [*LINE, "--output", tmp_path / "moved"]
+    train_here("tensorflow", *argv, "--max-steps", "105", "--engine", "local").good()
+    ended = train("tensorflow", "gloo", 2, *argv, "--max-steps", "213", "--engine", "multiworker").good()
+    assert "going on from step 105" in ended.out
+    train_here("tensorflow", *argv, "--engine", "mirrored", "--devices", "cpu").good()
+    losses = [line["loss"] for line in records(tmp_path / "moved") if line["kind"] == "step"]
+    assert furthest(np.array(losses), begun("one").losses("local", "line")) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ["multiworker", "parameter-server"])
+def test_a_lost_rank_ends_the_others(engine, tmp_path):
+    argv = ["linear", "--epochs", "4000", "--log-every-steps", "1", "--engine", engine, "--output", tmp_path]
+    with started("gloo", 2, command("tensorflow", *argv)) as ranks:
+        wait_for_step(ranks, tmp_path, 5)
+        ranks.kill_rank(1)
+        began = time.monotonic()
+        ended = ranks.wait(60)
+    assert ended.code != 0
+    assert time.monotonic() - began < 45
+    assert ended.left == []
+    host = socket.gethostname()
+    assert ended.lines[0].startswith(f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a word")
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_run_of_a_parameter_server_stops_in_order(tmp_path):
+    argv = [*LINE, "--engine", "parameter-server", "--output", tmp_path]
+    with started("gloo", 2, command("tensorflow", *argv)) as ranks:
+        ended = stopped_at(ranks, tmp_path, 7, lambda: ranks.members()[1], signal.SIGUSR2)
+    assert ended.code != 0
+    assert ended.left == []
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
+    assert any("SIGUSR2: stopped after step" in line for line in ended.lines), ended.err

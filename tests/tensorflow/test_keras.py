@@ -1,0 +1,423 @@
+"""hvdtrain.tensorflow in users' own Keras code: real ranks against one process on the whole batch."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from paths import REPOSITORY, SUPPORT
+from ranks import run
+
+PROGRAMS = SUPPORT / "tensorflow_keras_programs.py"
+README = REPOSITORY / "README.md"
+
+
+def missing() -> str | None:
+    """What provides what these tests lack."""
+    if not importlib.util.find_spec("tensorflow"):
+        return "needs TensorFlow: pip install -e .[tensorflow]"
+    horovod = importlib.util.find_spec("horovod")
+    folders = (horovod and horovod.submodule_search_locations) or []
+    if not any(Path(folder).glob("tensorflow/mpi_lib*") for folder in folders):
+        return "needs Horovod for TensorFlow: python -m hvdtrain build --frameworks tensorflow"
+    return None
+
+
+needs_tensorflow = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
+
+TOLERANCES = {
+    "fit": 2e-6,
+    "auto": 2e-6,
+    "auto on a GPU": 2e-6,
+    "eagerly": 2e-6,
+    "several steps a call": 2e-6,
+    "adam": 5e-7,
+    "adamw": 5e-7,
+    "clipped": 5e-7,
+    "sync batch norm": 1e-5,
+    "sync batch norm, float64": 1e-12,
+    "batch norm": 5e-6,
+    "accumulating": 5e-7,
+    "accumulating, each step": 5e-7,
+    "sparse": 5e-7,
+    "sparse as dense": 5e-7,
+    "float16": 1e-2,
+    "float16 overflow": 1e-2,
+    "float16 accumulating": 1e-2,
+}
+RANKS_ALONE = ["dropout", "built by a batch"]  # which have no counterpart in one process
+OVER_GLOO = ["auto", "sync batch norm", "sparse", "accumulating", "float16 overflow"]
+COMMON: dict[str, Any] = {
+    "loops": {},
+    "moments": {"offset": 1000.0},
+    "masked_norm": {},
+    "metrics": {"folder": "FOLDER"},
+}
+STARTS: dict[str, dict[str, Any]] = {
+    "alone-1": {**COMMON, "trainings": {"names": list(TOLERANCES)}},
+    "mpi-2": {
+        **COMMON,
+        "trainings": {"names": [*TOLERANCES, *RANKS_ALONE]},
+        "updates": {"adasum": True},
+        "single_source": {},
+        "started": {},
+        "own_step": {},
+        "warmups": {},
+        "allreduces": {},
+        "saved": {"folder": "FOLDER"},
+        "refusals": {},
+        "modules": {},
+    },
+    "gloo-2": {**COMMON, "trainings": {"names": OVER_GLOO}, "updates": {"adasum": False}, "started": {}},
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """What one start gave: by program, what each rank told."""
+
+    folder: Path
+    told: dict[str, list[Any]]
+    out: str
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """`world("mpi-2")`: what that start of STARTS gave; each is started once."""
+
+    begun: dict[str, World | None] = {}
+
+    def of(name: str) -> World:
+        if name not in begun:
+            begun[name] = None
+            begun[name] = begin(name)
+        assert begun[name], f"the start {name} failed before"
+        return begun[name]
+
+    def begin(name: str) -> World:
+        launcher, _, size = name.partition("-")
+        folder = tmp_path_factory.mktemp(name)
+        given = json.loads(json.dumps(STARTS[name]).replace("FOLDER", str(folder)))
+        (folder / "given.json").write_text(json.dumps(given))
+        ended = run(launcher, int(size), [sys.executable, str(PROGRAMS), str(folder)]).good()
+        told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(int(size))]
+        return World(folder, {program: [rank[program] for rank in told] for program in given}, ended.out)
+
+    return of
+
+
+def furthest(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs) > 0
+    return float(np.abs(np.subtract(ours, theirs)).max())
+
+
+@needs_tensorflow
+@pytest.mark.parametrize(
+    ("start", "case"), [*[("mpi-2", case) for case in TOLERANCES], *[("gloo-2", case) for case in OVER_GLOO]]
+)
+def test_fit_on_two_ranks_is_fit_on_their_batches_together(world, start, case):
+    ours, others = [told[case] for told in world(start).told["trainings"]]
+    alone = world("alone-1").told["trainings"][0][case]
+    assert ours["weights"] == others["weights"]
+    assert ours["state"] == others["state"]
+    assert str(ours["history"]) == str(others["history"])
+    assert furthest(ours["weights"], alone["weights"]) < TOLERANCES[case]
+    if case != "batch norm":  # whose reference is a loop
+        assert furthest(ours["state"], alone["state"]) < TOLERANCES[case]
+        for name, values in alone["history"].items():
+            np.testing.assert_allclose(ours["history"][name], values, rtol=max(1e-5, TOLERANCES[case]))
+    assert ours["jit"] is False
+
+
+@needs_tensorflow
+@pytest.mark.parametrize(
+    ("case", "scale", "updates"), [("float16 overflow", 256, 22), ("float16 accumulating", 256, 7)]
+)
+def test_every_rank_skips_the_step_in_which_one_overflows(world, case, scale, updates):
+    for told in [*world("mpi-2").told["trainings"], *world("alone-1").told["trainings"]]:
+        assert (told[case]["scale"], told[case]["updates"]) == (scale, updates)
+
+
+@needs_tensorflow
+def test_dropout_stays_each_ranks_own(world):
+    ours, others = [told["dropout"] for told in world("mpi-2").told["trainings"]]
+    assert ours["weights"] == others["weights"]
+    assert ours["seeds"] != others["seeds"]
+
+
+@needs_tensorflow
+def test_a_model_that_its_first_batch_builds_becomes_one(world):
+    ours, others = [told["built by a batch"] for told in world("mpi-2").told["trainings"]]
+    assert (ours["weights"], ours["state"]) == (others["weights"], others["state"])
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
+def test_a_step_of_ones_own_is_a_step_on_the_whole_batch(world, start):
+    alone = world("alone-1").told["loops"][0]
+    ours, others = world(start).told["loops"]
+    assert ours == others
+    for written, weights in ours.items():
+        assert furthest(weights, alone[written]) < 5e-6, written
+
+
+UPDATES = {
+    "average": [-1.5, -15],
+    "sum": [-3, -30],
+    "predivided": [-1.5, -15],
+    "compressed": [-1.5, -15],
+    "one group": [-1.5, -15],
+    "more groups than weights": [-1.5, -15],
+    "a list of groups": [-1.5, -15],
+    "the same gradient twice": [-1.5, -1.5],
+    "without a gradient": [0, -15],
+    "sparse": [-1.5, -15],
+    "sparse in a group": [-1.5, -15],
+    "sparse as dense": [-1.5, -15],
+}
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
+def test_options_are_arithmetic(world, start):
+    for rank, told in enumerate(world(start).told["updates"]):
+        local = [-1.5, -10 * (rank + 1) / 2]
+        adasum = {"adasum": [-1.5, -15]} if start == "mpi-2" else {}
+        assert told == {**UPDATES, "local layer": local, "sparse local layer": local, **adasum}
+
+
+@needs_tensorflow
+def test_accumulation_communicates_at_the_update_where_it_can(world):
+    for told in world("mpi-2").told["allreduces"]:
+        assert told == {"at the update": [0, 0, 6, 0, 0, 6], "each step": [6] * 6}
+
+
+@needs_tensorflow
+def test_a_single_source_gives_a_single_gradient(world):
+    assert world("mpi-2").told["single_source"] == [[1.5, 1.5]] * 2
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
+def test_broadcast_takes_any_variables(world, start):
+    assert world(start).told["started"] == [{"whole": 2**53 + 1, "pair": [1.1, 1.1, 1.5], "single": [1.0]}] * 2
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("start", ["alone-1", "mpi-2", "gloo-2"])
+def test_moments_are_those_of_all_values(world, start):
+    limits = {
+        "float32": {"mean": 2e-7, "variance": 1e-4, "count": 0, "gradient": 2e-4},
+        "float64": {"mean": 1e-15, "variance": 1e-12, "count": 0, "gradient": 1e-12},
+    }
+    for told in world(start).told["moments"]:
+        assert len(told) == 8
+        for case, found in told.items():
+            dtype = case.partition(" ")[0]
+            assert (found["dtype"], found["shape"]) == (dtype, [4, 4, 4])
+            for name, limit in limits[dtype].items():
+                assert found[name] <= limit, (case, name)
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
+def test_masked_batch_norm_is_kerass_on_all_sequences(world, start):
+    alone = world("alone-1").told["masked_norm"][0]
+    told = world(start).told["masked_norm"]
+    assert np.abs(np.concatenate([rank["out"] for rank in told]) - alone["out"]).max() < 1e-5
+    for rank in told:
+        assert furthest(rank["statistics"], alone["statistics"]) < 1e-6
+        assert rank["config"]
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
+def test_metrics_are_those_of_all_examples_whatever_the_shares(world, start):
+    alone = world("alone-1").told["metrics"][0]["history"]
+    ours, others = world(start).told["metrics"]
+    assert ours["history"] == others["history"]
+    assert ours["later"] == others["later"]
+    assert {"loss", "accuracy", "auc", "f1_score", "mae", "val_loss", "val_auc", "val_r2_score"} < alone.keys()
+    assert ours["history"].pop("unknown") == [0.5, 0.5]  # no metric stands behind it
+    for name in alone.keys() - {"unknown"}:
+        np.testing.assert_allclose(ours["history"][name], alone[name], rtol=1e-6, err_msg=name)
+        mean = np.mean([np.ravel(rank["own"][-1][name]) for rank in (ours, others)], 0)
+        assert np.abs(mean - alone[name][-1]).max() > 1e-3, f"{name} would be right by chance"
+    for rank in (ours, others):
+        assert rank["undisturbed"]
+        assert rank["stored"]
+
+
+@needs_tensorflow
+def test_what_a_step_of_ones_own_logs_under_a_metrics_name_is_averaged(world):
+    assert world("mpi-2").told["own_step"] == [{"loss": [5.0], "steps": [1.0]}] * 2
+
+
+@needs_tensorflow
+def test_warm_up_rises_to_the_peak(world):
+    rising = [[0.45, 0.5, 0.55, 0.6], [0.65, 0.7, 0.75, 0.8], [0.8] * 4, [0.8] * 4]
+    for told in world("mpi-2").told["warmups"]:
+        np.testing.assert_allclose(told["every batch"], rising, rtol=1e-6)
+        np.testing.assert_allclose(told["two batches a call"], [[0.45, 0.55], [0.65, 0.75], [0.8] * 2, [0.8] * 2], 1e-6)
+    said = [line for line in world("mpi-2").out.splitlines() if "LR warm-up" in line]
+    assert [line.partition("<stdout>: ")[2] for line in said] == [
+        "LR warm-up: 0.4 to 0.8 (2 ranks) over 2 epochs of 4 steps"
+    ] * 2
+
+
+@needs_tensorflow
+def test_a_stored_model_goes_on(world):
+    ours, others = world("mpi-2").told["saved"]
+    assert ours["went on"] == ours["uninterrupted"] == others["went on"]
+    assert ours["loaded"] == ["Adam", False]
+    assert ours["config"]
+
+
+@needs_tensorflow
+def test_a_stored_model_loads_without_hvdtrain(world):
+    world("mpi-2").told["saved"]
+    program = """
+import sys, keras
+model = keras.models.load_model(sys.argv[1])
+assert not {"hvdtrain", "horovod"} & sys.modules.keys()
+print(type(model.optimizer).__module__, type(model.optimizer).__name__, int(model.optimizer.iterations))
+"""
+    stored = world("mpi-2").folder / "best-0.keras"
+    ended = run("alone", 1, [sys.executable, "-c", program, str(stored)]).good()
+    assert ended.out.split() == ["keras.src.optimizers.sgd", "SGD", "6"]
+
+
+XLA = (
+    "KerasError: XLA cannot compile Horovod's collectives: compile the model with jit_compile=False, or leave it at "
+    "'auto' and give fit a BroadcastCallback; take jit_compile=True off a tf.function of your own."
+)
+STOCK = "KerasError: Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
+APART = "2 ranks would train apart; compile the model with hvdtrain.tensorflow's DistributedOptimizer."
+PLAIN = f"KerasError: optimizer 'sgd' is a plain one: {APART}"
+LOSS_SCALE = (
+    "KerasError: a LossScaleOptimizer around a distributed optimizer would let each rank skip steps by itself; in "
+    "mixed_float16 compile with DistributedOptimizer(LossScaleOptimizer(optimizer))."
+)
+REFUSALS = {
+    "twice": "KerasError: the optimizer is distributed already: wrap it once.",
+    "accumulation by its old name": "KerasError: backward_passes_per_step is no option under Keras 3: Keras "
+    "accumulates by itself, give its optimizer gradient_accumulation_steps.",
+    "an unknown option": "KerasError: device_dense is no option under Keras 3: leave it out.",
+    "predivided sum": "KerasError: gradient_predivide_factor=2.0 goes with op=Average alone.",
+    "groups of Adasum": "KerasError: Adasum combines each gradient by itself: leave groups out.",
+    "stock wrapped": f"{STOCK}; give the Keras optimizer itself to hvdtrain.tensorflow's DistributedOptimizer.",
+    "stock": f"{STOCK}: {APART}",
+    "stock of tensorflow": f"{STOCK}: {APART}",
+    "stock in float16": f"{STOCK}: {APART}",
+    "plain, broadcast": PLAIN,
+    "plain, metrics": PLAIN,
+    "plain, warm-up": PLAIN,
+    "an older function": "KerasError: fit made its steps without the distributed optimizer, in a function older than "
+    "it; compile the model again, then fit.",
+    "float16 by compile": LOSS_SCALE,
+    "float16 outside": LOSS_SCALE,
+    "XLA": XLA,
+    "XLA, accumulating": XLA,
+    "XLA in a loop": XLA,
+    "XLA, synchronised": XLA,
+    "XLA, broadcast": XLA,
+    "validated by one rank": "KerasError: rank 1 logs loss, but rank 0 loss, val_loss: MetricAverageCallback needs the "
+    "same metrics of every rank; validate on all ranks or on none.",
+    "an unknown length": "KerasError: WarmupCallback needs steps_per_epoch where Keras does not know an epoch's "
+    "length.",
+    "another world": "WorldError: mpiexec promised rank 0 of 4",
+}
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_would_go_wrong_is_refused(world, case):
+    kind, _, reason = REFUSALS[case].partition(": ")
+    for told in world("mpi-2").told["refusals"]:
+        assert told.keys() == REFUSALS.keys()
+        assert told[case].startswith(f"{kind}: ")  # TensorFlow may put "in user code" before the reason
+        assert reason in told[case]
+
+
+@needs_tensorflow
+def test_no_process_holds_both_frameworks(world):
+    assert world("mpi-2").told["modules"] == [["horovod", "tensorflow"]] * 2
+
+
+def examples() -> list[str]:
+    section = README.read_text().partition("## Your own Keras code\n")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+CHECK = """
+import numpy as np
+
+weights = np.concatenate([np.ravel(weight) for weight in model.get_weights()])[None]
+everybodys = hvd.allgather(weights.astype("float64")).numpy()
+assert len(everybodys) == 2 and (everybodys == everybodys[0]).all()
+"""
+OUTCOMES = ["assert model.history.history['accuracy'][-1] > 0.95", "assert loss < 0.3"]
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("number", range(2), ids=["fit", "loop"])
+def test_the_readmes_examples_train_one_model(number, tmp_path):
+    program = tmp_path / "mine.py"
+    program.write_text(examples()[number] + CHECK + OUTCOMES[number] + "\n")
+    run("mpi", 2, [sys.executable, str(program)], cwd=tmp_path).good()
+
+
+def test_the_readmes_examples_use_every_name():
+    from hvdtrain.tensorflow import HOMES
+
+    assert len(examples()) == 2
+    assert [name for name in HOMES if f"hvd.{name}(" not in "".join(examples())] == []
+
+
+def here(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**clean(), **environ}
+    )
+
+
+def clean() -> dict[str, str]:
+    from ranks import clean_environ
+
+    return {name: value for name, value in clean_environ().items() if name != "KERAS_BACKEND"}
+
+
+def test_the_package_loads_no_framework():
+    program = """
+import sys, hvdtrain.tensorflow as hvd
+assert {"DistributedOptimizer", "allreduce"} < set(dir(hvd)) and not hasattr(hvd, "torch")
+print(sorted({"tensorflow", "keras", "horovod", "torch"} & sys.modules.keys()))
+"""
+    assert here(program).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["chosen", "imported"])
+def test_keras_on_another_backend_is_refused(imported):
+    fake = "import sys, types; config = types.SimpleNamespace(backend=lambda: 'jax')\n"
+    fake += "sys.modules['keras'] = types.SimpleNamespace(config=config)\n"
+    program = (fake if imported else "") + "import hvdtrain.tensorflow as hvd\nhvd.init()"
+    ended = here(program, **({} if imported else {"KERAS_BACKEND": "jax"}))
+    assert ended.stderr.splitlines()[-1] == (
+        "hvdtrain.errors.KerasError: Keras runs on jax, hvdtrain.tensorflow needs it on TensorFlow; "
+        "set KERAS_BACKEND=tensorflow before Keras is imported."
+    )
+
+
+@needs_tensorflow
+def test_without_horovod_the_build_is_named():
+    ended = here("import sys; sys.modules['horovod'] = None\nimport hvdtrain.tensorflow as hvd\nhvd.size()")
+    assert ended.stderr.splitlines()[-1].startswith(
+        "hvdtrain.errors.EngineUnavailable: Horovod for TensorFlow cannot be imported ("
+    )
+    assert ended.stderr.endswith("build it: python -m hvdtrain build --frameworks tensorflow\n")

@@ -1,0 +1,202 @@
+"""The TensorFlow adapter's parts against PyTorch's own: networks, BatchNorm, SGD, clipping, the loss scale."""
+
+import numpy as np
+import pytest
+from event_files import events, scalars
+from networks import CLASSES as DATA_SETS
+from networks import ENTRIES
+from ranks import needs_tensorflow
+from worlds import BATCH_NORM, CLASSES, CLIPPING, SCALING, SGD, records
+
+from hvdtrain import plan, recipe
+
+torch = pytest.importorskip("torch", reason="the reference is PyTorch's: pip install -e .[torch]")
+pytestmark = [pytest.mark.launched, needs_tensorflow, pytest.mark.timeout(900)]
+
+from hvdtrain.torch import models  # noqa: E402
+
+
+@pytest.fixture
+def told(world):
+    """What a program told in one process."""
+    return lambda program: world("alone-1", "tensorflow").told[program][0]
+
+
+def wide(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def channels_first(values):
+    return wide(values).movedim(-1, 1)
+
+
+def test_the_networks_have_the_parameters_of_the_plan(told):
+    counted = dict(zip(CLASSES, told("networks")["trainable"], strict=True))
+    assert counted[1000] == 25_557_032  # torchvision's
+    for chosen in map(recipe.load, ENTRIES):
+        if classes := DATA_SETS.get(chosen.dataset, chosen.classes):
+            assert plan.parameters(chosen, classes) == counted[classes]
+
+
+def test_the_first_weights_are_drawn_as_torchs(told):
+    theirs = dict(models.resnet50(1000, "imagenet").named_parameters())
+    names = {"kernel": "weight", "gamma": "weight", "bias": "bias", "beta": "bias"}
+    seen = 0
+    for path, (shape, std, most) in told("networks")["weights"].items():
+        layer, _, kind = path.rpartition("/")
+        if kind not in names:
+            assert (std, most) == (0, float(kind == "moving_variance")), path
+            continue
+        weight = theirs[f"{layer}.{names[kind]}"].detach()
+        assert sorted(shape) == sorted(weight.shape), path
+        assert std == pytest.approx(weight.std(correction=0).item(), rel=0.1, abs=1e-9), path
+        assert most == pytest.approx(weight.abs().max().item(), rel=0.4, abs=1e-9), path
+        seen += 1
+    assert seen == len(theirs)
+
+
+def test_a_stem_leaves_maps_of_a_size(told):
+    assert told("networks")["maps"] == [["cifar", 8, 8, 1], ["cifar", 32, 32, 4], ["imagenet", 64, 16, 2]]
+
+
+def test_the_seed_alone_decides_the_first_weights(told):
+    assert told("seeds") == [True, False]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_fingerprint_shows_every_flipped_bit_and_swap(told, dtype):
+    marks = told("fingerprints")[dtype]
+    assert marks == {"seen": marks["flips"] + 1, "flips": 8 * 8 * np.dtype(dtype).itemsize, "unseen": [], "same": True}
+
+
+def reference(case, x, g):
+    """What PyTorch's BatchNorm2d makes of the pictures [steps, n, height, width, maps], in float64."""
+    values = BATCH_NORM["values"]
+    layer = torch.nn.BatchNorm2d(len(values["gamma"])).double()
+    for ours, theirs in (("gamma", "weight"), ("beta", "bias")):
+        getattr(layer, theirs).data = wide(values[ours])
+    for ours, theirs in (("moving_mean", "running_mean"), ("moving_variance", "running_var")):
+        getattr(layer, theirs).copy_(wide(values[ours]))
+    told = {"out": [], "x gradient": [], "gamma gradient": [], "beta gradient": []}
+    layer.train("frozen" not in case)
+    for one_x, one_g in zip(x, g, strict=True):
+        pictures = channels_first(one_x).requires_grad_()
+        out = layer(pictures)
+        found = (out, *torch.autograd.grad(out, [pictures, layer.weight, layer.bias], channels_first(one_g)))
+        for name, tensor in zip(told, found, strict=True):
+            told[name].append(tensor.detach().numpy())
+    layer.eval()
+    told["evaluated"] = layer(channels_first(x[0])).detach().numpy()
+    told["moving_mean"], told["moving_variance"] = layer.running_mean.numpy(), layer.running_var.numpy()
+    return {name: np.array(value) for name, value in told.items()}
+
+
+def as_torch_has_it(told):
+    """A rank's values as arrays, pictures with the maps first."""
+    arrays = {name: np.array(value) for name, value in told.items() if name != "dtype"}
+    pictures = ("out", "x gradient", "evaluated")
+    return {name: np.moveaxis(array, -1, -3) if name in pictures else array for name, array in arrays.items()}
+
+
+LIMITS = {"float32": 2e-5, "float64": 1e-12, "float16": 2e-2}
+
+
+def check(ours, theirs, precision, but=()):
+    assert set(ours) == set(theirs)
+    for name in set(ours) - set(but):
+        most = np.abs(theirs[name]).max()
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=LIMITS[precision] * most, err_msg=name)
+
+
+CASES = list(BATCH_NORM["recipes"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batch_norm_is_torchs(told, case):
+    precision = BATCH_NORM["recipes"][case]["precision"]
+    x, g = BATCH_NORM["values"]["x"], BATCH_NORM["values"]["g"]
+    ours = told("batch_norm")[case]
+    assert ours["dtype"] == precision
+    check(as_torch_has_it(ours), reference(case, x, g), precision)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batch_norm_on_two_ranks(world, case):
+    precision = BATCH_NORM["recipes"][case]["precision"]
+    ranks = [as_torch_has_it(rank[case]) for rank in world("mpi-2", "tensorflow").told["batch_norm"]]
+    x, g = (np.array(BATCH_NORM["values"][name]) for name in ("x", "g"))
+    statistics = ("moving_mean", "moving_variance")
+    for name in statistics:  # an epoch ends with the ranks' mean
+        np.testing.assert_array_equal(ranks[0][name], ranks[1][name])
+    if "local" in case:
+        theirs = [reference(case, *own) for own in zip(np.split(x, 2, 1), np.split(g, 2, 1), strict=True)]
+        for name in statistics:
+            mean = (theirs[0][name] + theirs[1][name]) / 2
+            np.testing.assert_allclose(ranks[0][name], mean, rtol=LIMITS[precision])
+        for ours, own in zip(ranks, theirs, strict=True):
+            check(ours, own, precision, but=(*statistics, "evaluated"))
+        return
+    whole = {name: np.concatenate([rank[name] for rank in ranks], 1) for name in ("out", "x gradient")}
+    whole |= {name: ranks[0][name] + ranks[1][name] for name in ("gamma gradient", "beta gradient")}
+    whole |= {name: ranks[0][name] for name in statistics}
+    whole |= {"evaluated": np.concatenate([rank["evaluated"] for rank in ranks])}
+    check(whole, reference(case, x, g), precision)
+
+
+def test_frozen_statistics_stay_while_training(told):
+    assert told("frozen") == {"moving_mean": 0, "moving_variance": 0, "trainable": 1}
+
+
+@pytest.mark.parametrize("options", SGD["options"])
+def test_sgd_is_torchs(told, options):
+    weight = torch.nn.Parameter(wide(SGD["start"]))
+    optimizer = torch.optim.SGD([weight], lr=1.0, **SGD["options"][options])
+    for gradient, lr, ours in zip(SGD["gradients"], SGD["lrs"], told("sgd_steps")[options], strict=True):
+        weight.grad = wide(gradient)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        np.testing.assert_allclose(ours, weight.detach(), rtol=1e-14)
+
+
+def test_clipping_is_torchs(told):
+    for norm, ours in zip(CLIPPING["norms"], told("clipping"), strict=True):
+        weights = [torch.nn.Parameter(torch.zeros(len(gradient)).double()) for gradient in CLIPPING["gradients"]]
+        for weight, gradient in zip(weights, CLIPPING["gradients"], strict=True):
+            weight.grad = wide(gradient)
+        torch.nn.utils.clip_grad_norm_(weights, norm)
+        for clipped, weight in zip(ours, weights, strict=True):
+            np.testing.assert_allclose(clipped, weight.grad, rtol=1e-12)
+
+
+def test_the_loss_scale_is_torchs(told):
+    ours = told("scaling")
+    theirs = torch.amp.GradScaler("cpu", growth_interval=SCALING["interval"])
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    assert ours["first"] == torch.amp.GradScaler("cpu").state_dict()
+    for finite, (scale, steps) in zip(SCALING["finite"], ours["then"], strict=True):
+        theirs.scale(weight * (1.0 if finite else float("inf"))).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert (scale, steps) == (theirs.get_scale(), theirs.state_dict()["_growth_tracker"])
+    assert ours["kept"] == ours["then"][-1]
+
+
+def test_an_event_file_holds_what_was_written(world):
+    folder = world("alone-1", "tensorflow").folder
+    head, start, *_ = events(folder)
+    assert head.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (7, start.session_log.START)  # readers forget later ones
+    assert scalars(folder) == {"loss": [(7, 0.5), (8, 0.25)], "lr": [(8, 1.0)]}
+
+
+def test_a_runs_events_are_its_records(world):
+    folder = world("alone-1", "tensorflow").folder / "short"
+    written = {tag: dict(values) for tag, values in scalars(folder).items()}
+    steps = [line for line in records(folder) if line["kind"] == "step"]
+    epochs = [line for line in records(folder) if line["kind"] == "epoch"]
+    assert written["loss/step"] == pytest.approx({line["step"]: line["loss"] for line in steps}, rel=1e-6)
+    for kind in ("train", "valid"):
+        expected = {line["step"]: line[f"{kind}_loss"] for line in epochs}
+        assert written[f"loss/{kind}"] == pytest.approx(expected, rel=1e-6)

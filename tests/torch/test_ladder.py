@@ -1,0 +1,460 @@
+"""The ladder's upper rungs: PyTorch alone for the network, compiled steps, a step as one graph, data on the device, and
+the table of a step's phases."""
+
+import contextlib
+import functools
+import itertools
+import json
+import pickle
+
+import numpy as np
+import pytest
+from cifar100_files import batch, write
+from ranks import needs_horovod, needs_tensorflow, needs_torch, programs, train
+from worlds import records
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+pytestmark = needs_torch
+
+from functorch.compile import make_boxed_func  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+
+from hvdtrain import datasets, recipe  # noqa: E402
+from hvdtrain.datasets import cifar100  # noqa: E402
+from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
+from hvdtrain.topology import Topology  # noqa: E402
+from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noqa: E402
+from hvdtrain.torch.data import Loader  # noqa: E402
+from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
+from hvdtrain.torch.step import Step, mean_loss  # noqa: E402
+from hvdtrain.torch.train import is_one_graph  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("stem", ["imagenet", "cifar"])
+def test_resnet50_is_torchvisions_to_the_bit(stem):
+    torchvision = pytest.importorskip("torchvision", reason="the reference: pip install torchvision")
+    torch.manual_seed(5)
+    ours = models.resnet50(10, stem)
+    torch.manual_seed(5)
+    theirs = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
+    if stem == "cifar":
+        theirs.conv1.stride, theirs.maxpool = (1, 1), torch.nn.Identity()
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for model in (ours, theirs):
+        assert not any(block.bn3.weight.any() for layer in resnet.BLOCKS for block in getattr(model, layer))
+        for layer in resnet.BLOCKS:
+            for block in getattr(model, layer):
+                torch.nn.init.constant_(block.bn3.weight, 0.5)
+    pictures = torch.randn(2, 3, 32, 32)
+    outputs = [model(pictures) for model in (ours, theirs)]
+    assert torch.equal(*outputs)
+    for out in outputs:
+        out.square().sum().backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other) and torch.equal(mine.grad, other.grad)
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name])
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory):
+    folder = write(tmp_path_factory.mktemp("data") / cifar100.FOLDER, *(pickle.dumps(batch(n)) for n in (300, 40)))
+    return cifar100.load(folder)
+
+
+EDGES = np.array([0, 0.5, np.nextafter(np.float32(1), np.float32(0))], np.float32)
+
+
+def requests(count, seed=0):
+    """Three of them, with draws that meet every edge."""
+    random = np.random.default_rng(seed)
+    draws = random.random((600, datasets.DRAWS), dtype=np.float32)
+    draws[:81, :4] = np.stack(np.meshgrid(EDGES, EDGES, EDGES, EDGES), axis=-1).reshape(81, 4)
+    indices = random.integers(0, count, 600)
+    return [(indices[:100], draws[:100]), (indices[100:590], draws[100:590]), (indices[590:], draws[590:])]
+
+
+def test_pictures_on_the_device_have_the_readers_bytes(cifar):
+    held = resident.hold(cifar.train, CPU)
+    for split, asked in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
+        held = resident.hold(split, CPU)
+        for (x, y), request in zip(held.batches(asked), asked, strict=True):
+            expected = split.read(*request)
+            assert x.dtype == torch.uint8
+            np.testing.assert_array_equal(x.numpy(), expected[0])
+            np.testing.assert_array_equal(y.numpy(), expected[1])
+    assert list(held.batches([])) == []
+
+
+SETS = {
+    "linear": {},
+    "digits": {"channels_last": True},
+    "synthetic:tiny": {"precision": "float64"},
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
+    plain = recipe.load(name, SETS[name])
+    sizes = {"image_size": plain.image_size, "classes": plain.classes, "examples": plain.examples}
+    dataset = datasets.load(plain.dataset, **sizes)
+    for split in (dataset.train, dataset.valid):
+        asked = [(part, None) for part in np.array_split(np.random.default_rng(1).permutation(len(split)), 3)]
+        pairs = [
+            list(Loader(plain.model_copy(update={"data_on_device": held}), dataset, CPU).batches(split, asked))
+            for held in (False, True)
+        ]
+        for (x, y), (held_x, held_y) in zip(*pairs, strict=True):
+            assert torch.equal(x, held_x) and torch.equal(y, held_y)
+            assert x.dtype == held_x.dtype and x.stride() == held_x.stride()
+
+
+def test_a_split_of_files_is_refused():
+    with pytest.raises(RecipeError) as caught:
+        resident.hold(object(), CPU)
+    assert str(caught.value) == "object is read from files and cannot lie on the device; drop data_on_device."
+
+
+class Backend:
+    """torch.compile's tracing without a C++ compiler: counts graphs, and tells when a backward one runs."""
+
+    def __init__(self):
+        self.graphs, self.told = 0, []
+
+    def compile(self, graph, inputs):
+        self.graphs += 1
+        return aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)(graph, inputs)
+
+    def forward(self, graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def backward(self, graph, inputs):
+        def run(*given):
+            self.told.append("backward")
+            return graph.forward(*given)
+
+        return make_boxed_func(run)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A ResNet of a block each, and that backend."""
+    backend, compiler = Backend(), torch.compile
+    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, 1))
+    monkeypatch.setattr(torch, "compile", functools.partial(compiler, backend=backend.compile))
+    yield backend
+    torch._dynamo.reset()
+
+
+def steps(keys, record=None, in_one=True, engine=None, count=6):
+    """Losses of so many updates at a changing LR, and the weights and statistics after them."""
+    chosen = recipe.load("digits", {"seed": 3, **keys})
+    engine = engine(chosen) if engine else LocalEngine(CPU)
+    step = Step(chosen, engine, models.build(chosen, 10, engine), 0.1, in_one=in_one, record=record)
+    torch.manual_seed(0)
+    x = torch.randn(count, chosen.accumulation_steps, 6, 3, 8, 8)
+    y = torch.randint(10, x.shape[:3])
+    step.model.train()
+    losses = []
+    for k in range(count):
+        seen = step(list(zip(x[k], y[k], strict=True)), 0.001 * (k + 1))  # a high LR makes rounding large
+        assert [labels.tolist() for _, _, labels in seen] == y[k].tolist()
+        losses += [loss.item() for loss, _, _ in seen]
+    step.model.eval()
+    with torch.no_grad():
+        losses.append(mean_loss(step.network(x[0, 0]), y[0, 0]).item())
+    engine.close()
+    return losses, step.model.state_dict()
+
+
+def ddp(chosen):
+    """DistributedDataParallel, of one rank."""
+    from hvdtrain.torch.engines.ddp import DdpEngine
+
+    return DdpEngine(chosen, Topology.alone("here"), CPU)
+
+
+# How many graphs: one without breaks, and none for evaluation; DDP's buckets cut some of the parts in two.
+COMPILED = {
+    "whole": ({"label_smoothing": 0.1}, {"in_one": True}, [1]),
+    "in parts": ({}, {"in_one": False}, [4]),
+    "under DDP": ({}, {"in_one": False, "engine": ddp}, range(4, 9)),
+    "under DDP, accumulating": ({"accumulation_steps": 2}, {"in_one": False, "engine": ddp}, range(4, 9)),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_network_learns_the_same(small, case):
+    keys, how, graphs = COMPILED[case]
+    keys = {"fused_optimizer": True, "channels_last": True, **keys}
+    losses, state = steps(keys)
+    assert small.graphs == 0
+    compiled_losses, compiled_state = steps({**keys, "compile": True}, **how)
+    assert small.graphs in graphs
+    np.testing.assert_allclose(compiled_losses, losses, rtol=1e-5)
+    for name, tensor in state.items():
+        torch.testing.assert_close(compiled_state[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+IN_TURN = ["fc", "backward", "layer4", "backward", "layer3", "backward", "layer2", "backward", "layer1", "stem"]
+
+
+@pytest.mark.parametrize(("in_parts", "order"), [(True, IN_TURN), (False, ["backward", "all"])], ids=["parts", "whole"])
+def test_gradients_of_a_network_compiled_in_parts_leave_while_backward_runs(small, in_parts, order):
+    model = models.resnet50(10, "cifar").train()
+    compiling.compile_training(model, in_parts)
+    names = {"conv1": "stem", "bn1": "stem"}
+    for name, parameter in model.named_parameters():
+        layer = name.partition(".")[0]
+        told = names.get(layer, layer) if in_parts else "all"
+        parameter.register_post_accumulate_grad_hook(lambda _, told=told: small.told.append(told))
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    assert [told for told, _ in itertools.groupby(small.told)] == order
+
+
+class Tape:
+    """Stands in for a CUDA graph: what is recorded runs when it is replayed, into the same list."""
+
+    def __init__(self):
+        self.recorded = self.replayed = 0
+
+    def __call__(self, work):
+        self.recorded += 1
+        results = []
+
+        def replay():
+            self.replayed += 1
+            results[:] = work()
+
+        return replay, results
+
+
+GRAPHS = {
+    "one part": {},
+    "parts": {"accumulation_steps": 2},
+    "clipped bfloat16": {"clip_norm": 1.0, "precision": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("keys", GRAPHS.values(), ids=GRAPHS)
+def test_a_recorded_step_learns_the_same(monkeypatch, keys):
+    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, 1))
+    keys = {"fused_optimizer": True, **keys}
+    tape = Tape()
+    losses, state = steps(keys)
+    recorded_losses, recorded_state = steps(keys, record=tape)
+    assert (tape.recorded, tape.replayed) == (1, 6 - compiling.WARM_STEPS)
+    # The graph's LR is a float32.
+    np.testing.assert_allclose(recorded_losses, losses, rtol=1e-5)
+    for name, tensor in state.items():
+        torch.testing.assert_close(recorded_state[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+class Stream:
+    """A CUDA stream that tells what it waits for."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream(monkeypatch):
+    log = []
+
+    @contextlib.contextmanager
+    def block(what):
+        log.append(f"on {what.name}" if isinstance(what, Stream) else f"into {what}")
+        yield
+        log.append("end")
+
+    class Graph(str):
+        def replay(self):
+            log.append(f"replay {self}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("another", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the default", log))
+    monkeypatch.setattr(torch.cuda, "stream", block)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph("graph"))
+    monkeypatch.setattr(torch.cuda, "graph", block)
+    captured = compiling.Captured(lambda parts: log.append("update") or parts, torch.device("cuda"))
+    results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
+    warm = ["another waits for the default", "on another", "update", "end", "the default waits for another"]
+    assert log == [*warm * compiling.WARM_STEPS, "into graph", "update", "end", "replay graph", "replay graph"]
+    assert results == [0, 1, 2, 3, 4]
+
+
+@needs_horovod
+@pytest.mark.timeout(900)
+def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, train_here):
+    """With PyTorch's own compiler: alone, and under two ranks of Horovod and of DDP."""
+    argv = ["linear", "--epochs", "2", "--fused-optimizer"]
+    train_here("torch", *argv, "--output", tmp_path / "plain").good()
+    train_here("torch", *argv, "--compile", "--output", tmp_path / "alone").good()
+    for engine in ("horovod", "ddp"):
+        train("torch", "mpi", 2, *argv, "--compile", "--engine", engine, "--output", tmp_path / engine).good()
+    plain, *compiled = (
+        [line["loss"] for line in records(tmp_path / name) if line["kind"] == "step"]
+        for name in ("plain", "alone", "horovod", "ddp")
+    )
+    assert len(plain) == 2
+    for losses in compiled:
+        np.testing.assert_allclose(losses, plain, rtol=1e-6)
+
+
+COMPILERS = {
+    "no Triton": ("cuda", {}, False, "compile needs Triton for a GPU; pip install triton, or drop compile."),
+    "no C compiler": (
+        "cuda",
+        {"CC": "nocc"},
+        True,
+        "compile needs a compiler, and nocc is not in PATH; apt-get install g++, or set CC, or drop compile.",
+    ),
+    "no C++ compiler": (
+        "cpu",
+        {"CXX": None, "PATH": ""},
+        False,
+        "compile needs a compiler, and g++ is not in PATH; apt-get install g++, or set CXX, or drop compile.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COMPILERS)
+def test_a_missing_compiler_is_told(monkeypatch, case):
+    device, environ, has_triton, message = COMPILERS[case]
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: has_triton or None)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(EngineUnavailable) as caught:
+        compiling.check_compiler(torch.device(device))
+    assert str(caught.value) == message
+
+
+def smoothed(logits, label, smoothing):
+    """By hand: the cross-entropy to 1 - s + s / K of the label and s / K of the others."""
+    logits = np.asarray(logits)
+    logs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    target = np.full(logits.shape, smoothing / logits.shape[1])
+    target[np.arange(len(logits)), label] += 1 - smoothing
+    return -(target * logs).sum(1).mean()
+
+
+LOGITS, LABELS = [[2.0, -1.0, 0.5], [0.0, 0.25, -3.0]], [1, 0]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_torchs_smoothed_loss(smoothing):
+    loss = mean_loss(torch.tensor(LOGITS, dtype=torch.float64), torch.tensor(LABELS), smoothing)
+    assert loss.item() == pytest.approx(smoothed(LOGITS, LABELS, smoothing), rel=1e-12)
+
+
+@needs_tensorflow
+def test_tensorflows_smoothed_loss(tmp_path):
+    given = {"smoothed": {"logits": LOGITS, "labels": LABELS, "smoothings": [0.0, 0.1, 0.9]}}
+    told = programs("tensorflow", "alone", 1, tmp_path, given)["smoothed"][0]
+    assert told == pytest.approx([smoothed(LOGITS, LABELS, s) for s in (0.0, 0.1, 0.9)], rel=1e-12)
+
+
+def test_smoothing_is_for_training_alone(tmp_path, train_here):
+    argv = ["digits", "--max-steps", "1", "--epochs", "1", "--warmup-epochs", "0", "--base-lr", "1e-9"]
+    losses = {}
+    for smoothing in ("0", "0.5"):
+        train_here("torch", *argv, "--label-smoothing", smoothing, "--output", tmp_path / smoothing).good()
+        (line,) = (line for line in records(tmp_path / smoothing) if line["kind"] == "epoch")
+        losses[smoothing] = line["train_loss"], line["valid_loss"]
+    assert losses["0"][0] != pytest.approx(losses["0.5"][0], rel=1e-3)
+    assert losses["0"][1] == pytest.approx(losses["0.5"][1], rel=1e-6)
+
+
+def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
+    ended = train_here("torch", "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
+    facts = json.loads((tmp_path / "phases.json").read_text())
+    assert (facts["steps"], facts["clock"]) == (10, "the host's clock")
+    assert list(facts["phases_ms"]) == [*profiling.PHASES, "rest"]
+    assert sum(facts["phases_ms"].values()) == pytest.approx(facts["step_ms"])
+    assert all(value > 0 for value in facts["phases_ms"].values())
+    lines = [line.removeprefix("INFO - ") for line in ended.out.splitlines()]
+    expected = profiling.table(facts["phases_ms"], facts["step_ms"], "mean of 10 steps, by the host's clock")
+    assert lines[lines.index(expected[0]) :][: len(expected)] == expected
+    traced = {event.get("name") for event in json.loads((tmp_path / "profile.json").read_text())["traceEvents"]}
+    assert set(profiling.PHASES) <= traced
+
+
+@needs_horovod
+def test_a_profile_under_horovod_has_its_timeline(tmp_path):
+    ended = train("torch", "gloo", 2, "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
+    assert ended.out.count("phase            ms      %  (mean of 10 steps, by the host's clock)") == 1
+    assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
+    assert "traceEvents" in json.loads((tmp_path / "profile.json").read_text())
+
+
+def test_a_run_too_short_for_a_profile_says_so(tmp_path, train_here):
+    ended = train_here("torch", "linear", "--max-steps", "24", "--profile", "--output", tmp_path).good()
+    assert "INFO - the run's 24 steps are too few for a profile: table and trace need 25 steps" in ended.out
+
+
+class Event:
+    """A CUDA event at the time of a clock that the GPU alone moves on."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_on_a_gpu_events_are_the_clock(monkeypatch, tmp_path):
+    ranges, waits = [], []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    profiler = profiling.Profiler(tmp_path, torch.device("cuda"))
+    told = []
+    for step in range(profiling.WARM_STEPS + profiling.TIMED_STEPS + 1):
+        for place, name in enumerate(profiling.PHASES):
+            with profiler.phase(name):
+                Event.now += place + 1 if step >= profiling.WARM_STEPS else 1000
+        Event.now += 5
+        told.append(profiler.step())
+    assert told.pop() == [] and not any(told[:-1])
+    assert told[-1][0] == "phase            ms      %  (mean of 10 steps, by CUDA events)"
+    facts = json.loads((tmp_path / "phases.json").read_text())
+    expected = {"data": 1.0, "forward": 2.0, "backward": 3.0, "allreduce": 4.0, "update": 5.0, "rest": 5.0}
+    assert facts == {"steps": 10, "clock": "CUDA events", "step_ms": 20.0, "phases_ms": expected}
+    assert waits == [1]
+    assert ranges[:4] == ["data", "end", "forward", "end"]
+
+
+GRAPH = {
+    "one GPU": ({}, "local", "cuda", True),
+    "one CPU": ({}, "local", "cpu", False),
+    "ranks": ({}, "ddp", "cuda", False),
+    "plain": ({"compile": False}, "local", "cuda", False),
+    "with a loss scale": ({"precision": "float16"}, "local", "cuda", False),
+    "profiled": ({"profile": True}, "local", "cuda", False),
+}
+
+
+@pytest.mark.parametrize("case", GRAPH)
+def test_when_an_update_is_one_graph(case):
+    keys, engine, device, expected = GRAPH[case]
+    chosen = recipe.load("cifar100:fast", keys)
+    assert is_one_graph(chosen, engine, torch.device(device)) == expected
+
+
+def test_the_table_of_phases():
+    assert profiling.table({"data": 0.5, "rest": 9.5}, 10.0, "by hand") == [
+        "phase            ms      %  (by hand)",
+        "data           0.50    5.0",
+        "rest           9.50   95.0",
+        "step          10.00  100.0",
+    ]
