@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.datasets import Dataset, Split
+from hvdtrain.datasets.base import Arrays
 from hvdtrain.progress import Request
 from hvdtrain.recipe import Recipe
 
@@ -19,15 +20,22 @@ class Loader:
     """Reads requests of a split into pairs (x, y) on the device, as the data set has them."""
 
     def __init__(self, recipe: Recipe, dataset: Dataset, device: str) -> None:
+        self._in_loop = not recipe.workers
         self._readers, self._device = max(1, recipe.workers), device
         self._types = (tf.float32, tf.float32) if dataset.classes is None else (tf.uint8, tf.int64)
         self._pipelines: dict[int, _Pipeline] = {}
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
         """One pair a request, in order. An error of the reader is raised here."""
+        if self._in_loop and requests and isinstance(split, Arrays) and split.is_small(len(requests[0][0])):
+            return (self._on_device(*split.read(*request)) for request in requests)
         if id(split) not in self._pipelines:
             self._pipelines[id(split)] = _Pipeline(split, self._types, self._readers, self._device)
         return self._pipelines[id(split)].batches(requests)
+
+    def _on_device(self, x: np.ndarray, y: np.ndarray) -> Pair:
+        with tf.device(self._device):
+            return tf.constant(x), tf.constant(y)
 
 
 class _Pipeline:

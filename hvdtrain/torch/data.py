@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.datasets import Dataset, Split
+from hvdtrain.datasets.base import Arrays
 from hvdtrain.torch.resident import Held, Pair, hold
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ class Loader:
             if id(split) not in self._held:
                 self._held[id(split)] = hold(split, self.device)
             return (self._normalised(x, y) for x, y in self._held[id(split)].batches(requests))
-        read = self._in_processes if self.recipe.workers else _in_thread
-        return self._on_device(_raising(read(split, requests)))
+        if self.recipe.workers:
+            return self._on_device(_raising(self._in_processes(split, requests)))
+        if requests and isinstance(split, Arrays) and split.is_small(len(requests[0][0])):
+            return self._on_device(_raising(_read(split, request) for request in requests))
+        return self._on_device(_raising(_in_thread(split, requests)))
 
     def _in_processes(self, split: Split, requests: list["Request"]) -> Iterator[Pair | Exception]:
         """Reads in processes that are started once for each split and wait between epochs."""

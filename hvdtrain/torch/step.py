@@ -1,5 +1,6 @@
 """One update of the weights, plain, compiled or as one CUDA graph. Needs PyTorch and NumPy, and no more."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,7 @@ class Step:
 
 def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.SGD:
     """The recipe's optimizer of all parameters."""
-    return torch.optim.SGD(
+    return (torch.optim.SGD if recipe.compile else SGD)(
         model.parameters(),
         lr=lr,
         momentum=recipe.momentum,
@@ -129,3 +130,23 @@ def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.opt
         weight_decay=recipe.weight_decay,
         fused=fused or None,
     )
+
+
+class SGD(torch.optim.SGD):
+    """PyTorch's own, without what it tells PyTorch's compiler: to import that takes each rank more than a second.
+
+    Where a release of PyTorch marks its methods in another way, the compiler is imported after all.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+            if method := getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None):
+                vars(method).setdefault("__dynamo_disable", method)
+        super().__init__(*args, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return _STEP(self, closure)
+
+
+_STEP = inspect.unwrap(torch.optim.SGD.step)

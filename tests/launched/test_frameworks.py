@@ -1,10 +1,10 @@
 """PyTorch and TensorFlow from one converted checkpoint: the same training; and what NumPy makes of the line."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
+import warm
 from paths import SUPPORT
 from ranks import needs_horovod, needs_tensorflow, needs_torch, run
 
@@ -39,7 +39,7 @@ def start(framework, ranks, folder, given):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given))
     launcher = "alone" if ranks == 1 else "mpi"
-    run(launcher, ranks, [sys.executable, str(PROGRAMS), framework, str(folder)]).good()
+    run(launcher, ranks, warm.command(framework, PROGRAMS, framework, folder)).good()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 

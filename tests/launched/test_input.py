@@ -7,7 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import FRAMEWORKS, NEEDS, TITLES, clean_environ, command, needs_horovod, needs_torch, run, started, train
+from ranks import (
+    FRAMEWORKS,
+    NEEDS,
+    TITLES,
+    clean_environ,
+    cold_command,
+    command,
+    needs_horovod,
+    needs_torch,
+    run,
+    started,
+    train,
+)
 
 pytestmark = pytest.mark.launched
 
@@ -207,6 +219,6 @@ def test_a_loss_that_is_no_number(framework, train_here, tmp_path):
 
 @on_both
 def test_a_good_run_says_nothing_on_stderr(framework, tmp_path):
-    ended = train(framework, "alone", 1, "linear", "--epochs", "1", "--output", tmp_path).good()
+    ended = run("alone", 1, cold_command(framework, "linear", "--epochs", "1", "--output", tmp_path)).good()
     assert ended.err == ""
     assert "finished at step 10" in ended.out

@@ -3,12 +3,12 @@
 import json
 import pickle
 import re
-import sys
 import tarfile
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
+import warm
 from paths import DATA, SUPPORT
 from PIL import Image
 from ranks import lacking, run
@@ -141,7 +141,7 @@ def imagenette(tmp_path_factory):
 
 def course(launcher, ranks, *argv):
     """The figures that the script prints."""
-    ended = run(launcher, ranks, [sys.executable, SCRIPT, *map(str, argv)], limit=300).good()
+    ended = run(launcher, ranks, warm.command("lightning", SCRIPT, *argv), limit=300).good()
     (line,) = [line[line.index("{") :] for line in ended.out.splitlines() if '"accuracy"' in line]
     return json.loads(line)
 

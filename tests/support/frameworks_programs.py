@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import small
 
 from hvdtrain import run as runs
 from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
 
 FRAMEWORK = sys.argv[1]
+small.shrink(FRAMEWORK)
 
 
 def prepared(argv: list[str]) -> Any:

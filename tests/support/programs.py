@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import small
 
 from hvdtrain import launch
 from hvdtrain import run as runs
@@ -26,6 +27,7 @@ from hvdtrain.topology import discover
 
 FRAMEWORK = sys.argv[1]
 framework: Any = importlib.import_module(f"{FRAMEWORK}_programs")
+small.shrink(FRAMEWORK)
 told: dict[str, Any] = {}
 
 

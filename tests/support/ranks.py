@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
+from warm import TAG
 
 from hvdtrain import errors
 
 PROGRAMS = Path(__file__).with_name("programs.py")
-TAG = "HVDTRAIN_TEST_TAG"
+SMALL = Path(__file__).with_name("small.py")
 LIMIT = 800
 FOREIGN = ("HOROVOD_", "OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_", "OMP_", "UCX_")
 LAUNCHERS = {
@@ -170,12 +172,18 @@ def run(
 
 
 def command(framework: str, *argv: object) -> list[str]:
-    """`python -m hvdtrain.FRAMEWORK ARGV`."""
+    """`python -m hvdtrain.FRAMEWORK ARGV`, forked from a process in which the framework is loaded, and with a small network
+    for ResNet50."""
+    return warm.command(framework, SMALL, f"hvdtrain.{framework}", *argv)
+
+
+def cold_command(framework: str, *argv: object) -> list[str]:
+    """`python -m hvdtrain.FRAMEWORK ARGV`, as a user starts it."""
     return [sys.executable, "-m", f"hvdtrain.{framework}", *map(str, argv)]
 
 
 def train(framework: str, launcher: str, ranks: int, *argv: object, **more: Any) -> Ended:
-    """The same under that launcher."""
+    """The first of the two under that launcher."""
     return run(launcher, ranks, command(framework, *argv), **more)
 
 
@@ -209,7 +217,7 @@ def programs(
     """By program of `programs.py` or the framework's own, what each rank returned for the given values, by rank."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given, default=str))
-    run(launcher, ranks, [sys.executable, str(PROGRAMS), framework, str(folder)], **more).good()
+    run(launcher, ranks, warm.command(framework, PROGRAMS, framework, folder), **more).good()
     told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     return {name: [rank[name] for rank in told] for name in given}
 
@@ -241,17 +249,15 @@ def clean_environ() -> dict[str, str]:
 
 
 def tagged(tag: str) -> list[int]:
-    """The live processes whose environment holds the tag."""
-    return [
-        int(path.name)
-        for path in Path("/proc").iterdir()
-        if path.name.isdigit() and f"{TAG}={tag}" in _words(int(path.name), "environ")
-    ]
+    """The live processes whose environment holds the tag, or which are forked and have it for a name."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    names = {tag[: warm.NAME_LENGTH]}
+    return [pid for pid in pids if f"{TAG}={tag}" in _words(pid, "environ") or names & {*_words(pid, "comm")}]
 
 
 def _words(pid: int, file: str) -> list[str]:
     try:  # a zombie's are empty
-        return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").rstrip("\0\n").split("\0")
     except OSError:
         return []
 

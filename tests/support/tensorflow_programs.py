@@ -211,9 +211,13 @@ def fingerprints() -> dict[str, dict[str, Any]]:
     return told
 
 
+WHOLE = models.STAGES
+
+
 def networks(classes: list[int]) -> dict[str, Any]:
     """Trainable parameters for each number of classes; of the last one each weight's shape, standard deviation and
     largest value; and the sides of the maps that the stems leave and that the network ends with."""
+    models.STAGES = WHOLE
     told: dict[str, Any] = {"trainable": [], "maps": []}
     for number in classes:
         model = models.resnet50(number, "imagenet")
@@ -232,6 +236,7 @@ def networks(classes: list[int]) -> dict[str, Any]:
 
 def seeds() -> list[bool]:
     """Whether two models of one seed start the same, and two of different seeds."""
+    models.STAGES = WHOLE
     first = []
     for seed in (1, 1, 2):
         tf.random.set_seed(len(first))

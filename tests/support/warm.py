@@ -17,18 +17,20 @@ Any = object  # typing takes longer to load than the small process runs
 # What each kind loads, beside the framework: all that a training of that kind imports.
 KINDS = {
     "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.train"],
-    "tensorflow": ["horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.train"],
+    "tensorflow": ["hvdtrain.tensorflow", "horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.train"],
     "lightning": ["hvdtrain.lightning.train"],
 }
 KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]
 SIZE = 4  # bytes of a number on the socket
 TAG = "HVDTRAIN_TEST_TAG"
+NAME_LENGTH = 15  # of what a process may be called
 PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose environment no other can read
 
 
 def command(kind: str, *words: object) -> list[str]:
     """`python WORDS`, forked from the server of that kind, which is started the first time."""
     import atexit
+    import shutil
     import subprocess
     import tempfile
     from pathlib import Path
@@ -37,20 +39,21 @@ def command(kind: str, *words: object) -> list[str]:
 
     if kind not in _servers:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
-        process = subprocess.Popen(
-            [sys.executable, __file__, kind, str(folder / "socket")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=clean_environ(),
-        )
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, __file__, kind, str(folder / "socket")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=clean_environ(),
+            )
         assert process.stdin and process.stdout
         if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the warm {kind} did not start: exit code {process.wait()}")
+            raise RuntimeError(f"the warm {kind} did not start: {(folder / 'log').read_text()[-3000:]}")
 
         def end() -> None:
             process.communicate()  # the server ends with its stdin
-            (folder / "socket").unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
 
         atexit.register(end)
         _servers[kind] = str(folder / "socket")
@@ -110,7 +113,7 @@ class Server:
     def close(self) -> None:
         for process in self.peers:
             posix.kill(process, 9)
-        sys.exit()
+        posix._exit(0)  # taking the interpreter apart would take seconds
 
     def accept(self) -> list[str] | None:
         import functools

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from paths import REPOSITORY, SUPPORT
 from ranks import run
 
@@ -106,7 +107,7 @@ def world(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         given = json.loads(json.dumps(STARTS[name]).replace("FOLDER", str(folder)))
         (folder / "given.json").write_text(json.dumps(given))
-        ended = run(launcher, int(size), [sys.executable, str(PROGRAMS), str(folder)]).good()
+        ended = run(launcher, int(size), warm.command("tensorflow", PROGRAMS, folder)).good()
         told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(int(size))]
         return World(folder, {program: [rank[program] for rank in told] for program in given}, ended.out)
 
@@ -371,7 +372,7 @@ OUTCOMES = ["assert model.history.history['accuracy'][-1] > 0.95", "assert loss 
 def test_the_readmes_examples_train_one_model(number, tmp_path):
     program = tmp_path / "mine.py"
     program.write_text(examples()[number] + CHECK + OUTCOMES[number] + "\n")
-    run("mpi", 2, [sys.executable, str(program)], cwd=tmp_path).good()
+    run("mpi", 2, warm.command("tensorflow", program), cwd=tmp_path).good()
 
 
 def test_the_readmes_examples_use_every_name():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import DeviceError
+from hvdtrain.torch import resnet
 from hvdtrain.torch.engines.local import LocalEngine
 
 
@@ -68,5 +69,5 @@ def _layers(model: Any) -> list[nn.Module]:
     if isinstance(model, nn.Linear):
         return [model]
     stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
-    blocks = [block for group in (model.layer1, model.layer2, model.layer3, model.layer4) for block in group]
+    blocks = [block for name in resnet.BLOCKS for block in getattr(model, name)]
     return [stem, *blocks, nn.Sequential(model.avgpool, nn.Flatten(1), model.fc)]
