@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paths import DATA
-from ranks import FRAMEWORKS, programs, train
+from ranks import FRAMEWORKS, cold_command, programs, run, train
 from worlds import records
 
 from hvdtrain import datasets
@@ -98,7 +98,8 @@ QUICK = {"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAM
 def test_horovod_gets_its_settings_and_writes_its_traces(framework, tmp_path):
     log = tmp_path / "autotune.csv"
     environ = {**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)}
-    train(framework, "gloo", 2, "linear", *SETTINGS, "--output", tmp_path, **environ).good()
+    # Horovod reads QUICK when it is loaded.
+    run("gloo", 2, cold_command(framework, "linear", *SETTINGS, "--output", tmp_path), **environ).good()
     (profile,) = tmp_path.glob(PROFILES[framework][0])
     assert PROFILES[framework][1] in profile.read_bytes()
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()

@@ -172,8 +172,8 @@ def run(
 
 
 def command(framework: str, *argv: object) -> list[str]:
-    """`python -m hvdtrain.FRAMEWORK ARGV`, forked from a process in which the framework is loaded, and with a small network
-    for ResNet50."""
+    """`python -m hvdtrain.FRAMEWORK ARGV`, with a small network for ResNet50, in a process forked from one in which the
+    framework is loaded."""
     return warm.command(framework, SMALL, f"hvdtrain.{framework}", *argv)
 
 
