@@ -16,7 +16,7 @@ def shrink(framework: str) -> None:
     """Networks that are built from now on are small."""
     if WHOLE in os.environ:
         return
-    if framework == "tensorflow":
+    if framework.startswith("tensorflow"):
         from hvdtrain.tensorflow import models
 
         models.STAGES = SMALL_STAGES

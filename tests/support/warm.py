@@ -21,6 +21,7 @@ KINDS = {
     "lightning": ["hvdtrain.lightning.train"],
 }
 KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]
+KINDS["tensorflow_distribute"] = KINDS["tensorflow"]
 SIZE = 4  # bytes of a number on the socket
 TAG = "HVDTRAIN_TEST_TAG"
 NAME_LENGTH = 15  # of what a process may be called
