@@ -181,7 +181,7 @@ _TORCH_QUERIED_ONCE = (
         + _query(_query_extension("library_dirs"), "Pytorch_LIBRARY_DIRS")
         + _query(_query_extension("libraries"), "_Pytorch_LIBRARIES"),
         _query(
-            _query_extension("include_dirs")
+            _query_extension("include_dirs").replace("e.include_dirs", "map(os.path.realpath, e.include_dirs)")
             + "; print(';'.join(e.library_dirs), ';'.join(e.libraries), "
             "sys.modules['torch'].compiled_with_cxx11_abi(), sep=chr(10), file=sys.__stdout__)",
             "Pytorch_OUTPUT",
@@ -193,7 +193,7 @@ string(REPLACE "|" ";" Pytorch_INCLUDE_DIRS "${Pytorch_INCLUDE_DIRS}")
 string(REPLACE "|" ";" Pytorch_LIBRARY_DIRS "${Pytorch_LIBRARY_DIRS}")
 string(REPLACE "|" ";" _Pytorch_LIBRARIES "${_Pytorch_LIBRARIES}")
 """,
-        "as above",
+        "as above; and a torch that is a link into another environment is the same text to ccache",
     ),
     Edit(
         "torch's string ABI in the same import",
