@@ -168,13 +168,6 @@ def _query_extension(attribute: str) -> str:
 
 _TORCH_QUERIED_ONCE = (
     Edit(
-        "torch's version from its metadata",
-        _FIND_TORCH,
-        "import torch; print(torch.__version__)",
-        "from importlib.metadata import version; print(version('torch'))",
-        "CMake imports torch eight times for eight questions: seconds each, and nothing compiles meanwhile",
-    ),
-    Edit(
         "torch's folders in one import",
         _FIND_TORCH,
         _query(_query_extension("include_dirs"), "Pytorch_INCLUDE_DIRS")
@@ -193,7 +186,8 @@ string(REPLACE "|" ";" Pytorch_INCLUDE_DIRS "${Pytorch_INCLUDE_DIRS}")
 string(REPLACE "|" ";" Pytorch_LIBRARY_DIRS "${Pytorch_LIBRARY_DIRS}")
 string(REPLACE "|" ";" _Pytorch_LIBRARIES "${_Pytorch_LIBRARIES}")
 """,
-        "as above; and a torch that is a link into another environment is the same text to ccache",
+        "CMake imports torch for each of seven questions: seconds each, and nothing compiles meanwhile; and a torch "
+        "that is a link into another environment is the same text to ccache",
     ),
     Edit(
         "torch's string ABI in the same import",
