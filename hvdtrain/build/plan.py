@@ -200,6 +200,7 @@ def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> d
         **{f"HOROVOD_{'WITH' if name in frameworks else 'WITHOUT'}_{word}": "1" for name, word in switch.items()},
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_BUILD_ARCH_FLAGS": here.arch_flags,
+        "CCACHE_BASEDIR": "{work}",  # whose name is another one each time
     }
 
 

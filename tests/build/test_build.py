@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -126,9 +127,9 @@ def test_the_key_changes_with_an_edit(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "changes", "has", "has_not"),
     [
-        (Options(), {}, {"C++20", "torch for the CPU"}, {"C++17", "TensorFlow without XLA operations"}),
+        (Options(), {}, {"C++20", "torch for the CPU"}, {"one Gloo", "TensorFlow without XLA operations"}),
         (Options(), {"frameworks": (("torch", "2.13.0+cpu"),)}, {"C++17"}, {"C++20"}),
-        (Options(), {"frameworks": BOTH}, {"C++20", "TensorFlow without XLA operations"}, {"C++17"}),
+        (Options(), {"frameworks": BOTH}, {"C++20", "one Gloo", "TensorFlow without XLA operations"}, set()),
         (
             Options(),
             {"frameworks": (("tensorflow", "2.18.0"),)},
@@ -143,7 +144,7 @@ def test_edits_are_chosen_by_what_is_built(options, changes, has, has_not):
     names = {edit.name for edit in planned(options, **changes).edits}
     assert has <= names
     assert not has_not & names
-    assert {"MPICH is recognised", "worker addresses are plain data"} <= names
+    assert {"C++17", "the core is compiled once", "MPICH is recognised", "worker addresses are plain data"} <= names
 
 
 @pytest.mark.parametrize(
@@ -260,6 +261,15 @@ def test_an_edit_that_does_not_match_stops_the_build_with_its_name(tmp_path, fil
     assert (tmp_path / "a.txt").read_text() == "one two one\n"
 
 
+def extracted_sdist(folder):
+    sdist = build.wheel_dir(None, os.environ) / SDIST
+    if not sdist.is_file():
+        pytest.skip(f"no {sdist}: python -m hvdtrain build")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder)
+    return folder / SDIST.removesuffix(".tar.gz")
+
+
 @pytest.mark.parametrize(
     ("options", "frameworks"),
     [
@@ -271,16 +281,30 @@ def test_an_edit_that_does_not_match_stops_the_build_with_its_name(tmp_path, fil
     ids=["torch", "both", "TensorFlow", "NCCL"],
 )
 def test_every_edit_matches_the_published_source(tmp_path, options, frameworks):
-    sdist = build.wheel_dir(None, os.environ) / SDIST
-    if not sdist.is_file():
-        pytest.skip(f"no {sdist}: python -m hvdtrain build")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path)
-    root = tmp_path / SDIST.removesuffix(".tar.gz")
+    root = extracted_sdist(tmp_path)
     it = planned(options, frameworks=frameworks)
     apply(root, it.edits)
     for file in {edit.file for edit in it.edits if edit.file.endswith(".py")}:
         compile((root / file).read_text(), file, "exec")
+
+
+def test_the_core_is_compiled_once(tmp_path):
+    """CMake compiles what add_library lists: the sources in the core, and in no framework's extension."""
+    root = extracted_sdist(tmp_path)
+    apply(root, planned(frameworks=BOTH).edits)
+    compiled = {
+        folder: "".join(line for line in (root / folder / "CMakeLists.txt").open() if "add_library(" in line)
+        for folder in ("", "horovod/torch", "horovod/tensorflow")
+    }
+    assert compiled[""].split() == ["add_library(horovod_core_${CXX11}", "OBJECT", "${SOURCES})"]
+    assert " SHARED $<TARGET_OBJECTS:horovod_core_${Pytorch_CXX11}> ${PYTORCH_SOURCES})" in compiled["horovod/torch"]
+    assert " SHARED $<TARGET_OBJECTS:horovod_core_${Tensorflow_CXX11}> ${TF_SOURCES})" in compiled["horovod/tensorflow"]
+
+
+def test_the_core_includes_no_framework(tmp_path):
+    common = extracted_sdist(tmp_path) / "horovod" / "common"
+    for file in (*common.rglob("*.cc"), *common.rglob("*.h")):
+        assert not re.search(r"(PYTORCH|TENSORFLOW)_VERSION|#include.*(torch|tensorflow|c10|ATen)/", file.read_text())
 
 
 @pytest.mark.parametrize(
