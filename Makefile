@@ -6,7 +6,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs test cluster-test check horovod clean
+.PHONY: train labs test test-all cluster-test check horovod clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -15,12 +15,15 @@ train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 labs: horovod .venv/labs  ## the notebooks, in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test: horovod  ## every test
-	$(BIN)/python -m pytest
+test: horovod  ## what matters, on real ranks in both frameworks: ten minutes on two cores
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not cluster and not slow'
+
+test-all: horovod  ## every test that needs no cluster
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not cluster'
 
 cluster-test: horovod .venv-mpich/built .venv-gloo/built  ## on a SLURM of four nodes, brought up here; needs root
 	$(BIN)/python slurm/minicluster install
-	$(BIN)/python -m pytest --cluster -m cluster
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m cluster
 
 check: .venv/installed  ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -32,7 +35,7 @@ horovod: .venv/installed
 
 # The same packages with another Horovod: one over MPICH, one without MPI.
 .venv-mpich/built .venv-gloo/built: .venv/installed
-	$(BIN)/python tests/environment_beside.py .venv $(@D)
+	$(BIN)/python tests/support/environment_beside.py .venv $(@D)
 	$(@D)/bin/python -m hvdtrain build --frameworks torch --mpi $(if $(findstring mpich,$@),pip-mpich,none)
 	touch $@
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = ["core_fixtures"]
+pytest_plugins = ["core_fixtures", "flaky"]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,70 @@
+"""`.ci/run`: what fails is run once more, and only what fails twice, or too often, is a failure."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from paths import REPOSITORY, SUPPORT
+
+MAKEFILE = f"""
+check:
+\t@echo checked
+cluster-test test-all:
+\t{sys.executable} -m pytest -q -p flaky -m $@ $(PYTEST_FLAGS)
+"""
+TESTS = """
+import pathlib, pytest
+
+@pytest.mark.parametrize("number", range({flaky}))
+@getattr(pytest.mark, "test-all")
+def test_flaky(number):
+    seen = pathlib.Path(f"seen-{{number}}")
+    passes = seen.exists()
+    seen.touch()
+    assert passes
+
+@getattr(pytest.mark, "cluster-test")
+def test_of_a_cluster():
+    assert {right}
+
+@getattr(pytest.mark, "test-all")
+def test_right():
+    pass
+"""
+RUNS = {  # flaky tests, whether the others pass: exit code, FLAKY lines, pytest's last words
+    "all pass": (0, True, 0, 0, "1 passed, 1 deselected"),
+    "three are flaky": (3, True, 0, 3, "3 passed"),
+    "four are flaky": (4, True, 1, 4, "4 passed"),
+    "one fails twice": (1, False, 1, 1, "1 failed, 1 passed"),
+}
+
+
+@pytest.mark.parametrize(("flaky", "right", "code", "named", "last"), RUNS.values(), ids=RUNS)
+def test_what_fails_is_run_once_more(tmp_path, flaky, right, code, named, last):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    (tmp_path / "test_it.py").write_text(TESTS.format(flaky=flaky, right=right))
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p flaky\nmarkers =\n    cluster-test\n    test-all\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    (tmp_path / "ccache").write_text("#!/bin/sh\n")
+    (tmp_path / "ccache").chmod(0o755)
+    environ = {**os.environ, "PYTHONPATH": str(SUPPORT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", ".ci/run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stdout.count("FLAKY test_it.py::test_flaky") == named
+    assert done.stdout.splitlines()[-1].strip("= ").startswith(last), done.stdout
+
+
+def test_what_is_no_failed_test_ends_it(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "Makefile").write_text("check:\ncluster-test:\n\texit 2\ntest-all:\n\techo 1 passed\n")
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "1 passed" not in done.stdout
