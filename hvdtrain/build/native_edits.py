@@ -88,7 +88,7 @@ foreach(CXX11 IN ITEMS TRUE FALSE)
     if("${CXX11}" STREQUAL "${Pytorch_CXX11}" OR "${CXX11}" STREQUAL "${Tensorflow_CXX11}")
         add_library(horovod_core_${CXX11} OBJECT ${SOURCES})
         set_target_properties(horovod_core_${CXX11} PROPERTIES POSITION_INDEPENDENT_CODE ON
-                              UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+                              UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8 UNITY_BUILD_RELOCATABLE ON)
         target_include_directories(horovod_core_${CXX11} PRIVATE ${EIGEN_INCLUDE_PATH} ${FLATBUFFERS_INCLUDE_PATH})
         target_compile_definitions(horovod_core_${CXX11} PRIVATE _GLIBCXX_USE_CXX11_ABI=$<BOOL:${CXX11}>
                                    Eigen=horovod_eigen)
@@ -106,7 +106,7 @@ _GLOO = Edit(
     "    target_compile_definitions(gloo PRIVATE _GLIBCXX_USE_CXX11_ABI=1)\n",
     """\
     target_compile_definitions(gloo PRIVATE _GLIBCXX_USE_CXX11_ABI=1)
-    set_target_properties(gloo PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
+    set_target_properties(gloo PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16 UNITY_BUILD_RELOCATABLE ON)
     set_source_files_properties("${PROJECT_SOURCE_DIR}/third_party/gloo/gloo/allreduce_local.cc"
                                 TARGET_DIRECTORY gloo PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 """,
