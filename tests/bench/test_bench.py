@@ -89,13 +89,14 @@ def measured(*words):
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
+@pytest.mark.launched
 @needs_horovod
 @pytest.mark.parametrize(
     ("framework", "engine"),
     [
         pytest.param("torch", "horovod", marks=needs_torch),
-        pytest.param("torch", "ddp", marks=needs_torch),
-        pytest.param("tensorflow", "horovod", marks=needs_tensorflow),
+        pytest.param("torch", "ddp", marks=[needs_torch, pytest.mark.slow]),
+        pytest.param("tensorflow", "horovod", marks=[needs_tensorflow, pytest.mark.slow]),
     ],
 )
 def test_train_measures_the_parts_of_a_step(framework, engine):
@@ -109,6 +110,8 @@ def test_train_measures_the_parts_of_a_step(framework, engine):
     assert (facts["gradient_bytes"], facts["engine"], facts["ranks"]) == (16, engine, 2)
 
 
+@pytest.mark.launched
+@pytest.mark.slow
 @needs_torch
 @needs_horovod
 def test_allreduce_measures_each_library_and_size():
@@ -134,6 +137,8 @@ def test_sizes_that_are_none(sizes):
     )
 
 
+@pytest.mark.launched
+@pytest.mark.slow
 @needs_torch
 @needs_horovod
 def test_engines_are_measured_side_by_side():
@@ -150,6 +155,8 @@ def test_engines_are_measured_side_by_side():
     assert len(table) == len(found) + 2
 
 
+@pytest.mark.launched
+@pytest.mark.slow
 @needs_horovod
 @pytest.mark.parametrize(
     "framework", [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]

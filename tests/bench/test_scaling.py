@@ -141,6 +141,8 @@ def test_a_job_script_sweeps_in_one_allocation(site, capsys):
     assert not [finding for finding in job_check.check(script, SITES[site]) if "srun" not in finding.text]
 
 
+@pytest.mark.launched
+@pytest.mark.slow
 @needs_torch
 @needs_horovod
 def test_it_measures(tmp_path):
