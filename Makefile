@@ -6,7 +6,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs test test-all cluster-test check horovod clean
+.PHONY: train labs test test-all cluster-test minicluster check horovod clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -21,9 +21,11 @@ test: horovod  ## what matters, on real ranks in both frameworks: ten minutes on
 test-all: horovod  ## every test that needs no cluster
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not cluster'
 
-cluster-test: horovod .venv-mpich/built .venv-gloo/built  ## on a SLURM of four nodes, brought up here; needs root
-	$(BIN)/python slurm/minicluster install
+cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SLURM of four nodes, brought up here; needs root
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m cluster
+
+minicluster: .venv/installed
+	$(BIN)/python slurm/minicluster install
 
 check: .venv/installed  ## format, lint, types
 	$(BIN)/ruff format --check .

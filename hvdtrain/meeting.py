@@ -1,5 +1,6 @@
 """Where the ranks of a run find one another before any collective library has started: host and ports."""
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -99,6 +100,8 @@ def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
             f"ranks of {topology.launcher} on several hosts meet through mpi4py, which cannot be imported "
             f"({error}); install it: pip install --no-binary mpi4py mpi4py"
         ) from None
+    # mpi4py leaves it to the interpreter's own end, to which a run does not come.
+    atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
     ranks = MPI.COMM_WORLD
     if ranks.size != topology.size:
         raise WorldError(

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,14 +152,17 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process with this exit code, without taking Python's modules apart: with a framework in it that takes one
-    or two seconds, and all that a run has to do has been done."""
+    """Ends the process with this exit code, without taking Python's modules apart: with a framework in it that takes a
+    second or two, and all that a run has to do has been done."""
     if code:  # srun --kill-on-bad-exit and mpirun end whoever has not ended yet
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
             stream.flush()
+        except (OSError, ValueError):  # what was said is lost: Python's own code for it
+            code = code or 120
     # Not os._exit: C++ libraries close their files now. With the GIL held, so that no thread runs Python any more.
     ctypes.PyDLL(None).exit(code)
     raise SystemExit(code)

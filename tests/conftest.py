@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = ["core_fixtures", "flaky"]
+pytest_plugins = ["core_fixtures", "rerun"]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ MAKEFILE = f"""
 check:
 \t@echo checked
 cluster-test test-all:
-\t{sys.executable} -m pytest -q -p flaky -m $@ $(PYTEST_FLAGS)
+\t{sys.executable} -m pytest -q -p rerun -m $@ $(PYTEST_FLAGS)
 """
 TESTS = """
 import pathlib, pytest
@@ -41,30 +41,36 @@ RUNS = {  # flaky tests, whether the others pass: exit code, FLAKY lines, pytest
 }
 
 
+def prepare(folder):
+    """A checkout with `.ci/run`, and what it would install first."""
+    (folder / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "run", folder / ".ci" / "run")
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    for path, script in ((".venv/bin/python", f'exec {sys.executable} "$@"'), ("ccache", "")):
+        (folder / path).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / path).chmod(0o755)
+
+
+def ci(folder):
+    environ = {**os.environ, "PYTHONPATH": str(SUPPORT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", ".ci/run"], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(("flaky", "right", "code", "named", "last"), RUNS.values(), ids=RUNS)
 def test_what_fails_is_run_once_more(tmp_path, flaky, right, code, named, last):
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci" / "run")
+    prepare(tmp_path)
     (tmp_path / "Makefile").write_text(MAKEFILE)
     (tmp_path / "test_it.py").write_text(TESTS.format(flaky=flaky, right=right))
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p flaky\nmarkers =\n    cluster-test\n    test-all\n")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
-    (tmp_path / "ccache").write_text("#!/bin/sh\n")
-    (tmp_path / "ccache").chmod(0o755)
-    environ = {**os.environ, "PYTHONPATH": str(SUPPORT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", ".ci/run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p rerun\nmarkers =\n    cluster-test\n    test-all\n")
+    done = ci(tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert done.stdout.count("FLAKY test_it.py::test_flaky") == named
     assert done.stdout.splitlines()[-1].strip("= ").startswith(last), done.stdout
 
 
 def test_what_is_no_failed_test_ends_it(tmp_path):
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci" / "run")
+    prepare(tmp_path)
     (tmp_path / "Makefile").write_text("check:\ncluster-test:\n\texit 2\ntest-all:\n\techo 1 passed\n")
-    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = ci(tmp_path)
     assert done.returncode != 0
     assert "1 passed" not in done.stdout

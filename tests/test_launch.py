@@ -1,4 +1,4 @@
-"""What libraries are given before they start, what is refused, and what SLURM is asked; runs that a signal stops."""
+"""What libraries are given before they start, what is refused, and what SLURM is asked."""
 
 import threading
 import time

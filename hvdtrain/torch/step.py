@@ -1,6 +1,7 @@
 """One update of the weights, plain, compiled or as one CUDA graph. Needs PyTorch and NumPy, and no more."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -139,9 +140,10 @@ class SGD(torch.optim.SGD):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-            if method := getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None):
-                vars(method).setdefault("__dynamo_disable", method)
+        if "torch._dynamo" not in sys.modules:
+            for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+                if method := getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None):
+                    vars(method).setdefault("__dynamo_disable", method)
         super().__init__(*args, **options)
 
     @torch.no_grad()

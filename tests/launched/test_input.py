@@ -217,6 +217,20 @@ def test_a_loss_that_is_no_number(framework, train_here, tmp_path):
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
+COMPILER = """
+import atexit, runpy, sys
+atexit.register(lambda: print("compiler:", "torch._dynamo" in sys.modules))
+sys.argv[0] = "hvdtrain.torch"
+runpy.run_module("hvdtrain.torch", run_name="__main__", alter_sys=True)
+"""
+
+
+@needs_torch
+def test_pytorchs_compiler_is_not_loaded_for_steps_that_are_not_compiled(tmp_path):
+    ended = run("alone", 1, [sys.executable, "-c", COMPILER, "linear", "--epochs", "1", "--output", str(tmp_path)])
+    assert ended.good().out.splitlines()[-1] == "compiler: False"
+
+
 @on_both
 def test_a_good_run_says_nothing_on_stderr(framework, tmp_path):
     ended = run("alone", 1, cold_command(framework, "linear", "--epochs", "1", "--output", tmp_path)).good()

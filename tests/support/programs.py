@@ -72,6 +72,7 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
             "state": digest(framework.state(training)),
             "modules": sorted({name.partition(".")[0] for name in sys.modules}),
             "line": framework.models.fitted_line(training.model),
+            "parameters": framework.parameters(training),
         }
         del training
         gc.collect()

@@ -1,5 +1,7 @@
 """TensorFlow's part of programs.py."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,11 @@ def local() -> Engine:
 def state(training: Training) -> dict[str, np.ndarray]:
     """A training's whole state, by name."""
     return {name: variable.numpy() for name, variable in training.state.items()}
+
+
+def parameters(training: Training) -> int:
+    """How many numbers it learns."""
+    return sum(int(np.prod(weight.shape)) for weight in training.weights)
 
 
 def flip_a_bit(training: Training) -> None:
@@ -214,10 +221,18 @@ def fingerprints() -> dict[str, dict[str, Any]]:
 WHOLE = models.STAGES
 
 
+@contextlib.contextmanager
+def whole_networks() -> Iterator[None]:
+    """ResNet50 as it is, until the end of the block."""
+    small, models.STAGES = models.STAGES, WHOLE
+    yield
+    models.STAGES = small
+
+
+@whole_networks()
 def networks(classes: list[int]) -> dict[str, Any]:
     """Trainable parameters for each number of classes; of the last one each weight's shape, standard deviation and
     largest value; and the sides of the maps that the stems leave and that the network ends with."""
-    models.STAGES = WHOLE
     told: dict[str, Any] = {"trainable": [], "maps": []}
     for number in classes:
         model = models.resnet50(number, "imagenet")
@@ -234,9 +249,9 @@ def networks(classes: list[int]) -> dict[str, Any]:
     return told
 
 
+@whole_networks()
 def seeds() -> list[bool]:
     """Whether two models of one seed start the same, and two of different seeds."""
-    models.STAGES = WHOLE
     first = []
     for seed in (1, 1, 2):
         tf.random.set_seed(len(first))

@@ -39,6 +39,11 @@ def state(training: Training) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy() for name, tensor in training.state.items()}
 
 
+def parameters(training: Training) -> int:
+    """How many numbers it learns."""
+    return sum(parameter.numel() for parameter in training.model.parameters())
+
+
 def flip_a_bit(training: Training) -> None:
     """Of the linear model's weight."""
     training.model.weight.detach().view(torch.int32)[0] ^= 1

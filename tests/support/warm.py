@@ -23,6 +23,7 @@ KINDS = {
 KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]
 KINDS["tensorflow_distribute"] = KINDS["tensorflow"]
 SIZE = 4  # bytes of a number on the socket
+SERVER_GONE = 70
 TAG = "HVDTRAIN_TEST_TAG"
 NAME_LENGTH = 15  # of what a process may be called
 PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose environment no other can read
@@ -74,15 +75,25 @@ def start(path: str, words: list[str]) -> None:
     files = b"".join(number.to_bytes(SIZE, sys.byteorder) for number in (0, 1, 2))
     server.sendmsg([len(request).to_bytes(SIZE, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
     server.sendall(request)
-    process = int.from_bytes(server.recv(SIZE), "big")
-    for number in (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2, _signal.SIGCONT):
-        if _signal.getsignal(number) != _signal.SIG_IGN:
-            _signal.signal(number, lambda number, _: posix.kill(process, number))
-    status = int.from_bytes(server.recv(SIZE), "big")
+    process = number(server)
+    for passed in (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2, _signal.SIGCONT):
+        if _signal.getsignal(passed) != _signal.SIG_IGN:
+            _signal.signal(passed, lambda passed, _: posix.kill(process, passed))
+    status = number(server)
     if posix.WIFSIGNALED(status):
         _signal.signal(posix.WTERMSIG(status), _signal.SIG_DFL) if posix.WTERMSIG(status) != _signal.SIGKILL else None
         posix.kill(posix.getpid(), posix.WTERMSIG(status))
+        posix._exit(128 + posix.WTERMSIG(status))  # it is blocked
     posix._exit(posix.WEXITSTATUS(status))
+
+
+def number(server: Any) -> int:
+    """The next one on the socket; ends the small process where the server is gone."""
+    answer = server.recv(SIZE)
+    if len(answer) < SIZE:
+        posix.write(2, b"the warm server is gone\n")
+        posix._exit(SERVER_GONE)
+    return int.from_bytes(answer, "big")
 
 
 class Server:
@@ -117,19 +128,28 @@ class Server:
         posix._exit(0)  # taking the interpreter apart would take seconds
 
     def accept(self) -> list[str] | None:
+        import contextlib
         import functools
 
         peer, _ = self.listener.accept()
         head, extra, *_ = peer.recvmsg(SIZE, self.socket.CMSG_SPACE(3 * SIZE))
-        files = [int.from_bytes(extra[0][2][at : at + SIZE], sys.byteorder) for at in range(0, 3 * SIZE, SIZE)]
-        words, environ, folder = marshal.loads(peer.recv(int.from_bytes(head, "big"), self.socket.MSG_WAITALL))
+        sent = b"".join(data for _, _, data in extra)
+        files = [int.from_bytes(sent[at : at + SIZE], sys.byteorder) for at in range(0, len(sent), SIZE)]
+        request = peer.recv(int.from_bytes(head, "big"), self.socket.MSG_WAITALL)
+        if len(request) < int.from_bytes(head, "big") or not request:  # killed before it had said all
+            for file in files:
+                posix.close(file)
+            peer.close()
+            return None
+        words, environ, folder = marshal.loads(request)
         process = posix.fork()
         if not process:
             self.become(environ, folder, files, peer)
             return words
         for file in files:
             posix.close(file)
-        peer.sendall(process.to_bytes(SIZE, "big"))
+        with contextlib.suppress(OSError):  # killed since, which `left` is told
+            peer.sendall(process.to_bytes(SIZE, "big"))
         self.peers[process], self.ends[process] = peer, posix.pidfd_open(process)
         self.waiting.register(self.ends[process], self.selectors.EVENT_READ, functools.partial(self.ended, process))
         self.waiting.register(peer, self.selectors.EVENT_READ, functools.partial(self.left, process))
@@ -154,6 +174,8 @@ class Server:
 
     def left(self, process: int) -> None:
         """The small process is gone."""
+        if process not in self.peers:  # so is the forked one, which was seen first
+            return
         self.waiting.unregister(self.peers[process])
         posix.kill(process, 9)
 

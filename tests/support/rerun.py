@@ -1,4 +1,5 @@
-"""`--flaky`: tests that failed are run once more; those that pass now are named, and more than MOST of them is a failure."""
+"""`--flaky`: tests that failed are run once more. Those that pass now are named; more than MOST of them are a failure, as
+is a test that is skipped now."""
 
 import pytest
 
@@ -10,7 +11,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if len(_passed(session.config)) > MOST:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skips = session.config.getoption("--flaky") and reporter.stats.get("skipped")
+    if skips or len(_passed(session.config)) > MOST:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
