@@ -1,5 +1,5 @@
-"""`--flaky`: tests that failed are run once more. Those that pass now are named; more than MOST of them are a failure, as
-is a test that is skipped now."""
+"""`--flaky`: tests that failed are run once more. Those that pass now are named; more than MOST of them are a failure,
+and so is a test that is skipped now."""
 
 import pytest
 
