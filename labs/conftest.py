@@ -1,4 +1,4 @@
-"""`make test` executes the labs at a small scale; the exercise's own tests are in tests/labs/test_exercise.py."""
+"""`make test-all` executes the labs at a small scale; the exercise's own tests are in tests/labs/test_exercise.py."""
 
 import os
 
@@ -12,3 +12,4 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.lab)
+            item.add_marker(pytest.mark.slow)

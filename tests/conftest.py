@@ -54,5 +54,9 @@ LATER = ("launched", "lab", "slow", "cluster")
 
 
 def pytest_collection_modifyitems(items):
-    """The fast tests first: those that start ranks or notebooks come last."""
+    """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
+    notebooks come last."""
+    for item in items:
+        if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))

@@ -13,7 +13,9 @@ from hvdtrain.flags import Options, parse_run
 PROG = "python -m hvdtrain.torch"
 TRAIN = """
 import sys
-from hvdtrain import errors, run
+from hvdtrain import errors, lifeline, run
+
+lifeline.SPEAKING = lifeline.FAREWELL = 0.5
 
 def train(prepared):
     print("training", prepared.engine, prepared.plan.worker_batch, prepared.start and prepared.start.folder.path)

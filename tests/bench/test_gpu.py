@@ -45,6 +45,7 @@ def bare(tmp_path):
 
 
 @needs_torch
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_climbs_on_a_bare_machine(bare, tmp_path):
     write(tmp_path / cifar100.FOLDER, *(pickle.dumps(batch(n)) for n in (40, 24)))

@@ -19,6 +19,7 @@ from hvdtrain.doctor.facts import Check, Facts, Framework, Interface, Live, Prog
 from hvdtrain.mpi import Mpi
 from hvdtrain.topology import Topology
 
+SLOW = ("starts_no_rendezvous", "two_ranks[mpi]")
 OPENMPI = Mpi("openmpi", "5.0.11", Path("/v/lib/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.1.2", Path("/v/lib/libmpi.so.12"))
 CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), cray=True)

@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.labs import line
 
+SLOW = ("both_frameworks",)
 LAB = paths.LABS / "1-linear_regression_sgd_single_gpu.py"
 TOLD = "import json; json.dump({{size: path.tolist() for size, path in paths.items()}}, open({to!r}, 'w'))"
 

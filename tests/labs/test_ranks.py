@@ -15,6 +15,7 @@ from hvdtrain.labs.scale import scaled
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
+SLOW = ("beside_engines",)
 pytestmark = pytest.mark.launched
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

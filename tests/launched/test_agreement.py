@@ -11,6 +11,7 @@ from hvdtrain.datasets import linear
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
+SLOW = ("tensorflow-mpi-4", "gloo-4", "ddp-4", "same_bit[line-4]", "same_bit[short-4]", "same_bit[parts-4]")
 SEVERAL = ["gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"]
 on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
 torch_alone, tensorflow_alone = NEEDS["torch"], NEEDS["tensorflow"]
@@ -19,7 +20,7 @@ torch_alone, tensorflow_alone = NEEDS["torch"], NEEDS["tensorflow"]
 @pytest.mark.parametrize(("framework", "start"), on(*SEVERAL))
 def test_the_line_has_one_curve(world, framework, start):
     theirs = world("alone-1", framework).losses("line")
-    assert len(theirs) == 300
+    assert len(theirs) == 200
     assert furthest(world(start, framework).losses("line"), theirs) < 1e-5
 
 

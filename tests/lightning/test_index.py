@@ -18,6 +18,7 @@ from hvdtrain.datasets import DRAWS, index
 from hvdtrain.errors import DataError
 
 SCRIPT = SUPPORT / "lightning_jsc_course.py"
+SLOW = ("course_script",)
 SIDES = {"train_crop": 8, "valid_resize": 8, "valid_crop": 8}
 
 

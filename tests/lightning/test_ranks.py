@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch")),
 ]
 
+SLOW = ("mpi-4",)
 LINE = ["linear", "--epochs", "3", "--log-every-steps", "1", "--guard-every-steps", "10"]
 TINY = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",

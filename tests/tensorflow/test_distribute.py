@@ -41,6 +41,7 @@ NO_XLA = LINES[:-1]
 ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64"]
 MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
+SLOW = ("four", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank")
 # By start: launcher and ranks, and what its engines run. One start holds as many engines as a process can.
 STARTS: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "one": (
@@ -182,7 +183,7 @@ LIMITS = {
 @pytest.mark.parametrize(("start", "engine", "run"), synchronous(*LIMITS))
 def test_the_line_has_the_curve_of_one_process(begun, start, engine, run):
     theirs = begun("one").losses("local", run)
-    assert len(theirs) == (300 if run == "line" else 36 if run == "uneven" else 40)
+    assert len(theirs) == (200 if run == "line" else 36 if run == "uneven" else 40)
     assert furthest(begun(start).losses(engine, run), theirs) < LIMITS[run]
 
 
@@ -268,7 +269,7 @@ def test_tensorflow_itself_cannot_compile_what_uses_a_variable_on_another_device
 def test_a_run_goes_on_under_another_engine(begun, tmp_path, train_here):
     argv = [*LINE, "--output", tmp_path / "moved"]
     train_here("tensorflow", *argv, "--max-steps", "105", "--engine", "local").good()
-    ended = train("tensorflow", "gloo", 2, *argv, "--max-steps", "213", "--engine", "multiworker").good()
+    ended = train("tensorflow", "gloo", 2, *argv, "--max-steps", "143", "--engine", "multiworker").good()
     assert "going on from step 105" in ended.out
     train_here("tensorflow", *argv, "--engine", "mirrored", "--devices", "cpu").good()
     losses = [line["loss"] for line in records(tmp_path / "moved") if line["kind"] == "step"]

@@ -33,6 +33,7 @@ def missing() -> str | None:
 needs_tensorflow = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
+SLOW = ("gloo-2", "loads_without_hvdtrain")
 TOLERANCES = {
     "fit": 2e-6,
     "auto": 2e-6,
