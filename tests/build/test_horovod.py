@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif("+hvdtrain." not in BUILT, reason=f"horovod is {BUILT}: python -m hvdtrain build"),
 ]
 
-SLOW = ("start_again[tensorflow", "start_again[torch-mpi")  # what the build has proved
+SLOW = ("start_again[gloo-tensorflow]", "start_again[mpi-")  # what the build has proved
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 ADDRESSES = {"lo": [("127.0.0.1", 1)]}
 
