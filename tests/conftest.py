@@ -59,4 +59,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
             item.add_marker(pytest.mark.slow)
+    for item in items:
+        if any(map(item.get_closest_marker, LATER)):
+            item.add_marker(pytest.mark.xdist_group("ranks"))  # one after the other, beside the fast ones
     items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))

@@ -52,7 +52,9 @@ def prepare(folder):
 
 
 def ci(folder):
-    environ = {**os.environ, "PYTHONPATH": str(SUPPORT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    # Itself started by make and pytest, it would hear from them.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST"))}
+    environ = {**kept, "PYTHONPATH": str(SUPPORT), "PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.run(["bash", ".ci/run"], cwd=folder, env=environ, capture_output=True, text=True, check=False)
 
 

@@ -1,6 +1,5 @@
 """The Horovod that `python -m hvdtrain build` has installed: its edits, seen from outside."""
 
-from paths import REPOSITORY
 import base64
 import functools
 import importlib.metadata
@@ -14,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from paths import REPOSITORY
 
 from hvdtrain.build.allreduce import proof_line
 from hvdtrain.build.prove import REPORTED

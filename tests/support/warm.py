@@ -32,7 +32,6 @@ PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose
 def command(kind: str, *words: object) -> list[str]:
     """`python WORDS`, forked from the server of that kind, which is started the first time."""
     import atexit
-    import shutil
     import subprocess
     import tempfile
     from pathlib import Path
@@ -53,11 +52,7 @@ def command(kind: str, *words: object) -> list[str]:
         if process.stdout.readline() != b"ready\n":
             raise RuntimeError(f"the warm {kind} did not start: {(folder / 'log').read_text()[-3000:]}")
 
-        def end() -> None:
-            process.communicate()  # the server ends with its stdin
-            shutil.rmtree(folder)
-
-        atexit.register(end)
+        atexit.register(process.communicate)  # it ends with its stdin
         _servers[kind] = str(folder / "socket")
     return [sys.executable, "-IS", __file__, _servers[kind], *map(str, words)]
 
@@ -103,6 +98,7 @@ class Server:
         import selectors
         import socket
 
+        self.path = path
         self.selectors, self.socket = selectors, socket
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(path)
@@ -123,8 +119,12 @@ class Server:
                     return words
 
     def close(self) -> None:
+        import posixpath
+        import shutil
+
         for process in self.peers:
             posix.kill(process, 9)
+        shutil.rmtree(posixpath.dirname(self.path))
         posix._exit(0)  # taking the interpreter apart would take seconds
 
     def accept(self) -> list[str] | None:
