@@ -53,6 +53,7 @@ def train_here():
 LATER = ("launched", "lab", "slow", "cluster")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items):
     """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
     notebooks come last."""

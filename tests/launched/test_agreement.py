@@ -11,7 +11,16 @@ from hvdtrain.datasets import linear
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
-SLOW = ("tensorflow-mpi-4", "gloo-4", "ddp-4", "same_bit[line-4]", "same_bit[short-4]", "same_bit[parts-4]")
+SLOW = (
+    "tensorflow-mpi-4",
+    "gloo-4",
+    "ddp-4",
+    "same_bit[line-4]",
+    "same_bit[short-4]",
+    "same_bit[parts-4]",
+    "torch-mpi-4",
+    "gloo-1",
+)
 SEVERAL = ["gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"]
 on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
 torch_alone, tensorflow_alone = NEEDS["torch"], NEEDS["tensorflow"]

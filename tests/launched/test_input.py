@@ -23,7 +23,7 @@ from ranks import (
 
 pytestmark = pytest.mark.launched
 
-SLOW = ("is_no_number[tensorflow]", "fills_while_training[tensorflow]")
+SLOW = ("is_no_number[tensorflow]", "fills_while_training[tensorflow]", "-tensorflow]")
 SRUN = {
     "SLURM_JOB_ID": "22", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0",

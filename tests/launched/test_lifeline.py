@@ -23,7 +23,15 @@ from hvdtrain.topology import Topology
 PROGRAM = SUPPORT / "line_ranks.py"
 HOST = socket.gethostname()
 pytestmark = pytest.mark.launched
-SLOW = ("does not come", "many_ranks", "told[srun]", "longer than a collective", "while all wait for another")
+SLOW = (
+    "does not come",
+    "many_ranks",
+    "told[srun]",
+    "longer than a collective",
+    "while all wait for another",
+    "C code holds",
+    "all are suspended",
+)
 QUICK = {"BEAT": 0.2, "SILENCE": 10, "GRACE": 1, "STOPPING": 1.5, "FAREWELL": 4}
 GO_ON = "The same command goes on from the last checkpoint."
 USR2, TERM, STOP, CONT = signal.SIGUSR2, signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT

@@ -17,7 +17,7 @@ from hvdtrain.datasets import DRAWS
 from hvdtrain.sharding import Epoch
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
-SLOW = ("writes_its_traces",)
+SLOW = ("writes_its_traces", "on_two_ranks[tensorflow]")
 needs_pictures = pytest.mark.skipif(
     not DATA.is_dir(), reason=f"needs {DATA}: CIFAR-100 and Imagenette, packed as its README says"
 )

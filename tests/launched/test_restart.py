@@ -12,6 +12,8 @@ from worlds import LINE, RUNS, arrays, records
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
 
+SLOW = ("again_and_again[tensorflow]", "inside_an_epoch[torch]", "number_of_ranks[tensorflow]")
+
 
 def steps_recorded(folder):
     return [line["step"] for line in records(folder) if line["kind"] == "step"]

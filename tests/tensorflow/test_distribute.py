@@ -41,7 +41,7 @@ NO_XLA = LINES[:-1]
 ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64"]
 MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
-SLOW = ("four", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank")
+SLOW = ("four", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2")
 # By start: launcher and ranks, and what its engines run. One start holds as many engines as a process can.
 STARTS: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "one": (

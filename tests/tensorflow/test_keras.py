@@ -33,7 +33,7 @@ def missing() -> str | None:
 needs_tensorflow = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
-SLOW = ("gloo-2", "loads_without_hvdtrain")
+SLOW = ("gloo-2", "loads_without_hvdtrain", "train_one_model[loop]")
 TOLERANCES = {
     "fit": 2e-6,
     "auto": 2e-6,
