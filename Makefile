@@ -16,7 +16,7 @@ labs: horovod .venv/labs  ## the notebooks, in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: horovod  ## what matters, on real ranks in both frameworks: ten minutes on two cores
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) --numprocesses 2 --dist loadgroup -m 'not cluster and not slow'
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not cluster and not slow'
 
 test-all: horovod  ## every test that needs no cluster
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not cluster'

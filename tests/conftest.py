@@ -53,14 +53,10 @@ def train_here():
 LATER = ("launched", "lab", "slow", "cluster")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items):
     """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
     notebooks come last."""
     for item in items:
         if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
             item.add_marker(pytest.mark.slow)
-    for item in items:
-        if any(map(item.get_closest_marker, LATER)):
-            item.add_marker(pytest.mark.xdist_group("ranks"))  # one after the other, beside the fast ones
     items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))

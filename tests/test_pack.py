@@ -102,6 +102,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_tensorflow_reads_the_records(tree, tmp_path):
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("tensorflow is missing: pip install tensorflow")

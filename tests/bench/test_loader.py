@@ -28,6 +28,7 @@ def torchvision():
         pytest.skip("torchvision is missing: pip install torchvision")
 
 
+@pytest.mark.slow
 def test_each_reader_is_measured_in_turn(sets, torchvision):
     tree, packed = sets
     flags = ["--data-dir", tree, "--packed", packed, "--workers", 1, "--pictures", 6, "--batch-size", 4]
