@@ -1,13 +1,10 @@
 """From the command line to the first framework import: the part of a run that all adapters share."""
 
-import atexit
 import contextlib
-import ctypes
 import errno
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,20 +149,10 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process with this exit code, without taking Python's modules apart: with a framework in it that takes a
-    second or two, and all that a run has to do has been done."""
-    if code:  # srun --kill-on-bad-exit and mpirun end whoever has not ended yet
+    """Ends the process with this exit code."""
+    if code:  # srun --kill-on-bad-exit and mpirun end whoever has not ended yet, while the interpreter tears down
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # what was said is lost: Python's own code for it
-            code = code or 120
-    # Not os._exit: C++ libraries close their files now. With the GIL held, so that no thread runs Python any more.
-    ctypes.PyDLL(None).exit(code)
-    raise SystemExit(code)
+    sys.exit(code)
 
 
 def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
