@@ -60,9 +60,10 @@ class Arrays:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         return self.x[indices], self.y[indices]
 
-    def is_small(self, examples: int) -> bool:
-        """Whether so many examples are read sooner than a thread is woken to read them ahead."""
-        return self.x[:examples].nbytes <= SMALL
+
+def is_read_at_once(split: Split, batch: int) -> bool:
+    """Whether so many of the split's examples are read sooner than a thread is woken to read them ahead."""
+    return isinstance(split, Arrays) and split.x[:batch].nbytes <= SMALL
 
 
 def require_positive(**values: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.datasets import Dataset, Split
-from hvdtrain.datasets.base import Arrays
+from hvdtrain.datasets.base import is_read_at_once
 from hvdtrain.progress import Request
 from hvdtrain.recipe import Recipe
 
@@ -27,7 +27,7 @@ class Loader:
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
         """One pair a request, in order. An error of the reader is raised here."""
-        if self._in_loop and requests and isinstance(split, Arrays) and split.is_small(len(requests[0][0])):
+        if self._in_loop and requests and is_read_at_once(split, len(requests[0][0])):
             return (self._on_device(*split.read(*request)) for request in requests)
         if id(split) not in self._pipelines:
             self._pipelines[id(split)] = _Pipeline(split, self._types, self._readers, self._device)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.datasets import Dataset, Split
-from hvdtrain.datasets.base import Arrays
+from hvdtrain.datasets.base import is_read_at_once
 from hvdtrain.torch.resident import Held, Pair, hold
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Loader:
             return (self._normalised(x, y) for x, y in self._held[id(split)].batches(requests))
         if self.recipe.workers:
             return self._on_device(_raising(self._in_processes(split, requests)))
-        if requests and isinstance(split, Arrays) and split.is_small(len(requests[0][0])):
+        if requests and is_read_at_once(split, len(requests[0][0])):
             return self._on_device(_raising(_read(split, request) for request in requests))
         return self._on_device(_raising(_in_thread(split, requests)))
 
