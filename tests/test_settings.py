@@ -10,7 +10,8 @@ TWO_HOSTS = {**ONE_HOST, "LOCAL_WORLD_SIZE": "2"}
 GPUS = {**TWO_HOSTS, "CUDA_VISIBLE_DEVICES": "0,1"}
 
 ASKED = {
-    "one host": ({}, ONE_HOST, {}),
+    "one host": ({}, ONE_HOST, {"HOROVOD_CYCLE_TIME": "0.5"}),
+    "one host, the user says": ({}, {**ONE_HOST, "HOROVOD_CYCLE_TIME": "3"}, {"HOROVOD_CYCLE_TIME": "3"}),
     "two hosts": ({}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "10"}),
     "two hosts, the recipe says": ({"cycle_time_ms": 2.5}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "2.5"}),
     "two hosts, the user says": (
@@ -21,7 +22,11 @@ ASKED = {
     "two hosts, autotune finds out": ({"autotune": True}, TWO_HOSTS, {"HOROVOD_AUTOTUNE": "1"}),
     "GPUs": ({}, GPUS, {}),
     "GPUs that are not used": ({"device": "cpu"}, GPUS, {"HOROVOD_CYCLE_TIME": "10"}),
-    "fusion": ({"fusion_threshold_mb": 2}, ONE_HOST, {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20)}),
+    "fusion": (
+        {"fusion_threshold_mb": 2},
+        ONE_HOST,
+        {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20), "HOROVOD_CYCLE_TIME": "0.5"},
+    ),
 }
 
 
