@@ -12,7 +12,7 @@ from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
 
 MEGABYTES = (1, 16, 64)
-SECONDS_PER_SIZE = 0.8
+SECONDS_PER_SIZE = 0.3
 LONGEST = 2.0
 
 

@@ -155,6 +155,21 @@ def test_engines_are_measured_side_by_side():
     assert len(table) == len(found) + 2
 
 
+SHORT = """
+default:
+  model: resnet50
+  stem: cifar
+  dataset: synthetic
+  image_size: 8
+  classes: 10
+  examples: 64
+  batch_size_per_rank: 16
+  base_lr: 0.1
+  base_batch_size: 256
+  epochs: 1
+"""
+
+
 @pytest.mark.launched
 @pytest.mark.slow
 @needs_horovod
@@ -162,7 +177,9 @@ def test_engines_are_measured_side_by_side():
     "framework", [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
 )
 def test_overhead_measures_both_loops(framework, tmp_path):
-    command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", "synthetic:tiny", "--rounds", "2"]
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text(SHORT)
+    command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", str(recipe), "--rounds", "2"]
     ranks = {"torch": "2", "tensorflow": "1"}[framework]  # two of TensorFlow's take half a minute longer
     command += ["--framework", framework, "--ranks", ranks, "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from cluster import ENVIRONMENTS
+from paths import SUPPORT
 from ranks import tagged
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
+PACED = SUPPORT / "paced.py"
+TRAINER = re.compile(rf"[^\0]*python[\d.]*\0{re.escape(str(PACED))}\0")
 SECONDS = 60
 ENDLESS = ("linear", "--epochs", 100_000, "--log-every-steps", 1, "--checkpoint-every-epochs", 50)
 OVER_SSH = ("-np", 2, "-H", "nid001:1,nid002:1")
@@ -25,19 +28,20 @@ STARTS = {
     "horovodrun --gloo": ("openmpi", "torch", ("exec", "nid001", "horovodrun", "--gloo", *OVER_SSH)),
     "horovodrun --mpi": ("openmpi", "torch", ("exec", "nid001", "horovodrun", "--mpi", *OVER_SSH)),
 }
+LIMITED = ("srun", "-w", "nid[003-004]", "-N2", "-n2", "--mpi=pmix", "--time=1")
 TENSORFLOW = {"srun, TensorFlow": ("openmpi", "tensorflow", STARTS["srun, Open MPI"][2])}
 
 
 @contextlib.contextmanager
-def training(cluster, starts, *before):
+def training(cluster, starts):
     """These runs, each having made some steps: by name the launcher with its ranks, and the run folder."""
     with contextlib.ExitStack() as stack:
         runs = {}
         for name, (build, framework, words) in starts.items():
             folder = cluster.folder / f"{name} {time.monotonic_ns()}"
             python = ENVIRONMENTS[build] / "bin" / "python"
-            train = (python, "-m", f"hvdtrain.{framework}", *ENDLESS, "--output", folder)
-            start = cluster.started(words[0], *before, *words[1:], *train, build=build)
+            train = (python, PACED, f"hvdtrain.{framework}", *ENDLESS, "--output", folder)
+            start = cluster.started(*words, *train, build=build)
             runs[name] = stack.enter_context(start), folder
         for ranks, folder in runs.values():
             wait_until(ranks, lambda folder=folder: steps(folder) > 5)
@@ -59,7 +63,7 @@ def wait_until(ranks, true, limit=150):
 
 def trainers(ranks):
     """The ranks' processes that are alive, wherever they run, cut-off nodes included."""
-    return [pid for pid in tagged(ranks.tag) if re.match(r"[^\0]*python[\d.]*\0-m\0hvdtrain\.", command(pid))]
+    return [pid for pid in tagged(ranks.tag) if TRAINER.match(command(pid))]
 
 
 def command(pid):
@@ -91,6 +95,13 @@ def said(of):
 
 def status(folder):
     return json.loads((folder / "status.json").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(cluster):
+    """A run on the other two nodes with SLURM's shortest limit, a minute, which passes beside the other tests."""
+    with training(cluster, {"srun": ("openmpi", "torch", LIMITED)}) as runs:
+        yield runs["srun"]
 
 
 def test_a_killed_rank_is_named(cluster):
@@ -131,7 +142,7 @@ def test_a_node_that_is_lost_ends_every_rank_and_is_named(cluster, power, starts
 def test_scancel_stops_after_the_step_with_a_checkpoint(cluster):
     starts = {name: STARTS[name] for name in ("srun, Open MPI", "srun, MPICH")} | TENSORFLOW
     with training(cluster, starts) as runs:
-        for job in cluster.jobs():
+        for job in cluster.jobs("nid001"):
             cluster("scancel", job)
         for name, (ranks, folder) in runs.items():
             ended = end(ranks)
@@ -142,13 +153,12 @@ def test_scancel_stops_after_the_step_with_a_checkpoint(cluster):
             assert list((folder / "checkpoints").glob("step-*")), name
 
 
-def test_the_time_limit_stops_after_the_step_with_a_checkpoint(cluster):
-    with training(cluster, {"srun": STARTS["srun, Open MPI"]}, "--time=1") as runs:
-        ((ranks, folder),) = runs.values()
-        ended = end(ranks, 120)
+def test_the_time_limit_stops_after_the_step_with_a_checkpoint(limited):
+    ranks, folder = limited
+    ended = end(ranks, 120)
     assert ended.code != 0
     assert "DUE TO TIME LIMIT" in said(ended)
-    assert "(rank 0 on nid001): SIGTERM" in said(ended)
+    assert "(rank 0 on nid003): SIGTERM" in said(ended)
     assert status(folder)["state"] == "stopped"
     assert ended.left == []
 

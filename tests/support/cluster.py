@@ -71,9 +71,9 @@ class Minicluster:
         with self.started(*words, build=build, cwd=cwd, **environ) as process:
             return process.wait(limit)
 
-    def jobs(self) -> list[str]:
-        """The numbers of the jobs that wait or run."""
-        return self("squeue", "--noheader", "--format=%i").split()
+    def jobs(self, node: str) -> list[str]:
+        """The numbers of the jobs on a node."""
+        return self("squeue", "--noheader", "--format=%i", "--nodelist", node).split()
 
     def job(self, number: str) -> dict[str, str]:
         """What SLURM says of a job: JobState, ExitCode, Restarts, NodeList, …"""

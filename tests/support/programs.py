@@ -112,6 +112,7 @@ def parted(argv: list[str], step: int) -> dict[str, Any]:
 
     def train(run: runs.Run) -> None:
         training = framework.Training(run, framework.open_engine(run))
+        run.line.exchange(training.engine.sum)
         update = training.update
 
         def flip_then_update(*given: Any) -> None:

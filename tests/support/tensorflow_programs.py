@@ -249,14 +249,13 @@ def networks(classes: list[int]) -> dict[str, Any]:
     return told
 
 
-@whole_networks()
 def seeds() -> list[bool]:
     """Whether two models of one seed start the same, and two of different seeds."""
     first = []
     for seed in (1, 1, 2):
         tf.random.set_seed(len(first))
         model = models.build(load("digits", {"seed": seed}), 10, local())
-        first.append([model.get_layer(name).kernel.numpy() for name in ("conv1", "layer4.2.conv3", "fc")])
+        first.append([model.get_layer(name).kernel.numpy() for name in ("conv1", "layer2.0.conv3", "fc")])
     return [all(np.array_equal(a, b) for a, b in zip(first[0], other, strict=True)) for other in first[1:]]
 
 

@@ -1,0 +1,21 @@
+"""`python paced.py hvdtrain.FRAMEWORK ARGV`: `python -m hvdtrain.FRAMEWORK ARGV` that rests in every step, so that many
+endless runs on few processors leave them to those that still start."""
+
+import importlib
+import runpy
+import sys
+import time
+
+REST = 0.05  # seconds
+
+if __name__ == "__main__":
+    sys.argv[:] = sys.argv[1:]
+    training = importlib.import_module(f"{sys.argv[0]}.train").Training
+    update = training.update
+
+    def rest_and_update(*given):
+        time.sleep(REST)
+        update(*given)
+
+    training.update = rest_and_update
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
