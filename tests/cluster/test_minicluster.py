@@ -265,7 +265,7 @@ def test_input_output_and_exit_code_pass_through(mini):
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_srun_ends_with_its_wrapper(mini, how):
     def sleeping():
-        return ["sleep 1000" in mini("exec", node, "ps", "-eo", "args").splitlines() for node in ("nid001", "nid002")]
+        return ["sleep 1000" in mini("exec", node, "ps", "-C", "sleep", "-o", "args=") for node in ("nid001", "nid002")]
 
     with mini.start("srun", "-N2", "sleep", "1000") as wrapper:
         until(lambda: all(sleeping()))  # told before it has tasks, SLURM's srun ends with 0
