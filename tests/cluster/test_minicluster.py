@@ -268,7 +268,7 @@ def test_srun_ends_with_its_wrapper(mini, how):
         return ["sleep 1000" in mini("exec", node, "ps", "-C", "sleep", "-o", "args=") for node in ("nid001", "nid002")]
 
     with mini.start("srun", "-N2", "sleep", "1000") as wrapper:
-        until(lambda: all(sleeping()))  # told before it has tasks, SLURM's srun ends with 0
+        until(lambda: all(sleeping()))
         wrapper.send_signal(how)
         assert wrapper.wait(60)
     until(lambda: mini("squeue", "--noheader") == "")
