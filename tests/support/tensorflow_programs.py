@@ -237,12 +237,13 @@ def networks(classes: list[int]) -> dict[str, Any]:
     for number in classes:
         model = models.resnet50(number, "imagenet")
         told["trainable"].append(sum(int(np.prod(weight.shape)) for weight in model.trainable_weights))
+    of_stem = {"cifar": models.resnet50(10, "cifar"), "imagenet": model}
     arrays = {weight.path: weight.numpy() for weight in model.weights}
     told["weights"] = {
         name: [array.shape, float(array.std()), float(np.abs(array).max())] for name, array in arrays.items()
     }
     for stem, side in (("cifar", 8), ("cifar", 32), ("imagenet", 64)):
-        model = models.resnet50(10, stem)
+        model = of_stem[stem]
         ends = [model.get_layer("layer1.0.conv1").input, model.layers[-2].input]
         maps = tf.keras.Model(model.input, ends)(tf.zeros((1, side, side, 3)))
         told["maps"].append([stem, side, *(one.shape[1] for one in maps)])
