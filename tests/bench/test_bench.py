@@ -155,6 +155,7 @@ def test_engines_are_measured_side_by_side():
     assert len(table) == len(found) + 2
 
 
+# synthetic:tiny with a tenth of its examples.
 SHORT = """
 default:
   model: resnet50
@@ -166,6 +167,9 @@ default:
   batch_size_per_rank: 16
   base_lr: 0.1
   base_batch_size: 256
+  lr_rule: linear
+  momentum: 0.9
+  weight_decay: 5e-5
   epochs: 1
 """
 
