@@ -43,6 +43,9 @@ class Options:
         str | None,
         tyro.conf.arg(help="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"),
     ] = None
+    insecure_rendezvous: Annotated[
+        bool, tyro.conf.arg(help="ranks need not prove that they belong together; where no key can be shared")
+    ] = False
 
 
 def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:

@@ -15,17 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from hvdtrain import meeting
+from hvdtrain import keys, meeting, messages
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError, WorldError
 from hvdtrain.meeting import Meeting, Seat
+from hvdtrain.messages import Message
 from hvdtrain.signals import NEAR, Ear
 from hvdtrain.topology import Topology
-from hvdtrain.wire import CUT_OFF, Message, Peer, Wires
+from hvdtrain.wire import CUT_OFF, Peer, Wires
 
 TICK = 0.5  # seconds between two looks at the clock
 BEAT = 2.0  # seconds between two signs of life
@@ -34,10 +34,9 @@ SILENCE = 60.0  # seconds without a word of a rank, in steps: C code that holds 
 GRACE = 8.0  # seconds the training thread has to end by itself once a rank is lost
 STOPPING = 20.0  # seconds a SIGTERM leaves for a last checkpoint: SLURM kills 30 after it
 ARRIVAL = 300.0  # seconds for all ranks to come: a busy file system starts them minutes apart
-WELCOME = 5.0  # seconds for the chief to answer; who does not is somebody else
+WELCOME = 5.0  # seconds for either end of a connection to prove what it is
 SPEAKING = 5.0  # seconds a rank that leaves the word to the chief waits for it
 FAREWELL = 10.0  # seconds a rank that refused waits for the others, to tell them
-MOST_TOLD = 1000  # characters of an error that other ranks are told
 LAST_WORDS = 2.0  # seconds for the status of a run that ends by force: its file system may hang
 
 Share = Callable[[np.ndarray], np.ndarray]
@@ -51,8 +50,9 @@ class Lifeline:
     ended by force; `on_vanished` where a rank ended without a word.
     """
 
-    def __init__(self, topology: Topology, place: Meeting | None = None) -> None:
-        self.topology, self.place = topology, place
+    def __init__(self, topology: Topology, place: Meeting | None = None, *, insecure: bool = False) -> None:
+        """`insecure`: ranks need not prove that they belong together."""
+        self.topology, self.place, self.insecure = topology, place, insecure
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.on_vanished: Callable[[], None] = lambda: None
         self.in_steps = False
@@ -68,8 +68,8 @@ class Lifeline:
         """The network interface over which this host talks to the others; None where it cannot be told, or yet."""
         self.reason: str | None = None
         """Why training cannot go on."""
-        self._code = AbortedError.exit_code
-        self._wires = Wires(topology, CUT)
+        self._code, self._doing = AbortedError.exit_code, ""
+        self._wires = Wires(topology, CUT, self._warn)
         self._stop_at: int | None = None
         self._wanted = self._met = self._stopped = self._ended = self._spoken = self._warned = False
         self._failure: Message | None = None
@@ -105,24 +105,38 @@ class Lifeline:
         if not self.place:
             return
         with self._changed:
-            self._met = True
-            if not self.topology.is_chief:
-                self._wires.tell({"is": "ready"})
-            came = self._changed.wait_for(lambda: self.reason or self.seats or self._all_ready(), ARRIVAL)
+            self._met, self._doing = True, "waits for the other ranks" if self.topology.is_chief else ""
+            self._wires.send(messages.Doing(text=self._doing) if self.topology.is_chief else messages.Ready())
+            while not self._changed.wait_for(lambda: self.reason or self.seats or self._all_ready(), ARRIVAL):
+                self._keep_waiting()
             if self.reason:
                 raise self._aborted()
-            if not came:
-                raise WorldError(
-                    f"{self._wires.missing()} within {ARRIVAL:.0f} seconds; look at what that rank or its node said, "
-                    "and whether the nodes may talk to one another by TCP."
-                )
         if self.topology.is_chief:
             self._let_go(open_rendezvous)
 
+    def doing(self, text: str) -> None:
+        """Tells the other ranks why this one lets them wait, as in "copies the data": they then wait on, while this
+        process lives."""
+        with self._changed:
+            self._doing = text[: messages.LONGEST_TEXT]
+            self._wires.send(messages.Doing(text=self._doing))
+
+    def _keep_waiting(self) -> None:
+        """Raises WorldError where a rank did not come, or does not say what it is doing."""
+        awaited = [peer for peer in self._wires.ranks() if not (peer.ready and self.topology.is_chief)]
+        silent = next((peer for peer in awaited if not peer.doing), None)
+        if silent or not self._wires.all_came():
+            who = self._wires.missing() if not self._wires.all_came() else f"{silent and silent.name} was not ready"
+            raise WorldError(
+                f"{who} within {ARRIVAL:.0f} seconds; look at what that rank or its node said, and whether the nodes "
+                "may talk to one another by TCP."
+            )
+        if self.topology.is_chief:
+            self._warn(f"waiting for {awaited[0].name}, which {awaited[0].doing}.")
+
     def chief_address(self) -> str:
-        """The chief's address, as this rank reaches it."""
-        near = self.topology.is_chief or self.seats[0].node == self.topology.node
-        return "127.0.0.1" if near else self.seats[0].address
+        """The chief's address, as all ranks reach it."""
+        return self.seats[0].address
 
     def exchange(self, share: Share) -> None:
         """Where the ranks have not met, tells them the chief's address through the collective library."""
@@ -130,17 +144,19 @@ class Lifeline:
             return
         card = np.zeros(256, dtype=np.int64)
         if self.topology.is_chief:
-            self._wires.token = secrets.token_hex(8)
-            own = f"{self._wires.token} {self._wires.listen(range(1))} {' '.join(meeting.addresses()[:8])}".encode()
+            secret = secrets.token_bytes(keys.BYTES)
+            self._wires.key = self._shared(secret)
+            port = self._wires.listen(self._own_address(), range(1))
+            own = f"{secret.hex()} {port} {' '.join(meeting.addresses()[:8])}".encode()
             card[: len(own)] = list(own)
-        token, port, *hosts = bytes(share(card).astype(np.uint8)).rstrip(b"\0").decode().split()
+        drawn, told_port, *hosts = bytes(share(card).astype(np.uint8)).rstrip(b"\0").decode().split()
         with self._changed:
-            self._wires.token = token
+            self._wires.key = self._shared(bytes.fromhex(drawn))
             if self.topology.is_chief:
                 # A rank that is not heard from the first step on could not be told to stop.
                 self._changed.wait_for(lambda: self.reason or self._wires.all_came(), FAREWELL)
             else:
-                self._wires.addresses = [(host, int(port)) for host in hosts]
+                self._wires.addresses = [(host, int(told_port)) for host in hosts]
                 self._ear.wake()
 
     def stops_at(self, step: int) -> bool:
@@ -150,7 +166,7 @@ class Lifeline:
             if self._stop_at is None and self._wanted and self.topology.is_chief and self._all_hear():
                 # No rank is further than one step ahead of the chief: all hear of the stop before they reach it.
                 self._stop_at = step + (self.topology.size > 1)
-                self._wires.tell({"is": "stop", "step": self._stop_at, "signal": self.signal})
+                self._wires.send(messages.Stop(step=self._stop_at, signal=self.signal or signal.SIGTERM))
                 self._changed.wait_for(lambda: self.reason or all(peer.stopping for peer in self._wires.ranks()))
             stops = self._stop_at is not None and step >= self._stop_at
             if stops and not self.reason:
@@ -197,13 +213,14 @@ class Lifeline:
         with self._changed:
             if self._ended:
                 return
-            self._failure = {"is": "left"}
+            self._failure = messages.Left()
             if failure is not None:
-                self._failure = {"is": "failed", "text": " ".join(failure.split())[:MOST_TOLD], "code": code}
+                text = " ".join(failure.split())[: messages.LONGEST_TEXT]
+                self._failure = messages.Failed(text=text, code=code)
                 self._deadline = float("inf")  # the training thread ends by itself
                 if self.place and not self.seats:
                     self._changed.wait_for(self._wires.all_came, FAREWELL)
-            self._wires.tell(self._failure)
+            self._wires.send(self._failure)
             self._ended = True
         self._ear.wake()
         if self._thread:
@@ -213,10 +230,30 @@ class Lifeline:
 
     def _arrive(self, place: Meeting) -> None:
         self._wires.token = place.token
+        self._wires.key, self._wires.credential = self._key_at(place)
         if self.topology.is_chief:
-            self._wires.listen(place.ports[:-1])
+            self._wires.listen(self._own_address(), place.ports[:-1])
         else:
-            self._wires.addresses = [(place.host, port) for port in place.ports[:-1]]
+            host = self._own_address() or place.host
+            self._wires.addresses = [(host, port) for port in place.ports[:-1]]
+
+    def _own_address(self) -> str:
+        """Where the chief listens: on the loopback where all ranks are on one host, else on all its addresses."""
+        return "127.0.0.1" if self.topology.local_size == self.topology.size else ""
+
+    def _key_at(self, place: Meeting) -> tuple[bytes | None, str | None]:
+        """The key, where this rank has one, and on the chief its credential. Raises WorldError."""
+        if self.insecure:
+            if self.topology.is_chief:
+                self._warn(keys.WARNING)
+            return keys.OPEN, None
+        if place.key:
+            return self._shared(place.key), None
+        return keys.of_run(os.environ, self.topology)
+
+    def _shared(self, secret: bytes) -> bytes:
+        """A secret that MPI has carried to all ranks, and what their launcher gave them."""
+        return keys.derived(keys.inherited(os.environ) or b"", secret.hex())
 
     # What the line's own thread does.
 
@@ -226,7 +263,7 @@ class Lifeline:
         while not self._ended:
             sources = self._wires.wait(TICK)
             # Outside the lock: a host that does not answer must not hold up the training thread.
-            found = self._wires.knock()
+            found = self._wires.connect()
             with self._changed:
                 now = time.monotonic()
                 if found:
@@ -237,9 +274,10 @@ class Lifeline:
                 looked = now
                 for source in sources:
                     self._hear(source, now)
+                self._wires.flush()
                 if now - beat >= BEAT:
                     beat = now
-                    self._wires.tell({"is": "beat"})
+                    self._wires.send(messages.Beat())
                 self._look_for_silence(now)
                 self._changed.notify_all()
             if now >= self._deadline and not self._ended:
@@ -253,61 +291,89 @@ class Lifeline:
             self._wires.accept(now)
         elif peer := self._wires.peer_at(source):
             try:
-                for message in peer.receive(now):
-                    self._obey(peer, message)
+                for line in peer.receive(now):
+                    self._read(peer, line)
             except OSError as error:
                 self._gone(peer, error)
-            except (LookupError, TypeError, ValueError, RecursionError):  # no rank of ours speaks like that
-                self._wires.drop(peer)
+            except Exception as error:  # whatever a stranger has thought of is no matter of this run's
+                self._misread(peer, error)
 
-    def _obey(self, peer: Peer, message: Message) -> None:
-        match message["is"]:
-            case "hello" | "welcome" | "here":
-                if self._wires.introduced(peer, message):
-                    self._welcome(peer)
-            case _ if peer.rank < 0:
-                self._wires.drop(peer)
-            case "ready":
+    def _read(self, peer: Peer, line: bytes) -> None:
+        if peer.rank < 0:
+            if self._wires.introduce(peer, line):
+                self._welcome(peer)
+        elif self.topology.is_chief:
+            self._obey_rank(peer, peer.read(line, messages.FROM_RANK))
+        else:
+            self._obey_chief(peer, peer.read(line, messages.FROM_CHIEF))
+
+    def _misread(self, peer: Peer, error: Exception) -> None:
+        self._wires.drop(peer)
+        if peer.rank >= 0 and not peer.left:
+            self._lost(
+                f"{peer.name} sent what no rank sends ({type(error).__name__})", AbortedError.exit_code, speak=True
+            )
+
+    def _obey_rank(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.Ready():
                 peer.ready = True
-            case "go":
+            case messages.Wish():
+                self._wish(message.signal, f" at {peer.name}")
+            case messages.Stopping():
+                peer.stopping = True
+            case _:
+                self._obey_any(peer, message)
+
+    def _obey_chief(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.Go():
                 # Now, while the chief is sure to be there: a short run of its may be over before this rank has begun.
                 far = peer.seat.node != self.topology.node
-                self.interface = meeting.interface_of(peer.socket.getsockname()[0]) if far else message["interface"]
-                self.rendezvous, self.seats = message["rendezvous"], [Seat(**seat) for seat in message["seats"]]
-            case "wish":
-                self._wish(message["signal"], f" at {peer.name}")
-            case "stop":
-                self._stop_at, self.signal = message["step"], message["signal"]
-                self._wires.tell({"is": "stopping"})
-            case "stopping":
-                peer.stopping = True
-            case "left":
+                own = peer.socket.getsockname()[0]
+                self.interface = meeting.interface_of(own) if far else message.interface
+                if len(message.seats) != self.topology.size:
+                    raise ValueError("seats of another world")
+                self.rendezvous, self.seats = message.rendezvous, message.seats
+            case messages.Stop():
+                self._stop_at, self.signal = message.step, message.signal
+                self._wires.send(messages.Stopping())
+            case messages.Lost():
+                self._lost(message.text, message.code, speak=False)
+            case _:
+                self._obey_any(peer, message)
+
+    def _obey_any(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.Doing():
+                peer.doing = message.text
+            case messages.Left():
                 peer.left = True
-            case "failed":
+            case messages.Failed():
                 peer.left = True
-                self._lost(f"{peer.name} failed: {message['text'].rstrip('.')}", message["code"], speak=False)
-            case "lost":
-                self._lost(message["text"], message["code"], speak=False)
+                self._lost(f"{peer.name} failed: {message.text.rstrip('.')}", message.code, speak=False)
 
     def _welcome(self, peer: Peer) -> None:
         """Tells the other end what it has missed."""
         if self._failure:
             peer.send(self._failure)
+        if self._doing:
+            peer.send(messages.Doing(text=self._doing))
         if self.topology.is_chief:
             if self.reason:
-                peer.send({"is": "lost", "text": self.reason, "code": self._code})
+                peer.send(messages.Lost(text=self.reason[: messages.LONGEST_TEXT], code=self._code))
             return
         if self._met:
-            peer.send({"is": "ready"})
+            peer.send(messages.Ready())
         if self.signal:
-            peer.send({"is": "wish", "signal": self.signal})
+            peer.send(messages.Wish(signal=self.signal))
 
     def _heard_signal(self, number: int, now: float) -> None:
         if self.reason or self._stopped:  # the end is near: scancel, which we may have called, adds nothing
             return
         self._wish(number, "")
         if not self.topology.is_chief:
-            self._wires.tell({"is": "wish", "signal": number})
+            self._wires.send(messages.Wish(signal=number))
         if number == signal.SIGTERM and self.in_steps:
             self._deadline = min(self._deadline, now + STOPPING)
         elif number == signal.SIGTERM:
@@ -327,21 +393,17 @@ class Lifeline:
             self._say(StoppedError, f"{name}{where} ({means}): {then}.")
 
     def _look_for_silence(self, now: float) -> None:
+        limit = SILENCE if self.in_steps else ARRIVAL  # before, libraries are loaded from a busy file system
         for peer in list(self._wires.peers):
-            if peer.rank < 0:
-                limit = ARRIVAL if self.topology.is_chief else WELCOME
-            else:
-                limit = SILENCE if self.in_steps else ARRIVAL  # before, libraries are loaded from a busy file system
-            if now - peer.heard > limit and not peer.left:
+            if peer.rank < 0 and now - peer.opened > WELCOME:
+                self._wires.drop(peer)
+            elif peer.rank >= 0 and now - peer.heard > limit and not peer.left:
                 self._silent(peer, limit)
 
     def _silent(self, peer: Peer, seconds: float) -> None:
         self._wires.drop(peer)
-        if peer.rank >= 0:
-            why = (
-                f"no sign of life from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
-            )
-            self._lost(why, AbortedError.exit_code, speak=True)
+        why = f"no sign of life from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
+        self._lost(why, AbortedError.exit_code, speak=True)
 
     def _gone(self, peer: Peer, error: OSError) -> None:
         if peer.left or peer.rank < 0:
@@ -363,7 +425,7 @@ class Lifeline:
             self._say(AbortedError, f"{why}; all ranks end. The same command goes on from the last checkpoint.")
             self._spoken = True
         if self.topology.is_chief:
-            self._wires.tell({"is": "lost", "text": why, "code": code})
+            self._wires.send(messages.Lost(text=why[: messages.LONGEST_TEXT], code=code))
             threading.Thread(target=self._record, args=(why,), daemon=True).start()  # its file system may hang
         # Where the chief's node is gone, the first rank of the next one acts for it.
         if speak and self.topology.local_rank == 0 and self.topology.node in {0, 1, None}:
@@ -373,7 +435,7 @@ class Lifeline:
     def _fail_here(self, why: str) -> None:
         """A SIGTERM ends this rank whatever its training thread does."""
         self.reason, self._code = why, 128 + signal.SIGTERM
-        self._wires.tell({"is": "failed", "text": why, "code": self._code})
+        self._wires.send(messages.Failed(text=why, code=self._code))
 
     def _end(self) -> None:
         """Ends the process from here: the training thread may be inside C for ever."""
@@ -404,14 +466,20 @@ class Lifeline:
         self.rendezvous = open_rendezvous(seats)
         with self._changed:
             self.seats = seats
-            told = [asdict(seat) for seat in seats]
-            go = {"rendezvous": self.rendezvous, "interface": self.interface, "seats": told}
-            self._wires.tell({"is": "go", **go})
+            self._wires.send(messages.Go(rendezvous=self.rendezvous, interface=self.interface, seats=seats))
+
+    def _warn(self, text: str) -> None:
+        self._print(f"warning{self._where()}: {text}")
 
     def _say(self, kind: type[TrainingError], text: str) -> None:
-        where = f" (rank {self.topology.rank} on {self.topology.host})" if self.topology.size > 1 else ""
+        self._print(f"{kind.__name__}{self._where()}: {text}")
+
+    def _where(self) -> str:
+        return f" (rank {self.topology.rank} on {self.topology.host})" if self.topology.size > 1 else ""
+
+    def _print(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
-            print(f"{kind.__name__}{where}: {text}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def _all_hear(self) -> bool:
         """Whether every rank can be told to stop; where some cannot, none may."""

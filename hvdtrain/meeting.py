@@ -5,12 +5,17 @@ import fcntl
 import os
 import random
 import re
+import secrets
 import socket
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
+from pydantic import AfterValidator, Field
+
+from hvdtrain import keys
 from hvdtrain.errors import EngineUnavailable, WorldError
 from hvdtrain.topology import Topology
 
@@ -22,16 +27,26 @@ TRIES = 100
 SIOCGIFADDR = 0x8915
 
 
+def printable(text: str) -> str:
+    """The text without control characters, which a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+Port = Annotated[int, Field(ge=1, lt=2**16)]
+
+
 @dataclass(frozen=True)
 class Meeting:
-    """Rank 0's host, a block of ports of this step's own, and the word by which its ranks know one another.
+    """Rank 0's host, a block of ports of this step's own, and the name of the step.
 
-    The last port is MASTER_PORT, for libraries; the chief listens on the first free one of the others.
+    The last port is MASTER_PORT, for libraries; the chief listens on the first free one of the others. `key` is what
+    MPI has carried to all ranks; empty where they have to know it (see hvdtrain.keys).
     """
 
     host: str
     ports: range
     token: str
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -42,11 +57,11 @@ class Seat:
     known once the ranks have met.
     """
 
-    host: str
-    node: int
-    local_rank: int
-    address: str = ""
-    port: int = 0
+    host: Annotated[str, Field(max_length=255), AfterValidator(printable)]
+    node: Annotated[int, Field(ge=0, lt=2**31)]
+    local_rank: Annotated[int, Field(ge=0, lt=2**31)]
+    address: Annotated[str, Field(pattern=r"^[0-9.]{0,15}$")] = ""
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
 
     @property
     def label(self) -> str:
@@ -106,7 +121,7 @@ def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
             "another MPI; build it for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
         )
     word = f"{topology.host} {os.getpid()}"
-    place = Meeting(addresses()[0], _block(zlib.crc32(word.encode())), word)
+    place = Meeting(addresses()[0], _block(zlib.crc32(word.encode())), word, secrets.token_bytes(keys.BYTES))
     return ranks.bcast(place)
 
 

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
-from hvdtrain import datasets, devices, engines, flags, guard, launch, meeting, output
+from hvdtrain import datasets, devices, engines, flags, guard, keys, launch, meeting, output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
 from hvdtrain.engines import ENGINES, Adapter
@@ -95,7 +96,9 @@ def prepare(adapter: Adapter, argv: Sequence[str], line: Lifeline) -> Run:
         launch.check_plugin(topology, framework, os.environ)
     if recipe.cache_dir and topology.is_chief:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
+    line.doing(f"prepares the data set {recipe.dataset}")
     dataset = load_dataset(recipe)
+    line.doing("")
     replicas = len(own_devices) if ENGINES[engine].replicas else 1
     shares = 1 if ENGINES[engine].asynchronous else topology.size * replicas
     plan = plans.make(recipe, replace(topology, size=shares), dataset)
@@ -135,7 +138,8 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
     topology = Topology.alone()
     try:
         topology = discover(os.environ)
-        line = Lifeline(topology, meeting.of(topology, os.environ))
+        insecure = keys.INSECURE in {word.replace("_", "-") for word in argv}
+        line = Lifeline(topology, meeting.of(topology, os.environ), insecure=insecure)
         line.begin()
     except HvdtrainError as error:
         return _fail(error, topology, None)
@@ -155,6 +159,11 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _end_now(number: int, frame: FrameType | None) -> None:
+    """For a second Ctrl-C: whoever presses it again waits for nothing more."""
+    os._exit(128 + number)
+
+
 def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
     run = None
     try:
@@ -166,6 +175,7 @@ def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, tr
     except HvdtrainError as error:
         return _fail(error, line.topology, run, line)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, _end_now)
         if line.topology.is_chief:
             print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
         line.leave("interrupted", 128 + signal.SIGINT)

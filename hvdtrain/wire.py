@@ -1,41 +1,86 @@
-"""A rank's connections to other ranks: lines of JSON over TCP, and one selector that hears them all."""
+"""A rank's connections to other ranks: signed lines of JSON over TCP, and one selector that waits for them all.
+
+Each line but the first one either way is signed. Rank 0 proves that it has the run's key (hvdtrain.keys), together
+with the port that it listens on, so that nobody who took another one can pass its answers on; a rank proves it by
+signing. The key of the signatures is made of the run's key and of a fresh nonce of either end.
+"""
 
 import contextlib
 import errno
-import json
+import hmac
+import secrets
 import selectors
 import socket
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hvdtrain import meeting
+from pydantic import TypeAdapter
+
+from hvdtrain import keys, meeting, messages
 from hvdtrain.errors import WorldError
 from hvdtrain.meeting import Seat
+from hvdtrain.messages import Message
 from hvdtrain.topology import Topology
 
-TIMEOUT = 1.0  # seconds for a connection to be made, or for a full one to take a line
-LONGEST = 2**20  # bytes of a line: all seats of twenty thousand ranks
+TIMEOUT = 1.0  # seconds for a connection to be made
+LONGEST = 2**22  # bytes of a line: all seats of twenty thousand ranks
+LONGEST_OF_STRANGER = 2**12
+FEWEST_STRANGERS = 8
 CUT_OFF = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+SIGNATURE_DIGITS = 32
 
 NOWHERE = Seat("", 0, 0)
 
-Message = dict[str, Any]
+
+class Signatures:
+    """Signs the lines of one end of a connection and checks the other's: each counts, none can be left out or sent
+    again."""
+
+    def __init__(self, key: bytes, own: str, other: str) -> None:
+        self._own, self._other = keys.derived(key, own), keys.derived(key, other)
+        self._sent = self._received = 0
+
+    def signed(self, content: bytes) -> bytes:
+        """The content behind its signature."""
+        self._sent += 1
+        return _signature(self._own, self._sent, content) + content
+
+    def checked(self, line: bytes) -> bytes:
+        """The content of a line. Raises ValueError where its signature is wrong."""
+        self._received += 1
+        content = line[SIGNATURE_DIGITS:]
+        if not hmac.compare_digest(line[:SIGNATURE_DIGITS], _signature(self._other, self._received, content)):
+            raise ValueError("a wrong signature")
+        return content
 
 
-@dataclass
+def _signature(key: bytes, number: int, content: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % number + content, "sha256").hex()[:SIGNATURE_DIGITS].encode()
+
+
+@dataclass(eq=False)
 class Peer:
-    """The other end of a connection; its rank is -1 until it has said it."""
+    """The other end of a connection; its rank is -1 until it has proved that it is one."""
 
     socket: socket.socket
+    opened: float
     heard: float
     rank: int = -1
     seat: Seat = NOWHERE
     ready: bool = False
     stopping: bool = False
     left: bool = False
-    unread: bytes = b""
+    doing: str = ""
     ends: tuple[str, str] = ("", "")
     """On the chief: its own address and the other's, as the connection has them."""
+    nonce: str = ""
+    """What this rank sent to rank 0."""
+    signatures: Signatures | None = None
+    unread: bytes = b""
+    unsent: bytearray = field(default_factory=bytearray)
+    is_full: bool = False
+    """Whether the selector tells when more can be sent."""
 
     @property
     def name(self) -> str:
@@ -43,38 +88,57 @@ class Peer:
         return f"rank {self.rank} on {self.seat.host}"
 
     def send(self, message: Message) -> None:
-        """Sends a line; a broken connection is found when it is read."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        """Sends a line, or as much of it as goes now; a broken connection is found when it is read."""
+        content = message.model_dump_json().encode()
+        self.unsent += (self.signatures.signed(content) if self.signatures else content) + b"\n"
+        self.flush()
 
-    def receive(self, now: float) -> list[Message]:
-        """The lines that have come. Raises OSError at the connection's end, ValueError where no rank speaks."""
-        received = self.socket.recv(2**16)
+    def flush(self) -> None:
+        """Sends what goes now; never waits."""
+        with contextlib.suppress(OSError):
+            del self.unsent[: self.socket.send(self.unsent)]
+
+    def receive(self, now: float) -> list[bytes]:
+        """The lines that have come. Raises OSError at the connection's end, ValueError where no rank writes so."""
+        try:
+            received = self.socket.recv(2**16)
+        except BlockingIOError:
+            return []
         if not received:
             raise ConnectionResetError
         self.heard = now
         *lines, self.unread = (self.unread + received).split(b"\n")
-        if len(self.unread) > LONGEST:
+        if max(map(len, (self.unread, *lines))) > (LONGEST if self.rank >= 0 else LONGEST_OF_STRANGER):
             raise ValueError("too long a line")
-        return [json.loads(line) for line in lines]
+        return lines
+
+    def read(self, line: bytes, kind: TypeAdapter[Any]) -> Any:
+        """The message of that kind in the line. Raises ValueError where there is none."""
+        return kind.validate_json(self.signatures.checked(line) if self.signatures else line, strict=True)
 
 
 class Wires:
     """The connections of one rank: the chief's to all others, another's to the chief.
 
     A host that does not acknowledge for `silence` seconds is cut off, whatever its processes are busy with.
+    `note` is called with a line for the user.
     """
 
-    def __init__(self, topology: Topology, silence: float) -> None:
-        self.topology, self.silence = topology, silence
+    def __init__(self, topology: Topology, silence: float, note: Callable[[str], None]) -> None:
+        self.topology, self.silence, self.note = topology, silence, note
         self.seat = Seat(topology.host, topology.node or 0, topology.local_rank, port=meeting.free_ports(topology))
         self.token = ""
-        """The word by which the ranks of a run know one another."""
+        """The name of the run among others of the same user."""
+        self.key: bytes | None = None
+        """The run's key; None for a rank that has to learn it through munge."""
+        self.credential: str | None = None
+        """On the chief: the key for munge to read."""
         self.addresses: list[tuple[str, int]] = []
         """Where the chief may be listening."""
         self.peers: list[Peer] = []
         self.came: set[int] = set()
         self.listener: socket.socket | None = None
+        self._noted = False
         self._selector = selectors.DefaultSelector()
 
     def hear(self, source: socket.socket) -> None:
@@ -82,28 +146,41 @@ class Wires:
         self._selector.register(source, selectors.EVENT_READ)
 
     def wait(self, seconds: float) -> list[Any]:
-        """The sockets at which there is something to hear, within that time."""
-        return [key.fileobj for key, _ in self._selector.select(seconds)]
+        """The sockets at which there is something to read, within that time; what was unsent goes out meanwhile."""
+        for peer in [peer for peer in self.peers if peer.is_full != bool(peer.unsent)]:
+            peer.is_full = not peer.is_full
+            self._selector.modify(peer.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.is_full else 0))
+        found = self._selector.select(seconds)
+        return [key.fileobj for key, events in found if events & selectors.EVENT_READ]
 
-    def listen(self, ports: range) -> int:
-        """Lets others knock at the first free of these ports; which one. Raises WorldError where all are taken."""
+    def flush(self) -> None:
+        """Sends what could not be sent before."""
+        for peer in [peer for peer in self.peers if peer.is_full]:
+            peer.flush()
+
+    def listen(self, host: str, ports: Sequence[int]) -> int:
+        """Lets others connect to the first free one of these ports of the host's address, "" for all it has; which one.
+        Raises WorldError where all are taken."""
         for port in ports:
             with contextlib.suppress(OSError):
-                self.listener = socket.create_server(("", port), backlog=self.topology.size)
-                self.listener.settimeout(TIMEOUT)
+                self.listener = socket.create_server((host, port), backlog=max(128, self.topology.size))
+                self.listener.setblocking(False)
                 self.hear(self.listener)
                 return int(self.listener.getsockname()[1])
         raise WorldError(f"ports {ports[0]} to {ports[-1]} of {self.topology.host} are all taken; start again.")
 
     def accept(self, now: float) -> None:
-        """Lets in who has knocked."""
+        """Lets in who has connected; the longest unknown goes where too many are."""
         assert self.listener
+        strangers = [peer for peer in self.peers if peer.rank < 0]
+        if len(strangers) >= max(FEWEST_STRANGERS, 2 * self.topology.size):
+            self.drop(min(strangers, key=lambda peer: peer.opened))
         with contextlib.suppress(OSError):
             connection = self.listener.accept()[0]
             ends = connection.getsockname()[0], connection.getpeername()[0]
             self.add(connection, now).ends = ends
 
-    def knock(self) -> socket.socket | None:
+    def connect(self) -> socket.socket | None:
         """Where the chief is yet to be found: a connection to the next of the addresses at which anybody listens."""
         if self.peers or self.came:
             return None
@@ -113,35 +190,82 @@ class Wires:
                 return socket.create_connection(address, TIMEOUT)
             except TimeoutError:  # the host is not there: no use to wait for its other ports now
                 return None
-            except OSError:
+            except (OSError, UnicodeError):  # the latter for a name that no host can have
                 continue
         return None
 
     def greet(self, connection: socket.socket, now: float) -> None:
-        """Says to who let this rank in that it knows the word: only the chief will answer."""
-        self.add(connection, now).send({"is": "hello", "token": self.token})
+        """Asks who is at the other end for a proof that it is rank 0."""
+        peer = self.add(connection, now)
+        peer.nonce = secrets.token_hex(messages.NONCE_DIGITS // 2)
+        peer.send(messages.Hello(nonce=peer.nonce))
 
-    def introduced(self, peer: Peer, message: Message) -> bool:
-        """Whether the peer, having said `hello`, `welcome` or `here`, is now a rank; drops who knows no word."""
-        kind = message["is"]
-        if not self.topology.is_chief and kind == "welcome":
-            self._seat(peer, 0, message)
-            me = {"rank": self.topology.rank, "seat": asdict(self.seat)}
-            peer.send({"is": "here", "token": self.token, **me})
+    def introduce(self, peer: Peer, line: bytes) -> bool:
+        """Whether the stranger, having sent the line, is now a rank. Raises ValueError where it cannot be one."""
+        if not self.topology.is_chief:
+            return self._introduce_chief(peer, line)
+        if not peer.signatures:
+            self._challenge(peer, peer.read(line, messages.HELLO).nonce)
+            return False
+        here = peer.read(line, messages.HERE)
+        if here.rank not in range(1, self.topology.size) or here.rank in self.came:
+            raise ValueError("no rank that is awaited")
+        self._seat(peer, here.rank, here.seat)
+        peer.send(messages.Welcome(seat=self.seat))
+        if self.all_came():
+            self._stop_listening()
+        return True
+
+    def _challenge(self, peer: Peer, nonce: str) -> None:
+        assert self.key is not None
+        own, port = secrets.token_hex(messages.NONCE_DIGITS // 2), peer.socket.getsockname()[1]
+        proof = keys.derived(self.key, "rank 0", self.token, port, nonce, own).hex()
+        peer.send(messages.Challenge(nonce=own, proof=proof, credential=self.credential))
+        session = keys.derived(self.key, "session", self.token, port, nonce, own)
+        peer.signatures = Signatures(session, "rank 0", "rank")
+
+    def _introduce_chief(self, peer: Peer, line: bytes) -> bool:
+        if peer.signatures:
+            self._seat(peer, 0, peer.read(line, messages.WELCOME).seat)
             return True
-        if self.topology.is_chief and message["token"] == self.token != "":
-            if kind == "hello":
-                peer.send({"is": "welcome", "seat": asdict(self.seat)})
-                return False
-            if message["rank"] in range(1, self.topology.size) and message["rank"] not in self.came:
-                self._seat(peer, message["rank"], message)
-                return True
-        self.drop(peer)
+        challenge, port = peer.read(line, messages.CHALLENGE), peer.socket.getpeername()[1]
+        words = self.token, port, peer.nonce, challenge.nonce
+        if not self._is_proved(challenge, words):
+            self._note_wrong_key(*peer.socket.getpeername()[:2])
+            raise ValueError("another key")
+        assert self.key is not None
+        peer.signatures = Signatures(keys.derived(self.key, "session", *words), "rank", "rank 0")
+        peer.send(messages.Here(rank=self.topology.rank, seat=self.seat))
         return False
 
-    def _seat(self, peer: Peer, rank: int, message: Message) -> None:
-        peer.rank, peer.seat = rank, Seat(**message["seat"])
+    def _is_proved(self, challenge: messages.Challenge, words: Sequence[object]) -> bool:
+        def proves(key: bytes | None) -> bool:
+            proof = keys.derived(key, "rank 0", *words).hex() if key is not None else ""
+            return hmac.compare_digest(proof, challenge.proof)
+
+        if not proves(self.key) and challenge.credential and proves(found := keys.unwrapped(challenge.credential)):
+            self.key = found
+        return proves(self.key)
+
+    def _note_wrong_key(self, host: str, port: int) -> None:
+        if not self._noted:
+            self._noted = True
+            self.note(
+                f"who answers at {host}:{port} has another key than this rank: a stranger, or rank 0 where the nodes "
+                f"share no home; if rank 0 is not found, {keys.REMEDY}"
+            )
+
+    def _seat(self, peer: Peer, rank: int, seat: Seat) -> None:
+        peer.rank, peer.seat = rank, seat
         self.came.add(rank)
+
+    def _stop_listening(self) -> None:
+        if self.listener:
+            self._selector.unregister(self.listener)
+            self.listener.close()
+            self.listener = None
+        for peer in [peer for peer in self.peers if peer.rank < 0]:
+            self.drop(peer)
 
     def all_came(self) -> bool:
         """Whether this rank has met all whom it has to meet."""
@@ -157,16 +281,16 @@ class Wires:
 
     def add(self, connection: socket.socket, now: float) -> Peer:
         """A new connection, to somebody yet unknown."""
-        connection.settimeout(TIMEOUT)
+        connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.silence * 1000))
-        peer = Peer(connection, now)
+        peer = Peer(connection, now, now)
         self.peers.append(peer)
         self.hear(connection)
         return peer
 
     def ranks(self) -> list[Peer]:
-        """Those who have said their rank."""
+        """Those who have proved to be one."""
         return [peer for peer in self.peers if peer.rank >= 0]
 
     def seats(self) -> list[Seat]:
@@ -181,8 +305,8 @@ class Wires:
         """Whose socket this is."""
         return next((peer for peer in self.peers if peer.socket is source), None)
 
-    def tell(self, message: Message) -> None:
-        """Sends the line to every rank."""
+    def send(self, message: Message) -> None:
+        """Sends the message to every rank."""
         for peer in self.ranks():
             peer.send(message)
 

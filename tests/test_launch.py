@@ -127,10 +127,10 @@ def test_gloo_is_told_of_the_rendezvous(monkeypatch):
     monkeypatch.setattr(mpi, "of_horovod", lambda framework: None)
     environ = environment(STEP, SLURM_NODEID="0", SLURM_LOCALID="1", SLURM_PROCID="1")
     line = Lifeline(discover(environ), Meeting("nid001", range(10_000, 10_008), "22.0"))
-    line.seats = [Seat("nid001", 0, 0), Seat("nid001", 0, 1), Seat("nid002", 1, 0), Seat("nid002", 1, 1)]
+    line.seats = [Seat(f"nid00{node + 1}", node, rank, f"10.0.0.{node + 1}") for node in (0, 1) for rank in (0, 1)]
     line.rendezvous = 4321
     told = launch.variables(line, "torch", environ)
-    assert told["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"  # the chief's host is this one
+    assert told["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
     assert told["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4321"
     assert (told["HOROVOD_CROSS_RANK"], told["HOROVOD_CROSS_SIZE"]) == ("0", "2")
 

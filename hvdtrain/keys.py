@@ -1,0 +1,167 @@
+"""The key by which the ranks of a run prove to one another that one user started them.
+
+On a node that others share anybody may connect to a port, or take it first; the environment of a user's processes, a
+file of mode 0600 and what munge encrypts for a user are all that others cannot read.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.errors import WorldError
+from hvdtrain.topology import Topology
+
+BYTES = 32
+INHERITED = ("HVDTRAIN_KEY", "HOROVOD_RENDEZVOUS_KEY")
+"""Variables that hold a key: the job scripts of `hvdtrain slurm` make the first, horovodrun the second."""
+OTHER_NODE = 10.0  # seconds until a file that another node has made is seen here, on a network file system
+MUNGE_SECONDS = 20
+INSECURE = "--insecure-rendezvous"
+REMEDY = (
+    "give all ranks one: export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n'), or give "
+    f"{INSECURE} where nobody else can reach these nodes."
+)
+
+
+OPEN = bytes(BYTES)
+"""What stands for a key where nobody has to prove anything."""
+WARNING = (
+    f"{INSECURE}: whoever can connect to these nodes may join this run, end it, or have code of his own run in it."
+)
+
+
+def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None, str | None]:
+    """The key of this rank, and on rank 0 its credential for ranks on nodes that do not see the same home.
+
+    Another rank has none where munge will have to read rank 0's credential. Raises WorldError.
+    """
+    if key := inherited(environ):
+        return key, None
+    key = of_user(environ)
+    own = key or secrets.token_bytes(BYTES)
+    is_known_to_all = key is not None and topology.local_size == topology.size
+    credential = wrapped(own) if topology.is_chief and not is_known_to_all else None
+    if key is None and not (credential if topology.is_chief else shutil.which("unmunge")):
+        raise _of_this_host(f"no key: {path(environ)} cannot be written, and munge does not answer; {REMEDY}")
+    return own if topology.is_chief else key, credential
+
+
+def inherited(environ: Mapping[str, str]) -> bytes | None:
+    """The key that the launcher or the job script has left in the environment. Raises WorldError."""
+    name = next((name for name in INHERITED if name in environ), None)
+    if name is None:
+        return None
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * BYTES}}}", environ[name]):
+        raise _of_this_host(
+            f"{name} must be {2 * BYTES} hexadecimal digits, got {len(environ[name])} characters; unset it, or {REMEDY}"
+        )
+    return bytes.fromhex(environ[name])
+
+
+def path(environ: Mapping[str, str]) -> Path:
+    """Where the user's own key is kept."""
+    home = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home(), ".config")
+    return Path(home, "hvdtrain", "key")
+
+
+def of_user(environ: Mapping[str, str]) -> bytes | None:
+    """The key in the user's home, which is made where there is none; None where it cannot be made.
+
+    Raises WorldError for one that others may have read or written.
+    """
+    try:
+        file = path(environ)
+        with contextlib.suppress(FileNotFoundError):
+            return _read(file)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(file)
+        deadline = time.monotonic() + OTHER_NODE
+        while True:
+            try:
+                return _read(file)
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.1)
+    except (OSError, RuntimeError):  # no home, or none to write to
+        return None
+
+
+def _make(file: Path) -> None:
+    """All ranks may do it at once: one of them makes the file, whole, and the others find it."""
+    beside = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as written:
+        written.write(secrets.token_bytes(BYTES))
+        written.flush()
+        os.fsync(written.fileno())
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(beside, file)
+    finally:
+        beside.unlink()
+
+
+def _read(file: Path) -> bytes:
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _of_this_host(f"{file} must be a key file of this user's: {error.strerror}; remove it.") from None
+    with os.fdopen(descriptor, "rb") as opened:
+        found = os.fstat(descriptor)
+        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        key = opened.read(BYTES + 1) if private else b""
+    if len(key) != BYTES:
+        raise _of_this_host(
+            f"{file} must hold {BYTES} bytes, belong to uid {os.geteuid()} and be closed to all others, got "
+            f"{found.st_size} bytes, uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}; remove it, and the next "
+            "run makes another."
+        )
+    return key
+
+
+def wrapped(key: bytes) -> str | None:
+    """The key as munge's credential, which this user's processes alone can read; None where there is no munge."""
+    # A site may have told munge not to encrypt, or to forget after seconds.
+    return _munge("munge", f"--restrict-uid={os.geteuid()}", "--cipher=aes128", "--ttl=-1", given=key.hex())
+
+
+def unwrapped(credential: str) -> bytes | None:
+    """The key in another rank's credential; None where munge has not encrypted it for this user, by this user."""
+    told = _munge("unmunge", "--numeric", "--keys=UID", given=credential)
+    found = re.fullmatch(rf"UID:\s+{os.geteuid()}\s+([0-9a-f]{{{2 * BYTES}}})", told or "")
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _munge(program: str, *words: str, given: str) -> str | None:
+    """What the program prints, also where it only finds that a credential was read before."""
+    if not (found := shutil.which(program)):
+        return None
+    try:
+        done = subprocess.run(
+            [found, *words], input=given, capture_output=True, text=True, timeout=MUNGE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeError):
+        return None
+    return done.stdout.strip() or None
+
+
+def derived(key: bytes, *words: object) -> bytes:
+    """A key for one purpose, which the words name."""
+    return hmac.digest(key, "\0".join(map(str, words)).encode(), hashlib.sha256)
+
+
+def _of_this_host(text: str) -> WorldError:
+    error = WorldError(text)
+    error.everywhere = False
+    return error
