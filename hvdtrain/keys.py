@@ -5,6 +5,7 @@ file of mode 0600 and what munge encrypts for a user are all that others cannot 
 """
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -82,6 +83,8 @@ def of_user(environ: Mapping[str, str]) -> bytes | None:
         file = path(environ)
         with contextlib.suppress(FileNotFoundError):
             return _read(file)
+        if not file.parents[2].is_dir():  # the home itself
+            return None
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make(file)
         deadline = time.monotonic() + OTHER_NODE
@@ -113,17 +116,19 @@ def _make(file: Path) -> None:
 def _read(file: Path) -> bytes:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
     except OSError as error:
-        raise _of_this_host(f"{file} must be a key file of this user's: {error.strerror}; remove it.") from None
-    with os.fdopen(descriptor, "rb") as opened:
+        if error.errno == errno.ELOOP:
+            raise _of_this_host(f"{file} must be a file, got a link; remove it.") from None
+        raise
+    try:
         found = os.fstat(descriptor)
         private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-        key = opened.read(BYTES + 1) if private else b""
+        key = os.read(descriptor, BYTES + 1) if private else b""
+    finally:
+        os.close(descriptor)
     if len(key) != BYTES:
         raise _of_this_host(
-            f"{file} must hold {BYTES} bytes, belong to uid {os.geteuid()} and be closed to all others, got "
+            f"{file} must be a file of {BYTES} bytes, of uid {os.geteuid()} and closed to all others, got "
             f"{found.st_size} bytes, uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}; remove it, and the next "
             "run makes another."
         )

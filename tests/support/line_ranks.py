@@ -3,8 +3,9 @@ object a line, and answers each with how its ranks ended.
 
 The ranks are forked from here, which saves them the start. They go through `run.main` as those of a framework do, and
 add by a file that they share. `steps`: how many; `acts`: by rank, what it does to itself before a step; `orders`: what
-is done to a rank once all have made a step; `argv`, `delay`: by rank; `constants`: of the lifeline. A rank that stopped
-in order tells its last step as a negative number.
+is done to a rank once all have made a step; `argv`, `delay`, `environs`: by rank, and so `reads` and `idles`, seconds
+that its data take and that it waits after them; `constants`: of the lifeline. A rank that stopped in order tells its
+last step as a negative number.
 """
 
 import ctypes
@@ -61,6 +62,8 @@ def act(name: str) -> None:
             ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
         case "refuse":
             raise DataError("part 3 is damaged; copy it again.")
+        case "escape":
+            raise DataError("\x1b[31mred.")
         case "crash":
             raise RuntimeError("two\nlines")
         case "return":
@@ -107,8 +110,23 @@ def environment(spec: dict[str, Any], rank: int) -> dict[str, str]:
         }
     tasks = ",".join(str(nodes.count(node)) for node in sorted(set(nodes)))
     told = {"PROCID": rank, "LOCALID": local_rank, "NODEID": nodes[rank], "STEP_NUM_TASKS": len(nodes)}
-    told |= {"JOB_ID": spec["job"], "STEP_ID": 0, "STEP_TASKS_PER_NODE": tasks, "STEP_NODELIST": "localhost"}
+    told |= {
+        "JOB_ID": spec["job"],
+        "STEP_ID": 0,
+        "STEP_TASKS_PER_NODE": tasks,
+        "STEP_NODELIST": spec.get("nodelist", "localhost"),
+    }
     return {f"SLURM_{name}": str(value) for name, value in told.items()}
+
+
+def slowly(function: Any, seconds: float) -> Any:
+    """The function, which takes so much longer."""
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return function(*arguments)
+
+    return slow
 
 
 def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
@@ -116,10 +134,13 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     signal.alarm(LIMIT)
     with (folder / f"err-{rank}").open("w") as err:
         os.dup2(err.fileno(), 2)
-    os.environ.update({**environment(spec, rank), **spec.get("environ", {})})
+    own = {name: spec[name].get(str(rank)) for name in ("environs", "delay", "argv", "reads", "idles") if name in spec}
+    os.environ.update({**environment(spec, rank), **spec.get("environ", {}), **(own.get("environs") or {})})
     vars(lifeline).update(spec.get("constants", {}))
-    time.sleep(spec.get("delay", {}).get(str(rank), 0))
-    argv = spec.get("argv", {}).get(str(rank), ["linear", "--output", str(folder / "run")])
+    time.sleep(own.get("delay") or 0)
+    argv = own.get("argv") or ["linear", "--output", str(folder / "run")]
+    runs.load_dataset = slowly(runs.load_dataset, own.get("reads") or 0)
+    runs.plans.make = slowly(runs.plans.make, own.get("idles") or 0)
     code = 1
     try:
         code = runs.main("numpy", argv, lambda run: train(run, spec, folder))  # type: ignore[arg-type]
@@ -129,8 +150,16 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
         os._exit(code)
 
 
+def open_files(pid: int) -> int:
+    """How many files, connections among them, the process has open."""
+    try:
+        return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return 0
+
+
 def launch(spec: dict[str, Any]) -> dict[str, Any]:
-    """Starts the ranks, follows the orders, waits; exit code, stderr, steps and seconds by rank."""
+    """Starts the ranks, follows the orders, waits; exit code, stderr, steps, seconds and most open files by rank."""
     folder, size = Path(spec["folder"]), spec["size"]
     (folder / "broken").unlink(missing_ok=True)
     np.zeros((2, size, WIDTH), np.int64).tofile(folder / "rows")
@@ -141,6 +170,7 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
         pids[rank] = os.fork()
         if not pids[rank]:
             rank_main(spec, folder, rank)
+    files = [0] * size
     steps = np.memmap(folder / "steps", np.int64, "r", shape=(size,))
     orders, began = list(spec.get("orders", ())), time.monotonic()
     codes: dict[int, int] = {}
@@ -157,6 +187,7 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
             for rank in spec["stopped"]:
                 os.kill(pids[rank], signal.SIGKILL)
         for rank in pids.keys() - codes.keys():
+            files[rank] = max(files[rank], open_files(pids[rank]))
             pid, status = os.waitpid(pids[rank], os.WNOHANG)
             if pid:
                 codes[rank], seconds[rank] = os.waitstatus_to_exitcode(status), time.monotonic() - began
@@ -164,6 +195,7 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "codes": [codes[rank] for rank in range(size)],
         "seconds": [seconds[rank] for rank in range(size)],
+        "files": files,
         "steps": steps.tolist(),
         "err": [(folder / f"err-{rank}").read_text() for rank in range(size)],
     }

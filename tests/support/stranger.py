@@ -1,0 +1,127 @@
+"""Another user of the same node, who knows what all users may know: `stranger.py WHAT JSON`; `uid` says who.
+
+`joins`: calls himself a rank of the run and ends it. `leads`: takes rank 0's port before it does and hands out a
+rendezvous of his own. `relays`: takes it and passes on what rank 0 and the rank send. `idles`: connects, and sends
+nothing or reads nothing. Prints a line when it is ready.
+"""
+
+import contextlib
+import encodings.idna  # noqa: F401  which connecting wants, and the other user cannot read
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+
+SEAT = {"host": "evil\x1b[2Jhost", "node": 0, "local_rank": 1, "address": "127.0.0.1", "port": 1}
+WORDS = "\x1b[31mYou have been hacked\x1b[0m"
+NONCE = "0" * 32
+
+
+def lines(*messages):
+    return b"".join(json.dumps(message).encode() + b"\n" for message in messages)
+
+
+def member(token):
+    """What a rank says, in the words of before there were keys and of today, unsigned and signed by no key."""
+    before = [
+        {"is": "hello", "token": token},
+        {"is": "here", "token": token, "rank": 1, "seat": SEAT},
+        {"is": "ready"},
+        {"is": "failed", "text": WORDS, "code": 0},
+    ]
+    here = {"kind": "here", "rank": 1, "seat": SEAT}
+    failed = {"kind": "failed", "text": WORDS, "code": 0}
+    today = lines({"kind": "hello", "nonce": NONCE}) + b"0" * 32 + lines(here) + b"0" * 32 + lines(failed)
+    return [lines(*before), today, lines({"kind": "hello", "nonce": NONCE}, here, failed)]
+
+
+def joins(port, token, hosts):
+    print("ready", flush=True)
+    while True:
+        for host in hosts:
+            for words in member(token):
+                with contextlib.suppress(OSError), socket.create_connection((host, port), 1) as connection:
+                    connection.settimeout(0.2)
+                    connection.sendall(words)
+                    with contextlib.suppress(OSError):
+                        connection.recv(1000)
+        time.sleep(0.01)
+
+
+def leads(port, token, size):
+    seats = [SEAT] * size
+    go = {"rendezvous": 6666, "interface": "lo", "seats": seats}
+    before = lines({"is": "welcome", "seat": SEAT}, {"is": "go", **go})
+    proof = {"kind": "challenge", "nonce": NONCE, "proof": "0" * 64, "credential": "MUNGE:AwQFAAB:"}
+    today = (
+        lines(proof) + b"0" * 32 + lines({"kind": "welcome", "seat": SEAT}) + b"0" * 32 + lines({"kind": "go", **go})
+    )
+    listener = socket.create_server(("", port), backlog=100)
+    print("ready", flush=True)
+    answers = [before, today]
+    while True:
+        connection = listener.accept()[0]
+        threading.Thread(target=answered, args=(connection, answers[0]), daemon=True).start()
+        answers.append(answers.pop(0))
+
+
+def answered(connection, words):
+    with contextlib.suppress(OSError), connection:
+        connection.recv(1000)
+        connection.sendall(words)
+        connection.settimeout(3)
+        while connection.recv(1000):
+            pass
+
+
+def relays(port, to, hosts):
+    listener = socket.create_server(("", port), backlog=100)
+    print("ready", flush=True)
+    while True:
+        connection = listener.accept()[0]
+        threading.Thread(target=relayed, args=(connection, to, hosts), daemon=True).start()
+
+
+def relayed(one, to, hosts):
+    for host in hosts * 50:
+        with contextlib.suppress(OSError), socket.create_connection((host, to), 1) as other, one:
+            while True:
+                for source in select.select([one, other], [], [])[0]:
+                    if not (received := source.recv(65536)):
+                        return
+                    (other if source is one else one).sendall(received)
+                    print("passed", flush=True)
+        time.sleep(0.05)
+
+
+def idles(port, count, hosts):
+    kept = []
+    print("ready", flush=True)
+    while True:
+        for host in hosts:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection((host, port), 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+                connection.setblocking(False)
+                if len(kept) % 2:
+                    connection.send(lines({"kind": "hello", "nonce": NONCE}, {"is": "hello", "token": "0.0"}))
+                kept.append(connection)
+        if len(kept) > count:
+            kept.pop(0).close()
+        time.sleep(0.0005)
+
+
+def become(uid):
+    """That user, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+if __name__ == "__main__":
+    what, given = sys.argv[1], json.loads(sys.argv[2])
+    become(given.pop("uid"))  # as root it was started: another user may not see this Python
+    globals()[what](**given)
