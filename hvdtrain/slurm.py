@@ -40,6 +40,8 @@ ITSELF = """\
 {command}
 """
 
+KEY = """export HVDTRAIN_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""""
+
 TORCHRUN = """\
 # What stands between the single quotes runs once on each node: only there do SLURM_STEP_NODELIST and SLURM_NODEID
 # speak of the step. One torchrun a node starts one rank a GPU.
@@ -272,6 +274,8 @@ def _environment(site: Site, options: Options, command: Sequence[str]) -> list[s
     lines.append('# A Python environment of your own is switched on here: . "$HOME/venv/bin/activate"')
     why = "since SLURM 22.05 srun does not look above for it"
     lines.append(_commented('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"', why))
+    if any("hvdtrain" in word for word in command):
+        lines += ["# The ranks of this job know one another by a key that other users of the nodes cannot read.", KEY]
     whole_node = _shape(site, options)[0] == site.gpus
     for name, value, why in site.environment:
         if name == "CUDA_VISIBLE_DEVICES" and not whole_node:
