@@ -27,10 +27,8 @@ INHERITED = ("HVDTRAIN_KEY", "HOROVOD_RENDEZVOUS_KEY")
 OTHER_NODE = 10.0  # seconds until a file that another node has made is seen here, on a network file system
 MUNGE_SECONDS = 20
 INSECURE = "--insecure-rendezvous"
-REMEDY = (
-    "give all ranks one: export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n'), or give "
-    f"{INSECURE} where nobody else can reach these nodes."
-)
+MAKE = "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+REMEDY = f"give all ranks one, {MAKE}, or {INSECURE} where nobody else can reach these nodes."
 
 
 OPEN = bytes(BYTES)
@@ -54,6 +52,17 @@ def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None
     if key is None and not (credential if topology.is_chief else shutil.which("unmunge")):
         raise _of_this_host(f"no key: {path(environ)} cannot be written, and munge does not answer; {REMEDY}")
     return own if topology.is_chief else key, credential
+
+
+def source(environ: Mapping[str, str], topology: Topology) -> str:
+    """Where the ranks of this run have their key from, for a person; "" where they have none. Raises WorldError."""
+    if inherited(environ):
+        return next(name for name in INHERITED if name in environ)
+    if topology.launcher in {"mpirun", "mpiexec"} and topology.local_size < topology.size:
+        return "MPI, which carries one"
+    if of_user(environ):
+        return str(path(environ))
+    return "munge" if wrapped(OPEN) else ""
 
 
 def inherited(environ: Mapping[str, str]) -> bytes | None:

@@ -32,5 +32,6 @@ EXPECTED = {
     "two MPI packages": "at most one",
     "pip's cache": "no Horovod wheel of another build",
     "world": "the launcher's rank and size",
+    "ports": "the ranks' own closed to other users: by a key, and a Horovod built by python -m hvdtrain build",
     "allreduce": "it ends, at the network's speed",
 }

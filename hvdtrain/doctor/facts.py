@@ -150,12 +150,15 @@ class Step:
     """How this process was started, and by which words it can be started again.
 
     `plugin` is the one of srun's step around it, be it that of another launcher's daemons.
-    `gloo`: the user has asked Horovod for Gloo, whatever MPI it has.
+    `gloo`: the user has asked Horovod for Gloo, whatever MPI it has. `key`: where the ranks have their key from, ""
+    where they have none; `bad_key` is why one is refused.
     """
 
     topology: Topology
     plugin: str | None = None
     gloo: bool = False
+    key: str = ""
+    bad_key: str = ""
     nodes: int = 1
     hosts: str = ""
     words: tuple[str, ...] = ("python", "-m", "hvdtrain", "doctor")

@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain import mpi
+from hvdtrain import keys, mpi
 from hvdtrain.doctor import gather, launch
 from hvdtrain.doctor.facts import Interface, Rank, Step
+from hvdtrain.errors import WorldError
 from hvdtrain.meeting import address_of
 from hvdtrain.topology import Topology
 
@@ -55,15 +56,27 @@ def rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
 def step(topology: Topology, environ: Mapping[str, str]) -> Step:
     """How this process was started; its words are those that can be typed again."""
     inside_srun = topology.launcher == "srun"
+    key, bad_key = _key(topology, environ)
     return Step(
         topology=topology,
         plugin=mpi.plugin_of(environ),
         gloo=environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo",
+        key=key,
+        bad_key=bad_key,
         nodes=int(environ.get("SLURM_STEP_NUM_NODES", "1")) if inside_srun else 1,
         hosts=launch.hosts(topology, environ, _ancestors()),
         words=tuple(sys.orig_argv),
         root=os.geteuid() == 0,
     )
+
+
+def _key(topology: Topology, environ: Mapping[str, str]) -> tuple[str, str]:
+    if topology.size == 1:
+        return "", ""
+    try:
+        return keys.source(environ, topology), ""
+    except WorldError as error:
+        return "", str(error)
 
 
 def _interface(name: str) -> Interface:

@@ -1,14 +1,32 @@
 """The step, judged: whether its ranks are one world, and how fast they add."""
 
+from hvdtrain import keys
 from hvdtrain.doctor import launch
 from hvdtrain.doctor.facts import Check, Facts, Verdict, count
 
+OURS = "+hvdtrain."
 NO_LAUNCHER = "no launcher: start the doctor as you start the training to check the step"
 
 
 def checks(facts: Facts) -> list[Check]:
     """The lines about the ranks together."""
-    return [_world(facts).named("world", "step"), _allreduce(facts).named("allreduce", "step")]
+    judged = {"world": _world(facts), "ports": _ports(facts), "allreduce": _allreduce(facts)}
+    return [verdict.named(name, "step") for name, verdict in judged.items()]
+
+
+def _ports(facts: Facts) -> Verdict:
+    """Whether other users of the nodes are kept out of the ranks' own ports."""
+    step = facts.step
+    if step.topology.launcher == "alone":
+        return Verdict("skip", NO_LAUNCHER)
+    if step.topology.size == 1:
+        return Verdict("ok", "one rank opens none")
+    if not step.key:
+        return Verdict("fail", step.bad_key or "no key: no home to keep one in, and no munge", cure=keys.MAKE)
+    if facts.software.has_horovod and OURS not in facts.software.horovod:
+        found = f"Horovod {facts.software.horovod} lets anybody into its rendezvous"
+        return Verdict("warn", found, cure="python -m hvdtrain build")
+    return Verdict("ok", f"closed to other users by a key ({step.key}); ddp's and TensorFlow's own engines' stay open")
 
 
 def _world(facts: Facts) -> Verdict:

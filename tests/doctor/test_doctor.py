@@ -77,6 +77,7 @@ HEALTHY = Facts(
     step=Step(
         place("srun"),
         plugin="pmix",
+        key="HVDTRAIN_KEY",
         nodes=2,
         hosts="nid001:2,nid002:2",
         words=WORDS,
@@ -604,6 +605,30 @@ WRONG = {  # facts, name: status, found, expected, cure
         "rank and size",
         "python -m hvdtrain build",
     ),
+    "no key": (
+        replace(HEALTHY, step=replace(HEALTHY.step, key="")),
+        "ports",
+        "fail",
+        "no key: no home to keep one in, and no munge",
+        EXPECTED["ports"],
+        "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+    ),
+    "a key that others may know": (
+        replace(HEALTHY, step=replace(HEALTHY.step, key="", bad_key="/home/a/.config/hvdtrain/key must be a file")),
+        "ports",
+        "fail",
+        "/home/a/.config/hvdtrain/key must be a file",
+        EXPECTED["ports"],
+        "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+    ),
+    "Horovod as published": (
+        replace(HEALTHY, software=replace(HEALTHY.software, horovod="0.28.1")),
+        "ports",
+        "warn",
+        "Horovod 0.28.1 lets anybody into its rendezvous",
+        EXPECTED["ports"],
+        "python -m hvdtrain build",
+    ),
     "an allreduce that ended badly": (
         step(live=Live(0, 4, "HorovodInternalError: shut down (exit code 1)")),
         "allreduce",
@@ -826,7 +851,7 @@ def test_a_line_of_the_table_says_nothing_twice():
 def test_the_table_in_colour_and_not():
     assert "\x1b[" in shown(SICK, 80, colour=True)
     assert "\x1b[" not in shown(SICK, 80)
-    assert shown(SICK, 80).splitlines()[-1] == "20 ok, 3 to look at, 2 to mend, 7 left out"
+    assert shown(SICK, 80).splitlines()[-1] == "21 ok, 3 to look at, 2 to mend, 7 left out"
 
 
 def test_facts_travel_as_json():
@@ -919,7 +944,7 @@ def test_a_step_of_two_ranks(controller, tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "doctor", "--json"]
     ended = run(controller, 2, command, limit=120, cwd=tmp_path)
     checks = told(ended.out)
-    assert checks["world"].status == checks["allreduce"].status == "ok"
+    assert checks["world"].status == checks["ports"].status == checks["allreduce"].status == "ok"
     launcher = {"mpi": "mpirun", "gloo": "horovodrun"}[controller]
     assert checks["world"].found == f"{launcher} started 2 ranks, and Horovod says 2 on 1 host"
     assert checks["allreduce"].found.startswith({"mpi": "over MPI; 1 MB: ", "gloo": "over Gloo; 1 MB: "}[controller])
