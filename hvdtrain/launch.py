@@ -79,7 +79,9 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
         "LOCAL_WORLD_SIZE": str(topology.local_size),
     }
     if line.place and topology.launcher != "torchrun":
-        told |= {"MASTER_ADDR": line.place.host, "MASTER_PORT": str(line.place.ports[-1])}
+        # Rank 0 has drawn its port, so that no other user can have taken it before.
+        port = line.seats[0].port if line.seats else line.place.ports[-1]
+        told |= {"MASTER_ADDR": line.place.host, "MASTER_PORT": str(port)}
     if line.interface:
         told["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", line.interface)
     if line.rendezvous:

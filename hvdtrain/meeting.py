@@ -39,8 +39,8 @@ Port = Annotated[int, Field(ge=1, lt=2**16)]
 class Meeting:
     """Rank 0's host, a block of ports of this step's own, and the name of the step.
 
-    The last port is MASTER_PORT, for libraries; the chief listens on the first free one of the others. `key` is what
-    MPI has carried to all ranks; empty where they have to know it (see hvdtrain.keys).
+    The chief listens on the first free one of the ports but the last, which is MASTER_PORT for libraries of ranks that
+    have not met. `key` is what MPI has carried to all ranks; empty where they have to know it (see hvdtrain.keys).
     """
 
     host: str

@@ -127,10 +127,13 @@ def test_gloo_is_told_of_the_rendezvous(monkeypatch):
     monkeypatch.setattr(mpi, "of_horovod", lambda framework: None)
     environ = environment(STEP, SLURM_NODEID="0", SLURM_LOCALID="1", SLURM_PROCID="1")
     line = Lifeline(discover(environ), Meeting("nid001", range(10_000, 10_008), "22.0"))
-    line.seats = [Seat(f"nid00{node + 1}", node, rank, f"10.0.0.{node + 1}") for node in (0, 1) for rank in (0, 1)]
+    line.seats = [
+        Seat(f"nid00{node + 1}", node, rank, f"10.0.0.{node + 1}", 23_000) for node in (0, 1) for rank in (0, 1)
+    ]
     line.rendezvous = 4321
     told = launch.variables(line, "torch", environ)
     assert told["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
+    assert told["MASTER_PORT"] == "23000"  # the one that rank 0 has drawn
     assert told["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4321"
     assert (told["HOROVOD_CROSS_RANK"], told["HOROVOD_CROSS_SIZE"]) == ("0", "2")
 

@@ -1,0 +1,45 @@
+"""How the ranks of several nodes come by one key: from a home that all see, through munge where they see none."""
+
+import json
+import sys
+
+import pytest
+from paths import REPOSITORY, SUPPORT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SRUN = ("srun", "-N2", "-n4", "--mpi=pmix")
+HOMES = {
+    "one home for all nodes": "mkdir -p home && HOME=$PWD/home",
+    "a home of each node's own": "mkdir -p /tmp/home && HOME=/tmp/home",
+    "no home": "HOME=/none",
+}
+
+
+@pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
+def test_the_ranks_of_two_nodes_meet(cluster, tmp_path_factory, home):
+    folder = tmp_path_factory.mktemp("seats", numbered=True)
+    program = f"{home} XDG_CONFIG_HOME= exec {sys.executable} {SUPPORT / 'seat.py'} {folder}"
+    ended = cluster.run(*SRUN, "bash", "-c", program, limit=60).good()
+    assert ended.err == ""
+    seats = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [seat["rank"] for seat in seats] == [0, 1, 2, 3]
+
+
+def test_without_home_and_munge_a_run_is_refused(cluster):
+    program = f"HOME=/none XDG_CONFIG_HOME= PATH=/none exec {sys.executable} -m hvdtrain.torch linear"
+    ended = cluster.run(*SRUN, "bash", "-c", program, limit=60)
+    assert ended.code == 2
+    assert all(
+        "no key: /none/.config/hvdtrain/key cannot be written, and munge does not" in line for line in ended.lines
+    )
+    assert [line.partition(":")[0] for line in sorted(ended.lines)] == [
+        "WorldError (rank 0 on nid001)",
+        "WorldError (rank 2 on nid002)",
+    ]
+
+
+def test_munge_itself(cluster):
+    tests = (sys.executable, "-m", "pytest", "-q", "-k", "munge_carries", "tests/test_keys.py")
+    ended = cluster.run("exec", "nid001", *tests, cwd=REPOSITORY, limit=60).good()
+    assert "2 passed" in ended.out
