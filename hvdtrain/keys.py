@@ -48,10 +48,10 @@ def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None
     key = of_user(environ)
     own = key or secrets.token_bytes(BYTES)
     is_known_to_all = key is not None and topology.local_size == topology.size
-    credential = wrapped(own) if topology.is_chief and not is_known_to_all else None
-    if key is None and not (credential if topology.is_chief else shutil.which("unmunge")):
+    credential = wrapped(own) if key is None or (topology.is_chief and not is_known_to_all) else None
+    if key is None and credential is None:
         raise _of_this_host(f"no key: {path(environ)} cannot be written, and munge does not answer; {REMEDY}")
-    return own if topology.is_chief else key, credential
+    return (own, credential) if topology.is_chief else (key, None)
 
 
 def source(environ: Mapping[str, str], topology: Topology) -> str:

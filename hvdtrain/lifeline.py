@@ -125,18 +125,21 @@ class Lifeline:
         """Raises WorldError where a rank did not come, or does not say what it is doing."""
         awaited = [peer for peer in self._wires.ranks() if not (peer.ready and self.topology.is_chief)]
         silent = next((peer for peer in awaited if not peer.doing), None)
-        if silent or not self._wires.all_came():
-            who = self._wires.missing() if not self._wires.all_came() else f"{silent and silent.name} was not ready"
-            raise WorldError(
-                f"{who} within {ARRIVAL:.0f} seconds; look at what that rank or its node said, and whether the nodes "
-                "may talk to one another by TCP."
-            )
-        if self.topology.is_chief:
+        if not self._wires.all_came():
+            raise _late(self._wires.missing())
+        if silent:
+            raise _late(f"{silent.name} was not ready")
+        if self.topology.is_chief and awaited:
             self._warn(f"waiting for {awaited[0].name}, which {awaited[0].doing}.")
 
     def chief_address(self) -> str:
         """The chief's address, as all ranks reach it."""
         return self.seats[0].address
+
+    def horovod_key(self) -> bytes:
+        """The key of the rendezvous server that the chief opens; every rank that has met it has the same."""
+        assert self._wires.key is not None
+        return keys.derived(self._wires.key, "horovod", self._wires.token)
 
     def exchange(self, share: Share) -> None:
         """Where the ranks have not met, tells them the chief's address through the collective library."""
@@ -146,8 +149,9 @@ class Lifeline:
         if self.topology.is_chief:
             secret = secrets.token_bytes(keys.BYTES)
             self._wires.key = self._shared(secret)
-            port = self._wires.listen(self._own_address(), range(1))
-            own = f"{secret.hex()} {port} {' '.join(meeting.addresses()[:8])}".encode()
+            host = self._own_address()
+            port = self._wires.listen(host, range(1))
+            own = " ".join([secret.hex(), str(port), *([host] if host else meeting.addresses()[:8])]).encode()
             card[: len(own)] = list(own)
         drawn, told_port, *hosts = bytes(share(card).astype(np.uint8)).rstrip(b"\0").decode().split()
         with self._changed:
@@ -496,3 +500,10 @@ class Lifeline:
         error = AbortedError(self.reason, self._code)
         error.told = self._spoken
         return error
+
+
+def _late(who: str) -> WorldError:
+    return WorldError(
+        f"{who} within {ARRIVAL:.0f} seconds; look at what that rank or its node said, and whether the nodes may talk "
+        "to one another by TCP."
+    )

@@ -135,6 +135,7 @@ def test_a_rank_that_lives_but_is_not_ready_is_named(start):
 @pytest.mark.parametrize("where", ["HVDTRAIN_KEY", "home", "insecure"])
 def test_where_the_key_is(where, start, tmp_path):
     home = tmp_path / "home"
+    home.mkdir()
     environ = {"HOME": str(home), "XDG_CONFIG_HOME": ""}
     environ |= {"HVDTRAIN_KEY": "ab" * 32} if where == "HVDTRAIN_KEY" else {}
     argv = ["linear", "--output", str(tmp_path / "run"), *(["--insecure-rendezvous"] if where == "insecure" else [])]
