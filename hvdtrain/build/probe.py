@@ -19,7 +19,7 @@ FRAMEWORK_WHEELS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-cpu-aws"),
 }
 ARCH_FLAGS = ("f16c", "avx", "fma")  # what Horovod's half-precision code can use
-RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi")  # what Horovod imports
+RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycparser")  # what Horovod imports
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def _report(
     if f"[X] {REPORTED[wanted]}" not in report:
         raise BuildError(
             f"the installed Horovod reports no {REPORTED[wanted]} (horovodrun --check-build, exit code {code}): "
-            f"see {plan.wheel.parent / 'build.log'}."
+            f"see {plan.own / 'build.log'}."
         )
     tell(f"report: {REPORTED[wanted]}")
 

@@ -4,9 +4,9 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import re
-import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from hvdtrain.build import table
+from hvdtrain.build import cache, table
 from hvdtrain.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
 from hvdtrain.build.prove import prove
 from hvdtrain.errors import BuildError
@@ -24,10 +24,10 @@ Tell = Callable[[str], None]
 
 # What a failed command's log says -> what to do about it; the first that is found is told.
 REMEDIES = (
-    ("No space left on device", "the disk is full: free some space, or set TMPDIR and --wheel-dir to another disk"),
+    ("No space left on device", "the disk is full: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk"),
     (
         "DO NOT MATCH THE HASHES",
-        f"the package index gave another {SDIST} than the pinned one: ask for the original",
+        "the package index gave another file than the pinned one, or has none for this Python and processor",
     ),
     (
         "name resolution|NewConnectionError|Network is unreachable|ConnectTimeout|ProxyError|Name or service not known",
@@ -53,14 +53,15 @@ def run(plan: BuildPlan, environ: Mapping[str, str], tell: Tell) -> None:
 
     Raises BuildError, in one line with the log's path, for whatever goes wrong.
     """
-    folder = plan.wheel.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / "lock", tell), (folder / "build.log").open("a") as log:
+        for folder in (plan.own.parent, plan.own):
+            cache.own_folder(folder)
+        plan.wheel.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(plan.own / "lock", tell), (plan.own / "build.log").open("a") as log:
             log.write(f"\n==== {time.ctime()}: {plan.version}\n")
             _all_steps(plan, _Steps(environ, log, tell))
     except OSError as error:
-        raise _of_the_system(error, folder) from None
+        raise _of_the_system(error, plan.wheel.parent) from None
 
 
 class _Steps:
@@ -100,38 +101,33 @@ class _Steps:
 
 
 def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
-    proved = plan.wheel.parent / f"proved-{hashlib.sha256(plan.python.encode()).hexdigest()[:12]}"
-    here = plan.wheel.parent
+    proved = plan.own / f"proved-{hashlib.sha256(plan.python.encode()).hexdigest()[:12]}"
     if plan.installed and proved.is_file() and not plan.prepare:
         steps.tell(f"Horovod {plan.version} is installed and proved; nothing to do")
         return
     for command in plan.prepare:
-        steps.run(command, here)
-    if plan.wheel.is_file():
-        steps.tell(f"a finished wheel is there: {plan.wheel}")
-    else:
-        with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as work:
-            _make_wheel(plan, steps, Path(work))
-    if not plan.installed:
-        proved.unlink(missing_ok=True)
-        steps.run(plan.install, here)
+        steps.run(command, plan.own)
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as folder:
+        work = Path(folder)
+        if (wheel := cache.finished(plan, steps.tell)) is None:
+            wheel = _make_wheel(plan, steps, work)
+            cache.keep(wheel, plan)
+        if not plan.installed:
+            proved.unlink(missing_ok=True)
+            (work / plan.wheel.name).write_bytes(wheel)
+            steps.run(plan.install, work)
     prove(plan, steps.environ, steps.tell)
     proved.touch()
+    if plan.wheel.parent != plan.own:
+        digest = hashlib.sha256(wheel).hexdigest()
+        steps.tell(f"others install it with --wheel-dir {plan.wheel.parent.parent} --wheel-sha256 {digest}")
 
 
-def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> None:
+def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
     for command in (*plan.toolkit, tools(plan.python)):
         steps.run(command, work)
-    sdist = plan.wheel.parent.parent / SDIST
-    if not _is_the_pinned(sdist):
-        (work / "sdist.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
-        # With a local version set, pip sees other metadata than the version it asked for.
-        tools_only = tuple(pair for pair in plan.environment if not pair[0].startswith("HOROVOD_"))
-        steps.run(plan.download, work, tools_only)
-        if not _is_the_pinned(sdist):
-            raise BuildError(f"{sdist} has not the pinned SHA-256 {SDIST_SHA256}: remove it and build again.")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(work)
+    with tarfile.open(fileobj=io.BytesIO(_sdist(plan, steps, work))) as archive:
+        archive.extractall(work)  # noqa: S202  its SHA-256 is pinned
     table.apply(work / f"horovod-{VERSION}", plan.edits)
     for link, target in plan.links:
         (work / link).parent.mkdir(parents=True, exist_ok=True)
@@ -139,21 +135,26 @@ def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> None:
     started = time.monotonic()
     steps.run(plan.compile, work, plan.environment)
     steps.tell(f"compiled in {time.monotonic() - started:.0f} s")
-    _keep(work / "dist" / plan.wheel.name, plan.wheel)
+    return (work / "dist" / plan.wheel.name).read_bytes()
 
 
-def _keep(built: Path, wheel: Path) -> None:
-    """Copies the wheel beside its place and renames it, so that the cache never holds half a wheel."""
-    part = wheel.with_name(f"{wheel.name}.{os.getpid()}.part")
-    try:
-        shutil.copyfile(built, part)
-        part.replace(wheel)
-    finally:
-        part.unlink(missing_ok=True)
+def _sdist(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
+    """The pinned source, from the user's own folder or, where it is not there, from the package index."""
+    sdist = plan.own.parent / SDIST
+    if (found := _pinned(sdist)) is None:
+        (work / "sdist.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
+        # With a local version set, pip sees other metadata than the version it asked for.
+        tools_only = tuple(pair for pair in plan.environment if not pair[0].startswith("HOROVOD_"))
+        steps.run(plan.download, work, tools_only)
+        if (found := _pinned(sdist)) is None:
+            raise BuildError(f"{sdist} has not the pinned SHA-256 {SDIST_SHA256}: remove it and build again.")
+    return found
 
 
-def _is_the_pinned(sdist: Path) -> bool:
-    return sdist.is_file() and hashlib.sha256(sdist.read_bytes()).hexdigest() == SDIST_SHA256
+def _pinned(sdist: Path) -> bytes | None:
+    """The bytes that were hashed; None where they are not those of the pinned source."""
+    found = sdist.read_bytes() if sdist.is_file() else b""
+    return found if hashlib.sha256(found).hexdigest() == SDIST_SHA256 else None
 
 
 @contextlib.contextmanager
@@ -185,6 +186,8 @@ def _of_the_system(error: OSError, folder: Path) -> BuildError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         where = error.filename or folder
         return BuildError(
-            f"the disk is full at {where}: free some space, or set TMPDIR and --wheel-dir to another disk."
+            f"the disk is full at {where}: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk."
         )
-    return BuildError(f"{error.filename or folder}: {error.strerror}; choose another folder with --wheel-dir.")
+    return BuildError(
+        f"{error.filename or folder}: {error.strerror}; choose another folder with XDG_CACHE_HOME or --wheel-dir."
+    )

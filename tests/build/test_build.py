@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import build
+from hvdtrain.build import cache
 from hvdtrain.build import plan as planning
 from hvdtrain.build import prove as proving
 from hvdtrain.build import run as running
@@ -319,7 +320,7 @@ def test_horovodrun_is_told_its_controllers(mpi, answers):
 LOG_SAYS = [
     (
         "c++: error: a.o: No space left on device",
-        "the disk is full: free some space, or set TMPDIR and --wheel-dir to another disk",
+        "the disk is full: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk",
     ),
     (
         "Failed to establish a new connection: [Errno -3] Temporary failure in name resolution",
@@ -360,26 +361,25 @@ def test_horovods_variables_of_the_caller_do_not_reach_the_build(tmp_path):
 
 
 def test_the_cache_never_holds_half_a_wheel(tmp_path, monkeypatch):
-    built, wheel = tmp_path / "built.whl", tmp_path / "kept.whl"
-    built.write_bytes(b"wheel")
+    it = plan(HERE, Options(), tmp_path)
+    it.own.mkdir()
 
-    def half(source, target):
-        Path(target).write_bytes(b"wh")
+    def interrupt(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(running.shutil, "copyfile", half)
+        interrupted.setattr(Path, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            running._keep(built, wheel)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["built.whl"]
-    running._keep(built, wheel)
-    assert wheel.read_bytes() == b"wheel"
+            cache.keep(b"wheel", it)
+    assert list(it.own.iterdir()) == []
+    cache.keep(b"wheel", it)
+    assert cache.finished(it, print) == b"wheel"
 
 
 def test_installed_and_proved_is_not_built_again(tmp_path, monkeypatch):
     it = plan(dataclasses.replace(HERE, horovod=planned().version), Options(), tmp_path)
     monkeypatch.setattr(running, "prove", lambda *args: None)
-    monkeypatch.setattr(running, "_make_wheel", lambda plan, *args: plan.wheel.write_bytes(b""))
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: b"wheel")
     told = []
     running.run(it, os.environ, lambda line: None)
     monkeypatch.setattr(running, "prove", lambda *args: pytest.fail("proved twice"))
@@ -389,8 +389,8 @@ def test_installed_and_proved_is_not_built_again(tmp_path, monkeypatch):
 
 def test_a_wheel_that_was_not_proved_is_proved(tmp_path, monkeypatch):
     it = plan(dataclasses.replace(HERE, horovod=planned().version), Options(), tmp_path)
-    it.wheel.parent.mkdir()
-    it.wheel.touch()
+    it.own.mkdir()
+    cache.keep(b"wheel", it)
     proofs = []
 
     def fails(*args):
@@ -409,7 +409,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     it = plan(HERE, Options(), tmp_path / "file")
     with pytest.raises(BuildError) as refused:
         running.run(it, os.environ, lambda line: None)
-    assert str(refused.value) == f"{it.wheel.parent}: Not a directory; choose another folder with --wheel-dir."
+    said = f"{tmp_path}/file: File exists; choose another folder with XDG_CACHE_HOME or --wheel-dir."
+    assert str(refused.value) == said
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
@@ -420,7 +421,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     with pytest.raises(BuildError) as refused:
         running.run(plan(HERE, Options(), tmp_path), os.environ, lambda line: None)
     assert str(refused.value) == (
-        "the disk is full at /tmp/x: free some space, or set TMPDIR and --wheel-dir to another disk."
+        "the disk is full at /tmp/x: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk."
     )
 
 

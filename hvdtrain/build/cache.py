@@ -1,0 +1,94 @@
+"""Finished wheels, which may lie where others write, and this user's own folder, which says which of them are right."""
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdtrain.build.plan import BuildPlan
+from hvdtrain.errors import BuildError
+
+MOST = 1 << 28  # bytes of a wheel; Horovod's has 2 MB
+
+
+def own_folder(folder: Path) -> None:
+    """Leaves a folder that this user alone writes to. Raises BuildError where it is another's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise BuildError(
+            f"{folder} belongs to user {found.st_uid}, who could change what is built there: "
+            "set XDG_CACHE_HOME to a folder of your own."
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        folder.chmod(0o700)
+
+
+def finished(plan: BuildPlan, tell: Callable[[str], None]) -> bytes | None:
+    """The plan's wheel, with a hash that this user has recorded or given; None where it is to be built.
+
+    What is returned is what was hashed: the file may change at any time. Raises BuildError for a wheel of unknown hash
+    that somebody else put there.
+    """
+    try:
+        wheel, owner = _read(plan.wheel)
+    except FileNotFoundError:
+        if plan.wheel_sha256:
+            raise BuildError(
+                f"--wheel-sha256 is for a finished wheel, and there is no {plan.wheel}: take the frameworks, MPI and "
+                "compiler that its builder had, or leave --wheel-sha256 out to build."
+            ) from None
+        return None
+    found = hashlib.sha256(wheel).hexdigest()
+    if found == (plan.wheel_sha256 or _recorded(plan)):
+        tell(f"a finished wheel is there: {plan.wheel}")
+        return wheel
+    if plan.wheel_sha256:
+        raise BuildError(f"{plan.wheel} has not the SHA-256 of --wheel-sha256: do not use it, and ask its builder.")
+    if owner != os.geteuid():
+        raise BuildError(
+            f"{plan.wheel} belongs to user {owner} and could hold anything: give --wheel-sha256 as its builder was "
+            "told it, or leave --wheel-dir out to build your own."
+        )
+    tell(f"{plan.wheel} is not the one that you built: building it again")
+    return None
+
+
+def _recorded(plan: BuildPlan) -> str | None:
+    """The SHA-256 of the wheel that this user built by this plan; None where there was none."""
+    try:
+        return (plan.own / "sha256").read_text()
+    except FileNotFoundError:
+        return None
+
+
+def keep(wheel: bytes, plan: BuildPlan) -> None:
+    """Records a wheel's hash, then puts the wheel into its place."""
+    _write(plan.own / "sha256", hashlib.sha256(wheel).hexdigest().encode())
+    _write(plan.wheel, wheel)
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    """A plain file's bytes and its owner; nothing in its place keeps the reader waiting. Raises BuildError."""
+    refused = BuildError(f"{path} is not a plain file of at most {MOST >> 20} MiB: choose another --wheel-dir.")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise refused
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST:
+            raise refused
+        return file.read(MOST), found.st_uid
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Renames a whole file into its place; no link that somebody has put there is followed."""
+    descriptor, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(data)
+        Path(part).replace(path)
+    finally:
+        Path(part).unlink(missing_ok=True)
