@@ -12,7 +12,7 @@ import pytest
 class Service(BaseHTTPRequestHandler):
     """Knows two vulnerabilities, both of requests."""
 
-    def do_POST(self):  # noqa: N802
+    def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         known = [{"id": f"PYSEC-{number}", "aliases": [], "summary": "it leaks", "affected": []} for number in (1, 2)]
         answer = {"vulns": known} if asked["package"]["name"] == "requests" else {}

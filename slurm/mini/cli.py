@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mini import ClusterError, cluster, config, enter, network, packages, quota, status
-from mini.state import HEAD, Cluster
+from mini.state import HEAD, Cluster, require_roots
 
 DEFAULT_STATE = "/var/lib/minicluster"
 SLURM_COMMANDS = ("srun", "sbatch", "salloc", "sinfo", "squeue", "scancel", "scontrol")
@@ -71,6 +71,8 @@ def _main(argv: Sequence[str]) -> int:
     if flags.help or not flags.command:
         print(HELP)
         return 0 if flags.help else 2
+    if os.geteuid() == 0:
+        require_roots(Path(flags.state))
     folder = Path(flags.state).resolve()
     given = _assignments(flags.environ)
     if flags.command in SLURM_COMMANDS:

@@ -12,7 +12,7 @@ from types import FrameType
 
 from mini import ClusterError, config, network, quota
 from mini.processes import ENVIRON, Process, end, inside, wait
-from mini.state import HEAD, SWITCH, UP, Cluster
+from mini.state import HEAD, SWITCH, UP, Cluster, require_roots
 
 HIDDEN = ("/tmp", "/dev/shm", "/run")
 Waiting = subprocess.Popen[str]
@@ -28,7 +28,8 @@ def claim(folder: Path) -> None:
                 f"a cluster is up in {folder}: slurm/minicluster down, or give another folder to --state."
             )
         shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    require_roots(folder)  # again: in /tmp another may have made it in between
     folder.chmod(0o755)
 
 

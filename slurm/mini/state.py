@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mini import ClusterError
 from mini.processes import Process
@@ -11,6 +12,29 @@ from mini.processes import Process
 HEAD = "head"
 SWITCH = "switch"
 UP = "up"  # the command that brings the cluster up, while it does
+
+
+def require_roots(folder: Path) -> None:
+    """Raises ClusterError where anybody but root could put something in a state folder's place, or into it."""
+    _require_roots(folder.absolute())  # the links on the way too
+    _require_roots(folder.resolve())
+
+
+def _require_roots(folder: Path) -> None:
+    for place in (*reversed(folder.parents), folder):
+        try:
+            found = place.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if found.st_uid:
+            _refuse(f"{place} belongs to user {found.st_uid}", folder)
+        sticky = found.st_mode & stat.S_ISVTX and place != folder  # like /tmp: what is root's in it stays so
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky and not stat.S_ISLNK(found.st_mode):
+            _refuse(f"{place} can be written by others", folder)
+
+
+def _refuse(what: str, folder: Path) -> NoReturn:
+    raise ClusterError(f"{what}: --state must be a folder that root alone can change, got {folder}.")
 
 
 @dataclasses.dataclass

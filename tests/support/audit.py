@@ -1,4 +1,4 @@
-"""`make check`: pip-audit over the installed packages. A known vulnerability fails it, but for those that IGNORED excuses;
+"""`make check`: pip-audit over the installed packages. A known vulnerability fails it, but for those in IGNORED;
 where the service cannot be asked, one line says so."""
 
 import json
