@@ -14,16 +14,13 @@ MOST = 1 << 28  # bytes of a wheel; Horovod's has 2 MB
 
 
 def own_folder(folder: Path) -> None:
-    """Leaves a folder that this user alone writes to. Raises BuildError where it is another's."""
+    """Leaves a folder that this user alone has written to. Raises BuildError where others may have."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
-    if found.st_uid != os.geteuid():
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
-            f"{folder} belongs to user {found.st_uid}, who could change what is built there: "
-            "set XDG_CACHE_HOME to a folder of your own."
+            f"{folder} can be written by others than you: remove it, or set XDG_CACHE_HOME to a folder of your own."
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        folder.chmod(0o700)
 
 
 def finished(plan: BuildPlan, tell: Callable[[str], None]) -> bytes | None:
