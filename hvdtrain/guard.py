@@ -1,16 +1,14 @@
 """The promises checked while training: the right world, and replicas identical to the bit."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvdtrain.engines import ENGINES
 from hvdtrain.errors import ReplicaError, WorldError
+from hvdtrain.sharing import Sum, gather
 from hvdtrain.topology import Topology
-
-Sum = Callable[[np.ndarray], np.ndarray]
-"""Adds an array over all ranks and gives every rank the result."""
 
 HOST_BYTES = 64
 MOST_NAMED = 8
@@ -52,14 +50,14 @@ def check_replicas(fingerprint: int, step: int, topology: Topology, sum_over_ran
 
     Raises ReplicaError on every rank, naming each rank and host that differs from rank 0.
     """
-    prints = _gather(np.array([fingerprint], dtype=np.int64), topology, sum_over_ranks)[:, 0]
+    prints = gather(np.array([fingerprint], dtype=np.int64), topology.rank, topology.size, sum_over_ranks)[:, 0]
     parted = np.flatnonzero(prints != prints[0])
     if not parted.size:
         return
     name = np.zeros(HOST_BYTES, dtype=np.int64)
     encoded = os.fsencode(topology.host)[:HOST_BYTES]
     name[: len(encoded)] = list(encoded)
-    hosts = _gather(name, topology, sum_over_ranks).astype(np.uint8)
+    hosts = gather(name, topology.rank, topology.size, sum_over_ranks).astype(np.uint8)
     named = [f"rank {rank} on {bytes(hosts[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in parted]
     raise _parted(named, "rank 0's", "host", step)
 
@@ -79,10 +77,3 @@ def _parted(named: list[str], like: str, what: str, step: int) -> ReplicaError:
         f"after step {step} the weights of {listed} differ from {like}: the replicas have parted and "
         f"training stops; go on from the last checkpoint with the same command, and check that {what}'s memory."
     )
-
-
-def _gather(row: np.ndarray, topology: Topology, sum_over_ranks: Sum) -> np.ndarray:
-    """Every rank's row, [size, len(row)], by adding arrays that are zero but for the own row."""
-    table = np.zeros((topology.size, row.size), dtype=row.dtype)
-    table[topology.rank] = row
-    return sum_over_ranks(table)

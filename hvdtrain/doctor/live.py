@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from hvdtrain import launch, meeting
+from hvdtrain import launch, meeting, sharing
 from hvdtrain.doctor.framework import imported, say
 from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
@@ -31,14 +31,21 @@ def _measured(framework: str, mine: dict[str, Any]) -> None:
     module, hvd = imported(framework)
     hvd.init()
     say(rank=hvd.rank(), size=hvd.size())
-    ranks = hvd.allgather_object({**mine, "rank": hvd.rank()})
+    ranks = _of_ranks({**mine, "rank": hvd.rank()}, module, hvd)
     ones, over = _device(framework, module, hvd)
     _average(module, hvd, 0.0)  # every rank has passed it at the same moment, to a millisecond or so
-    clocks = hvd.allgather_object(time.time())
+    clocks = _of_ranks(time.time(), module, hvd)
     seconds = _measure(module, hvd, ones)
     if hvd.rank() == 0:
         say(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
     hvd.shutdown()
+
+
+def _of_ranks(value: Any, module: Any, hvd: Any) -> list[Any]:
+    tensor = module.from_numpy if module.__name__ == "torch" else module.constant
+    return sharing.of_ranks(
+        value, hvd.rank(), hvd.size(), lambda row: hvd.allreduce(tensor(row), op=hvd.Sum, name="doctor.rank").numpy()
+    )
 
 
 def _device(framework: str, module: Any, hvd: Any) -> tuple[Any, str]:

@@ -5,7 +5,9 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from hvdtrain import sharing
 from hvdtrain.errors import KerasError
 from hvdtrain.tensorflow.distributed import broadcast_variables, check_called, check_distributed, hvd, sum_arrays
 
@@ -140,13 +142,18 @@ class MetricAverageCallback(_Callback):
 
 
 def _check_names(names: list[str]) -> None:
-    everybodys = hvd.allgather_object(names, name="hvdtrain.logs")
+    everybodys = sharing.of_ranks(names, hvd.rank(), hvd.size(), _sum)
     for rank, others in enumerate(everybodys):
         if others != everybodys[0]:
             raise KerasError(
                 f"rank {rank} logs {', '.join(others)}, but rank 0 {', '.join(everybodys[0])}: MetricAverageCallback "
                 "needs the same metrics of every rank; validate on all ranks or on none."
             )
+
+
+def _sum(array: np.ndarray) -> np.ndarray:
+    with tf.device("/CPU:0"):  # NCCL has nothing to do with what lies on the host
+        return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.logs").numpy()  # type: ignore[no-any-return]
 
 
 def _plain(value: np.ndarray) -> Any:

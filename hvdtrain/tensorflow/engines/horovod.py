@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import settings
+from hvdtrain import settings, sharing
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow.engines.one_replica import OneReplica
@@ -62,7 +62,7 @@ class HorovodEngine(OneReplica):
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
         if variables:
             hvd.broadcast_variables(list(variables.values()), root_rank=0)
-        return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
+        return sharing.from_chief(facts, self.rank, self.sum)
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [

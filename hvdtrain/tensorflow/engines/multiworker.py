@@ -2,14 +2,13 @@
 collectives."""
 
 import os
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import tf_config
+from hvdtrain import sharing, tf_config
 from hvdtrain.meeting import Seat
 from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow.engines import LOST
@@ -39,12 +38,13 @@ class MultiWorkerEngine(Distributed):
         return self.rank, self.strategy.num_replicas_in_sync
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
-        said = pickle.dumps((facts, {name: variable.numpy() for name, variable in variables.items()}))
-        length = int(self.sum(np.array([len(said) if self.rank == 0 else 0]))[0])
-        facts, arrays = pickle.loads(self._from_chief(said, length))
-        for name, variable in variables.items():
-            variable.assign(arrays[name])
-        return facts
+        held = [variable.numpy() for variable in variables.values()]
+        told = b"".join(array.tobytes() for array in held) if self.rank == 0 else b""
+        told, start = sharing.bytes_from_chief(told, self.sum), 0
+        for variable, array in zip(variables.values(), held, strict=True):
+            variable.assign(np.frombuffer(told, array.dtype, array.size, start).reshape(array.shape))
+            start += array.nbytes
+        return sharing.from_chief(facts, self.rank, self.sum)
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return self._summed(tf.constant(array)).numpy()  # type: ignore[no-any-return]
@@ -54,10 +54,3 @@ class MultiWorkerEngine(Distributed):
 
     def _sum_of_ranks(self, array: tf.Tensor) -> tf.Tensor:
         return self.strategy.reduce(SUM, self.strategy.run(tf.identity, (array,)), axis=None)
-
-    def _from_chief(self, said: bytes, length: int) -> bytes:
-        """What rank 0 said, of that length: a sum of whole numbers to which the others add 0."""
-        words = np.zeros(-(-length // 8), np.int64)
-        if self.rank == 0:
-            words.view(np.uint8)[:length] = np.frombuffer(said, np.uint8)
-        return self.sum(words).tobytes()[:length]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hvdtrain import sharing
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
 from hvdtrain.topology import Topology
@@ -57,9 +58,7 @@ class DdpEngine:
     def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
         for tensor in tensors.values():
             dist.broadcast(tensor, 0, group=self._own)
-        told = [facts]
-        dist.broadcast_object_list(told, 0, group=self._own)
-        return told[0]
+        return sharing.from_chief(facts, self.rank, self.sum)
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain import settings
+from hvdtrain import settings, sharing
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
 from hvdtrain.torch.engines.buckets import Buckets, flat
@@ -96,7 +96,7 @@ class HorovodEngine:
 
     def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
         hvd.broadcast_parameters({name: flat(tensor) for name, tensor in tensors.items()}, root_rank=0)
-        return hvd.broadcast_object(facts, root_rank=0, name="hvdtrain.facts")
+        return sharing.from_chief(facts, self.rank, self.sum)
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         passes = self._recipe.accumulation_steps
@@ -111,7 +111,7 @@ class HorovodEngine:
         if self.size == 1:
             return model, optimizer
         # Rank 0 decides: another environment on another host would stall all of them.
-        together = hvd.broadcast_object(self._side_by_side, root_rank=0, name="hvdtrain.together")
+        together = sharing.from_chief(self._side_by_side, self.rank, self.sum)
         self._buckets = Buckets(
             model.parameters(),
             together or 0,
