@@ -23,7 +23,7 @@ from PIL import Image
 from hvdtrain import datasets, flags
 from hvdtrain.datasets import shards
 from hvdtrain.datasets.containers import CONTAINERS, Name
-from hvdtrain.datasets.imagenet import Encoded, rgb
+from hvdtrain.datasets.imagenet import Encoded, opened, rgb
 from hvdtrain.errors import OutputError, RecipeError
 
 THREADS = 16  # more than processors: a parallel file system is waited for
@@ -143,12 +143,12 @@ def _pictures(split: Encoded, order: NDArray[np.int64], resize: int | None, qual
     def picture(sample: int) -> Picture:
         with split.told(sample):
             encoded = split.encoded(sample)
-            with Image.open(io.BytesIO(encoded)) as opened:
-                suffix = SUFFIXES.get(opened.format or "", (opened.format or "").lower())
-                if resize and min(opened.size) > resize:
-                    encoded, suffix = _shrunk(opened, resize, quality), "jpg"
+            with opened(encoded) as decoded:
+                suffix = SUFFIXES.get(decoded.format or "", (decoded.format or "").lower())
+                if resize and min(decoded.size) > resize:
+                    encoded, suffix = _shrunk(decoded, resize, quality), "jpg"
                 else:
-                    opened.load()
+                    decoded.load()
         return Picture(sample, int(split.labels[sample]), encoded, suffix)
 
     with ThreadPoolExecutor(THREADS) as pool:

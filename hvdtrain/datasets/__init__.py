@@ -66,7 +66,7 @@ def _imagenet(data_dir: Path | None, cache_dir: Path | None, is_by_shard: bool, 
     from hvdtrain.datasets import cache, imagenet, index, shards
 
     if data_dir is not None and shards.is_in(data_dir):
-        return shards.load(cache.on_node(data_dir, cache_dir) if cache_dir else data_dir, *sides, is_by_shard)
+        return shards.load(data_dir, *sides, is_by_shard, cache.on_node(data_dir, cache_dir) if cache_dir else None)
     if is_by_shard or cache_dir:
         key = "shuffle shards" if is_by_shard else "cache_dir"
         raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")

@@ -3,7 +3,6 @@
 Boxes and flips are ours, drawn as for Pillow, so that pixels differ by rounding alone: by 0.16 of 255 in the mean.
 """
 
-import io
 import os
 import threading
 from dataclasses import dataclass, field
@@ -11,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from hvdtrain.datasets.imagenet import Encoded, random_part
+from hvdtrain.datasets.imagenet import Encoded, opened, random_part
 from hvdtrain.errors import EngineUnavailable
 
 MODES = ("RGB", "L")
@@ -73,7 +71,7 @@ class Dali:
         """What the pipeline is FED with; None for a picture that is left to Pillow."""
         with self.split.told(index):
             encoded = self.split.encoded(index)
-            with Image.open(io.BytesIO(encoded)) as picture:
+            with opened(encoded) as picture:
                 if picture.format != "JPEG" or picture.mode not in MODES:
                     return None
                 (left, upper, right, lower), is_flipped = random_part(draws, *picture.size)

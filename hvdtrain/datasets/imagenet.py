@@ -8,9 +8,9 @@ import functools
 import io
 import math
 import os
-import struct
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from hvdtrain.datasets.base import Dataset, require_positive
-from hvdtrain.errors import DataError
+from hvdtrain.datasets.pickles import line
+from hvdtrain.errors import DataError, HvdtrainError
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -28,9 +29,14 @@ SUFFIXES = (".jpeg", ".jpg", ".png")
 AREA = (0.08, 1.0)
 LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 TRIES = 10
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
-"""What Pillow's decoders raise for a damaged picture."""
-
+FORMATS = ("JPEG", "PNG")
+"""Some of ImageNet's .JPEG files are PNG. Whatever the suffix, Pillow would take an EPS too, and start Ghostscript."""
+MOST_BYTES = 1 << 27
+"""In one picture's file; ImageNet's largest holds 15 MB."""
+MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 1 << 26
+"""In one picture, also once it is resized: 358 MB in memory. Above it Pillow warns, and refuses twice as many."""
+MOST_CLASSES = 100_000
+"""Which a file may name: the last layer of a ResNet50 takes .8 GB for so many."""
 Box = tuple[int, int, int, int]
 """Left, upper, right and lower edge, in pixels."""
 
@@ -75,7 +81,7 @@ class Encoded(ABC):
 
     def decoded(self, index: int, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
         """The picture, prepared. Raises DataError naming its place where it is damaged."""
-        with self.told(index), Image.open(io.BytesIO(self.encoded(index))) as picture:
+        with self.told(index), opened(self.encoded(index)) as picture:
             return np.asarray(prepare(picture))
 
     @contextlib.contextmanager
@@ -83,11 +89,24 @@ class Encoded(ABC):
         """Around the reading of a picture: whatever is wrong with it is a DataError that names its place."""
         try:
             yield
-        except UNREADABLE as error:
-            reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        except HvdtrainError:
+            raise
+        except Exception as error:  # a damaged picture raises nearly any exception there is
+            reason = "of no known format" if isinstance(error, UnidentifiedImageError) else line(error)
             raise DataError(
                 f"{self.place(index)} cannot be read as a picture ({reason}): fetch it again, or remove it."
             ) from None
+
+
+class Names:
+    """Many names in little memory, whatever the longest: an array would give each of them as much."""
+
+    def __init__(self, names: Sequence[bytes]) -> None:
+        self._joined = b"".join(names)
+        self._ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self._joined[self._ends[index] : self._ends[index + 1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +114,37 @@ class Pictures(Encoded):
     """Picture files by number; a million of them take some 30 MB, so that workers get them quickly."""
 
     root: Path
-    names: NDArray[np.bytes_]
+    names: NDArray[np.bytes_] | Names
 
     def path(self, index: int) -> Path:
         return self.root / self.classes[self.labels[index]] / os.fsdecode(self.names[index])
 
     def encoded(self, index: int) -> bytes:
-        return self.path(index).read_bytes()
+        return content(self.path(index))
 
     def place(self, index: int) -> str:
         return str(self.path(index))
+
+
+def content(path: Path) -> bytes:
+    """The bytes of a picture's file. Raises OSError, also for what is no file: a pipe would be waited for."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
+            raise OSError(f"it must be a file of at most {MOST_BYTES:,} bytes")
+        return file.read(status.st_size)
+
+
+def opened(encoded: bytes) -> Image.Image:
+    """The picture, not yet decoded. Raises nearly any exception where it is damaged, too large or of other FORMATS."""
+    picture = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    _require_pixels(*picture.size)
+    return picture
+
+
+def _require_pixels(width: int, height: int) -> None:
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
 
 
 def in_threads(work: Callable[[], None]) -> None:
@@ -229,6 +269,7 @@ def centre_crop(picture: Image.Image, resize: int, crop: int) -> Image.Image:
     shorter = min(picture.size)
     width, height = (int(resize * side / shorter) for side in picture.size)
     left, upper = round((width - crop) / 2), round((height - crop) / 2)
+    _require_pixels(width, height)  # a line of 1 x 60,000 pixels would become one of 256 x 15,360,000
     resized = rgb(picture).resize((width, height), Image.Resampling.BILINEAR)
     return resized.crop((left, upper, left + crop, upper + crop))
 

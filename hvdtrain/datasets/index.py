@@ -5,8 +5,8 @@ in alphabetical order. A pickle may ask Python to run anything: only what an ind
 """
 
 import os
-import pickle
-from collections.abc import Collection, Mapping
+import reprlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,12 +15,17 @@ import numpy as np
 
 from hvdtrain.datasets import pickles
 from hvdtrain.datasets.base import Dataset
-from hvdtrain.datasets.imagenet import Pictures, check_sides, dataset, resize_beside
+from hvdtrain.datasets.imagenet import MOST_CLASSES, Names, Pictures, check_sides, dataset, resize_beside
 from hvdtrain.errors import DataError
 
 TRAIN, VALID = "train_data.pkl", "val_data.pkl"
 PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}
+LONGEST = 4096
+"""Bytes of a path: longer ones cannot be opened."""
+MOST_AT_ONCE = 1 << 20
+"""Bytes of one value; Python writes frames of 64 KiB."""
 REMEDY = "an index file is a pickled dict {path: class}; write it again."
+NUMBERED = "must all be names or all numbers from 0"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,26 +60,48 @@ def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: 
     )
 
 
-def read(path: Path) -> dict[str, int | str]:
+def read(path: Path) -> dict[bytes, int | str]:
     """The index in that file. Raises DataError, and runs nothing, for all that is none."""
-    with pickles.told(path, REMEDY), path.open("rb") as file:
-        index = _IndexUnpickler(file, encoding="utf-8", errors="surrogateescape").load()
-    if not isinstance(index, dict) or not index:
-        held = "an empty index" if index == {} else f"an object of type {type(index).__name__}"
-        raise DataError(f"{path} holds {held}: {REMEDY}")
+    with pickles.told(path, REMEDY), pickles.opened(path) as file:
+        index = _IndexUnpickler(file, MOST_AT_ONCE, encoding="utf-8", errors="surrogateescape").load()
+        if not isinstance(index, dict) or not index:
+            held = "an empty index" if index == {} else f"an object of type {type(index).__name__}"
+            raise DataError(f"{path} holds {held}: {REMEDY}")
+        return dict(_checked(path, index))
+
+
+def _checked(path: Path, index: Mapping[Any, Any]) -> Iterator[tuple[bytes, int | str]]:
     for picture, label in index.items():
-        if not isinstance(picture, str | bytes | os.PathLike) or type(label) not in {int, str}:
-            raise DataError(f"{path} must map paths to classes, got {picture!r} with class {label!r}: {REMEDY}")
-    return {os.fsdecode(picture): label for picture, label in index.items()}
+        if type(picture) not in {str, bytes} or type(label) not in {int, str}:
+            held = f"{_shown(picture)} with class {_shown(label)}"
+            raise DataError(f"{path} must map paths to classes, got {held}: {REMEDY}")
+        if isinstance(label, int) and not 0 <= label < MOST_CLASSES:
+            rule = f"must be below {MOST_CLASSES:,}" if label > 0 else NUMBERED
+            raise DataError(f"{path}: classes {rule}, got {_shown(label)}: {REMEDY}")
+        if len(encoded := os.fsencode(picture)) > LONGEST:
+            raise DataError(f"{path} must hold paths of at most {LONGEST} bytes, got {_shown(picture)}: {REMEDY}")
+        yield encoded, label
 
 
-class _IndexUnpickler(pickle.Unpickler):
+def _shown(value: object) -> str:
+    """For a message. Written out whole, tuples that hold one another twice would never end."""
+    short = reprlib.Repr()
+    short.maxlevel = 2
+    short.maxlong = 40
+    return pickles.line(short.repr(value))
+
+
+class _IndexUnpickler(pickles.DataUnpickler):
+    kind = "index file"
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):
-            return pickles.encode  # how bytes are pickled for Python 2
         if module.partition(".")[0] == "pathlib" and name in PATHS:
-            return PurePosixPath
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index file needs")
+            return self._path
+        return super().find_class(module, name)
+
+    def _path(self, *parts: str) -> str:
+        """Stands for pathlib's classes; text, which no opcode can write to."""
+        return self.made(str(PurePosixPath(*parts)))
 
 
 def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
@@ -82,25 +109,21 @@ def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
     found = set(labels)
     if all(isinstance(label, str) for label in found):
         return {label: number for number, label in enumerate(sorted(found, key=str))}
-    if all(isinstance(label, int) and label >= 0 for label in found):
-        return {label: int(label) for label in sorted(found)}
-    wrong = next(label for label in found if not isinstance(label, int) or label < 0)
-    raise DataError(f"{path}: classes must all be names or all numbers from 0, got {wrong!r}: {REMEDY}")
+    if names := [label for label in found if isinstance(label, str)]:
+        raise DataError(f"{path}: classes {NUMBERED}, got {_shown(names[0])}: {REMEDY}")
+    return {label: int(label) for label in sorted(found)}
 
 
 def _listed(
     path: Path,
-    index: Mapping[str, int | str],
+    index: Mapping[bytes, int | str],
     numbers: Mapping[int | str, int],
     classes: tuple[str, ...],
     resize: int,
     crop: int,
 ) -> Listed:
     if unknown := sorted({str(label) for label in index.values() if label not in numbers}):
-        raise DataError(
-            f"{path} holds {len(unknown)} classes that {TRAIN} lacks ({', '.join(unknown[:3])}): both must hold the "
-            "same."
-        )
-    names = np.array([os.fsencode(picture) for picture in index])
+        some = pickles.line(", ".join(unknown[:3]))
+        raise DataError(f"{path} holds {len(unknown)} classes that {TRAIN} lacks ({some}): both must hold the same.")
     labels = np.array([numbers[label] for label in index.values()], np.int64)
-    return Listed(labels, resize, crop, classes, path.parent, names)
+    return Listed(labels, resize, crop, classes, path.parent, Names(tuple(index)))

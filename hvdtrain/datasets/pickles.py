@@ -1,15 +1,32 @@
-"""Reads the published CIFAR pickles without running anything that a pickle may ask for."""
+"""Reads pickled data, and the published CIFAR files, without doing anything else that a pickle may ask for."""
 
 import contextlib
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import DataError
+
+MOST_BYTES = 1 << 28
+"""In one value of a CIFAR file: the published pixels are 153.6 MB, and 230 MB as protocol 2's text."""
+MADE = 16
+"""Times its own size, the text that a file may have put together of parts that it names again and again."""
+SHOWN = 200
+"""Characters of what a file holds in a message."""
+KEYS = {str, bytes, int}
+OPCODES = (
+    "PROTO FRAME STOP MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWFALSE NEWTRUE INT BININT "
+    "BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
+    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
+    "LIST APPEND APPENDS EMPTY_DICT GLOBAL STACK_GLOBAL REDUCE"
+)
+"""Of the pickle machine: what data need. Not BUILD, which would write to any object, nor what makes sets, whose members
+are hashed."""
 
 
 def read_batch(path: Path, remedy: str) -> dict[str, Any]:
@@ -17,24 +34,122 @@ def read_batch(path: Path, remedy: str) -> dict[str, Any]:
 
     Files pickled by Python 2 and 3 are read alike. Raises DataError, ending in the remedy, for all else.
     """
-    with told(path, remedy), path.open("rb") as file:
-        batch = _BatchUnpickler(file, encoding="bytes").load()
+    with told(path, remedy), opened(path) as file:
+        batch = _BatchUnpickler(file, MOST_BYTES, encoding="bytes").load()
         return {_text(key): _plain(value) for key, value in batch.items()}
 
 
 @contextlib.contextmanager
 def told(path: Path, remedy: str) -> Iterator[None]:
-    """Around the reading of a pickle: whatever goes wrong is a DataError that names the file and the remedy."""
+    """Around the reading of a file: whatever goes wrong is a DataError that names the file and the remedy."""
     try:
         yield
+    except DataError:
+        raise
     except FileNotFoundError:
         raise DataError(f"{path} is missing: {remedy}") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
+        raise DataError(f"{path} cannot be read ({error.strerror or error}): {remedy}") from None
     except MemoryError:
         raise DataError(f"{path} does not fit into memory, or is damaged: {remedy}") from None
-    except Exception as error:  # a damaged pickle raises nearly any exception there is
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {_line(error)}): {remedy}") from None
+    except Exception as error:  # a damaged file raises nearly any exception there is
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {line(error)}): {remedy}") from None
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file, to read. Raises OSError where it is none: a pipe would be waited for, a device has no end."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is no regular file")
+    return path.open("rb")
+
+
+def line(value: object) -> str:
+    """What a file holds, for a message: cut, on one line, without what a terminal obeys."""
+    words = " ".join(str(value)[: 4 * SHOWN].split())[:SHOWN]
+    return "".join(character if character.isprintable() else "?" for character in words)
+
+
+class _Bounded:
+    """A file that is never asked for more than it holds: a length in a forged pickle claims no memory."""
+
+    def __init__(self, file: BinaryIO, most: int) -> None:
+        self.size = self._left = os.fstat(file.fileno()).st_size
+        self._file, self._most = file, most
+
+    def read(self, size: int) -> bytes:
+        if size > self._left or size > self._most:
+            raise EOFError(f"{size} bytes are announced, {self._left} are left")
+        self._left -= size
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        content = self._file.readline(self._most)
+        self._left -= len(content)
+        if not content.endswith(b"\n"):
+            raise EOFError("a line does not end")
+        return content
+
+
+def _with_plain_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """Tuples that hold one another twice, 60 deep, take for ever to hash, and a million deep overflow C's stack."""
+
+    def checked(unpickler: Any) -> None:
+        if not {*map(type, unpickler.stack[keys])} <= KEYS:
+            raise pickle.UnpicklingError("a key that is neither text nor a number")
+        load(unpickler)
+
+    return checked
+
+
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    def __missing__(self, opcode: int) -> Callable[[Any], None]:
+        raise pickle.UnpicklingError(f"it holds the opcode {bytes([opcode])!r}, which no data need")
+
+
+def _standard(name: str) -> tuple[int, Callable[[Any], None]]:
+    opcode: int = getattr(pickle, name)[0]
+    return opcode, pickle._Unpickler.dispatch[opcode]
+
+
+class DataUnpickler(pickle._Unpickler):
+    """Makes numbers, text, tuples, lists, dictionaries and bytes; subclasses add functions that stand for others.
+
+    Python's own machine rather than C's, whose table of memos grows to whatever number a file names, and whose opcodes
+    cannot be chosen.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = _Opcodes(
+        [
+            *map(_standard, OPCODES.split()),
+            *((code, _with_plain_keys(load, slice(0, None, 2))) for code, load in map(_standard, ("DICT", "SETITEMS"))),
+            *((code, _with_plain_keys(load, slice(-2, -1))) for code, load in [_standard("SETITEM")]),
+        ]
+    )
+    kind: ClassVar[str]
+    """Of file, for a message."""
+
+    def __init__(self, file: BinaryIO, most: int, *, encoding: str, errors: str = "strict") -> None:
+        bounded = _Bounded(file, most)
+        super().__init__(bounded, encoding=encoding, errors=errors)
+        self._may_make = MADE * bounded.size
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):  # how bytes are pickled for Python 2
+            return self._encoded
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no {self.kind} needs")
+
+    def _encoded(self, text: str, encoding: str) -> bytes:
+        """Stands for _codecs.encode, whose other codecs could unpack bombs."""
+        if encoding != "latin1":
+            raise pickle.UnpicklingError(f"the codec {encoding!r}")
+        return self.made(text).encode("latin1")
+
+    def made(self, text: str) -> str:
+        """The text, counted. Raises pickle.UnpicklingError where that is too much."""
+        self._may_make -= len(text)
+        if self._may_make < 0:
+            raise pickle.UnpicklingError(f"it makes more than {MADE} times the text that it holds")
+        return text
 
 
 class _PickledType:
@@ -47,17 +162,11 @@ class _PickledType:
         if _text(code) not in ("u1", "|u1"):
             raise pickle.UnpicklingError(f"an array of {_text(code)!r}, where uint8 is expected")
 
-    def __setstate__(self, state: object) -> None:
-        pass
-
 
 class _PickledArray:
     """Stands for numpy.ndarray: keeps the state in the file until all of it was read."""
 
     state: tuple[int, tuple[int, ...], _PickledType, bool, bytes]
-
-    def __setstate__(self, state: tuple[int, tuple[int, ...], _PickledType, bool, bytes]) -> None:
-        self.state = state
 
     def array(self) -> NDArray[np.uint8]:
         _, shape, _, is_fortran, content = self.state
@@ -68,27 +177,32 @@ def _reconstruct(*_: object) -> _PickledArray:
     return _PickledArray()
 
 
-def encode(text: str, encoding: str) -> bytes:
-    """Stands for _codecs.encode, which makes bytes in protocol 2; other codecs could unpack bombs."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"the codec {encoding!r}")
-    return text.encode("latin1")
-
-
 _STANDINS: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy", "ndarray"): _PickledArray,
     ("numpy", "dtype"): _PickledType,
-    ("_codecs", "encode"): encode,
 }
 
 
-class _BatchUnpickler(pickle.Unpickler):
+def _build(unpickler: Any) -> None:
+    """BUILD, for the two stand-ins alone: Python's own would write to the functions and classes of the table above."""
+    state = unpickler.stack.pop()
+    match unpickler.stack[-1]:
+        case _PickledArray() as array:
+            array.state = state
+        case _PickledType():
+            pass
+        case other:
+            raise pickle.UnpicklingError(f"it sets the state of an object of type {type(other).__name__}")
+
+
+class _BatchUnpickler(DataUnpickler):
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = _Opcodes({**DataUnpickler.dispatch, pickle.BUILD[0]: _build})
+    kind = "CIFAR file"
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _STANDINS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")
-        return _STANDINS[module, name]
+        return _STANDINS.get((module, name)) or super().find_class(module, name)
 
 
 def _plain(value: Any) -> Any:
@@ -97,7 +211,3 @@ def _plain(value: Any) -> Any:
 
 def _text(value: str | bytes) -> str:
     return value.decode("latin1") if isinstance(value, bytes) else value
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

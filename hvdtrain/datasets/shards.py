@@ -5,7 +5,10 @@ Sample k is the folder's sample k, so that a run sees the same pictures in the s
 
 import dataclasses
 import errno
+import io
+import itertools
 import json
+import math
 import os
 import threading
 import weakref
@@ -19,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.datasets.base import Dataset
-from hvdtrain.datasets.imagenet import Encoded, check_sides, dataset, resize_beside
+from hvdtrain.datasets.imagenet import MOST_BYTES, MOST_CLASSES, Encoded, check_sides, dataset, resize_beside
+from hvdtrain.datasets.pickles import line, opened, told
 from hvdtrain.errors import DataError
 
 INDEX = "index.npz"
@@ -27,20 +31,23 @@ VERSION = 1
 SPLITS = ("train", "val")
 ENTRY = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<u4"), ("crc32", "<u4")])
 """One sample: the number of its shard, its picture's first byte and bytes there, its class, zlib's CRC of the bytes."""
+NO_INDEX = f"no index of version {VERSION}"
+NAME_MAX = 255
 REMEDY = "pack the set again, or copy it whole."
 
 
 class Files:
     """Shards by number, each opened once in a process; a pickled copy opens its own."""
 
-    def __init__(self, paths: tuple[Path, ...]) -> None:
-        self.paths = paths
+    def __init__(self, paths: tuple[Path, ...], owner: int | None = None) -> None:
+        """An owner is named where others could put files of theirs in the place of these."""
+        self.paths, self._owner = paths, owner
         self._lock, self._open = threading.Lock(), dict[int, int]()
         self._ahead: frozenset[int] = frozenset()
         weakref.finalize(self, _close, self._open)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Files, (self.paths,)
+        return Files, (self.paths, self._owner)
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """Those bytes, fewer at the file's end. Raises OSError."""
@@ -55,7 +62,7 @@ class Files:
     def _descriptor(self, shard: int) -> int:
         with self._lock:
             if shard not in self._open:
-                self._open[shard] = _opened(self.paths[shard])
+                self._open[shard] = _opened(self.paths[shard], self._owner)
             return self._open[shard]
 
 
@@ -64,15 +71,19 @@ def _close(descriptors: dict[int, int]) -> None:
         os.close(descriptor)
 
 
-def _opened(path: Path) -> int:
+def _opened(path: Path, owner: int | None) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
         raise DataError(
             f"{path} cannot be opened ({error.strerror}): raise `ulimit -n`, or pack into fewer, larger shards."
         ) from None
+    if owner is not None and (found := os.fstat(descriptor).st_uid) != owner:
+        os.close(descriptor)
+        raise DataError(f"{path} must be a file of uid {owner}, got one of uid {found}: name another cache_dir.")
+    return descriptor
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,60 +118,113 @@ def is_in(data_dir: Path) -> bool:
     return (data_dir / INDEX).is_file()
 
 
-def load(data_dir: Path, train_crop: int, valid_resize: int, valid_crop: int, is_by_shard: bool = False) -> Dataset:
+@dataclass(frozen=True)
+class _Index:
+    """What the index of a set holds."""
+
+    classes: int
+    names: tuple[str, ...]
+    shards: dict[str, dict[str, int]]
+    """Of each split {file name: bytes}."""
+    entries: dict[str, NDArray[np.void]]
+    """Of each split [n] of ENTRY."""
+
+
+def load(
+    data_dir: Path,
+    train_crop: int,
+    valid_resize: int,
+    valid_crop: int,
+    is_by_shard: bool = False,
+    copy: Path | None = None,
+) -> Dataset:
     """The packed set in that folder; by shard, the training samples are numbered in the order they lie there.
 
-    Raises DataError where the index is damaged, or a shard is missing or not as long as it was.
+    Of a copy of ours the shards are read, not the index. Raises DataError where the index is damaged, or a shard is
+    missing or not as long as it was.
     """
     check_sides(train_crop, valid_resize, valid_crop)
-    path = data_dir / INDEX
-    try:
-        with np.load(path) as index:
-            about = json.loads(str(index["about"]))
-            entries = {split: index[split] for split in SPLITS}
-            if about["version"] != VERSION or any(rows.dtype != ENTRY for rows in entries.values()):
-                raise ValueError(f"no index of version {VERSION}")
-            classes, names = int(about["classes"]), tuple(about["names"])
-            shards = {split: dict(about["shards"][split]) for split in SPLITS}
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): {REMEDY}") from None
-    for split in SPLITS:
-        _check(data_dir, split, shards[split], entries[split], classes)
+    folder, owner = (copy, os.geteuid()) if copy else (data_dir, None)
+    with told(data_dir / INDEX, REMEDY):
+        index = _read(data_dir / INDEX)
+        for split in SPLITS:
+            _check(folder, data_dir / INDEX, split, index)
+    entries = index.entries
     if is_by_shard:
         entries["train"] = entries["train"][np.lexsort((entries["train"]["offset"], entries["train"]["shard"]))]
 
     def packed(split: str, resize: int, crop: int, is_by_shard: bool) -> Packed:
-        labels, files = (
-            entries[split]["label"].astype(np.int64),
-            Files(tuple(data_dir / name for name in shards[split])),
-        )
-        return Packed(labels, resize, crop, names, files, entries[split], is_by_shard)
+        files = Files(tuple(folder / name for name in index.shards[split]), owner)
+        labels = entries[split]["label"].astype(np.int64)
+        return Packed(labels, resize, crop, index.names, files, entries[split], is_by_shard)
 
     whole = dataset(
         packed("train", resize_beside(train_crop, valid_resize, valid_crop), train_crop, is_by_shard),
         packed("val", valid_resize, valid_crop, False),
-        classes,
+        index.classes,
     )
-    counts = np.bincount(entries["train"]["shard"], minlength=len(shards["train"])) if is_by_shard else np.zeros(0, int)
+    if not is_by_shard:
+        return whole
+    counts = np.bincount(entries["train"]["shard"], minlength=len(index.shards["train"]))
     return dataclasses.replace(whole, shards=tuple(counts.tolist()))
 
 
-def _check(data_dir: Path, split: str, shards: dict[str, int], entries: NDArray[np.void], classes: int) -> None:
+def _read(path: Path) -> _Index:
+    """Raises nearly any exception where the file is no index."""
+    with opened(path) as file, zipfile.ZipFile(file) as members:
+        text, *rows = (_array(members, name, path.stat().st_size) for name in ("about", *SPLITS))
+    _require(text.dtype.kind == "U" and all(each.dtype == ENTRY and each.ndim == 1 for each in rows), NO_INDEX)
+    about, entries = json.loads(str(text)), dict(zip(SPLITS, rows, strict=True))
+    classes, names = about["classes"], about["names"]
+    _require(type(about["version"]) is int and about["version"] == VERSION, NO_INDEX)
+    _require(type(classes) is int and 0 < classes <= MOST_CLASSES, f"classes must be 1 to {MOST_CLASSES:,}")
+    _require(type(names) is list and all(type(name) is str for name in names), "a class has no name")
+    shards = {split: dict(about["shards"][split]) for split in SPLITS}
+    for name, length in itertools.chain.from_iterable(lengths.items() for lengths in shards.values()):
+        _require(_is_file_name(name) and type(length) is int and length >= 0, f"{line(name)} is no shard")
+    return _Index(classes, tuple(names), shards, entries)
+
+
+def _array(members: zipfile.ZipFile, name: str, most: int) -> NDArray[Any]:
+    """That array of the archive. numpy.load would claim the memory that a header announces, whatever follows it."""
+    member = members.getinfo(f"{name}.npy")
+    is_plain = member.compress_type == zipfile.ZIP_STORED and max(member.file_size, member.compress_size) <= most
+    _require(is_plain, f"{name} must lie there as it is, not compressed")
+    content = members.read(member)
+    file = io.BytesIO(content)
+    _require(np.lib.format.read_magic(file) == (1, 0), NO_INDEX)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    return np.frombuffer(content, dtype, math.prod(shape), file.tell()).reshape(shape)
+
+
+def _is_file_name(name: str) -> bool:
+    return "/" not in name and name not in {"", ".", ".."} and name.isprintable() and len(os.fsencode(name)) <= NAME_MAX
+
+
+def _require(is_so: bool, rule: str) -> None:
+    if not is_so:
+        raise ValueError(rule)
+
+
+def _check(folder: Path, path: Path, split: str, index: _Index) -> None:
     """Raises DataError where a shard is not as the index has it, or an entry points outside of it."""
-    for name, size in shards.items():
-        path = data_dir / name
-        if not path.is_file():
-            raise DataError(f"{path} is missing: {REMEDY}")
-        if (found := path.stat().st_size) != size:
-            raise DataError(f"{path} must hold {size} bytes, got {found}: {REMEDY}")
-    sizes, numbers = np.array(list(shards.values()), np.uint64), entries["shard"]
+    sizes, entries = np.array(list(index.shards[split].values()), np.uint64), index.entries[split]
     if not (
-        len(entries)
-        and numbers.max() < len(sizes)
-        and (entries["offset"] + entries["size"] <= sizes[numbers]).all()
-        and entries["label"].max() < classes
+        len(entries) >= len(sizes)
+        and len(entries)
+        and entries["shard"].max() < len(sizes)
+        # A sum of the two could pass 2 ** 64, and be small again.
+        and (entries["offset"] <= sizes[entries["shard"]]).all()
+        and (entries["size"] <= sizes[entries["shard"]] - entries["offset"]).all()
+        and entries["size"].max() <= MOST_BYTES
+        and entries["label"].max() < index.classes
     ):
-        raise DataError(f"{data_dir / INDEX} is damaged ({split} points outside of its shards or classes): {REMEDY}")
+        raise DataError(f"{path} is damaged ({split} points outside of its shards or classes): {REMEDY}")
+    for name, size in index.shards[split].items():
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name} is missing: {REMEDY}")
+        if (found := (folder / name).stat().st_size) != size:
+            raise DataError(f"{folder / name} must hold {size} bytes, got {found}: {REMEDY}")
 
 
 def index_of(classes: int, names: tuple[str, ...], splits: dict[str, tuple[dict[str, int], NDArray[np.void]]]) -> dict:

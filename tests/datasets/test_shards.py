@@ -122,11 +122,11 @@ def put(split, key, value):
         (cut("index.npz"), "{set}/index.npz is damaged (BadZipFile: File is not a zip file): "),
         (
             lambda folder: (folder / "index.npz").write_bytes(b""),
-            "{set}/index.npz is damaged (EOFError: No data left in file): ",
+            "{set}/index.npz is damaged (BadZipFile: File is not a zip file): ",
         ),
         (
             rewritten(lambda arrays: arrays.pop("val")),
-            "{set}/index.npz is damaged (KeyError: 'val is not a file in the archive'): ",
+            "{set}/index.npz is damaged (KeyError: \"There is no item named 'val.npy' in the archive\"): ",
         ),
         (
             rewritten(lambda arrays: arrays.update(val=np.zeros(3))),
