@@ -1,25 +1,35 @@
 """Fetches CIFAR-100 once for all processes of a machine."""
 
 import contextlib
-import fcntl
+import gzip
 import hashlib
 import http.client
+import itertools
 import os
 import shutil
 import ssl
 import tarfile
 import tempfile
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hvdtrain.datasets import lock
+from hvdtrain.datasets.pickles import line
 from hvdtrain.errors import DataError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
-MD5 = "eb9058c3a382ffc7106e4002c42a8d85"
+SHA256 = "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"
+"""Of the archive whose MD5 its page gives as eb9058c3a382ffc7106e4002c42a8d85. Source: Keras's datasets/cifar100.py."""
 MEMBERS = ("train", "test", "meta")
+MOST_BYTES = 1 << 28
+"""Of the archive (169 MB), and of what it unpacks to (186 MB)."""
+MOST_MEMBERS = 100
+BLOCK = 1 << 20
 TIMEOUT_SECONDS = 30
+FETCH_SECONDS = 3600
 NETWORK_ERRORS = (
     urllib.error.URLError,
     http.client.HTTPException,
@@ -36,19 +46,19 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "data"
 
 
-def download_cifar100(dest: Path, url: str = URL, md5: str = MD5) -> Path:
+def download_cifar100(dest: Path, url: str = URL, sha256: str = SHA256) -> Path:
     """The folder dest/cifar-100-python, fetched unless it is there: complete or not at all.
 
-    Processes that ask for it at once fetch it once. Raises DataError where it cannot be fetched or written.
+    Processes of a user that ask for it at once fetch it once. Raises DataError where it cannot be fetched or written.
     """
     folder = dest / "cifar-100-python"
     if folder.is_dir():
         return folder
     try:
         dest.mkdir(parents=True, exist_ok=True)
-        with _locked(dest / ".cifar-100.lock"):
+        with _locked(dest) as progress:
             if not folder.is_dir():
-                _fetch_and_unpack(url, md5, folder)
+                _fetch_and_unpack(url, sha256, folder, progress)
     except OSError as error:
         remedy = "free some space or choose another folder with HVDTRAIN_DATA"
         raise DataError(f"{dest} cannot take CIFAR-100 ({error.strerror or error}): {remedy}") from None
@@ -56,20 +66,22 @@ def download_cifar100(dest: Path, url: str = URL, md5: str = MD5) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        # Some network file systems have no locks; the final rename is safe without.
+def _locked(dest: Path) -> Iterator[Callable[[], None]]:
+    """The user's lock; none where the file system has none, or it is another's: the final rename is safe without."""
+    name = f".cifar-100-{os.geteuid()}.lock"
+    with contextlib.ExitStack() as stack:
+        progress: Callable[[], None] = lambda: None  # noqa: E731
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            progress = stack.enter_context(lock.held(dest / name)).progress
+        yield progress
 
 
-def _fetch_and_unpack(url: str, md5: str, folder: Path) -> None:
+def _fetch_and_unpack(url: str, sha256: str, folder: Path, progress: Callable[[], None]) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cifar-100-") as scratch:
         archive, unpacked = Path(scratch, "archive"), Path(scratch, folder.name)
-        _fetch(url, archive)
-        _check(archive, md5, url)
-        _unpack(archive, unpacked)
+        _fetch(url, archive, progress)
+        _check(archive, sha256, url)
+        _unpack(archive, unpacked, progress)
         try:
             unpacked.rename(folder)
         except OSError:
@@ -77,35 +89,68 @@ def _fetch_and_unpack(url: str, md5: str, folder: Path) -> None:
                 raise
 
 
-def _fetch(url: str, archive: Path) -> None:
+def _fetch(url: str, archive: Path, progress: Callable[[], None]) -> None:
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, archive.open("wb") as file:
-            shutil.copyfileobj(answer, file)
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+            _receive(answer, archive, progress)
     except NETWORK_ERRORS as error:
-        reason = getattr(error, "reason", None) or error
+        reason = line(getattr(error, "reason", None) or error)
         remedy = f"fetch it where there is a network, and unpack it into {archive.parents[1]}"
         raise DataError(f"{url} cannot be fetched ({reason}): {remedy}") from None
 
 
-def _check(archive: Path, md5: str, url: str) -> None:
+def _receive(answer: http.client.HTTPResponse, archive: Path, progress: Callable[[], None]) -> None:
+    """A server that goes on sending a byte now and then never meets a timeout."""
+    end, received = time.monotonic() + FETCH_SECONDS, 0
+    with archive.open("wb") as file:
+        while block := answer.read1(BLOCK):
+            received += file.write(block)
+            progress()
+            if time.monotonic() > end:
+                raise TimeoutError(f"{received:,} bytes came in {FETCH_SECONDS:,} s")
+            if received > MOST_BYTES:
+                raise http.client.HTTPException(f"it sends more than {MOST_BYTES:,} bytes")
+
+
+def _check(archive: Path, sha256: str, url: str) -> None:
     with archive.open("rb") as file:
-        digest = hashlib.md5(usedforsecurity=False)
-        while block := file.read(1 << 20):
+        digest = hashlib.sha256()
+        while block := file.read(BLOCK):
             digest.update(block)
-    if digest.hexdigest() != md5:
-        raise DataError(f"{url} has the MD5 {digest.hexdigest()}, not {md5}: try again, or fetch it by hand")
+    if digest.hexdigest() != sha256:
+        raise DataError(f"{url} has the SHA-256 {digest.hexdigest()}, not {sha256}: try again, or fetch it by hand")
 
 
-def _unpack(archive: Path, folder: Path) -> None:
-    """Only the three expected files: a member's own path is never used to write."""
+def _unpack(archive: Path, folder: Path, progress: Callable[[], None]) -> None:
+    """Only the three expected files: a member's own path is never used to write, nor a link followed."""
     folder.mkdir()
     try:
-        with tarfile.open(archive) as tar:
+        with tarfile.open(_inflated(archive, progress), "r:") as tar:
+            members = {member.name: member for member in itertools.islice(tar, MOST_MEMBERS)}
             for name in MEMBERS:
-                member = tar.extractfile(f"cifar-100-python/{name}")
-                if member is None:
-                    raise KeyError(f"{name} is no file")
-                with (folder / name).open("wb") as file:
-                    shutil.copyfileobj(member, file)
-    except (tarfile.TarError, KeyError, EOFError) as error:
-        raise DataError(f"The archive of CIFAR-100 is not as published ({error}): fetch it by hand") from None
+                _extract(tar, members[f"cifar-100-python/{name}"], folder / name)
+    except Exception as error:  # a damaged archive raises nearly any exception there is
+        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+            raise  # the disk's
+        raise DataError(f"The archive of CIFAR-100 is not as published ({line(error)}): fetch it by hand") from None
+
+
+def _inflated(archive: Path, progress: Callable[[], None]) -> Path:
+    """The archive as a file beside it: nothing in it can then announce more than there is."""
+    plain, size = archive.with_suffix(".tar"), 0
+    with gzip.open(archive) as packed, plain.open("wb") as file:
+        while block := packed.read(BLOCK):
+            size += file.write(block)
+            progress()
+            if size > MOST_BYTES:
+                raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+    return plain
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, dest: Path) -> None:
+    is_plain = member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and not member.issparse()
+    content = tar.extractfile(member) if is_plain and 0 <= member.size <= MOST_BYTES else None
+    if content is None:
+        raise ValueError(f"{dest.name} is no file")
+    with content, dest.open("wb") as file:
+        shutil.copyfileobj(content, file)

@@ -220,11 +220,12 @@ def _check(folder: Path, path: Path, split: str, index: _Index) -> None:
         and entries["label"].max() < index.classes
     ):
         raise DataError(f"{path} is damaged ({split} points outside of its shards or classes): {REMEDY}")
+    remedy = REMEDY if folder == path.parent else f"remove {folder}, and the next run copies the set again."
     for name, size in index.shards[split].items():
         if not (folder / name).is_file():
-            raise DataError(f"{folder / name} is missing: {REMEDY}")
+            raise DataError(f"{folder / name} is missing: {remedy}")
         if (found := (folder / name).stat().st_size) != size:
-            raise DataError(f"{folder / name} must hold {size} bytes, got {found}: {REMEDY}")
+            raise DataError(f"{folder / name} must hold {size} bytes, got {found}: {remedy}")
 
 
 def index_of(classes: int, names: tuple[str, ...], splits: dict[str, tuple[dict[str, int], NDArray[np.void]]]) -> dict:

@@ -71,18 +71,18 @@ def no_proxy(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
-def md5(body):
-    return hashlib.md5(body, usedforsecurity=False).hexdigest()
+def sha256(body):
+    return hashlib.sha256(body).hexdigest()
 
 
 def visible(dest):
-    return sorted(path.name for path in dest.iterdir() if path.name != ".cifar-100.lock")
+    return sorted(path.name for path in dest.iterdir() if not path.name.endswith(".lock"))
 
 
 def test_it_is_fetched_once(tmp_path):
     with Server(GOOD) as server:
-        folder = download_cifar100(tmp_path / "new" / "place", server.url, md5(GOOD))
-        assert download_cifar100(tmp_path / "new" / "place", server.url, md5(GOOD)) == folder
+        folder = download_cifar100(tmp_path / "new" / "place", server.url, sha256(GOOD))
+        assert download_cifar100(tmp_path / "new" / "place", server.url, sha256(GOOD)) == folder
     assert server.requests == 1
     assert folder == tmp_path / "new" / "place" / "cifar-100-python"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == CONTENT
@@ -98,7 +98,7 @@ def test_processes_that_ask_at_once_fetch_it_once(tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with Server(GOOD) as server:
         server.released.clear()
-        command = [sys.executable, "-c", code, tmp_path, server.url, md5(GOOD)]
+        command = [sys.executable, "-c", code, tmp_path, server.url, sha256(GOOD)]
         ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(4)]
         for rank in ranks:
             assert rank.stdout.readline() == "asking\n"
@@ -113,14 +113,14 @@ def test_a_wrong_checksum_leaves_nothing(tmp_path):
     with Server(GOOD) as server, pytest.raises(DataError) as refusal:
         download_cifar100(tmp_path, server.url, expected)
     assert str(refusal.value) == (
-        f"{server.url} has the MD5 {md5(GOOD)}, not {expected}: try again, or fetch it by hand"
+        f"{server.url} has the SHA-256 {sha256(GOOD)}, not {expected}: try again, or fetch it by hand"
     )
     assert visible(tmp_path) == []
 
 
 def test_a_transfer_cut_short_leaves_nothing(tmp_path):
-    with Server(GOOD[:100], promised=len(GOOD)) as server, pytest.raises(DataError, match="has the MD5"):
-        download_cifar100(tmp_path, server.url, md5(GOOD))
+    with Server(GOOD[:100], promised=len(GOOD)) as server, pytest.raises(DataError, match="has the SHA-256"):
+        download_cifar100(tmp_path, server.url, sha256(GOOD))
     assert visible(tmp_path) == []
 
 
@@ -130,7 +130,7 @@ def test_files_elsewhere_in_the_archive_are_not_written(tmp_path):
         **{"..__evil": b"", "cifar-100-python__..__..__evil": b"", "cifar-100-python__more": b""},
     )
     with Server(evil) as server:
-        folder = download_cifar100(tmp_path / "dest", server.url, md5(evil))
+        folder = download_cifar100(tmp_path / "dest", server.url, sha256(evil))
     assert sorted(path.name for path in folder.iterdir()) == ["meta", "test", "train"]
     assert visible(tmp_path) == ["dest"]
 
@@ -142,7 +142,7 @@ def test_files_elsewhere_in_the_archive_are_not_written(tmp_path):
 )
 def test_an_unexpected_archive_leaves_nothing(tmp_path, body):
     with Server(body) as server, pytest.raises(DataError) as refusal:
-        download_cifar100(tmp_path, server.url, md5(body))
+        download_cifar100(tmp_path, server.url, sha256(body))
     assert str(refusal.value).startswith("The archive of CIFAR-100 is not as published (")
     assert str(refusal.value).endswith("): fetch it by hand")
     assert visible(tmp_path) == []
@@ -150,7 +150,7 @@ def test_an_unexpected_archive_leaves_nothing(tmp_path, body):
 
 def test_a_page_that_is_gone_is_named(tmp_path):
     with Server(b"", status=404) as server, pytest.raises(DataError) as refusal:
-        download_cifar100(tmp_path, server.url, md5(GOOD))
+        download_cifar100(tmp_path, server.url, sha256(GOOD))
     assert str(refusal.value) == (
         f"{server.url} cannot be fetched (Not Found): fetch it where there is a network, and unpack it into {tmp_path}"
     )
@@ -161,7 +161,7 @@ def test_without_a_network_the_remedy_is_named(tmp_path):
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/cifar.tar.gz"
         with pytest.raises(DataError) as refusal:
-            download_cifar100(tmp_path, url, md5(GOOD))
+            download_cifar100(tmp_path, url, sha256(GOOD))
     assert str(refusal.value).startswith(f"{url} cannot be fetched (")
     assert str(refusal.value).endswith(f"): fetch it where there is a network, and unpack it into {tmp_path}")
     assert visible(tmp_path) == []

@@ -244,15 +244,19 @@ def test_other_data_sets_have_none_of_it(keys):
     )
 
 
+def own(folder):
+    return folder / f"hvdtrain-{os.geteuid()}"
+
+
 def copies(folder):
-    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return sorted(path.name for path in own(folder).iterdir() if path.is_dir())
 
 
 def test_the_copy_is_made_once_and_read(packed, tmp_path):
     x, _ = load(packed).train.read(np.arange(16), draws(16))
     for _ in range(2):
         dataset = load(packed, cache_dir=tmp_path / "node")
-        assert {path.parent.parent for path in dataset.train.files.paths} == {tmp_path / "node"}
+        assert {path.parents[2] for path in dataset.train.files.paths} == {tmp_path / "node"}
         np.testing.assert_array_equal(dataset.train.read(np.arange(16), draws(16))[0], x)
         flip(packed / "train-000000.tar", 5000)  # the second time, only the copy is whole
     assert len(copies(tmp_path / "node")) == 1
@@ -274,10 +278,10 @@ def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, mon
         asked.release()
         lock(file, operation)
 
-    def copy_late(data_dir, folder):
-        copied.append(folder)
+    def copy_late(data_dir, digest, folder, *others):
+        copied.append(own(tmp_path / "node") / folder.name)
         assert all(asked.acquire(timeout=10) for _ in range(2))
-        copy(data_dir, folder)
+        copy(data_dir, digest, folder, *others)
 
     monkeypatch.setattr(fcntl, "flock", ask)
     monkeypatch.setattr(cache, "_copy", copy_late)
@@ -290,21 +294,22 @@ def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, mon
 def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
     node = tmp_path / "node"
     name = cache.on_node(packed, node).name
-    shutil.rmtree(node / name)
-    (node / f".{name}-killed" / "set").mkdir(parents=True)
+    shutil.rmtree(own(node) / name)
+    (own(node) / f".{name}-killed" / "set").mkdir(parents=True)
 
-    def full(source, dest):
+    def full(source, dest, held):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(DataError) as refusal:
-        patch.setattr(shutil, "copyfile", full)
+        patch.setattr(cache, "_copy_file", full)
         cache.on_node(packed, node)
     assert str(refusal.value) == (
         f"{packed} cannot be copied to cache_dir {node} (No space left on device): name a folder of this node's own "
         "disk, or leave cache_dir out."
     )
     assert copies(node) == []
-    assert copies(cache.on_node(packed, node).parent) == [name]
+    cache.on_node(packed, node)
+    assert copies(node) == [name]
 
 
 def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
