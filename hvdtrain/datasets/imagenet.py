@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from hvdtrain.datasets.base import Dataset, require_positive
-from hvdtrain.datasets.pickles import line
+from hvdtrain.datasets.pickles import line, printable
 from hvdtrain.errors import DataError, HvdtrainError
 
 MEAN = (0.485, 0.456, 0.406)
@@ -94,7 +94,7 @@ class Encoded(ABC):
         except Exception as error:  # a damaged picture raises nearly any exception there is
             reason = "of no known format" if isinstance(error, UnidentifiedImageError) else line(error)
             raise DataError(
-                f"{self.place(index)} cannot be read as a picture ({reason}): fetch it again, or remove it."
+                f"{printable(self.place(index))} cannot be read as a picture ({reason}): fetch it again, or remove it."
             ) from None
 
 
@@ -231,7 +231,7 @@ def _require_same_classes(train_root: Path, train: tuple[str, ...], valid_root: 
         (train_root, valid_root, set(valid) - set(train)),
     ):
         if lacking:
-            some = ", ".join(sorted(lacking)[:3]) + (", ..." if len(lacking) > 3 else "")
+            some = line(", ".join(sorted(lacking)[:3])) + (", ..." if len(lacking) > 3 else "")
             raise DataError(
                 f"{root} lacks {len(lacking)} of the classes in {others} ({some}): both must hold the same."
             )

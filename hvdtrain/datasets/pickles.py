@@ -65,8 +65,12 @@ def opened(path: Path) -> BinaryIO:
 
 def line(value: object) -> str:
     """What a file holds, for a message: cut, on one line, without what a terminal obeys."""
-    words = " ".join(str(value)[: 4 * SHOWN].split())[:SHOWN]
-    return "".join(character if character.isprintable() else "?" for character in words)
+    return printable(" ".join(str(value)[: 4 * SHOWN].split())[:SHOWN])
+
+
+def printable(text: str) -> str:
+    """The text, without what a terminal obeys."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 class _Bounded:

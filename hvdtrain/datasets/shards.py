@@ -33,6 +33,8 @@ ENTRY = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label"
 """One sample: the number of its shard, its picture's first byte and bytes there, its class, zlib's CRC of the bytes."""
 NO_INDEX = f"no index of version {VERSION}"
 NAME_MAX = 255
+MOST_HEADER = 1000
+"""Characters of an array's header, which is Python; ours have 200."""
 REMEDY = "pack the set again, or copy it whole."
 
 
@@ -193,7 +195,7 @@ def _array(members: zipfile.ZipFile, name: str, most: int) -> NDArray[Any]:
     content = members.read(member)
     file = io.BytesIO(content)
     _require(np.lib.format.read_magic(file) == (1, 0), NO_INDEX)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=MOST_HEADER)
     return np.frombuffer(content, dtype, math.prod(shape), file.tell()).reshape(shape)
 
 

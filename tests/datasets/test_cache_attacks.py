@@ -1,0 +1,274 @@
+"""What other users of a node can do to the copy of a packed set, on a disk to which all may write: keep it from us."""
+
+import contextlib
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import REPOSITORY
+from pictures import write_tree
+
+from hvdtrain import datasets, pack
+from hvdtrain.datasets import cache, download, lock, shards
+from hvdtrain.errors import DataError
+
+SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
+NOBODY, OTHER = 65534, 12345
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="plays other users: run the tests as root")
+
+
+def become(uid):
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+@contextlib.contextmanager
+def user(uid):
+    """`run(function, *arguments)` in a process of that user."""
+    context = multiprocessing.get_context("fork")  # only what is imported is there: others cannot read root's Python
+    with ProcessPoolExecutor(1, context, initializer=become, initargs=(uid,)) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result(60)
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """A set that all may read."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        pack.pack(pack.Options(write_tree(Path(folder, "tree"), 2, 1), Path(folder, "set"), shards=2))
+        yield Path(folder, "set")
+
+
+@pytest.fixture
+def disk():
+    """A folder as /tmp and /dev/shm are."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        yield Path(folder)
+
+
+def digest(packed):
+    return hashlib.sha256((packed / shards.INDEX).read_bytes()).hexdigest()[:16]
+
+
+def pixels(data_dir, cache_dir=None):
+    return datasets.load("imagenet", data_dir=data_dir, cache_dir=cache_dir, **SIZES).train.read(np.arange(4), None)[0]
+
+
+def plant(packed, folder):
+    """A copy whose pictures are other ones of the same sizes, with sums that fit."""
+    shutil.copytree(packed, folder)
+    with np.load(folder / shards.INDEX) as index:
+        arrays = {name: index[name] for name in index.files}
+    rows = arrays["train"]
+    rows[["shard", "offset", "size", "crc32"]] = rows[["shard", "offset", "size", "crc32"]][::-1].copy()
+    np.savez(folder / shards.INDEX, **arrays)
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["hvdtrain-{digest}", "hvdtrain-0/{digest}"])
+def test_a_planted_copy_is_not_taken(packed, disk, place):
+    expected = pixels(packed)
+    planted = disk / place.format(digest=digest(packed))
+    with user(NOBODY) as nobody:
+        nobody(os.makedirs, planted.parent, 0o755, True)
+        nobody(plant, packed, planted)
+    try:
+        np.testing.assert_array_equal(pixels(packed, disk), expected)
+    except DataError as refusal:
+        assert place.startswith("hvdtrain-0/")
+        assert str(refusal) == (
+            f"{disk}/hvdtrain-0 must be a folder of uid 0 with mode 700, got a folder of uid 65534 with mode 755: have "
+            "it removed, or name another cache_dir."
+        )
+    assert planted.is_dir()
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["a folder for all", "a link", "a link to nowhere", "a file", "a pipe"])
+def test_what_lies_in_the_place_of_our_folder_is_refused_and_left_alone(packed, disk, what):
+    own, target = disk / "hvdtrain-0", disk / "target"
+    with user(NOBODY) as nobody:
+        nobody(os.mkdir, target, 0o777)
+        match what:
+            case "a folder for all":
+                nobody(os.mkdir, own)
+                nobody(os.chmod, own, 0o777)
+            case "a link":
+                nobody(os.symlink, target, own)
+            case "a link to nowhere":
+                nobody(os.symlink, disk / "new", own)
+            case "a file":
+                nobody(own.touch)
+            case "a pipe":
+                nobody(os.mkfifo, own)
+    with pytest.raises(DataError, match=r"hvdtrain-0 must be a folder of uid 0 with mode 700, got .* of uid 65534 "):
+        pixels(packed, disk)
+    assert sorted(path.name for path in disk.iterdir()) == ["hvdtrain-0", "target"]
+    assert list(target.iterdir()) == []
+
+
+@needs_root
+def test_a_link_to_a_folder_of_ours_is_not_followed(packed, disk, tmp_path):
+    ours = tmp_path / "ours"
+    ours.mkdir(mode=0o700)
+    with user(NOBODY) as nobody:
+        nobody(os.symlink, ours, disk / "hvdtrain-0")
+    with pytest.raises(DataError, match="must be a folder of uid 0"):
+        pixels(packed, disk)
+    assert list(ours.iterdir()) == []
+
+
+def hold(path):
+    """Makes the lock, and holds it as long as this process lives."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+@needs_root
+def test_anothers_lock_holds_nobody_up(packed, disk):
+    with user(NOBODY) as nobody:
+        nobody(hold, disk / f".hvdtrain-{digest(packed)}.lock")
+        signal.alarm(20)  # once it was waited for for ever
+        try:
+            pixels(packed, disk)
+        finally:
+            signal.alarm(0)
+
+
+@needs_root
+def test_each_user_has_a_copy_of_his_own_that_others_cannot_read(packed, disk):
+    expected = pixels(packed, disk)
+    with user(OTHER) as other:
+        np.testing.assert_array_equal(other(pixels, packed, disk), expected)
+        for copy, uid in ((disk / "hvdtrain-0", 0), (disk / "hvdtrain-12345", OTHER)):
+            found = [copy, *copy.rglob("*")]
+            assert {path.lstat().st_uid for path in found} == {uid}
+            assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in found} == {0}
+            assert len(found) == 3 + len(list(packed.iterdir()))
+        with pytest.raises(PermissionError):
+            other(os.listdir, disk / "hvdtrain-0")
+
+
+@needs_root
+def test_a_shard_of_another_user_is_not_read(packed, disk):
+    """As after a swap of our whole folder, where the disk lacks the sticky bit."""
+    split = datasets.load("imagenet", data_dir=packed, cache_dir=disk, **SIZES).train
+    path = split.files.paths[split.entries["shard"][0]]
+    os.chown(path, NOBODY, NOBODY)
+    with pytest.raises(DataError, match=r"must be a file of uid 0, got one of uid 65534: name another cache_dir\."):
+        split.read(np.array([0]), None)
+
+
+@needs_root
+def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypatch):
+    disk.chmod(0o777)
+    copy = cache._copy_file
+
+    def swapped(source, dest, held):
+        with contextlib.suppress(FileNotFoundError):
+            (disk / "hvdtrain-0").rename(disk / "moved")
+            (disk / "hvdtrain-0").symlink_to(disk / "target")
+            os.lchown(disk / "hvdtrain-0", NOBODY, NOBODY)
+        copy(source, dest, held)
+
+    (disk / "target").mkdir(mode=0o777)
+    monkeypatch.setattr(cache, "COPIERS", 1)
+    monkeypatch.setattr(cache, "_copy_file", swapped)
+    with pytest.raises(DataError):
+        pixels(packed, disk)
+    assert list((disk / "target").iterdir()) == []
+
+
+HOLDER = """
+import pathlib, sys, time
+from hvdtrain.datasets import lock
+with lock.held(pathlib.Path(sys.argv[1])) as held:
+    print("held", flush=True)
+    for _ in range(int(sys.argv[2])):
+        time.sleep(0.2)
+        held.progress()
+    if int(sys.argv[2]) == 0:
+        time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holder(path, times):
+    """A process that holds the lock: for so many steps of .2 s, or, without any, for good."""
+    command = [sys.executable, "-c", HOLDER, path, str(times)]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def own_lock(packed, disk):
+    own = disk / f"hvdtrain-{os.geteuid()}"
+    own.mkdir(mode=0o700)
+    return own / f".{digest(packed)}.lock"
+
+
+def test_a_process_that_gets_on_is_waited_for(packed, disk, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
+    with holder(own_lock(packed, disk), 10) as process:
+        pixels(packed, disk)
+        assert process.wait() == 0
+
+
+def test_a_process_that_is_stuck_is_named(packed, disk, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
+    path = own_lock(packed, disk)
+    with holder(path, 0) as process:
+        with pytest.raises(DataError) as refusal:
+            pixels(packed, disk)
+        named = f"{path} is held by process {process.pid} on {os.uname().nodename}, without any progress for 1 s: "
+        assert str(refusal.value) == named + "end that process, or name another folder."
+    pixels(packed, disk)
+
+
+def test_a_whole_copy_is_read_whoever_holds_the_lock(packed, disk, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
+    expected = pixels(packed, disk)
+    with holder(disk / f"hvdtrain-{os.geteuid()}" / f".{digest(packed)}.lock", 0):
+        np.testing.assert_array_equal(pixels(packed, disk), expected)
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["held", "a link", "a second name"])
+def test_the_lock_of_a_shared_data_folder_is_neither_waited_for_nor_written_through(disk, tmp_path, what):
+    """Of CIFAR-100, where $HVDTRAIN_DATA is shared."""
+    precious = disk / "precious"
+    precious.write_text("content")
+    precious.chmod(0o600)
+    places = [disk / ".cifar-100.lock", disk / ".cifar-100-0.lock"]
+    with user(NOBODY) as nobody:
+        for place in places:
+            match what:
+                case "held":
+                    nobody(hold, place)
+                case "a link":
+                    nobody(os.symlink, precious, place)
+                case "a second name":
+                    os.link(precious, place)  # the kernel's fs.protected_hardlinks keeps others from it
+        signal.alarm(20)
+        try:
+            with pytest.raises(DataError, match="cannot be fetched"):
+                download.download_cifar100(disk, "http://127.0.0.1:1/")
+        finally:
+            signal.alarm(0)
+    assert precious.read_text() == "content"
