@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -139,14 +138,11 @@ def hold(path):
 
 
 @needs_root
+@pytest.mark.timeout(20)
 def test_anothers_lock_holds_nobody_up(packed, disk):
     with user(NOBODY) as nobody:
         nobody(hold, disk / f".hvdtrain-{digest(packed)}.lock")
-        signal.alarm(20)  # once it was waited for for ever
-        try:
-            pixels(packed, disk)
-        finally:
-            signal.alarm(0)
+        pixels(packed, disk)
 
 
 @needs_root
@@ -249,6 +245,7 @@ def test_a_whole_copy_is_read_whoever_holds_the_lock(packed, disk, monkeypatch):
 
 
 @needs_root
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize("what", ["held", "a link", "a second name"])
 def test_the_lock_of_a_shared_data_folder_is_neither_waited_for_nor_written_through(disk, tmp_path, what):
     """Of CIFAR-100, where $HVDTRAIN_DATA is shared."""
@@ -265,10 +262,6 @@ def test_the_lock_of_a_shared_data_folder_is_neither_waited_for_nor_written_thro
                     nobody(os.symlink, precious, place)
                 case "a second name":
                     os.link(precious, place)  # the kernel's fs.protected_hardlinks keeps others from it
-        signal.alarm(20)
-        try:
-            with pytest.raises(DataError, match="cannot be fetched"):
-                download.download_cifar100(disk, "http://127.0.0.1:1/")
-        finally:
-            signal.alarm(0)
+        with pytest.raises(DataError, match="cannot be fetched"):
+            download.download_cifar100(disk, "http://127.0.0.1:1/")
     assert precious.read_text() == "content"

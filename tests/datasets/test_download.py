@@ -1,5 +1,7 @@
 """Fetching CIFAR-100 from a real web server on this machine."""
 
+import contextlib
+import gzip
 import hashlib
 import io
 import os
@@ -8,12 +10,15 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
 
+from hvdtrain.datasets import download
 from hvdtrain.datasets.download import default_data_dir, download_cifar100
 from hvdtrain.errors import DataError
 
@@ -36,7 +41,7 @@ GOOD = archive(**{f"cifar-100-python__{name}": content for name, content in CONT
 class Server:
     """Answers every path with the same bytes once it is released, and counts the requests."""
 
-    def __init__(self, body, status=200, promised=None):
+    def __init__(self, body, status=200, promised=None, pause=0):
         self.requests = 0
         self.released = threading.Event()
         self.released.set()
@@ -49,7 +54,12 @@ class Server:
                 self.send_response(status)
                 self.send_header("Content-Length", str(promised or len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if not pause:
+                    self.wfile.write(body)
+                with contextlib.suppress(OSError):
+                    for k in range(len(body) if pause else 0):
+                        self.wfile.write(body[k : k + 1])
+                        time.sleep(pause)
 
             def log_message(self, *_):
                 pass
@@ -146,6 +156,59 @@ def test_an_unexpected_archive_leaves_nothing(tmp_path, body):
     assert str(refusal.value).startswith("The archive of CIFAR-100 is not as published (")
     assert str(refusal.value).endswith("): fetch it by hand")
     assert visible(tmp_path) == []
+
+
+def linked(kind, target):
+    """A good archive in which another member train stands behind the first."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in CONTENT:
+            tar.addfile(tarfile.TarInfo(f"cifar-100-python/{name}"))
+        member = tarfile.TarInfo("cifar-100-python/train")
+        member.type, member.linkname = kind, target
+        tar.addfile(member)
+    return gzip.compress(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (linked(tarfile.SYMTYPE, "train"), "train is no file"),
+        (linked(tarfile.LNKTYPE, "cifar-100-python/train"), "train is no file"),
+        (linked(tarfile.SYMTYPE, "/etc/passwd"), "train is no file"),
+        (linked(tarfile.FIFOTYPE, ""), "train is no file"),
+        (gzip.compress(bytes(1 << 20)) * 257, "it unpacks to more than 268,435,456 bytes"),
+    ],
+    ids=["a link to itself", "a hard link to itself", "a link to a file", "a pipe", "256 MB of zeros"],
+)
+def test_links_are_not_followed_nor_bombs_unpacked(tmp_path, body, reason):
+    with Server(body) as server, pytest.raises(DataError) as refusal:
+        download_cifar100(tmp_path, server.url, sha256(body))
+    assert str(refusal.value) == f"The archive of CIFAR-100 is not as published ({reason}): fetch it by hand"
+    assert visible(tmp_path) == []
+
+
+def test_a_server_that_sends_too_much_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "MOST_BYTES", 100)
+    with Server(GOOD) as server, pytest.raises(DataError, match=r"cannot be fetched \(it sends more than 100 bytes\)"):
+        download_cifar100(tmp_path, server.url, sha256(GOOD))
+    assert visible(tmp_path) == []
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "FETCH_SECONDS", 1)
+    late = r"cannot be fetched \(.* bytes came in 1 s\)"
+    with Server(GOOD, pause=0.1) as server, pytest.raises(DataError, match=late):
+        download_cifar100(tmp_path, server.url, sha256(GOOD))
+    assert visible(tmp_path) == []
+
+
+def test_the_published_sum_is_the_one_that_keras_has():
+    keras = find_spec("keras")
+    if keras is None:
+        pytest.skip("needs Keras: make horovod")
+    source = Path(keras.origin).parent / "src" / "datasets" / "cifar100.py"
+    assert download.SHA256 in source.read_text() and download.URL in source.read_text()
 
 
 def test_a_page_that_is_gone_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import pytest
 from paths import DATA, REPOSITORY
 from PIL import Image
 
-from hvdtrain import datasets
+from hvdtrain import datasets, pack
 from hvdtrain.datasets import imagenet
 from hvdtrain.errors import DataError
 
@@ -264,6 +265,72 @@ def test_a_damaged_picture_is_named(tree, damage, numbers):
     assert message.startswith(f"{path} cannot be read as a picture (")
     assert message.endswith("): fetch it again, or remove it.")
     assert "\n" not in message
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.parametrize("read", ["to validate with", "to train on", "to pack"])
+def test_a_drawing_called_jpeg_starts_no_ghostscript(tree, tmp_path, monkeypatch, read):
+    """Pillow would have it run PostScript, found by name on the PATH."""
+    ghostscript, ran = tmp_path / "bin" / "gs", tmp_path / "ran"
+    ghostscript.parent.mkdir()
+    ghostscript.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ghostscript.parent), prepend=os.pathsep)
+    dataset = datasets.load("imagenet", data_dir=tree, **SIZES)
+    path = dataset.train.path(2)
+    path.write_bytes(EPS)
+    with pytest.raises(DataError, match=r"JPEG cannot be read as a picture \(of no known format\)"):
+        if read == "to pack":
+            pack.pack(pack.Options(tree, tmp_path / "packed"))
+        else:
+            dataset.train.read(np.array([2]), draws(1) if read == "to train on" else None)
+    assert not ran.exists()
+
+
+def grey(width, height):
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (grey(1, 60000), "48 x 2880000 pixels are more than 89,478,485"),
+        (grey(9500, 9500), "9500 x 9500 pixels are more than 89,478,485"),
+        (None, "it must be a file of at most 134,217,728 bytes"),
+    ],
+    ids=["a line", "many pixels", "a file of 1 TB"],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_picture_that_would_fill_the_memory_is_refused(tree, content, reason):
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    path = split.path(1)
+    path.write_bytes(content or b"")
+    if content is None:
+        os.truncate(path, 1 << 40)
+    with pytest.raises(DataError) as refusal:
+        split.read(np.array([1]), None)
+    assert str(refusal.value) == f"{path} cannot be read as a picture ({reason}): fetch it again, or remove it."
+
+
+def test_a_pipe_among_the_pictures_is_not_waited_for(tree):
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    split.path(1).unlink()
+    os.mkfifo(split.path(1))
+    with pytest.raises(DataError, match="must be a file"):
+        split.read(np.array([1]), None)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK", "L"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_of_a_png_called_jpeg_and_of_four_inks_the_picture_is_read(tree, form, mode):
+    """As ImageNet has them: n02105855_2933.JPEG is a PNG, 22 others hold CMYK."""
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    Image.new("L", (60, 60), 90).convert("RGB" if form == "PNG" and mode == "CMYK" else mode).save(split.path(1), form)
+    assert np.abs(split.read(np.array([1]), None)[0].astype(int) - 90).max() <= 2
 
 
 def rename(old, new):

@@ -1,6 +1,7 @@
 """ImageNet by index files, without unpickling anything else; and the course script of JSC over it."""
 
 import json
+import os
 import pickle
 import re
 import tarfile
@@ -92,6 +93,9 @@ BAD = {
     "a list as class": ({"a": [1]}, r"must map paths to classes, got 'a' with class \[1\]"),
     "no path": ({3: 1}, "must map paths to classes, got 3 with class 1"),
     "below 0": ({"a": -1}, "classes must all be names or all numbers from 0, got -1"),
+    "too many classes": ({"a": 100_000}, "classes must be below 100,000, got 100000"),
+    "10 ** 30 classes": ({"a": 10**30}, "classes must be below 100,000, got 10000000000.*0000"),
+    "a path too long": ({"a" * 4097: 1}, "must hold paths of at most 4096 bytes, got 'aaaaaaaaaaaa...aaaaaaaaaaaaa'"),
     "names and numbers": ({"a": 0, "b": "ape"}, "classes must all be names or all numbers from 0, got 'ape'"),
 }
 
@@ -103,6 +107,51 @@ def test_what_is_no_index_is_refused_in_a_line(tmp_path, capsys, case):
     with pytest.raises(DataError, match=rf"train_data\.pkl:? .*{words}: {REMEDY}") as refused:
         datasets.load("imagenet", data_dir=tmp_path, **SIDES)
     assert "\n" not in str(refused.value) and capsys.readouterr().out == ""
+
+
+POSIX = b"\x80\x02cpathlib\nPurePosixPath\n"
+STATE = b"}X\x0a\x00\x00\x00__fspath__X\x06\x00\x00\x00forgeds"
+FORGED = {
+    "the dictionary of a class": POSIX + STATE + b"b.",
+    "the attributes of a class": POSIX + b"N" + STATE + b"\x86b.",
+    "the attributes of a path": POSIX + b"X\x01\x00\x00\x00a\x85RN" + STATE + b"\x86b.",
+    "the attributes of a codec": b"\x80\x02c_codecs\nencode\nN" + STATE + b"\x86b.",
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_file_sets_no_attribute(tmp_path, case):
+    """Once it rewrote pathlib for the whole process, whose next commit then deleted what the forger chose."""
+    before = dict(vars(PurePosixPath))
+    write(tmp_path, {"a": 0}, {"a": 0})
+    (tmp_path / index.TRAIN).write_bytes(FORGED[case])
+    with pytest.raises(DataError, match=rf"is damaged \(UnpicklingError: it holds the opcode b'b', which .*: {REMEDY}"):
+        datasets.load("imagenet", data_dir=tmp_path, **SIDES)
+    try:
+        assert dict(vars(PurePosixPath)) == before
+        assert str(Path("a") / "b") == os.fspath(Path("a", "b")) == "a/b"
+    finally:
+        for name in vars(PurePosixPath).keys() - before.keys():
+            delattr(PurePosixPath, name)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"(dp0\ncpathlib\nPosixPath\np1\n(Vd\np2\nVa.png\np3\ntp4\nRp5\nI1\ns.",
+        b"\x80\x04\x95.\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x07pathlib\x94\x8c\tPosixPath\x94\x93\x94\x8c\x01d\x94\x8c\x05"
+        b"a.png\x94\x86\x94R\x94K\x01s.",
+        b"\x80\x04\x953\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x0epathlib._local\x94\x8c\tPosixPath\x94\x93\x94\x8c\x07d/a.png"
+        b"\x94\x85\x94R\x94K\x01s.",
+        b"(dp0\ncpathlib._local\nPosixPath\np1\n(Vd/a.png\np2\ntp3\nRp4\nI1\ns.",
+        b"(dp1\nS'd/a.png'\np2\nI1\ns.",
+        b"\x80\x02}q\x01U\x07d/a.pngq\x02K\x01s.",
+    ],
+    ids=["3.12, protocol 0", "3.12", "3.13", "3.13, protocol 0", "2.7, protocol 0", "2.7"],
+)
+def test_what_other_versions_of_python_wrote_is_read(tmp_path, written):
+    (tmp_path / index.TRAIN).write_bytes(written)
+    assert index.read(tmp_path / index.TRAIN) == {b"d/a.png": 1}
 
 
 def test_a_cut_off_or_missing_file_is_named(tmp_path):
