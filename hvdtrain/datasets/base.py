@@ -1,6 +1,8 @@
 """What every data set is: two splits that can be read by index, and the numbers a model needs about them."""
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -64,6 +66,15 @@ class Arrays:
 def is_read_at_once(split: Split, batch: int) -> bool:
     """Whether so many of the split's examples are read sooner than a thread is woken to read them ahead."""
     return isinstance(split, Arrays) and split.x[:batch].nbytes <= SMALL
+
+
+def sha256(path: Path) -> str:
+    """Of a file, however long."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def require_positive(**values: int) -> None:

@@ -4,7 +4,6 @@ Others may write beside that folder: all lies in one that is the user's alone, a
 """
 
 import contextlib
-import hashlib
 import os
 import shutil
 import stat
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hvdtrain.datasets import lock
+from hvdtrain.datasets.base import sha256
 from hvdtrain.datasets.shards import INDEX
 from hvdtrain.errors import DataError
 
@@ -28,7 +28,7 @@ def on_node(data_dir: Path, cache_dir: Path) -> Path:
     taken as it is. Raises DataError where it does not fit or cannot be copied, or the folder is not the user's alone.
     """
     try:
-        digest = _digest(data_dir / INDEX)
+        digest = sha256(data_dir / INDEX)
         name, own = digest[:16], cache_dir / f"hvdtrain-{os.geteuid()}"
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _opened(own) as folder:
@@ -91,7 +91,7 @@ def _copy(data_dir: Path, digest: str, copy: Path, cache_dir: Path, held: lock.L
         with ThreadPoolExecutor(COPIERS, "copy") as pool:
             for _ in pool.map(lambda path: _copy_file(path, copied / path.name, held), paths):
                 pass
-        if _digest(copied / INDEX) != digest:
+        if sha256(copied / INDEX) != digest:
             raise DataError(f"{data_dir / INDEX} changed while it was copied: start again.")
         copied.rename(copy)
 
@@ -102,10 +102,6 @@ def _copy_file(source: Path, dest: Path, held: lock.Lock) -> None:
         while block := read.read(BLOCK):
             written.write(block)
             held.progress()
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _remove_half_copies(copy: Path) -> None:

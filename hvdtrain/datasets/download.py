@@ -2,7 +2,6 @@
 
 import contextlib
 import gzip
-import hashlib
 import http.client
 import itertools
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvdtrain.datasets import lock
+from hvdtrain.datasets.base import sha256
 from hvdtrain.datasets.pickles import line
 from hvdtrain.errors import DataError
 
@@ -46,7 +46,7 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "data"
 
 
-def download_cifar100(dest: Path, url: str = URL, sha256: str = SHA256) -> Path:
+def download_cifar100(dest: Path, url: str = URL, expected: str = SHA256) -> Path:
     """The folder dest/cifar-100-python, fetched unless it is there: complete or not at all.
 
     Processes of a user that ask for it at once fetch it once. Raises DataError where it cannot be fetched or written.
@@ -58,7 +58,7 @@ def download_cifar100(dest: Path, url: str = URL, sha256: str = SHA256) -> Path:
         dest.mkdir(parents=True, exist_ok=True)
         with _locked(dest) as progress:
             if not folder.is_dir():
-                _fetch_and_unpack(url, sha256, folder, progress)
+                _fetch_and_unpack(url, expected, folder, progress)
     except OSError as error:
         remedy = "free some space or choose another folder with HVDTRAIN_DATA"
         raise DataError(f"{dest} cannot take CIFAR-100 ({error.strerror or error}): {remedy}") from None
@@ -76,11 +76,11 @@ def _locked(dest: Path) -> Iterator[Callable[[], None]]:
         yield progress
 
 
-def _fetch_and_unpack(url: str, sha256: str, folder: Path, progress: Callable[[], None]) -> None:
+def _fetch_and_unpack(url: str, expected: str, folder: Path, progress: Callable[[], None]) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cifar-100-") as scratch:
         archive, unpacked = Path(scratch, "archive"), Path(scratch, folder.name)
         _fetch(url, archive, progress)
-        _check(archive, sha256, url)
+        _check(archive, expected, url)
         _unpack(archive, unpacked, progress)
         try:
             unpacked.rename(folder)
@@ -112,13 +112,9 @@ def _receive(answer: http.client.HTTPResponse, archive: Path, progress: Callable
                 raise http.client.HTTPException(f"it sends more than {MOST_BYTES:,} bytes")
 
 
-def _check(archive: Path, sha256: str, url: str) -> None:
-    with archive.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(BLOCK):
-            digest.update(block)
-    if digest.hexdigest() != sha256:
-        raise DataError(f"{url} has the SHA-256 {digest.hexdigest()}, not {sha256}: try again, or fetch it by hand")
+def _check(archive: Path, expected: str, url: str) -> None:
+    if (found := sha256(archive)) != expected:
+        raise DataError(f"{url} has the SHA-256 {found}, not {expected}: try again, or fetch it by hand")
 
 
 def _unpack(archive: Path, folder: Path, progress: Callable[[], None]) -> None:
