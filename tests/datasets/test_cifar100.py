@@ -269,3 +269,16 @@ def test_no_codec_but_latin1_is_run(tmp_path):
     content = b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R."
     folder = write(tmp_path / "cifar-100-python", content)
     assert refusal_of(folder) == f"{folder / 'train'} is damaged (UnpicklingError: the codec 'rot13')"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [b"c_codecs\nencode\n", b"cnumpy.core.multiarray\n_reconstruct\n", b"cnumpy\nndarray\n", b"cnumpy\ndtype\n"],
+    ids=["codec", "function", "array", "dtype"],
+)
+@pytest.mark.parametrize(
+    "state", [b"}X\x04\x00\x00\x00codeNs", b"N}X\x0c\x00\x00\x00__defaults__)s\x86"], ids=["entries", "attributes"]
+)
+def test_what_stands_for_others_cannot_be_written_to(tmp_path, named, state):
+    folder = write(tmp_path / "cifar-100-python", b"\x80\x02" + named + state + b"b.")
+    assert "is damaged (UnpicklingError: it sets the state of an object of type " in refusal_of(folder)

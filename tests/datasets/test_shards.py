@@ -312,6 +312,16 @@ def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
     assert copies(node) == [name]
 
 
+def test_of_a_copy_that_lacks_a_shard_the_remedy_is_to_remove_it(packed, tmp_path):
+    folder = cache.on_node(packed, tmp_path / "node")
+    (folder / "val-000001.tar").unlink()
+    with pytest.raises(DataError) as refusal:
+        load(packed, cache_dir=tmp_path / "node")
+    assert str(refusal.value) == (
+        f"{folder}/val-000001.tar is missing: remove {folder}, and the next run copies the set again."
+    )
+
+
 def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**9, 0, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
