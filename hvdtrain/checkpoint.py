@@ -2,27 +2,54 @@
 
 One checkpoint is a folder `step-00000120` with `state.safetensors` (every array by name) and `meta.json`
 (position, numbers, the model's name, and the SHA-256 of all this and the arrays' file). The folder appears
-complete, by one rename, or not at all; names that begin with a dot are what a killed run left.
+complete, by one rename, or not at all; names that begin with a dot are what a killed run left. A damaged one
+becomes `damaged-step-00000120`, which is no checkpoint, once the run that holds the folder meets it.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
-import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from hvdtrain import files
 from hvdtrain.errors import CheckpointError, OutputError
 
 ARRAYS, META = "state.safetensors", "meta.json"
+NAME = re.compile(r"step-([0-9]{8,19})(\.old)?")
+HEADER_LIMIT = 16 << 20
+"""Bytes of the arrays' names and shapes; 50,000 arrays take 5 MB."""
+DAMAGED_KEPT = 2
+IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+Word = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+
+
+class Damaged(CheckpointError):
+    """What the folder holds is not what was committed, and never will be again."""
+
+
+class Facts(BaseModel):
+    """The keys of `meta` that are read before a run knows that the checkpoint is its own; others stand beside them."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Count
+    framework: Word | None = None
+    model: Word | None = None
+    valid_score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -32,91 +59,219 @@ class Checkpoint:
     arrays: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
 
+    def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The numbers of that name. Raises CheckpointError where there are none of that shape."""
+        found = self.arrays.get(name)
+        if found is None or found.shape != shape or found.dtype.kind not in "biuf":
+            there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise CheckpointError(
+                f"the checkpoint of step {self.meta['step']} has {there} as {name}, the model needs numbers of shape "
+                f"{list(shape)}; give another --output."
+            )
+        return found
+
 
 def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write it as `folder/step-N`, then drop all but the `keep` newest and the best. Returns its path.
+    """Write it as `folder/step-N`, then drop all before it but the `keep` newest and the best. Returns its path.
 
     Raises OutputError where it cannot be written; the checkpoints that were there stay.
     """
     final = folder / f"step-{checkpoint.meta['step']:08d}"
-    beside = folder / f".{final.name}.tmp"
     try:
-        _sweep(folder)
-        beside.mkdir(parents=True)
-        save_file({k: np.asarray(v, order="C") for k, v in checkpoint.arrays.items()}, beside / ARRAYS)
-        meta = {**checkpoint.meta, "sha256": _digest(beside / ARRAYS, checkpoint.meta)}
-        (beside / META).write_text(json.dumps(meta, indent=1, sort_keys=True), encoding="utf-8")
-        _sync(beside / ARRAYS, beside / META, beside)
-        _remove(final)
-        beside.rename(final)
-        _sync(folder)
+        files.make_folder(folder)
+        with _unfinished(final) as unfinished:
+            _write(unfinished, checkpoint)
+            _put(unfinished, final)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
         raise OutputError(
             f"checkpoint {final} could not be written: {_reason(error)}; free space or give another --output. "
             "The checkpoints before it are whole: the same command goes on from there."
         ) from None
-    _prune(folder, keep)
+    _prune(folder, final, keep)
     return final
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and a line about each newer one that is damaged."""
+    """The newest checkpoint that is whole, and a line about each newer one that is damaged. Changes nothing: a run may
+    be writing there."""
     damaged: list[str] = []
     for path in reversed(committed(folder)):
+        before = _identity(path)
         try:
             return read(path), damaged
-        except CheckpointError as error:
+        except Damaged as error:
+            if _identity(path) != before:  # pruned or replaced meanwhile: by now there is a newer one
+                return newest(folder)
             damaged.append(str(error))
     return None, damaged
 
 
+def take_up(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
+    """As `newest`, for the run that holds the folder: what a killed run left is swept away, and unless `check` raises,
+    all damaged ones are set aside. Raises OSError, and CheckpointError where one cannot be read now."""
+    _tidy(folder)
+    found, damaged = None, dict[Path, Damaged]()
+    for path in reversed(committed(folder)):
+        try:
+            if found is None:
+                found = read(path)
+            else:
+                _verified(path)
+        except Damaged as error:
+            damaged[path] = error
+    if found:
+        check(found)
+    notes = [f"{error} It is kept as {_set_aside(path).name} and not used." for path, error in damaged.items()]
+    for path in _named(folder, "damaged-")[:-DAMAGED_KEPT]:
+        files.remove(path)
+    return found, notes
+
+
 def committed(folder: Path) -> list[Path]:
     """The folder's checkpoints, oldest first."""
-    paths = (path for path in folder.glob("step-*") if path.is_dir())
-    return sorted(paths, key=lambda path: (len(path.name), path.name))
+    return _named(folder, "")
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. Raises CheckpointError where it is damaged."""
+    """The checkpoint at `path`. Raises CheckpointError, as Damaged where it is damaged."""
+    meta = _verified(path)
+    with _told(path):
+        return Checkpoint(load_file(path / ARRAYS, backend="pread"), meta)
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """Its `meta`, in the types of `Facts`; the checksum is not looked at. Raises CheckpointError."""
+    with _told(path):
+        meta = files.parse_json(text := files.read(path / META))
+        if not isinstance(meta, dict) or _text(meta) != text:  # the checksum is of the values: 1e5 and 1E5 are one
+            raise ValueError(f"{META} is not as it was written")
+        step = Facts.model_validate(meta).step
+        if step != _by_step(path)[0]:
+            raise ValueError(f"it is of step {step}")
+        return meta
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    save_file({k: np.asarray(v, order="C") for k, v in checkpoint.arrays.items()}, folder / ARRAYS)
+    meta = {**checkpoint.meta, "sha256": _digest(folder / ARRAYS, checkpoint.meta)}
+    (folder / META).write_text(_text(meta), encoding="utf-8")
+    shutil.copymode(folder / META, folder / ARRAYS)  # safetensors 0.8 lets nobody else read
+    files.sync(folder / ARRAYS, folder / META, folder)
+
+
+@contextlib.contextmanager
+def _unfinished(final: Path) -> Iterator[Path]:
+    """A new folder beside it, gone in the end."""
+    folder = files.temporary(final)
     try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        if not isinstance(meta, dict) or _digest(path / ARRAYS, meta) != meta.get("sha256"):
-            raise CheckpointError(f"checkpoint {path} is damaged: its checksum differs.")
-        return Checkpoint(load_file(path / ARRAYS), meta)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {_reason(error)}.") from None
+        folder.mkdir()
+        yield folder
+    finally:
+        files.remove(folder)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    paths = committed(folder)
+def _put(unfinished: Path, final: Path) -> None:
+    """The one of the same step counts until the new one does."""
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        files.remove(old)
+        final.rename(old)
+    unfinished.rename(final)
+    files.sync(final.parent)
+    files.remove(old)
+
+
+def _prune(folder: Path, latest: Path, keep: int) -> None:
+    """Those of later steps do not count: they are not this run's."""
+    paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     best = max(reversed(paths), key=_valid_score)  # the newest of equals
     for path in paths[:-keep]:
         if path != best or _valid_score(path) == -math.inf:
-            _remove(path)
+            files.remove(path)
 
 
-def _remove(path: Path) -> None:
-    """Renamed first: a half-deleted folder must not pass for a checkpoint."""
-    doomed = path.with_name(f".{path.name}.old")
+def _tidy(folder: Path) -> None:
+    """Undoes what a killed run had half done."""
+    for path in committed(folder):
+        if path.suffix:
+            whole = path.with_suffix("")
+            if whole.exists():
+                files.remove(path)
+            else:
+                path.rename(whole)
+    for left in sorted(folder.glob(".step-*")):
+        files.remove(left)
+
+
+def _set_aside(path: Path) -> Path:
+    """Out of the checkpoints, for a person to look at."""
+    aside = path.with_name(f"damaged-{path.name}")
+    files.remove(aside)
+    return path.rename(aside)
+
+
+def _named(folder: Path, prefix: str) -> list[Path]:
+    paths = (path for path in folder.glob(f"{prefix}step-*") if path.is_dir())
+    return sorted((path for path in paths if NAME.fullmatch(path.name.removeprefix(prefix))), key=_by_step)
+
+
+def _by_step(path: Path) -> tuple[int, bool]:
+    """Order of checkpoints, damaged or not: a step's replaced one comes before the one that replaces it."""
+    step, _, old = path.name.rpartition("step-")[2].partition(".")
+    return int(step), not old
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
     with contextlib.suppress(OSError):
-        path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Frees what a killed run left half written or half deleted."""
-    for left in folder.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
+        found = path.stat()
+        return found.st_ino, found.st_ctime_ns
+    return None
 
 
 def _valid_score(path: Path) -> float:
     """What the checkpoint scored in validation; -inf where it was not validated, or diverged."""
     try:
-        score = float(json.loads((path / META).read_text(encoding="utf-8"))["valid_score"])
-    except (OSError, ValueError, KeyError, TypeError):
+        score = metadata(path).get("valid_score")
+    except CheckpointError:
         return -math.inf
-    return -math.inf if math.isnan(score) else score
+    return score if score is not None and math.isfinite(score) else -math.inf
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """Its `meta`, after a look at every byte. Raises CheckpointError."""
+    meta = metadata(path)
+    with _told(path):
+        if _digest(path / ARRAYS, meta) != meta.get("sha256"):
+            raise ValueError("its checksum differs")
+        with files.opened(path / ARRAYS) as file:
+            if int.from_bytes(file.read(8), "little") > HEADER_LIMIT:
+                raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
+    return meta
+
+
+def _text(meta: Mapping[str, Any]) -> str:
+    return json.dumps(meta, indent=1, sort_keys=True)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for what reading the files of `path` raises."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in IS_DAMAGE:  # it may be whole
+            raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}; try again.") from None
+        raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
+    except ValidationError as error:
+        raise Damaged(f"checkpoint {path} is damaged: {reason_of(error)}.") from None
+    except (ValueError, KeyError, OverflowError, SafetensorError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
+
+
+def reason_of(error: ValidationError) -> str:
+    """Which key of `meta` breaks which rule."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))} in {META}: {first['msg']}"
 
 
 def _reason(error: Exception) -> str:
@@ -129,22 +284,7 @@ def _reason(error: Exception) -> str:
 def _digest(path: Path, meta: Mapping[str, Any]) -> str:
     facts = {key: value for key, value in meta.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    with path.open("rb") as file:
+    with files.opened(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _sync(*paths: Path) -> None:
-    for path in paths:
-        with _descriptor(path) as descriptor:
-            os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -5,18 +5,19 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
-from hvdtrain import checkpoint, flags, output
+from hvdtrain import checkpoint, files, flags, output
 from hvdtrain import recipe as recipes
 from hvdtrain.checkpoint import Checkpoint
 from hvdtrain.errors import CheckpointError, OutputError
 
 Named = tuple[str, np.ndarray]
 
+FRAMEWORKS = ("torch", "tensorflow")
 # By number of axes: PyTorch's order of a kernel's axes to TensorFlow's, and back.
 TO_TENSORFLOW = {2: (1, 0), 4: (2, 3, 1, 0)}
 TO_TORCH = {2: (1, 0), 4: (3, 2, 0, 1)}
@@ -52,11 +53,28 @@ def main(argv: Sequence[str]) -> int:
 
 def converted(state: Checkpoint, to: Literal["torch", "tensorflow"]) -> Checkpoint:
     """The same state with the names and layouts of the framework `to`. Raises CheckpointError where it has them."""
+    if state.meta.get("framework") not in FRAMEWORKS or not isinstance(state.meta.get("recipe"), str):
+        raise CheckpointError(
+            f"the checkpoint of step {state.meta['step']} names no framework and recipe of ours; give another run."
+        )
     if state.meta["framework"] == to:
         raise CheckpointError(f"the checkpoint of step {state.meta['step']} is {to}'s already: nothing to convert.")
-    arrays = _to_tensorflow(state.arrays) if to == "tensorflow" else _to_torch(state.arrays, state.meta["step"])
+    try:
+        pairs = _to_tensorflow(state.arrays) if to == "tensorflow" else _to_torch(state.arrays, state.meta["step"])
+        arrays = _unique(pairs)
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint has arrays that no model of hvdtrain has ({error}).") from None
     facts = {key: value for key, value in state.meta.items() if key != "sha256"}
-    return Checkpoint(dict(arrays), {**facts, "framework": to})
+    return Checkpoint(arrays, {**facts, "framework": to})
+
+
+def _unique(pairs: Iterator[Named]) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for name, array in pairs:
+        if name in arrays:
+            raise KeyError(name)
+        arrays[name] = array
+    return arrays
 
 
 def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
@@ -91,19 +109,32 @@ def _turned(array: np.ndarray, orders: Mapping[int, tuple[int, ...]]) -> np.ndar
 
 def _write(source: Path, target: Path, state: Checkpoint) -> None:
     """A run folder that holds this state and can be gone on from."""
-    if checkpoint.committed(target / "checkpoints"):
-        raise OutputError(f"{target} holds checkpoints already; give another --output.")
     framework = state.meta["framework"]
     # What only the other framework has would be refused.
     recipe = recipes.load(str(source / "recipe.yaml"), {"xla": False} if framework == "torch" else {})
+    recipe = recipe.model_copy(update={"name": str(state.meta["recipe"])})
+    plan = _plan(source)
+    folder = output.hold(target)
+    with folder.lock:
+        if checkpoint.committed(folder.checkpoints):
+            raise OutputError(f"{target} holds checkpoints already; give another --output.")
+        checkpoint.commit(folder.checkpoints, state, recipe.keep_checkpoints)
+        try:
+            files.write(target / "recipe.yaml", recipes.dump(recipe))
+            files.write(target / "plan.json", json.dumps({**plan, "framework": framework}, indent=1))
+            folder.write_status("running", step=state.meta["step"])
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise OutputError(f"cannot turn {source} into {target}: {reason}; give another --output.") from None
+
+
+def _plan(source: Path) -> dict[str, Any]:
+    path = source / "plan.json"
     try:
-        plan = json.loads((source / "plan.json").read_text(encoding="utf-8"))
-        checkpoint.commit(target / "checkpoints", state, recipe.keep_checkpoints)
-        output.replace(
-            target / "recipe.yaml", recipes.dump(recipe.model_copy(update={"name": str(state.meta["recipe"])}))
-        )
-        output.replace(target / "plan.json", json.dumps({**plan, "framework": framework}, indent=1))
-        output.replace(target / "status.json", json.dumps({"state": "running", "step": state.meta["step"]}, indent=1))
+        plan = files.read_json(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot turn {source} into {target}: {reason}; give another run, or --output.") from None
+        raise OutputError(f"cannot read {path}: {reason}; give another run.") from None
+    if not isinstance(plan, dict):
+        raise OutputError(f"{path} must map names to numbers; give another run.")
+    return plan

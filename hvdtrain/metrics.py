@@ -4,16 +4,18 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 import numpy as np
 
-from hvdtrain.errors import DivergedError
-from hvdtrain.output import replace
+from hvdtrain import files
+from hvdtrain.errors import DivergedError, OutputError
 from hvdtrain.plan import Plan
+
+LINE_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -156,15 +158,27 @@ class _Bar:
 
 def _reopen(path: Path, first_step: int) -> IO[str]:
     """The file to append to, without the records of steps that a resumed run makes again."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if _step_of(line) <= first_step]
-        replace(path, "".join(f"{line}\n" for line in kept))
-    return path.open("a", encoding="utf-8")
-
-
-def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        if path.exists():
+            with files.opened(path) as old, files.replacing(path) as new:
+                new.writelines(f"{line}\n" for line in _lines(old) if _is_made(line, first_step))
+        return path.open("a", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot go on in {path}: {reason}; give another --output.") from None
+
+
+def _lines(file: IO[bytes]) -> Iterator[str]:
+    """Its lines, those left out that are no text or longer than any of ours."""
+    while line := file.readline(LINE_LIMIT):
+        with contextlib.suppress(UnicodeDecodeError):
+            yield line.decode().rstrip("\n")
+
+
+def _is_made(line: str, first_step: int) -> bool:
+    """Whether it is a record of a step that is not made again; the line that a killed run was writing is none."""
+    try:
+        step = files.parse_json(line)["step"]
     except (ValueError, LookupError, TypeError):
-        return float("inf")  # the line a killed run was writing
+        return False
+    return type(step) is int and 0 <= step <= first_step

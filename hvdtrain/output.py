@@ -6,16 +6,18 @@ import fcntl
 import json
 import os
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
-from hvdtrain import checkpoint, recipe
+from hvdtrain import checkpoint, files, recipe
 from hvdtrain.checkpoint import Checkpoint
 from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.plan import Plan
+from hvdtrain.progress import Progress, check_resumable
 from hvdtrain.topology import Topology
 
 RUNS = Path("runs")
@@ -35,7 +37,7 @@ class RunFolder:
 
     def write_status(self, state: State, **facts: Any) -> None:
         """`status.json`, replaced in one piece: state, the time in seconds since 1970, and the facts."""
-        replace(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **facts}, indent=1))
+        files.write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **facts}, indent=1))
 
 
 @dataclass(frozen=True)
@@ -56,51 +58,58 @@ def start(
     Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
     """
     place = RUNS / _folder_name(plan.recipe.name)
-    found = _unfinished(place, plan, framework, topology.job_id) if output is None and resume == "auto" else None
-    folder = found or _open(output or _fresh(place, topology))
+    found, passed_over = None, list[str]()
+    if output is None and resume == "auto":
+        found, passed_over = _unfinished(place, plan, framework, topology.job_id)
+    folder = found or hold(output or _fresh(place, topology))
     try:
-        return _begin(folder, plan, framework, resume)
+        return _begin(folder, plan, framework, resume, passed_over)
     except HvdtrainError:
         folder.lock.close()
         raise
 
 
-def _begin(folder: RunFolder, plan: Plan, framework: str, resume: Literal["auto", "never"]) -> Start:
+def _begin(
+    folder: RunFolder, plan: Plan, framework: str, resume: Literal["auto", "never"], passed_over: list[str]
+) -> Start:
     if resume == "never" and checkpoint.committed(folder.checkpoints):
         raise OutputError(
             f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
         )
-    state, damaged = checkpoint.newest(folder.checkpoints)
-    if state:
-        _check_model(state, plan, folder)
-        _check_framework(state, framework, folder)
-    notes = _notes(folder, plan, state, damaged)
+    state, damaged = _take_up(folder, plan, framework)
+    notes = [*passed_over, *damaged, *_notes(folder, plan, state, damaged)]
     _reserve(folder, plan)
     describe(folder, plan, framework, state.meta["step"] if state else 0)
     return Start(folder, state, tuple(notes))
 
 
+def _take_up(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint | None, list[str]]:
+    def check(state: Checkpoint) -> None:
+        _check_model(state, plan, folder)
+        _check_framework(state, framework, folder)
+        check_resumable(state.meta)
+
+    try:
+        files.sweep(folder.path)
+        return checkpoint.take_up(folder.checkpoints, check)
+    except OSError as error:
+        raise _unwritable(folder.path, error) from None
+
+
 def _notes(folder: RunFolder, plan: Plan, state: Checkpoint | None, damaged: list[str]) -> list[str]:
     if state:
         used = f"going on from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
-        return [*(f"{line} The one before it is used." for line in damaged), used, *_changes(folder, plan)]
-    return [*damaged, f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
+        return [used, *_changes(folder, plan)]
+    return [f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
 
 
 def _changes(folder: RunFolder, plan: Plan) -> list[str]:
     """A line where the folder's recipe, which a checkpoint was trained with, said otherwise."""
     before: set[str] = set()
     with contextlib.suppress(OSError, ValueError):
-        before.update((folder.path / "recipe.yaml").read_text(encoding="utf-8").splitlines())
+        before.update(files.read(folder.path / "recipe.yaml").splitlines())
     now = [line.strip() for line in recipe.dump(plan.recipe).splitlines()[1:] if line not in before]
     return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a small file in one piece: a reader sees the old text or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 def _folder_name(recipe_name: str) -> str:
@@ -115,7 +124,7 @@ def _fresh(place: Path, topology: Topology) -> Path:
     path, count = place / name, 1
     while True:
         try:
-            path.mkdir(parents=True)
+            files.make_new_folder(path)
             return path
         except OSError as error:
             if not path.is_dir():
@@ -124,24 +133,77 @@ def _fresh(place: Path, topology: Topology) -> Path:
         path = place / f"{name}-{count}"
 
 
-def _unfinished(place: Path, plan: Plan, framework: str, job_id: str | None) -> RunFolder | None:
+def _unfinished(place: Path, plan: Plan, framework: str, job_id: str | None) -> tuple[RunFolder | None, list[str]]:
     """The run of this very recipe and framework that has not ended and that nobody is writing to: this job's own,
-    where it was queued again, else the newest."""
-    text = recipe.dump(plan.recipe)
-    folders = [path for path in place.glob("*") if path.is_dir()]
-    for path in sorted(folders, key=lambda path: (path.name == job_id, path.stat().st_mtime), reverse=True):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OutputError):
-            finished = json.loads((path / "status.json").read_text(encoding="utf-8"))["state"] == "finished"
-            ours = json.loads((path / "plan.json").read_text(encoding="utf-8"))["framework"] == framework
-            same = ours and (path / "recipe.yaml").read_text(encoding="utf-8") == text
-            if same and not finished and checkpoint.committed(path / "checkpoints"):
-                return _open(path)
+    where it was queued again, else the newest. And a line about each that may be one, but cannot be told from its
+    files."""
+    passed_over: list[str] = []
+    folders = [path for path in place.glob("*") if checkpoint.committed(path / "checkpoints")]
+    for path in sorted(folders, key=lambda path: (path.name == job_id, _changed(path)), reverse=True):
+        meta = _metadata(path)
+        if _is_finished(path, meta, plan) or (meta and meta.get("framework") != framework):
+            continue
+        if why := _doubt(path, meta):
+            passed_over.append(
+                f"{path} is passed over: it holds checkpoints, but {why}, so they may be of another recipe; "
+                f"if they are of this one, go on from them with --output {path}"
+            )
+        elif _recipe(path) == recipe.dump(plan.recipe):
+            with contextlib.suppress(OutputError):
+                return hold(path), passed_over
+    return None, passed_over
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+def _metadata(path: Path) -> dict[str, Any] | None:
+    """What the run's newest checkpoint says that says anything."""
+    for one in reversed(checkpoint.committed(path / "checkpoints")):
+        with contextlib.suppress(CheckpointError):
+            return checkpoint.metadata(one)
     return None
 
 
-def _open(path: Path) -> RunFolder:
+def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
+    """As the status says, or the newest checkpoint where the status is lost."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        state = files.read_json(path / "status.json")["state"]
+        if state in get_args(State):
+            return bool(state == "finished")
+    if meta is None:
+        return False
+    with contextlib.suppress(CheckpointError):
+        check_resumable(meta)
+        return Progress.of(meta).is_done(plan)
+    return False
+
+
+def _doubt(path: Path, meta: dict[str, Any] | None) -> str | None:
+    """Why nobody can say what run the folder's checkpoints are of; None where one can."""
+    if meta is None:
+        return "none of them can be read"
+    text = _recipe(path)
+    # What a power cut leaves of a file: nothing, zeros, or its beginning.
+    is_whole = text.startswith("# ") and text.endswith("\n") and "\0" not in text
+    return None if is_whole else "its recipe.yaml is damaged"
+
+
+def _recipe(path: Path) -> str:
     try:
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        return files.read(path / "recipe.yaml")
+    except (OSError, ValueError):
+        return ""
+
+
+def hold(path: Path) -> RunFolder:
+    """The run folder, made where it is missing, for this process alone. Raises OutputError."""
+    try:
+        files.make_folder(path / "checkpoints")
         lock = (path / ".lock").open("w", encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from None
@@ -187,9 +249,8 @@ def _reserve(folder: RunFolder, plan: Plan) -> None:
     """Refuses a folder that has no room for the checkpoints: the kept ones, the best, and one being written."""
     there = len(checkpoint.committed(folder.checkpoints))
     wanted = max(1, plan.recipe.keep_checkpoints + 2 - there) * plan.checkpoint_bytes
-    probe = folder.path / ".room"
     try:
-        with probe.open("wb") as file:
+        with tempfile.TemporaryFile(dir=folder.path) as file:  # without a name: nothing is left of a killed run's
             os.posix_fallocate(file.fileno(), 0, wanted)
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
@@ -199,15 +260,13 @@ def _reserve(folder: RunFolder, plan: Plan) -> None:
             ) from None
         if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
             raise _unwritable(folder.path, error) from None
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def describe(folder: RunFolder, plan: Plan, framework: str, step: int) -> None:
     """Writes what the run is: recipe.yaml, plan.json, and a status of `step` updates. Raises OutputError."""
     try:
-        replace(folder.path / "recipe.yaml", recipe.dump(plan.recipe))
-        replace(folder.path / "plan.json", json.dumps({"framework": framework, **plan.to_json()}, indent=1))
+        files.write(folder.path / "recipe.yaml", recipe.dump(plan.recipe))
+        files.write(folder.path / "plan.json", json.dumps({"framework": framework, **plan.to_json()}, indent=1))
         folder.write_status("running", step=step)
     except OSError as error:
         raise _unwritable(folder.path, error) from None

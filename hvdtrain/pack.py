@@ -20,7 +20,7 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image
 
-from hvdtrain import datasets, flags
+from hvdtrain import datasets, files, flags
 from hvdtrain.datasets import shards
 from hvdtrain.datasets.containers import CONTAINERS, Name
 from hvdtrain.datasets.imagenet import Encoded, opened, rgb
@@ -78,12 +78,14 @@ def pack(options: Options) -> None:
     try:
         if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
             raise OutputError(f"{options.dest} is there already: remove it, or name a new folder.")
-        options.dest.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(options.dest.parent)
         with tempfile.TemporaryDirectory(dir=options.dest.parent, prefix=f".{options.dest.name}-") as scratch:
             folder = Path(scratch, "set")  # of usual permissions, which the scratch folder has not
             folder.mkdir()
             told = _write(folder, dataset, options)
+            files.sync(*folder.iterdir(), folder)
             folder.rename(options.dest)
+            files.sync(options.dest.parent)
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(f"{options.dest} cannot be written ({reason}): free space, or name another folder.") from None

@@ -1,11 +1,15 @@
 """How far a run has come and what it reads next: the arithmetic under every training loop."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hvdtrain.checkpoint import Count, reason_of
 from hvdtrain.datasets import DRAWS
+from hvdtrain.errors import CheckpointError
 from hvdtrain.metrics import Totals
 from hvdtrain.plan import Plan
 from hvdtrain.schedule import Plateau
@@ -13,6 +17,51 @@ from hvdtrain.sharding import Epoch, shard
 
 Request = tuple[np.ndarray, np.ndarray | None]
 """What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class PlateauFacts(Strict):
+    best: float | None
+    waited: Count
+    drops: Count
+
+
+class TotalsFacts(Strict):
+    loss: float
+    correct: float
+    count: float
+
+
+class ScalerFacts(Strict):
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: Count
+    growth_tracker: Count = Field(alias="_growth_tracker")
+
+
+class Facts(Strict):
+    """The keys of a checkpoint's `meta` that a run resumes from."""
+
+    step: Count
+    epoch: Count
+    sample: Count
+    plateau: PlateauFacts
+    train: TotalsFacts
+    scaler: ScalerFacts | Annotated[dict[str, float], Field(max_length=0)]
+    """Empty where there is none."""
+
+
+def check_resumable(meta: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a checkpoint's `meta` is not what a run writes."""
+    try:
+        Facts.model_validate(meta)
+    except ValidationError as error:
+        what = f"the checkpoint of step {meta['step']} cannot be resumed from: {reason_of(error)}"
+        raise CheckpointError(f"{what}; remove it, or give another --output.") from None
 
 
 @dataclass

@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 
 from hvdtrain import checkpoint
-from hvdtrain.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest, read
+from hvdtrain.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest, read, take_up
 from hvdtrain.errors import CheckpointError, OutputError
 
 
 def made(step: int, **facts) -> Checkpoint:
     """A checkpoint whose array and meta both tell the step."""
     return Checkpoint({"x": np.full(50, step)}, {"step": step, "model": "m", **facts})
+
+
+def taken_up(folder: Path):
+    return take_up(folder, lambda _: None)
 
 
 def names(folder: Path) -> list[str]:
@@ -88,6 +92,7 @@ def test_what_a_killed_run_left_is_swept_away(tmp_path):
         (tmp_path / left / ARRAYS).write_bytes(b"half")
     assert newest(tmp_path) == (None, [])
     commit(tmp_path, made(3), keep=1)
+    assert taken_up(tmp_path)[0].meta["step"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
@@ -112,14 +117,14 @@ def change_step(path: Path) -> None:
 DAMAGES = {
     "a bit of an array": (flip(ARRAYS, -1), "its checksum differs."),
     "a bit of the header": (flip(ARRAYS, 12), "its checksum differs."),
-    "a number in the meta": (change_step, "its checksum differs."),
+    "a number in the meta": (change_step, "it is of step 21."),
     "truncated arrays": (truncate(ARRAYS, 100), "its checksum differs."),
     "empty arrays": (truncate(ARRAYS, 0), "its checksum differs."),
     "no arrays": (lambda path: (path / ARRAYS).unlink(), "state.safetensors: No such file or directory."),
     "no meta": (lambda path: (path / META).unlink(), "meta.json: No such file or directory."),
     "empty meta": (truncate(META, 0), "Expecting value: line 1 column 1 (char 0)."),
-    "meta that is a number": (lambda path: (path / META).write_text("3"), "its checksum differs."),
-    "meta without checksum": (lambda path: (path / META).write_text('{"step": 20}'), "its checksum differs."),
+    "meta that is a number": (lambda path: (path / META).write_text("3"), "meta.json is not as it was written."),
+    "meta without checksum": (lambda path: (path / META).write_text('{\n "step": 20\n}'), "its checksum differs."),
     "meta of bytes": (
         lambda path: (path / META).write_bytes(b"\xff"),
         "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte.",
@@ -163,7 +168,7 @@ def test_a_forged_pickle_is_never_loaded(tmp_path, monkeypatch):
     (path / ARRAYS).write_bytes(pickle.dumps(Bomb()))
     meta = {"step": 1, "model": "m"}
     meta["sha256"] = checkpoint._digest(path / ARRAYS, meta)  # the forger knows how to seal it
-    (path / META).write_text(json.dumps(meta))
+    (path / META).write_text(checkpoint._text(meta))
     with pytest.raises(CheckpointError, match=r"^checkpoint .*step-00000001 is damaged: .*header.*\.$"):
         read(path)
     assert not Path("exploded").exists()
@@ -250,7 +255,7 @@ while left:
 
 @pytest.mark.parametrize(
     ("step", "outcomes"),
-    [(4, [[1, 2, 3], [1, 2, 3, 4], [1, 3, 4]]), (3, [[1, 2, 3], [1, 2], [1, 2, 3]])],
+    [(4, [[1, 2, 3], [1, 2, 3, 4], [1, 3, 4]]), (3, [[1, 2, 3], [1, 2, 3, 3], [1, 2, 3]])],
     ids=["a new step", "a step a second time"],
 )
 def test_sigkill_before_any_operation_on_files_leaves_only_whole_checkpoints(step, outcomes, python):
@@ -287,7 +292,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(OutputError) as caught:
         commit(folder, made(1), keep=1)
     assert str(caught.value) == (
-        f"checkpoint {folder}/step-00000001 could not be written: .step-00000001.tmp: {errno_text(errno.ENOTDIR)}; "
+        f"checkpoint {folder}/step-00000001 could not be written: checkpoints: {errno_text(errno.ENOTDIR)}; "
         "free space or give another --output. "
         "The checkpoints before it are whole: the same command goes on from there."
     )

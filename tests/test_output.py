@@ -15,6 +15,7 @@ from hvdtrain import recipe
 from hvdtrain.checkpoint import ARRAYS, Checkpoint, commit
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.output import model_identity, start
+from hvdtrain.progress import Progress
 from hvdtrain.topology import Topology
 
 ALONE = Topology.alone("here")
@@ -32,10 +33,10 @@ def begin(plan, topology=IN_JOB, output=None, resume="auto"):
     return begun
 
 
-def save(begun, plan, step: int, model: str | None = None, framework: str = "torch") -> None:
+def save(begun, plan, step: int, framework: str = "torch", keep: int = 2) -> None:
     """What the chief does at a checkpoint."""
-    meta = {"step": step, "model": model or model_identity(plan), "framework": framework}
-    commit(begun.folder.checkpoints, Checkpoint({"x": np.arange(3)}, meta), keep=2)
+    meta = {"model": model_identity(plan), "framework": framework, "scaler": {}, **Progress(step).facts()}
+    commit(begun.folder.checkpoints, Checkpoint({"x": np.arange(3)}, meta), keep)
     begun.folder.write_status("finished" if step >= plan.total_steps else "running", step=step)
 
 
@@ -142,29 +143,10 @@ def without_checkpoint(plan, make_plan):
     return begin(plan)
 
 
-def without_status(plan, make_plan):
-    begun = stopped_at(plan, 40)
-    (begun.folder.path / "status.json").unlink()
-    return begun
-
-
-def with_a_strange_status(text):
-    def run(plan, make_plan):
-        begun = stopped_at(plan, 40)
-        (begun.folder.path / "status.json").write_text(text)
-        return begun
-
-    return run
-
-
 LEFT = {
     "finished": finished,
     "another LR": of_another_recipe,
     "no checkpoint yet": without_checkpoint,
-    "no status": without_status,
-    "half a status": with_a_strange_status('{"state": "runn'),
-    "a status without state": with_a_strange_status("{}"),
-    "a status that is a list": with_a_strange_status("[]"),
 }
 
 
@@ -178,6 +160,116 @@ def test_never_taken_up(left, make_plan):
     assert begun.folder.path == Path("runs/linear/22-2")
     assert begun.checkpoint is None
     assert (other.folder.path / "recipe.yaml").read_text() == before
+
+
+LOST = {  # what a power cut left of one file
+    "empty": b"",
+    "missing": None,
+    "zeros": bytes(40),
+    "its beginning": b"# linear, resolved\ndefault:\n  mod",
+    "half of JSON": b'{"state": "runn',
+    "no state": b"{}",
+    "a list": b"[]",
+    "a number": b"3",
+    "no text": b"\xff\xfe",
+    "deep": b"[" * 50_000,
+    "of a state that is a list": b'{"state": [1]}',
+    "long": b'{"state": "' + b"x" * (2 << 20) + b'"}',
+}
+
+
+def lose(path: Path, content: bytes | None) -> None:
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("content", LOST.values(), ids=LOST)
+@pytest.mark.parametrize("name", ["status.json", "plan.json"])
+def test_a_lost_small_file_hides_no_checkpoints(name, content, make_plan):
+    plan = make_plan()
+    lose(stopped_at(plan, 40).folder.path / name, content)
+    assert begin(plan).checkpoint.meta["step"] == 40
+
+
+@pytest.mark.parametrize("content", LOST.values(), ids=LOST)
+def test_a_run_that_ended_stays_ended_without_its_status(content, make_plan):
+    plan = make_plan(epochs=1)
+    begun = begin(plan)
+    facts = {**Progress(plan.total_steps, epoch=1).facts(), "scaler": {}, "framework": "torch"}
+    commit(begun.folder.checkpoints, Checkpoint({}, {"model": model_identity(plan), **facts}), keep=2)
+    lose(begun.folder.path / "status.json", content)
+    assert begin(plan).folder.path == Path("runs/linear/22-2")
+
+
+@pytest.mark.parametrize("content", [content for name, content in LOST.items() if name != "a list"])
+def test_a_run_without_its_recipe_is_not_passed_over_in_silence(content, make_plan):
+    plan = make_plan()
+    lose(stopped_at(plan, 40).folder.path / "recipe.yaml", content)
+    begun = begin(plan)
+    assert begun.folder.path == Path("runs/linear/22-2")
+    assert begun.notes == (
+        "runs/linear/22 is passed over: it holds checkpoints, but its recipe.yaml is damaged, so they may be of "
+        "another recipe; if they are of this one, go on from them with --output runs/linear/22",
+    )
+    assert begin(plan, output=Path("runs/linear/22")).checkpoint.meta["step"] == 40
+
+
+def test_a_run_without_metadata_is_not_passed_over_in_silence(make_plan):
+    plan = make_plan()
+    stopped_at(plan, 40)
+    Path("runs/linear/22/checkpoints/step-00000040/meta.json").write_bytes(b"")
+    assert begin(plan).notes == (
+        "runs/linear/22 is passed over: it holds checkpoints, but none of them can be read, so they may be of "
+        "another recipe; if they are of this one, go on from them with --output runs/linear/22",
+    )
+
+
+def test_a_damaged_checkpoint_makes_no_new_one_go(make_plan):
+    """The later step of the damaged one once put it above all that were committed after the resume."""
+    plan = make_plan(keep_checkpoints=1)
+    save(stopped_at(plan, 40), plan, 80, keep=2)
+    checkpoints = Path("runs/linear/22/checkpoints")
+    (checkpoints / "step-00000080" / ARRAYS).write_bytes(b"")
+    begun = begin(plan)
+    for step in (50, 60):
+        save(begun, plan, step, keep=1)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["damaged-step-00000080", f"step-{step:08d}"]
+    assert begin(plan).checkpoint.meta["step"] == 60
+
+
+def test_what_a_killed_run_left_is_swept(make_plan):
+    plan = make_plan()
+    path = stopped_at(plan, 40).folder.path
+    for left in ("checkpoints/.step-00000050.12-0123456789abcdef.tmp", "checkpoints/.step-00000010.old"):
+        (path / left).mkdir()
+        (path / left / ARRAYS).write_bytes(b"half")
+    (path / ".status.json.12-0123456789abcdef.tmp").write_text("half")
+    (path / ".mine.tmp").write_text("kept")
+    begin(plan)
+    assert [file.name for file in (path / "checkpoints").iterdir()] == ["step-00000040"]
+    assert [file.name for file in path.glob(".*.tmp")] == [".mine.tmp"]
+
+
+def test_a_refused_folder_is_left_as_it_was(make_plan):
+    """Another run's, which a wrong --output names."""
+    plan = make_plan()
+    begun = begin(plan, output=Path("mine"))
+    for step in (40, 80):
+        save(begun, plan, step, framework="tensorflow")
+    (Path("mine/checkpoints/step-00000080") / ARRAYS).write_bytes(b"")
+    refusal(CheckpointError, plan, output=Path("mine"))
+    assert sorted(path.name for path in Path("mine/checkpoints").iterdir()) == ["step-00000040", "step-00000080"]
+
+
+def test_a_checkpoint_that_is_not_a_runs_is_refused(make_plan):
+    plan = make_plan()
+    meta = {"step": 3, "model": model_identity(plan), "framework": "torch"}
+    commit(Path("mine/checkpoints"), Checkpoint({}, meta), keep=2)
+    assert refusal(CheckpointError, plan, output=Path("mine")) == (
+        "the checkpoint of step 3 cannot be resumed from: epoch in meta.json: Field required; "
+        "remove it, or give another --output."
+    )
 
 
 def test_a_run_that_another_process_writes_is_not_taken_up(make_plan):
@@ -214,7 +306,7 @@ def test_a_damaged_checkpoint_is_told(make_plan):
     begun = begin(plan)
     assert begun.checkpoint.meta["step"] == 40
     assert begun.notes == (
-        f"checkpoint {damaged} is damaged: its checksum differs. The one before it is used.",
+        f"checkpoint {damaged} is damaged: its checksum differs. It is kept as damaged-step-00000080 and not used.",
         "going on from step 40 of runs/linear/22 (--resume never starts anew without --output)",
     )
 
@@ -227,7 +319,7 @@ def test_nothing_whole_is_told(make_plan):
     begun = begin(plan)
     assert begun.checkpoint is None
     assert begun.notes == (
-        f"checkpoint {damaged} is damaged: its checksum differs.",
+        f"checkpoint {damaged} is damaged: its checksum differs. It is kept as damaged-step-00000040 and not used.",
         "no checkpoint of runs/linear/22 is whole: the run starts anew.",
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import tyro
 
+from hvdtrain import files
 from hvdtrain.errors import EngineUnavailable, OutputError
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ def conclude(what: str, facts: Mapping[str, Any], draw: Callable[["Axes"], None]
     if output is None:
         return
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / f"{what}.json").write_text(line + "\n")
+        files.make_folder(output)
+        files.write(output / f"{what}.json", line + "\n")
     except OSError as error:
         raise OutputError(f"{output}: {error.strerror}; give --output a folder that can be written.") from None
     picture(draw, output / f"{what}.png")

@@ -23,7 +23,7 @@ def _name(weight: keras.Variable) -> str:
 def load(state: dict[str, tf.Variable], checkpoint: Checkpoint) -> None:
     """Copies the checkpoint's arrays into the variables."""
     for name, variable in state.items():
-        variable.assign(checkpoint.arrays[name])
+        variable.assign(checkpoint.array(name, tuple(variable.shape)))
 
 
 def snapshot(state: dict[str, tf.Variable], facts: dict[str, Any]) -> Checkpoint:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hvdtrain import files
+
 PHASES = ("data", "forward", "backward", "allreduce", "update")
 WARM_STEPS = 3
 TIMED_STEPS = 10
@@ -94,7 +96,7 @@ class Profiler:
         mean["rest"] = step - sum(mean.values())
         clock = "CUDA events" if self._on_gpu else "the host's clock"
         facts = {"steps": TIMED_STEPS, "clock": clock, "step_ms": step, "phases_ms": mean}
-        (self._folder / "phases.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        files.write(self._folder / "phases.json", json.dumps(facts, indent=1))
         return table(mean, step, f"mean of {TIMED_STEPS} steps, by {clock}")
 
     def _milliseconds(self, began: Any, ended: Any) -> float:

@@ -28,7 +28,7 @@ def load(state: dict[str, torch.Tensor], checkpoint: "Checkpoint") -> None:
     """Copies the checkpoint's arrays into the live tensors."""
     with torch.no_grad():
         for name, tensor in state.items():
-            tensor.copy_(torch.from_numpy(checkpoint.arrays[name]))
+            tensor.copy_(torch.from_numpy(checkpoint.array(name, tuple(tensor.shape))))
 
 
 def snapshot(state: dict[str, torch.Tensor], facts: dict[str, Any]) -> "Checkpoint":

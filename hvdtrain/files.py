@@ -1,0 +1,146 @@
+"""The one way a file of ours comes to be: whole under its name or not at all, after a power cut too.
+
+Written under a name of its own, synced, renamed, and the folder synced. What is read back is bounded first.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+LIMIT = 1 << 20
+"""Bytes a small file has at most."""
+DEPTH = 20
+DIGITS = 20
+TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{16}\.tmp")
+
+
+def write(path: Path, text: str) -> None:
+    """Puts a text in the place of `path`: a reader sees the old text or the new one. Raises OSError."""
+    with replacing(path) as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[str]]:
+    """A text file to write, which takes the place of `path` once the block ends well. Raises OSError."""
+    unfinished = temporary(path)
+    try:
+        with unfinished.open("x", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        sync(path.parent)
+    except BaseException:
+        remove(unfinished)
+        raise
+
+
+def temporary(path: Path) -> Path:
+    """A hidden name beside `path` that no other process or call uses; `sweep` knows it."""
+    return path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed processes left under temporary names. For who alone writes to the folder."""
+    for left in sorted(folder.glob(".*.tmp")):
+        if TEMPORARY.fullmatch(left.name):
+            remove(left)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder where it can, the folder whole: a half-deleted one has a temporary name."""
+    doomed = path if TEMPORARY.fullmatch(path.name) else temporary(path)
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+        if doomed.is_dir() and not doomed.is_symlink():
+            shutil.rmtree(doomed, ignore_errors=True)
+        else:
+            doomed.unlink()
+
+
+def make_folder(path: Path) -> None:
+    """The folder and all it lies in, each synced into the one above. Raises OSError."""
+    if path.is_dir():
+        return
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
+def make_new_folder(path: Path) -> None:
+    """As `make_folder`, for a folder that must not be there. Raises OSError."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir()
+    sync(path.parent)
+
+
+def sync(*paths: Path) -> None:
+    """Files and folders, on the disk as they are now. Raises OSError."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:  # some network file systems sync no folder, and need none
+            if error.errno != errno.EINVAL or not path.is_dir():
+                raise
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A regular file to read: a pipe would be waited for, a device never ends. Raises OSError, ValueError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is not a regular file")
+        yield file
+
+
+def read(path: Path) -> str:
+    """The text of a small file. Raises OSError, and ValueError where it is large or not UTF-8."""
+    with opened(path) as file:
+        content = file.read(LIMIT + 1)
+    if len(content) > LIMIT:
+        raise ValueError(f"it has more than {LIMIT >> 20} MiB")
+    return content.decode()
+
+
+def read_json(path: Path) -> Any:
+    """What a small JSON file holds. Raises OSError, and ValueError where it is no JSON, large or deep."""
+    return parse_json(read(path))
+
+
+def parse_json(text: str) -> Any:
+    """JSON with numbers and depths that are safe to work on. Raises ValueError."""
+    try:
+        value = json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_depth(value)
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+    if level:
+        raise ValueError("it is nested too deeply")
