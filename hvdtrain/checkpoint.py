@@ -276,8 +276,8 @@ def reason_of(error: ValidationError) -> str:
 
 def _reason(error: Exception) -> str:
     """The error in one line, without the folder that the message names already."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{Path(error.filename).name}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{Path(error.filename).name}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())
 
 

@@ -1,0 +1,165 @@
+"""Small files: whole or not at all, whoever writes beside, whatever kills the writer; and bounded when read."""
+
+import json
+import os
+import threading
+import time
+
+import odd_json
+import pytest
+
+from hvdtrain import files
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_written_with_the_users_permissions(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        files.write(tmp_path / "a", "é\n")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").read_bytes() == "é\n".encode()
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert names(tmp_path) == ["a"]
+
+
+def test_an_error_leaves_the_old_text_and_nothing_else(tmp_path):
+    files.write(tmp_path / "a", "old")
+    with pytest.raises(UnicodeEncodeError):
+        files.write(tmp_path / "a", "\ud800")
+    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "a") as file:
+        file.write("half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "a").read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_writers_at_once_do_not_meet(tmp_path):
+    raised = []
+
+    def write(who: int) -> None:
+        for count in range(100):
+            try:
+                files.write(tmp_path / "a", f"{who} {count}\n" * 50)
+            except OSError as error:
+                raised.append(error)
+
+    threads = [threading.Thread(target=write, args=(who,)) for who in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == []
+    assert len(set((tmp_path / "a").read_text().splitlines())) == 1
+    assert names(tmp_path) == ["a"]
+
+
+def test_folders(tmp_path):
+    files.make_folder(tmp_path / "a" / "b" / "c")
+    files.make_folder(tmp_path / "a" / "b" / "c")
+    files.make_new_folder(tmp_path / "a" / "d" / "e")
+    with pytest.raises(FileExistsError):
+        files.make_new_folder(tmp_path / "a" / "d" / "e")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    files.write(tmp_path / "file", "")
+    with pytest.raises(NotADirectoryError):
+        files.make_folder(tmp_path / "file" / "sub" / "sub")
+
+
+def test_sweep_knows_its_own(tmp_path):
+    files.temporary(tmp_path / "a").write_text("half")
+    files.temporary(tmp_path / ".hidden").mkdir()
+    for theirs in (".a.tmp", "a.1-0123456789abcdef.tmp", ".lock"):
+        (tmp_path / theirs).write_text("")
+    files.sweep(tmp_path)
+    assert names(tmp_path) == [".a.tmp", ".lock", "a.1-0123456789abcdef.tmp"]
+
+
+# Forks, for every k, a writer that is killed before its k-th operation on files; prints what a reader then finds.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hvdtrain import files
+EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
+folder, k, left = Path("a/b"), 0, True
+
+def killed(k):
+    child = os.fork()
+    if child == 0:
+        counted, fsync = [], os.fsync
+        def count(event, *_):
+            counted.append(event)
+            if len(counted) == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(lambda event, _: count(event) if event in EVENTS else None)
+        os.fsync = lambda descriptor: (count("fsync"), fsync(descriptor))
+        files.make_folder(folder)
+        files.write(folder / "file", f"new {k}")
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+while left:
+    k += 1
+    left = killed(k)
+    text = (folder / "file").read_text() if (folder / "file").exists() else None
+    assert text in (None, f"new {k}"), text
+    print(int(text is not None))
+    if folder.is_dir():
+        files.sweep(folder)
+        assert [path.name for path in folder.iterdir()] == ["file"] * (text is not None)
+    os.system("rm -r a 2> /dev/null")
+"""
+
+
+def test_sigkill_before_any_operation_leaves_the_file_or_none(python):
+    done = python("-c", KILLED)
+    assert done.returncode == 0, done.stderr
+    seen = list(map(int, done.stdout.split()))
+    assert seen == sorted(seen)
+    assert seen.count(0) >= 9  # 2 folders, their fsyncs, the file's open and fsync, its rename
+    assert seen.count(1) >= 3  # the folder's open and fsync, and the last, which lives
+
+
+def test_a_full_disk_leaves_the_old_text(tiny_disk):
+    files.write(tiny_disk / "a", "old")
+    written = 0
+    for free in range(0, 10 * 4096, 4096):
+        room = os.statvfs(tiny_disk).f_bavail * 4096
+        (tiny_disk / "filler").write_bytes(bytes(room - free))
+        try:
+            files.write(tiny_disk / "a", "new" * 7000)
+        except OSError as error:
+            assert error.strerror == "No space left on device"
+            assert (tiny_disk / "a").read_text() == "old"
+        else:
+            written += 1
+            files.write(tiny_disk / "a", "old")
+        assert names(tiny_disk) == ["a", "filler"]
+        (tiny_disk / "filler").unlink()
+    assert 0 < written < 10
+
+
+def test_what_is_no_small_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(10 << 30)
+    for name, why in (("pipe", "not a regular file"), ("endless", "not a regular file"), ("large", "more than 1 MiB")):
+        with pytest.raises(ValueError, match=why):
+            files.read_json(tmp_path / name)
+
+
+def test_fuzzed_json_is_refused_or_small():
+    good = {"a": {"b": {"c": [1, 2.5, "x"]}}, "d": None}
+    for text in odd_json.texts(good):
+        began = time.monotonic()
+        try:
+            value = files.parse_json(text)
+        except ValueError:
+            continue
+        json.dumps(value, indent=1)
+        assert time.monotonic() - began < 2, text[:80]
