@@ -1,13 +1,17 @@
 """`python -m hvdtrain convert`: names and layouts there and back, and its refusals word for word."""
 
+import contextlib
 import json
+import random
 
 import numpy as np
+import odd_json
 import pytest
 
 from hvdtrain import checkpoint, convert, recipe
 from hvdtrain.checkpoint import Checkpoint
-from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.errors import CheckpointError, OutputError, RecipeError
+from hvdtrain.output import hold
 
 DRAW = np.random.default_rng(0)
 META = {"step": 7, "model": "resnet50, …", "recipe": "digits:x", "framework": "torch", "sha256": "0", "scaler": {}}
@@ -103,6 +107,93 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(trained, capsy
     assert said.startswith(
         f"checkpoint {newest} is damaged: its checksum differs. The one before it is looked at.\nstep 3 of {trained}"
     )
+
+
+ODD_NAMES = [
+    "",
+    ".",
+    "model",
+    "model.",
+    "model.x",
+    "x.fc.weight",
+    "model.fc.weight.",
+    "model..weight",
+    "model.linear.weight",
+]
+
+
+def test_fuzzed_arrays_are_converted_or_refused():
+    draw, done = random.Random(odd_json.SEED), 0
+    for _ in range(odd_json.COUNT):
+        arrays = (
+            dict(resnet().arrays) if draw.random() < 0.5 else dict(convert.converted(resnet(), "tensorflow").arrays)
+        )
+        for _ in range(draw.randrange(4)):
+            array = arrays.pop(draw.choice(list(arrays)))
+            name = draw.choice([*ODD_NAMES, *arrays, "\x1b" * draw.randrange(9), "x" * 5000])
+            dtype = draw.choice([np.bool_, np.complex64, np.uint64, np.float16])
+            arrays[name] = array if draw.random() < 0.5 else np.zeros((1,) * draw.randrange(9), dtype)
+        keys = {
+            "framework": draw.choice(["torch", "tensorflow", "jax", None, [], 1]),
+            "recipe": draw.choice(["x", None, 3]),
+        }
+        with contextlib.suppress(CheckpointError):
+            convert.converted(Checkpoint(arrays, {**META, **keys}), draw.choice(["torch", "tensorflow"]))
+            done += 1
+    assert done
+
+
+def test_fuzzed_plans_are_read_or_refused(trained):
+    for text in odd_json.texts({"framework": "torch", "size": 2, "schedule": {"peak_lr": 0.1}}):
+        (trained / "plan.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        with contextlib.suppress(OutputError):
+            json.dumps({**convert._plan(trained), "framework": "torch"}, indent=1).encode()
+
+
+FOREIGN = {  # what somebody else's run folder may hold, and the refusal
+    "a plan that is a list": (
+        "plan.json",
+        b"[]",
+        OutputError,
+        "{}/plan.json must map names to numbers; give another run.",
+    ),
+    "a deep plan": ("plan.json", b"[" * 10**5, OutputError, "cannot read {}/plan.json: it is nested too deeply; give"),
+    "a large plan": ("plan.json", b" " * 10**7, OutputError, "cannot read {}/plan.json: it has more than 1 MiB; give"),
+    "no plan": (
+        "plan.json",
+        None,
+        OutputError,
+        "cannot read {}/plan.json: No such file or directory; give another run.",
+    ),
+    "no recipe": ("recipe.yaml", None, RecipeError, "cannot read recipe file {}/recipe.yaml: No such file"),
+    "an empty recipe": ("recipe.yaml", b"", RecipeError, "{}/recipe.yaml must hold named entries"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "error", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_a_strange_source_is_refused_and_nothing_made(name, content, error, message, trained):
+    (trained / name).unlink()
+    if content is not None:
+        (trained / name).write_bytes(content)
+    assert refused(error, trained, "--to", "tensorflow").startswith(message.format(trained))
+    assert [path.name for path in trained.parent.iterdir()] == ["run"]
+
+
+def test_the_source_is_left_as_it_is(trained):
+    """It may be somebody else's, and running."""
+    (trained / "checkpoints" / "step-00000007" / "state.safetensors").write_bytes(b"")
+    (trained / "checkpoints" / ".step-00000009.1-0123456789abcdef.tmp").mkdir()
+    before = sorted(trained.rglob("*"))
+    convert.main([str(trained), "--to", "tensorflow"])
+    assert sorted(trained.rglob("*")) == before
+
+
+def test_a_target_in_use_is_refused(trained):
+    target = trained.with_name("target")
+    with hold(target).lock:
+        assert refused(OutputError, trained, "--to", "tensorflow", "--output", target) == (
+            f"{target} is being written by another run; wait for it, or give another --output."
+        )
 
 
 def refused(error, *argv):

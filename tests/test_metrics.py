@@ -1,14 +1,18 @@
 """What a run tells: exact means, the log word for word, metrics.jsonl over a resume, TensorBoard's tags."""
 
 import json
+import os
 import re
+import resource
 from pathlib import Path
 
 import numpy as np
+import odd_json
 import pytest
 from event_files import scalars
 from tensorboardX import SummaryWriter
 
+from hvdtrain.errors import OutputError
 from hvdtrain.metrics import Reporter, Totals
 from hvdtrain.sharding import shard
 
@@ -138,6 +142,36 @@ def test_a_resumed_run_drops_what_it_makes_again(text, first_step, stay, reporte
     assert [record["step"] for record in records(tmp_path)] == stay
     told.steps(first_step + 20, 1, 1, PASSED, 0.1, 1.0)
     assert [record["step"] for record in records(tmp_path)] == [*stay, first_step + 20]
+
+
+def test_fuzzed_lines_are_kept_or_dropped(reporter, tmp_path):
+    """And none of them hides the lines beside it."""
+    good = {"kind": "step", "step": 20, "epoch": 1, "loss": 3.75, "lr": 0.1, "examples_per_second": 4.0}
+    odd = [text.encode("utf-8", "surrogatepass") for text in odd_json.texts(good)]
+    marks = [json.dumps({"step": 1, "mark": mark}).encode() for mark in range(len(odd))]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(b"%s\n%s\n" % pair for pair in zip(odd, marks, strict=True)))
+    reporter(first_step=20)
+    kept = records(tmp_path)
+    assert [record["mark"] for record in kept if "mark" in record] == list(range(len(odd)))
+    assert all(type(record["step"]) is int and 0 <= record["step"] <= 20 for record in kept)
+    assert len(marks) < len(kept) < 2 * len(marks)
+
+
+def test_a_line_without_end_is_not_read_whole(reporter, tmp_path):
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.write(b'{"step": 20}\n')
+        file.truncate(1 << 27)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reporter(first_step=20)
+    assert [record["step"] for record in records(tmp_path)] == [20]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
+def test_what_is_no_file_is_refused(make, reporter, tmp_path):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(OutputError, match=r"^cannot go on in .*metrics.jsonl: .*; give another --output\.$"):
+        reporter()
 
 
 def test_tensorboard_tags_steps_and_values(reporter, tmp_path):

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import odd_json
 import pytest
 
 from hvdtrain import recipe
 from hvdtrain.checkpoint import ARRAYS, Checkpoint, commit
 from hvdtrain.errors import CheckpointError, OutputError
-from hvdtrain.output import model_identity, start
+from hvdtrain.output import _is_finished, _metadata, model_identity, start
 from hvdtrain.progress import Progress
 from hvdtrain.topology import Topology
 
@@ -190,6 +191,16 @@ def test_a_lost_small_file_hides_no_checkpoints(name, content, make_plan):
     plan = make_plan()
     lose(stopped_at(plan, 40).folder.path / name, content)
     assert begin(plan).checkpoint.meta["step"] == 40
+
+
+def test_fuzzed_statuses_are_read_or_made_up_for(make_plan):
+    plan = make_plan()
+    path = stopped_at(plan, 40).folder.path
+    meta = _metadata(path)
+    for text in odd_json.texts({"state": "finished", "time": 1.5, "step": 3, "error": "x"}):
+        (path / "status.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert _is_finished(path, meta, plan) in (True, False)
+    begin(plan)
 
 
 @pytest.mark.parametrize("content", LOST.values(), ids=LOST)
