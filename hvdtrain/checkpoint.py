@@ -41,7 +41,7 @@ class Damaged(CheckpointError):
     """What the folder holds is not what was committed, and never will be again."""
 
 
-class Facts(BaseModel):
+class Metadata(BaseModel):
     """The keys of `meta` that are read before a run knows that the checkpoint is its own; others stand beside them."""
 
     model_config = ConfigDict(strict=True)
@@ -100,7 +100,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             return read(path), damaged
         except Damaged as error:
-            if _identity(path) != before:  # pruned or replaced meanwhile: by now there is a newer one
+            if before is None or _identity(path) != before:  # pruned or replaced meanwhile: by now there is a newer one
                 return newest(folder)
             damaged.append(str(error))
     return None, damaged
@@ -135,17 +135,17 @@ def committed(folder: Path) -> list[Path]:
 def read(path: Path) -> Checkpoint:
     """The checkpoint at `path`. Raises CheckpointError, as Damaged where it is damaged."""
     meta = _verified(path)
-    with _told(path):
+    with _explained(path):
         return Checkpoint(load_file(path / ARRAYS, backend="pread"), meta)
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """Its `meta`, in the types of `Facts`; the checksum is not looked at. Raises CheckpointError."""
-    with _told(path):
+    """Its `meta`, in the types of `Metadata`; the checksum is not looked at. Raises CheckpointError."""
+    with _explained(path):
         meta = files.parse_json(text := files.read(path / META))
         if not isinstance(meta, dict) or _text(meta) != text:  # the checksum is of the values: 1e5 and 1E5 are one
             raise ValueError(f"{META} is not as it was written")
-        step = Facts.model_validate(meta).step
+        step = Metadata.model_validate(meta).step
         if step != _by_step(path)[0]:
             raise ValueError(f"it is of step {step}")
         return meta
@@ -240,7 +240,7 @@ def _valid_score(path: Path) -> float:
 def _verified(path: Path) -> dict[str, Any]:
     """Its `meta`, after a look at every byte. Raises CheckpointError."""
     meta = metadata(path)
-    with _told(path):
+    with _explained(path):
         if _digest(path / ARRAYS, meta) != meta.get("sha256"):
             raise ValueError("its checksum differs")
         with files.opened(path / ARRAYS) as file:
@@ -254,7 +254,7 @@ def _text(meta: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     """Raises CheckpointError for what reading the files of `path` raises."""
     try:
         yield

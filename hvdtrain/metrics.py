@@ -165,7 +165,7 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
         return path.open("a", encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot go on in {path}: {reason}; give another --output.") from None
+        raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:

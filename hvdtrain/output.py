@@ -146,7 +146,7 @@ def _unfinished(place: Path, plan: Plan, framework: str, job_id: str | None) -> 
         if why := _doubt(path, meta):
             passed_over.append(
                 f"{path} is passed over: it holds checkpoints, but {why}, so they may be of another recipe; "
-                f"if they are of this one, go on from them with --output {path}"
+                f"if they are of this one, resume from them with --output {path}"
             )
         elif _recipe(path) == recipe.dump(plan.recipe):
             with contextlib.suppress(OutputError):
@@ -204,7 +204,9 @@ def hold(path: Path) -> RunFolder:
     """The run folder, made where it is missing, for this process alone. Raises OutputError."""
     try:
         files.make_folder(path / "checkpoints")
-        lock = (path / ".lock").open("w", encoding="utf-8")
+        # Neither emptied nor followed nor waited for: it may be somebody else's link or pipe.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.fdopen(os.open(path / ".lock", flags, 0o666), "w", encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from None
     try:

@@ -23,19 +23,19 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class PlateauFacts(Strict):
+class PlateauMetadata(Strict):
     best: float | None
     waited: Count
     drops: Count
 
 
-class TotalsFacts(Strict):
+class TotalsMetadata(Strict):
     loss: float
     correct: float
     count: float
 
 
-class ScalerFacts(Strict):
+class ScalerMetadata(Strict):
     scale: float
     growth_factor: float
     backoff_factor: float
@@ -43,22 +43,22 @@ class ScalerFacts(Strict):
     growth_tracker: Count = Field(alias="_growth_tracker")
 
 
-class Facts(Strict):
+class RunMetadata(Strict):
     """The keys of a checkpoint's `meta` that a run resumes from."""
 
     step: Count
     epoch: Count
     sample: Count
-    plateau: PlateauFacts
-    train: TotalsFacts
-    scaler: ScalerFacts | Annotated[dict[str, float], Field(max_length=0)]
+    plateau: PlateauMetadata
+    train: TotalsMetadata
+    scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
     """Empty where there is none."""
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:
     """Raises CheckpointError where a checkpoint's `meta` is not what a run writes."""
     try:
-        Facts.model_validate(meta)
+        RunMetadata.model_validate(meta)
     except ValidationError as error:
         what = f"the checkpoint of step {meta['step']} cannot be resumed from: {reason_of(error)}"
         raise CheckpointError(f"{what}; remove it, or give another --output.") from None

@@ -419,7 +419,7 @@ print(step)
 def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(python):
     done = python("-c", WRITERS, os.environ.get("KILLS", "30"), str(odd_json.SEED))
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 30
+    assert int(done.stdout) > 10
 
 
 # Commits `step` over a copy of a folder that holds steps 1 (the best), 2 and 3, killed before its k-th operation

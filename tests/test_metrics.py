@@ -170,7 +170,7 @@ def test_a_line_without_end_is_not_read_whole(reporter, tmp_path):
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
 def test_what_is_no_file_is_refused(make, reporter, tmp_path):
     make(tmp_path / "metrics.jsonl")
-    with pytest.raises(OutputError, match=r"^cannot go on in .*metrics.jsonl: .*; give another --output\.$"):
+    with pytest.raises(OutputError, match=r"^cannot append to .*metrics.jsonl: .*; give another --output\.$"):
         reporter()
 
 

@@ -221,7 +221,7 @@ def test_a_run_without_its_recipe_is_not_passed_over_in_silence(content, make_pl
     assert begun.folder.path == Path("runs/linear/22-2")
     assert begun.notes == (
         "runs/linear/22 is passed over: it holds checkpoints, but its recipe.yaml is damaged, so they may be of "
-        "another recipe; if they are of this one, go on from them with --output runs/linear/22",
+        "another recipe; if they are of this one, resume from them with --output runs/linear/22",
     )
     assert begin(plan, output=Path("runs/linear/22")).checkpoint.meta["step"] == 40
 
@@ -232,7 +232,7 @@ def test_a_run_without_metadata_is_not_passed_over_in_silence(make_plan):
     Path("runs/linear/22/checkpoints/step-00000040/meta.json").write_bytes(b"")
     assert begin(plan).notes == (
         "runs/linear/22 is passed over: it holds checkpoints, but none of them can be read, so they may be of "
-        "another recipe; if they are of this one, go on from them with --output runs/linear/22",
+        "another recipe; if they are of this one, resume from them with --output runs/linear/22",
     )
 
 
@@ -401,6 +401,17 @@ def test_a_folder_in_use_is_refused(make_plan):
         "mine is being written by another run; wait for it, or give another --output."
     )
     held.folder.lock.close()
+
+
+def test_a_lock_of_somebody_elses_making_is_refused(make_plan):
+    Path("mine").mkdir()
+    Path("precious").write_text("kept")
+    Path("mine/.lock").symlink_to(Path("precious").resolve())
+    assert refusal(OutputError, make_plan(), output=Path("mine")).startswith("cannot write to the run folder mine: ")
+    assert Path("precious").read_text() == "kept"
+    Path("mine/.lock").unlink()
+    os.mkfifo("mine/.lock")
+    assert refusal(OutputError, make_plan(), output=Path("mine")).startswith("cannot write to the run folder mine: ")
 
 
 def test_a_folder_below_a_file_is_refused(make_plan):
