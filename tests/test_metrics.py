@@ -147,14 +147,14 @@ def test_a_resumed_run_drops_what_it_makes_again(text, first_step, stay, reporte
 def test_fuzzed_lines_are_kept_or_dropped(reporter, tmp_path):
     """And none of them hides the lines beside it."""
     good = {"kind": "step", "step": 20, "epoch": 1, "loss": 3.75, "lr": 0.1, "examples_per_second": 4.0}
-    odd = [text.encode("utf-8", "surrogatepass") for text in odd_json.texts(good)]
-    marks = [json.dumps({"step": 1, "mark": mark}).encode() for mark in range(len(odd))]
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(b"%s\n%s\n" % pair for pair in zip(odd, marks, strict=True)))
+    with (tmp_path / "metrics.jsonl").open("w", errors="surrogatepass") as file:
+        for mark, text in enumerate(odd_json.texts(good)):
+            file.write(f'{text}\n{{"step": 1, "mark": {mark}}}\n')
     reporter(first_step=20)
     kept = records(tmp_path)
-    assert [record["mark"] for record in kept if "mark" in record] == list(range(len(odd)))
+    assert [record["mark"] for record in kept if "mark" in record] == list(range(odd_json.COUNT))
     assert all(type(record["step"]) is int and 0 <= record["step"] <= 20 for record in kept)
-    assert len(marks) < len(kept) < 2 * len(marks)
+    assert odd_json.COUNT < len(kept) < 2 * odd_json.COUNT
 
 
 def test_a_line_without_end_is_not_read_whole(reporter, tmp_path):
