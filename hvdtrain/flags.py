@@ -14,6 +14,10 @@ from hvdtrain import engines
 from hvdtrain import recipe as recipes
 from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import Recipe
+from hvdtrain.untrusted import printable, quoted
+
+MOST_WORDS = 1000
+LONGEST_WORD = 4096  # a path's, on Linux
 
 REWORDED = (  # tyro's words for a bad value, and ours
     (r"Missing value for argument '(.*?)'.*", r"\1 needs a value"),
@@ -56,8 +60,10 @@ def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
     if not argv or argv[0] in {"-h", "--help"}:
         print(usage(prog))
         raise SystemExit(0 if argv else 2)
+    _check_words(argv)
     if argv[0].startswith("-"):
-        raise RecipeError(f"the recipe comes first, got {argv[0]!r}; as in: {prog} {recipes.known()[0]} {argv[0]}")
+        word = printable(argv[0])
+        raise RecipeError(f"the recipe comes first, got {word!r}; as in: {prog} {recipes.known()[0]} {word}")
     name, *flags = argv
     base = recipes.load(name)
     defaults = {field: getattr(base, field) for field in Recipe.model_fields if field != "name"}
@@ -70,6 +76,7 @@ def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
 
 def parse(flags: Any, prog: str, argv: Sequence[str]) -> Any:
     """An instance of the dataclass `flags` from argv. Raises RecipeError for what it does not know."""
+    _check_words(argv)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -80,11 +87,12 @@ def parse(flags: Any, prog: str, argv: Sequence[str]) -> Any:
         raise RecipeError(_one_line(said.getvalue())) from None
     if unknown:
         if not unknown[0].startswith("-"):
-            raise RecipeError(f"{unknown[0]!r} belongs to no flag; see {prog} --help.")
+            raise RecipeError(f"{quoted(unknown[0])} belongs to no flag; see {prog} --help.")
         known = [f.name.replace("_", "-") for f in dataclasses.fields(flags)]
         word = unknown[0].partition("=")[0]
         near = recipes.nearest(word.lstrip("-").replace("_", "-"), known).replace("mean ", "mean --")
-        raise RecipeError(f"unknown flag {word!r}.{near} See {prog} --help.")
+        raise RecipeError(f"unknown flag {quoted(word)}.{near} See {prog} --help.")
+    _check_numbers(values)
     return values
 
 
@@ -95,6 +103,24 @@ def usage(prog: str) -> str:
         f"recipes: {', '.join(recipes.known())}; an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
         f"flags:   {prog} RECIPE --help lists them, with the recipe's values"
     )
+
+
+def _check_words(argv: Sequence[str]) -> None:
+    if len(argv) > MOST_WORDS:
+        raise RecipeError(f"the command line must have at most {MOST_WORDS} words, got {len(argv)}.")
+    for word in argv:
+        if len(word) > LONGEST_WORD or not word.isprintable():
+            raise RecipeError(
+                f"a word of the command line must be printable and have at most {LONGEST_WORD} characters, "
+                f"got {quoted(word)}."
+            )
+
+
+def _check_numbers(values: Any) -> None:
+    """Refuses what no arithmetic on fractions takes; what a number means has closer bounds, elsewhere."""
+    for name, value in vars(values).items():
+        if isinstance(value, int) and abs(value) >= 2**64:
+            raise RecipeError(f"--{name.replace('_', '-')} must be less than 2^64, got {quoted(value)}.")
 
 
 def _run_flags(defaults: dict[str, Any]) -> Any:
@@ -123,4 +149,4 @@ def _one_line(box: str) -> str:
     told = told.strip().removeprefix("Error parsing ").rstrip(".")
     for theirs, ours in REWORDED:
         told = re.sub(f"^{theirs}$", ours, told)
-    return f"{told}; --help lists the flags."
+    return f"{printable(told, 300)}; --help lists the flags."

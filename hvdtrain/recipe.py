@@ -2,19 +2,34 @@
 
 import difflib
 import io
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
 
 from hvdtrain.errors import RecipeError
+from hvdtrain.untrusted import LONGEST, printable, quoted, read_bytes
 
-Count = Annotated[int, Field(ge=0)]
+# A recipe file may be somebody else's: what is read of it is bounded, so that none takes longer than half a second.
+MOST_BYTES = 64 * 1024
+MOST_VALUES = 10_000
+MOST_DEPTH = 10
+MOST_EXTENDS = 10
+LONGEST_NAME = 4096  # a path's, on Linux
+
+# Far above what anybody trains with, and low enough that products of three neither overflow nor fill the memory.
+Number = Annotated[int, Field(gt=0, le=10**9)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Side = Annotated[int, Field(gt=0, le=4096)]
+Text = Annotated[str, Field(max_length=LONGEST_NAME)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
 
@@ -31,6 +46,9 @@ RULES = {  # pydantic's name of a broken rule: how a person would say it
     "greater_than": "be greater than {gt:g}",
     "greater_than_equal": "be at least {ge:g}",
     "less_than": "be less than {lt:.19g}",
+    "less_than_equal": "be at most {le:.19g}",
+    "string_too_long": "have at most {max_length} characters",
+    "too_long": "have at most {max_length} values",
 }
 
 
@@ -39,7 +57,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    name: str = Field(description="recipe and entry, as in cifar100:bs256")
+    name: Text = Field(description="recipe and entry, as in cifar100:bs256")
     model: Literal["linear", "resnet50"] = Field(description="the network")
     stem: Literal["imagenet", "cifar"] = Field("imagenet", description="cifar: stride 1 and no max-pool")
     dataset: Literal["linear", "digits", "cifar100", "imagenet", "synthetic"] = Field(description="the data set")
@@ -53,26 +71,26 @@ class Recipe(BaseModel):
     decoder: Literal["pillow", "dali"] = Field(
         "pillow", description="imagenet, training pictures; dali: NVIDIA's, on the processor"
     )
-    train_crop: PositiveInt = Field(224, description="imagenet: side of a training picture, pixels")
-    valid_resize: PositiveInt = Field(256, description="imagenet: shorter side before the crop, pixels")
-    valid_crop: PositiveInt = Field(224, description="imagenet: side of a validation picture, pixels")
-    image_size: PositiveInt = Field(32, description="synthetic: side of a picture, pixels")
-    classes: PositiveInt = Field(100, description="synthetic: number of classes")
-    examples: PositiveInt = Field(50_000, description="synthetic: number of training pictures")
+    train_crop: Side = Field(224, description="imagenet: side of a training picture, pixels")
+    valid_resize: Side = Field(256, description="imagenet: shorter side before the crop, pixels")
+    valid_crop: Side = Field(224, description="imagenet: side of a validation picture, pixels")
+    image_size: Side = Field(32, description="synthetic: side of a picture, pixels")
+    classes: Annotated[int, Field(gt=0, le=10**7)] = Field(100, description="synthetic: number of classes")
+    examples: Number = Field(50_000, description="synthetic: number of training pictures")
 
-    batch_size: PositiveInt | None = Field(None, description="global batch: examples in one update, all ranks")
-    batch_size_per_rank: PositiveInt | None = Field(None, description="instead of batch_size: examples a rank")
-    accumulation_steps: PositiveInt = Field(1, description="parts a rank's share of a batch is computed in")
-    epochs: PositiveInt = Field(description="passes over the training set")
-    max_steps: PositiveInt | None = Field(None, description="stop after this many updates")
+    batch_size: Number | None = Field(None, description="global batch: examples in one update, all ranks")
+    batch_size_per_rank: Number | None = Field(None, description="instead of batch_size: examples a rank")
+    accumulation_steps: Number = Field(1, description="parts a rank's share of a batch is computed in")
+    epochs: Number = Field(description="passes over the training set")
+    max_steps: Annotated[int, Field(gt=0, le=10**15)] | None = Field(None, description="stop after this many updates")
     seed: Seed = Field(0, description="of the weights, the order and the augmentation")
 
-    base_lr: PositiveFloat = Field(description="learning rate at base_batch_size")
-    base_batch_size: PositiveInt | None = Field(None, description="global batch that base_lr holds at")
+    base_lr: Annotated[float, Field(gt=0, le=1e9)] = Field(description="learning rate at base_batch_size")
+    base_batch_size: Number | None = Field(None, description="global batch that base_lr holds at")
     lr_rule: Literal["none", "linear", "sqrt"] = Field("none", description="how the LR follows the batch")
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(0.0, description="epochs of linear warm-up from 0")
     lr_schedule: Literal["constant", "step", "cosine", "plateau"] = Field("constant", description="the decay")
-    lr_milestones: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
+    lr_milestones: Annotated[tuple[Number, ...], Field(strict=False, max_length=1000)] = Field(
         (), description="step: epochs at which the LR is multiplied by lr_factor"
     )
     lr_factor: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="step, plateau: the multiplier")
@@ -96,7 +114,7 @@ class Recipe(BaseModel):
     data_on_device: bool = Field(False, description="PyTorch: keep the data set on the device and augment it there")
     xla: bool = Field(False, description="TensorFlow: compile forward and backward with XLA")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
-    workers: Count = Field(
+    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
         0, description="readers a rank: processes (PyTorch) or threads (TensorFlow); 0 is one thread"
     )
 
@@ -104,18 +122,22 @@ class Recipe(BaseModel):
         "none", description="gradients on the wire; fp64: sums that no order of the ranks changes; bf16: engine ddp's"
     )
     reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
-    fusion_threshold_mb: Count | None = Field(None, description="most MiB of gradients that travel together")
-    cycle_time_ms: PositiveFloat | None = Field(None, description="Horovod's cycle, milliseconds")
+    fusion_threshold_mb: Annotated[int, Field(ge=0, le=2**20)] | None = Field(
+        None, description="most MiB of gradients that travel together"
+    )
+    cycle_time_ms: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        None, description="Horovod's cycle, milliseconds"
+    )
     autotune: bool = Field(False, description="let Horovod tune threshold and cycle")
     # Not `timeline`: horovodrun would read --timeline as an abbreviation of its own flags.
     horovod_timeline: bool = Field(False, description="write Horovod's timeline into the run folder")
     profile: bool = Field(False, description="trace ten steps, Horovod's timeline; PyTorch: a step's phases")
 
-    log_every_steps: PositiveInt = Field(20, description="steps between two log lines")
-    checkpoint_every_epochs: PositiveInt = Field(1, description="epochs between two checkpoints")
-    checkpoint_every_steps: PositiveInt | None = Field(None, description="checkpoints inside an epoch too")
-    keep_checkpoints: PositiveInt = Field(2, description="newest ones kept, besides the best")
-    guard_every_steps: PositiveInt = Field(100, description="steps between two comparisons of the replicas")
+    log_every_steps: Number = Field(20, description="steps between two log lines")
+    checkpoint_every_epochs: Number = Field(1, description="epochs between two checkpoints")
+    checkpoint_every_steps: Number | None = Field(None, description="checkpoints inside an epoch too")
+    keep_checkpoints: Number = Field(2, description="newest ones kept, besides the best")
+    guard_every_steps: Number = Field(100, description="steps between two comparisons of the replicas")
 
 
 def known() -> list[str]:
@@ -130,13 +152,13 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     FILE is a shipped recipe (`known()`) or the path of a .yaml file; ENTRY is "default" where left out.
     Raises RecipeError, in one line, for anything that breaks a rule.
     """
-    return validate({**_over(_entry(name, ()), overrides or {}), "name": name})
+    return validate({**_over(_entry(name, (), {}), overrides or {}), "name": name})
 
 
 def validate(keys: Mapping[str, Any]) -> Recipe:
     """Keys -> Recipe. Raises RecipeError naming the first key that breaks a rule."""
     try:
-        recipe = Recipe.model_validate({str(key): value for key, value in keys.items()})
+        recipe = Recipe.model_validate({_key(key): value for key, value in keys.items()})
     except ValidationError as error:
         raise RecipeError(_first_line(error)) from None
     _check_together(recipe)
@@ -165,29 +187,40 @@ def dump(recipe: Recipe) -> str:
 
 def nearest(word: str, words: list[str]) -> str:
     """' Did you mean X?' for the closest of `words`, or nothing."""
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    # Comparing takes the product of the lengths, for each of the words.
+    short = [known for known in words[:200] if len(known) <= LONGEST]
+    close = difflib.get_close_matches(word, short, n=1, cutoff=0.5) if len(word) <= LONGEST else []
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def _entry(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
+def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The entry's keys over those of the entries that it extends; `files` keeps what has been read."""
     if name in seen:
-        raise RecipeError(f"{name} extends itself through {' -> '.join(seen)}; remove one `extends`.")
+        raise RecipeError(f"{printable(name)} extends itself through {_all(seen, ' -> ')}; remove one `extends`.")
+    if len(seen) > MOST_EXTENDS:
+        raise RecipeError(
+            f"{printable(seen[0])} extends more than {MOST_EXTENDS} entries, one the other; name a nearer one."
+        )
+    _check_name(name)
     file, _, entry = name.partition(":")
-    entries = _read(file)
+    entries = _read(file, files)
     entry = entry or "default"
     if entry not in entries:
         near = nearest(entry, list(entries))
-        raise RecipeError(f"recipe {file} has no entry {entry!r}.{near} Entries: {', '.join(entries)}.")
+        raise RecipeError(
+            f"recipe {printable(file)} has no entry {quoted(entry)}.{near} Entries: {_all(entries, ', ')}."
+        )
     keys = entries[entry]
     if not isinstance(keys, dict):
-        raise RecipeError(f"entry {entry} of {file} must map keys to values, got {keys!r}.")
+        raise RecipeError(f"entry {printable(entry)} of {printable(file)} must map keys to values, got {quoted(keys)}.")
     keys = dict(keys)
     base = keys.pop("extends", "")
     if not isinstance(base, str):
         raise RecipeError(
-            f"extends in entry {entry} of {file} must name a recipe, as linear:default does, got {base!r}."
+            f"extends in entry {printable(entry)} of {printable(file)} must name a recipe, as linear:default does, "
+            f"got {quoted(base)}."
         )
-    return _over(_entry(base, (*seen, name)) if base else {}, keys)
+    return _over(_entry(base, (*seen, name), files) if base else {}, keys)
 
 
 def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,54 +230,123 @@ def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return {**kept, **overrides}
 
 
-def _read(file: str) -> dict[str, Any]:
-    path = Path(file) if file.endswith((".yaml", ".yml")) else None
-    if path is None:
+def _read(file: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The file's entries, from `files` where they are there already."""
+    if file not in files:
+        entries = _parsed(file, _text(file))
+        if not isinstance(entries, dict):
+            raise RecipeError(f"{file} must hold named entries (name: keys), got {quoted(entries)}.")
+        files[file] = {_key(entry): keys for entry, keys in entries.items()}
+    return files[file]
+
+
+def _text(file: str) -> str:
+    if not file.endswith((".yaml", ".yml")):
         if file not in known():
             near = nearest(file, known())
             raise RecipeError(
-                f"unknown recipe {file!r}.{near} Recipes: {', '.join(known())}; or give a file ending in .yaml."
+                f"unknown recipe {quoted(file)}.{near} Recipes: {', '.join(known())}; or give a file ending in .yaml."
             )
-        text = (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None
+        return (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8")
     try:
-        entries = YAML(typ="safe", pure=True).load(text)
+        return read_bytes(Path(file), MOST_BYTES).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None
+
+
+class _Bounded(Composer):
+    """Counts the values of a file as it puts them together, an alias for all that it stands for."""
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader)
+        self.warn_double_anchors = False
+        self._values = self._depth = 0
+        self._behind: dict[str, int] = {}  # an anchor: the values behind it, once all are read
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event, before = self.parser.peek_event(), self._values
+        is_alias = isinstance(event, AliasEvent)
+        if not is_alias:
+            self._behind.pop(event.anchor, None)
+        self._depth += 1
+        self._refuse(self._depth > MOST_DEPTH, f"goes more than {MOST_DEPTH} levels deep", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._refuse(is_alias and event.anchor not in self._behind, "has an alias of what it stands in", event)
+        self._values += self._behind[event.anchor] if is_alias else 1
+        self._refuse(self._values > MOST_VALUES, f"holds more than {MOST_VALUES} values, those of aliases too", event)
+        if event.anchor and not is_alias:
+            self._behind[event.anchor] = self._values - before
+        return node
+
+    def _refuse(self, broken: bool, rule: str, event: Any) -> None:
+        if broken:
+            raise _OutOfBounds(problem=rule, problem_mark=event.start_mark)
+
+
+class _OutOfBounds(MarkedYAMLError):
+    pass
+
+
+def _parsed(file: str, text: str) -> Any:
+    """What the YAML says. Raises RecipeError."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Bounded
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ruamel's advice to programmers
+            return yaml.load(text)
     except DuplicateKeyError as error:
         where = error.problem_mark
         key = str(error.problem).partition('"')[2].partition('"')[0]
         raise RecipeError(
-            f"{file} line {where.line + 1}: key {key!r} stands twice in one entry; remove one of them."
+            f"{file} line {where.line + 1}: key {quoted(key)} stands twice in one entry; remove one of them."
         ) from None
     except MarkedYAMLError as error:
         where = error.problem_mark
         line = f" line {where.line + 1}" if where else ""
-        raise RecipeError(f"{file}{line} is not YAML: {error.problem}.") from None
+        wrong = "" if isinstance(error, _OutOfBounds) else " is not YAML:"
+        raise RecipeError(f"{file}{line}{wrong} {printable(str(error.problem), 200)}.") from None
     except (YAMLError, ValueError) as error:  # a control character; a date such as 2024-13-01
-        raise RecipeError(f"{file} is not YAML: {str(error).partition(chr(10))[0]}.") from None
-    if not isinstance(entries, dict):
-        raise RecipeError(f"{file} must hold named entries (name: keys), got {entries!r}.")
-    return {str(entry): keys for entry, keys in entries.items()}
+        reason = printable(str(error).partition("\n")[0], 200)
+        # Python's own words would have the reader raise its limit.
+        reason = "a number has more than 4,300 digits" if reason.startswith("Exceeds the limit") else reason
+        raise RecipeError(f"{file} is not YAML: {reason}.") from None
+    except Exception:  # ruamel's constructors: IndexError, KeyError, AssertionError, ... for `!!int ""` and its like
+        raise RecipeError(f"{file} is not YAML: a value is none of its tag.") from None
+
+
+def _check_name(text: str) -> None:
+    """Of recipes and folders: they stand in the log and in a comment of the resolved recipe."""
+    if not text.isprintable() or len(text) > LONGEST_NAME:
+        raise RecipeError(f"a name must have up to {LONGEST_NAME} characters, all printable, got {quoted(text)}.")
+
+
+def _all(names: Iterable[str], between: str) -> str:
+    return printable(between.join(names), 500)
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else quoted(key)
 
 
 def _first_line(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key!r}.{nearest(key, list(Recipe.model_fields))}"
+        return f"unknown key {quoted(key)}.{nearest(key, list(Recipe.model_fields))}"
     if first["type"] == "missing":
         return f"{key} is missing; it says: {Recipe.model_fields[key].description}."
     subject = f"each of {key}" if len(first["loc"]) > 1 else key
     rule = RULES.get(first["type"], "be valid ({error})").format(error=first["msg"], **first.get("ctx", {}))
-    return f"{subject} must {rule}, got {first['input']!r}."
+    return f"{subject} must {rule}, got {quoted(first['input'])}."
 
 
 def _check_together(recipe: Recipe) -> None:
     r = recipe
+    for text in (r.name, str(r.data_dir or ""), str(r.cache_dir or "")):
+        _check_name(text)
     if (r.batch_size is None) == (r.batch_size_per_rank is None):
         raise RecipeError(
             "the batch must be said once: batch_size (global) or batch_size_per_rank, "
@@ -257,7 +359,7 @@ def _check_together(recipe: Recipe) -> None:
     if r.lr_schedule == "step" and not r.lr_milestones:
         raise RecipeError("lr_schedule step needs lr_milestones, the epochs at which the LR drops.")
     if list(r.lr_milestones) != sorted(set(r.lr_milestones)):
-        raise RecipeError(f"lr_milestones must rise, got {list(r.lr_milestones)}.")
+        raise RecipeError(f"lr_milestones must rise, got {quoted(list(r.lr_milestones))}.")
     if r.nesterov and not r.momentum:
         raise RecipeError("nesterov needs momentum above 0, got momentum=0.")
     if (r.model == "linear") != (r.dataset == "linear"):

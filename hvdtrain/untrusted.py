@@ -1,0 +1,67 @@
+"""What others wrote, read within bounds and shown so that a terminal survives it."""
+
+import errno
+import os
+import re
+import reprlib
+import stat
+from pathlib import Path
+
+LONGEST = 80  # characters of a value in a message
+LONGEST_MESSAGE = 2000
+
+
+class _Short(reprlib.Repr):
+    """Of anything, a nested or endless list too, no more than a line; Python refuses to print a very long number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = LONGEST
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 4 * 64 else f"a number of some {int(x.bit_length() * 0.30103) + 1} digits"
+
+
+_SHORT = _Short()
+
+
+def quoted(value: object) -> str:
+    """`repr(value)` for a message: a line of at most `LONGEST` characters, nothing in it that is not printable."""
+    text = printable(_SHORT.repr(value), LONGEST_MESSAGE)
+    return text if len(text) <= LONGEST + 20 else _cut(text, LONGEST)
+
+
+def printable(text: str, most: int = LONGEST) -> str:
+    """The text with control characters as escapes (`\\x1b`), its middle left out where it is longer than `most`."""
+    text = _cut(text, most)
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def one_line(error: Exception) -> str:
+    """An error's message for a terminal."""
+    return printable(" ".join(str(error).split()), LONGEST_MESSAGE)
+
+
+def whole_number(text: str) -> int | None:
+    """The number that up to 18 digits say; None for any other text."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A regular file's bytes. Raises OSError, ValueError with the rule where it is another kind of file or larger."""
+    kind = path.stat().st_mode
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(kind):  # a pipe that nobody writes to would hold the reader up, /dev/zero never ends
+        raise ValueError("it must be a regular file")
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it must have at most {most:,} bytes")
+    return data
+
+
+def _cut(text: str, most: int) -> str:
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
