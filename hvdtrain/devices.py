@@ -9,6 +9,7 @@ from typing import Literal
 
 from hvdtrain.errors import DeviceError
 from hvdtrain.topology import Topology
+from hvdtrain.untrusted import whole_number
 
 
 def gpu_index(
@@ -60,10 +61,10 @@ def threads(cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[s
     if "OMP_NUM_THREADS" in environ:
         return None
     # srun of SLURM 22.05 and later takes SRUN_CPUS_PER_TASK alone, and leaves the job's own variable as it was.
-    promised = environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or ""
-    if promised.isdecimal() and topology.launcher in {"srun", "torchrun"}:
+    promised = whole_number(environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or "")
+    if promised is not None and topology.launcher in {"srun", "torchrun"}:
         share = 1 if topology.launcher == "srun" else topology.local_size
-        return max(1, min(int(promised), cpus) // share)
+        return max(1, min(promised, cpus) // share)
     if cpus < cpus_of_host:
         return None
     return max(1, cpus // topology.local_size)

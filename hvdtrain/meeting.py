@@ -16,8 +16,9 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from hvdtrain import keys
-from hvdtrain.errors import EngineUnavailable, WorldError
+from hvdtrain.errors import EngineUnavailable, TopologyError, WorldError
 from hvdtrain.topology import Topology
+from hvdtrain.untrusted import quoted, whole_number
 
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
 FIRST_PORT, PORTS = 10_000, 20_000
@@ -126,9 +127,13 @@ def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM list such as `jwb[0001-0004,0010],login1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else nodes)
+    """The first host of a SLURM list such as `jwb[0001-0004,0010],login1`. Raises TopologyError where there is none."""
+    # Each of these stops at the next bracket, so that none takes longer than the list is long.
+    first = re.match(r"((?:[^][,]|\[[^][]*\])*)(?:,|\Z)", nodes)
+    host = re.sub(r"\[([^][,-]*)(?:[,-][^][]*)?\]", r"\1", first[1] if first else "")
+    if not re.fullmatch(r"\w[\w.-]{0,254}", host, re.ASCII):
+        raise TopologyError(f"SLURM_STEP_NODELIST must name hosts, as node[01-04], got {quoted(nodes)}.")
+    return host
 
 
 def addresses() -> list[str]:
@@ -182,4 +187,5 @@ def _block(number: int) -> range:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else zlib.crc32(text.encode())
+    number = whole_number(text)
+    return zlib.crc32(text.encode(errors="replace")) if number is None else number

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from hvdtrain.devices import visible_gpus
 from hvdtrain.errors import WorldError
 from hvdtrain.recipe import Recipe
+from hvdtrain.untrusted import whole_number
 
 TOGETHER = 2 * 2**20  # bytes: of 0.25 to 25 MiB the fastest on one host and on four
 CYCLE_MS_BETWEEN_HOSTS = 10
@@ -44,8 +45,8 @@ def side_by_side(recipe: Recipe, environ: Mapping[str, str]) -> int | None:
         return None
     if recipe.fusion_threshold_mb is not None:
         return recipe.fusion_threshold_mb * 2**20
-    said = environ.get("HOROVOD_FUSION_THRESHOLD", "")
-    return int(said) if said.isdecimal() else TOGETHER
+    said = whole_number(environ.get("HOROVOD_FUSION_THRESHOLD", ""))
+    return TOGETHER if said is None else said
 
 
 def _has_gpu(recipe: Recipe, environ: Mapping[str, str]) -> bool:

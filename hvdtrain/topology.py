@@ -1,11 +1,14 @@
 """Where this process sits among the ranks of its run, as its launcher tells it in the environment."""
 
+import bisect
+import itertools
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import TopologyError
+from hvdtrain.untrusted import printable, quoted
 
 Environ = Mapping[str, str]
 
@@ -75,13 +78,13 @@ class Launcher:
     def _text(self, environ: Environ, variable: str) -> str:
         if variable not in environ:
             sign = next(sign for sign in self.signs if sign in environ)
-            raise self._refuse(f"{variable} must be set where {sign}={environ[sign]} is")
+            raise self._refuse(f"{variable} must be set where {sign}={printable(environ[sign])} is")
         return environ[variable]
 
     def _number(self, environ: Environ, variable: str) -> int:
         text = self._text(environ, variable)
         if not re.fullmatch("[0-9]{1,9}", text):
-            raise self._refuse(f"{variable} must be a whole number, got {text!r}")
+            raise self._refuse(f"{variable} must be a whole number, got {quoted(text)}")
         return int(text)
 
     def _below(self, limit: int, limit_name: str, value: int, variable: str) -> int:
@@ -111,23 +114,25 @@ class SlurmStep(Launcher):
                 continue
             if environ[twin] != environ[variable]:
                 raise self._refuse(
-                    f"{twin} must equal {variable}={environ[variable]} in step {step}, got {environ[twin]}"
+                    f"{twin} must equal {variable}={environ[variable]} in step {step}, got {printable(environ[twin])}"
                 )
         return topology
 
     def _ranks_of_this_host(self, environ: Environ) -> int:
         text = self._text(environ, self.local_size)
         if not re.fullmatch(r"(\d{1,6}(\(x\d{1,6}\))?(,(?=\d)|$))+", text, re.ASCII):
-            raise self._refuse(f"{self.local_size} must read like 2(x3),1, got {text!r}")
-        hosts: list[int] = []
-        for ranks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-            hosts += [int(ranks)] * int(repeat or 1)
-        if sum(hosts) != self._number(environ, self.size):
-            raise self._refuse(f"{self.local_size} must add up to {self.size}={environ[self.size]}, got {text}")
+            raise self._refuse(f"{self.local_size} must read like 2(x3),1, got {quoted(text)}")
+        # Never written out: 1(x999999) three hundred times is a line of text, and as many hosts as fill the memory.
+        groups = [(int(ranks), int(repeat or 1)) for ranks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]
+        if sum(ranks * repeat for ranks, repeat in groups) != self._number(environ, self.size):
+            raise self._refuse(
+                f"{self.local_size} must add up to {self.size}={environ[self.size]}, got {printable(text)}"
+            )
         node = self._number(environ, "SLURM_NODEID")
-        if node >= len(hosts):
-            raise self._refuse(f"SLURM_NODEID must name one of {len(hosts)} hosts in {self.local_size}, got {node}")
-        return hosts[node]
+        ends = list(itertools.accumulate(repeat for _, repeat in groups))
+        if node >= ends[-1]:
+            raise self._refuse(f"SLURM_NODEID must name one of {ends[-1]} hosts in {self.local_size}, got {node}")
+        return groups[bisect.bisect(ends, node)][0]
 
 
 # The innermost launcher first: srun's variables outlive an mpirun, Hydra or torchrun started inside its step.
@@ -219,4 +224,7 @@ def discover(environ: Environ, host: str | None = None) -> Topology:
 
 
 def _job_id(environ: Environ) -> str | None:
-    return environ.get("SLURM_JOB_ID") or None
+    job = environ.get("SLURM_JOB_ID") or None
+    if job and not re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,63}", job, re.ASCII):  # it becomes the name of a folder
+        raise TopologyError(f"SLURM_JOB_ID must be a job's number, got {quoted(job)}; unset it outside a job.")
+    return job

@@ -23,6 +23,7 @@ from hvdtrain.devices import visible_gpus
 from hvdtrain.errors import EngineUnavailable, JobError, RecipeError, TrainingError
 from hvdtrain.sites import MPI_PLUGINS
 from hvdtrain.topology import discover
+from hvdtrain.untrusted import quoted, whole_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,9 +77,9 @@ class Allocation:
         """That of a job's own shell; None elsewhere."""
         if "SLURM_JOB_ID" not in environ:
             return None
-        gpus = environ.get("SLURM_GPUS_ON_NODE", "0")
-        tasks = environ.get("SLURM_NTASKS_PER_NODE", "1")
-        return cls(int(tasks), int(gpus) if gpus.isdecimal() else 0)
+        gpus = whole_number(environ.get("SLURM_GPUS_ON_NODE", ""))
+        tasks = whole_number(environ.get("SLURM_NTASKS_PER_NODE", ""))
+        return cls(tasks or 1, gpus or 0)
 
     def srun(self, ranks: int, plugin: str | None) -> list[str]:
         """The step of so many ranks, on as few nodes as hold them."""
@@ -128,7 +129,9 @@ def numbers(flag: str, text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or found != sorted(set(found)) or not 1 <= found[0] <= found[-1] <= MOST_RANKS:
-        raise RecipeError(f"--{flag} must be growing whole numbers in [1, {MOST_RANKS}], as in 1,2,4; got {text!r}.")
+        raise RecipeError(
+            f"--{flag} must be growing whole numbers in [1, {MOST_RANKS}], as in 1,2,4; got {quoted(text)}."
+        )
     return found
 
 

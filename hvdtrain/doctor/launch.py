@@ -7,9 +7,14 @@ from itertools import pairwise, product
 from pathlib import Path
 
 from hvdtrain.doctor.facts import Facts, Program, Rank, Step
+from hvdtrain.errors import TopologyError
 from hvdtrain.mpi import TITLES, Kind, Mpi
 from hvdtrain.topology import Topology
+from hvdtrain.untrusted import quoted, read_bytes
 
+MOST_HOSTS = 100_000
+LONGEST_HOST = 255  # characters of a name
+MOST_BYTES = 2**20  # of a file of hosts
 FAMILIES: Mapping[str, Kind] = {"mpirun": "openmpi", "mpiexec": "mpich"}
 LAUNCHERS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec")}
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
@@ -126,25 +131,56 @@ def _hosts_said(words: Sequence[str]) -> list[str]:
     for flag, value in pairwise(words):
         if flag in HOST_FLAGS:
             return value.split(",")
-        if flag in FILE_FLAGS and Path(value).is_file():
-            lines = [line.partition("#")[0].split() for line in Path(value).read_text().splitlines()]
+        if flag in FILE_FLAGS:
+            lines = [line.partition("#")[0].split() for line in _text(Path(value)).splitlines()]
             return [re.sub(r" (?:max_)?slots=", ":", " ".join(line[:2])) for line in lines if line]
     return []
 
 
+def _text(path: Path) -> str:
+    """What the file says, "" where it is none or too large."""
+    try:
+        return read_bytes(path, MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
 def nodelist(text: str) -> list[str]:
-    """The names in SLURM's short form: `nid[001-002,7],login1` -> nid001, nid002, nid7, login1."""
-    names = []
-    for group in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        parts = re.split(r"\[([^\]]*)\]", group)
-        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
-        names += ["".join(chosen) for chosen in product(*choices)]
+    """The names in SLURM's short form: `nid[001-002,7],login1` -> nid001, nid002, nid7, login1.
+
+    Raises TopologyError where it is not that, or names more than `MOST_HOSTS`.
+    """
+    names: list[str] = []
+    try:
+        for group in re.findall(r"(?:[^][,]|\[[^][]*\])+|[][]", text):
+            names += _names(group, MOST_HOSTS - len(names))
+    except ValueError:
+        raise TopologyError(
+            f"a list of nodes must name at most {MOST_HOSTS} hosts, as nid[001-004], got {quoted(text)}."
+        ) from None
     return names
 
 
-def _numbers(text: str) -> list[str]:
-    found = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+def _names(group: str, most: int) -> list[str]:
+    """The names of `nid[001-002,7]`. Raises ValueError where it says none, or more than so many."""
+    names = [""]
+    for part in re.split(r"(\[[^][]*\])", group):
+        choices = _numbers(part, most // len(names)) if part.startswith("[") else [part]
+        names = [f"{name}{choice}" for name in names for choice in choices]
+        if len(names[0]) > LONGEST_HOST:
+            raise ValueError(group)
+    if most < 1 or not re.fullmatch(r"\w[\w.-]*", names[0], re.ASCII):
+        raise ValueError(group)
+    return names
+
+
+def _numbers(part: str, most: int) -> list[str]:
+    """The numbers of `[001-004,7]`. Raises ValueError where it says anything else, or more than so many."""
+    found: list[str] = []
+    for span in part[1:-1].split(","):
+        ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span, re.ASCII)
+        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
+        if not ends or not 0 < len(numbers) <= most - len(found):
+            raise ValueError(part)
+        found += [f"{number:0{len(ends[1])}}" for number in numbers]
     return found

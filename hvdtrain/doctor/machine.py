@@ -10,6 +10,7 @@ from hvdtrain.doctor import launch
 from hvdtrain.doctor.facts import Check, Facts, Framework, Interface, Rank, Verdict, count, over_ranks
 from hvdtrain.errors import DeviceError
 from hvdtrain.topology import Topology
+from hvdtrain.untrusted import whole_number
 
 FILES = 4096
 FREE_BYTES = 5 * 10**9
@@ -56,7 +57,7 @@ def _cuda(facts: Facts) -> Verdict:
     cuda, runs = _torch(facts).cuda, facts.software.driver_cuda
     if not cuda or not runs:
         return Verdict("skip", "torch is built for the CPU" if runs else "no GPU")
-    if int(cuda.split(".")[0]) > int(runs.split(".")[0]):
+    if (whole_number(cuda.split(".")[0]) or 0) > (whole_number(runs.split(".")[0]) or 0):
         cure = f"# install a torch built for CUDA {runs} or older, or ask for a driver of CUDA {cuda}"
         return Verdict("fail", f"torch is built for CUDA {cuda}, the driver runs {runs}", "a driver as new", cure)
     return Verdict("ok", f"torch is built for {cuda}, the driver runs {runs}")
@@ -166,7 +167,8 @@ def _cpus(facts: Facts, rank: Rank) -> Verdict:
     asked = launch.cpus_per_task(rank)
     found = f"{have} of the host's {rank.cpus_of_host}"
     # A SLURM that was told of more CPUs than the host has cannot give them: all there are is enough.
-    if not asked.isdigit() or have >= min(int(asked), rank.cpus_of_host):
+    wanted = whole_number(asked)
+    if wanted is None or have >= min(wanted, rank.cpus_of_host):
         return Verdict("ok", found + (f", {asked} asked for" if asked else ""))
     if facts.step.topology.launcher != "srun":
         return Verdict("warn", f"{found}, {asked} asked for", asked, "# start the ranks with srun, which gives them")
@@ -180,9 +182,10 @@ def _threads(rank: Rank) -> Verdict:
     said, have = rank.environ.get("OMP_NUM_THREADS"), len(rank.cpus)
     if not said:
         return Verdict("ok", "not set: hvdtrain takes the CPUs of the task")
-    if not said.split(",")[0].isdigit():
+    threads = whole_number(said.split(",")[0])
+    if threads is None:
         return Verdict("fail", f"OMP_NUM_THREADS={said}", "a number", f"export OMP_NUM_THREADS={have}")
-    if int(said.split(",")[0]) > have:
+    if threads > have:
         found = f"{said} threads on {count(have, 'CPU')}"
         return Verdict("warn", found, f"at most {have}", f"export OMP_NUM_THREADS={have}")
     return Verdict("ok", f"{said}, on {count(have, 'CPU')}")

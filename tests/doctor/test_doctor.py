@@ -906,15 +906,15 @@ def test_what_a_child_said_and_why_it_ended(monkeypatch):
     def ran(program: str) -> tuple[dict, str]:
         return gather.child([sys.executable, "-c", program], {}, "7")
 
-    said = "import sys; print('noise hvdtrain-doctor {\"a\": ' + sys.stdin.read() + '}', flush=True); "
-    assert ran(said) == ({"a": 7}, "")
-    assert ran(said + "1 / 0") == ({"a": 7}, "ZeroDivisionError: division by zero (exit code 1)")
+    said = "import sys; print('noise hvdtrain-doctor {\"rank\": ' + sys.stdin.read() + '}', flush=True); "
+    assert ran(said) == ({"rank": 7}, "")
+    assert ran(said + "1 / 0") == ({"rank": 7}, "ZeroDivisionError: division by zero (exit code 1)")
     two = "import sys; sys.exit('init(7): found two of it. Aborting.\\nterminate called')"
     assert ran(two) == ({}, "init(7): found two of it. Aborting. (exit code 1)")
     assert ran("import os; os.abort()") == ({}, "(ended by signal 6)")
     assert gather.child(["/nowhere/python"], {}) == ({}, "/nowhere/python: No such file or directory")
     monkeypatch.setattr(gather, "SECONDS", 1)
-    assert ran(said + "import time; time.sleep(60)") == ({"a": 7}, "no end within 1 s")
+    assert ran(said + "import time; time.sleep(60)") == ({"rank": 7}, "no end within 1 s")
 
 
 @pytest.mark.parametrize(
