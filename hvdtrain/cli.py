@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.untrusted import one_line, quoted
 
 COMMANDS = {
     "plan": ("hvdtrain.dry_run", "what a recipe comes to on N ranks, without running it"),
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:
-        print(f"unknown command {name!r}; commands: {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(f"unknown command {quoted(name)}; commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
@@ -45,5 +46,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except HvdtrainError as error:
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return error.exit_code

@@ -8,6 +8,7 @@ from hvdtrain import flags, plan
 from hvdtrain.errors import RecipeError
 from hvdtrain.run import load_dataset
 from hvdtrain.topology import Topology
+from hvdtrain.untrusted import quoted
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,6 +29,6 @@ def _take_ranks(argv: list[str]) -> tuple[list[str], int]:
         if flag == "--ranks":
             value = value if equals else (argv[place + 1] if place + 1 < len(argv) else "")
             if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
-                raise RecipeError(f"--ranks must be a whole number of at least 1, got {value!r}.")
+                raise RecipeError(f"--ranks must be a whole number of at least 1, got {quoted(value)}.")
             return argv[:place] + argv[place + (1 if equals else 2) :], int(value)
     return argv, 1

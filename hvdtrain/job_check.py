@@ -1,24 +1,32 @@
 """What is wrong with somebody's job script: findings with their line, the reason, and what to write instead."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from hvdtrain.job_script import JobScript, Statement, Step, program, read, training_steps
+from hvdtrain.errors import JobError
+from hvdtrain.job_script import JobScript, Option, Statement, Step, program, read, training_steps
 from hvdtrain.sites import MPI_PLUGINS, TIME, Site
+from hvdtrain.untrusted import printable, whole_number
 
 LAUNCHERS = {"srun", "mpirun", "mpiexec", "mpiexec.hydra", "horovodrun"}
 STARTS_PYTHON = re.compile(r"python[\d.]*|torchrun")
 RANK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 RANK_BY_HAND = re.compile(r"(?:^|[\s;])((?:LOCAL_)?RANK=)[\"']?\d")
 FIXED_PORT = re.compile(
-    r"MASTER_PORT=[\"']?\d+(?=[\"'\s;]|$)|--master[-_]port[= ]\d+\b|--rdzv[-_]endpoint[= ][^\s%]*:\d+\b"
+    r"MASTER_PORT=[\"']?\d+(?=[\"'\s;]|$)|--master[-_]port[= ]\d+\b|--rdzv[-_]endpoint[= ][^\s%]{0,255}:\d+\b"
 )
 JOB = r"\$?\{?SLURM_JOB_?ID\b"
 PORT_OVERFLOWS = re.compile(rf"(?:\d\s*\+\s*|MASTER_PORT=){JOB}(?!:)\}}?(?!\}}|\s*%)|{JOB}\}}?\s*\+\s*\d")
-PORT_OCTAL = re.compile(rf"\$\(\([^#\n]*(?:{JOB}:\s*-\d|\$\([^)]*{JOB}[^)]*(?:tail -c|cut -c))")
+LAST_DIGITS = re.compile(rf"{JOB}:\s*-\d")
 ALMOST_SBATCH = re.compile(r"\s*#\s*[SBATCH]{5,7}[ \t:]*-")
 DEVICES = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
+NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
+MOST_BYTES = 2**19
+MOST_LINES = 50_000
+MOST_OF_A_RULE = 1000
+LONGEST = 300  # characters of what a finding says: it quotes the script
 PORT = "$((10000 + SLURM_JOB_ID % 10000))"
 WHOLE = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}
 
@@ -45,9 +53,17 @@ class Case:
 
 
 def check(text: str, site: Site | None = None) -> list[Finding]:
-    """What is wrong with the job script, in the order of its lines."""
+    """What is wrong with the job script, in the order of its lines. Raises JobError for one that is too long."""
+    if len(text) > MOST_BYTES or len(text.splitlines()) > MOST_LINES:
+        raise JobError(f"a job script must have at most {MOST_BYTES:,} bytes in {MOST_LINES:,} lines.")
     case = case_of(text, site)
-    return sorted({found for rule in RULES for found in rule(case)}, key=lambda found: (found.line, found.wrong))
+    found = {_shortened(finding) for rule in RULES for finding in itertools.islice(rule(case), MOST_OF_A_RULE)}
+    return sorted(found, key=lambda finding: (finding.line, finding.wrong))
+
+
+def _shortened(found: Finding) -> Finding:
+    wrong, instead = (printable(text, LONGEST) for text in (found.wrong, found.instead))
+    return replace(found, wrong=wrong, instead=instead)
 
 
 def case_of(text: str, site: Site | None) -> Case:
@@ -131,7 +147,7 @@ def _task_counts(case: Case) -> Iterator[Finding]:
     total = tasks or promised
     for step in case.steps:
         own = step.own.get("ntasks")
-        if own and total and own.value.isdecimal() and int(own.value) != total and "nodes" not in step.own:
+        if own and total and whole_number(own.value) not in {None, total} and "nodes" not in step.own:
             why = f"the job has {total} tasks; the step would leave some of them idle, or not start"
             yield Finding(step.line, f"srun -n {own.value}", why, "srun without -n takes all tasks of the job")
 
@@ -140,7 +156,7 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
     """One task a GPU; one a node under torchrun."""
     for step in case.steps:
         gpus, tasks = step.gpus_per_node(case.site), step.tasks_per_node
-        said = next((o for o in (*step.own.values(), *step.options.values()) if o.name.startswith("ntasks")), None)
+        said = _ntasks(step.own) or _ntasks(step.options)
         line = said.line if said else step.line
         if gpus == 0:
             ask = f"#SBATCH --gres=gpu:{case.site.gpus if case.site else 1}"
@@ -156,20 +172,25 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
             yield Finding(line, f"{_counted(tasks, 'task')} a node, {_counted(gpus, 'GPU')}", why, f"{where} {right}")
 
 
+def _ntasks(options: Mapping[str, Option]) -> Option | None:
+    """What they say first of the number of tasks."""
+    return min((options[name] for name in NTASKS if name in options), key=lambda option: option.line, default=None)
+
+
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def _cpus(case: Case) -> Iterator[Finding]:
     """CPUs a task against the node's, and srun's way of learning them."""
-    told = [s.line for s in case.script.statements if "SRUN_CPUS_PER_TASK=" in s.text]
+    told = next((s.line for s in case.script.statements if "SRUN_CPUS_PER_TASK=" in s.text), None)
     for step in case.steps:
         option, tasks, cpus = step.options.get("cpus-per-task"), step.tasks_per_node, step.number("cpus-per-task")
         if option is None:
             share = f"--cpus-per-task={case.site.cpus // case.site.gpus}" if case.site else "--cpus-per-task=N"
             why = "each task gets one CPU, for training and for loading data"
             yield Finding(step.line, "no --cpus-per-task", why, f"#SBATCH {share}")
-        elif "cpus-per-task" not in step.own and not any(line <= step.line for line in told):
+        elif "cpus-per-task" not in step.own and (told is None or told > step.line):
             yield Finding(
                 step.line,
                 "SRUN_CPUS_PER_TASK is not set",
@@ -236,13 +257,26 @@ def _ports(case: Case) -> Iterator[Finding]:
             "ports end at 65535, job ids do not",
             PORT,
         )
-        yield from _searched(
-            statement,
-            PORT_OCTAL,
-            "a port from the job id's last characters",
-            "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four",
-            PORT,
-        )
+        for position in _octal_ports(statement.text):
+            why = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
+            yield Finding(statement.line_of(position), "a port from the job id's last characters", why, PORT)
+
+
+def _octal_ports(text: str) -> Iterator[int]:
+    """Where arithmetic begins that takes the job id's last digits, of each line the first."""
+    # Steps and no single pattern: that would try every pair of brackets.
+    for line in re.finditer(r"[^#\n]+", text.replace("\\\n", "  ")):
+        start = line[0].find("$((")
+        inside = line[0][start + 3 :]
+        if start >= 0 and (LAST_DIGITS.search(inside) or any(map(_cuts_job_id, inside.split(")")))):
+            yield line.start() + start
+
+
+def _cuts_job_id(part: str) -> bool:
+    """Whether a command in it takes characters of the job id."""
+    begin = part.find("$(")
+    job = re.compile(JOB).search(part, begin) if begin >= 0 else None
+    return bool(job and re.compile("tail -c|cut -c").search(part, job.end()))
 
 
 def _searched(statement: Statement, pattern: re.Pattern[str], wrong: str, why: str, instead: str) -> Iterator[Finding]:
@@ -282,15 +316,14 @@ def _hint_undone(case: Case) -> Iterator[Finding]:
 
 def _devices(case: Case) -> Iterator[Finding]:
     """A list of GPUs shorter than the tasks of a node."""
+    tasks = max((step.tasks_per_node or 0 for step in case.steps), default=0)
     for statement in case.script.statements:
         for found in DEVICES.finditer(statement.expanded):
             visible = len(found[1].strip(",").split(","))
-            for step in case.steps:
-                tasks = step.tasks_per_node
-                if tasks and tasks > visible:
-                    why = f"{tasks} tasks of a node would share {_counted(visible, 'GPU')}"
-                    line = statement.line_of(found.start())
-                    yield Finding(line, found[0], why, "leave it out: SLURM sets it to the GPUs of the job")
+            if tasks > visible:
+                why = f"{tasks} tasks of a node would share {_counted(visible, 'GPU')}"
+                line = statement.line_of(found.start())
+                yield Finding(line, found[0], why, "leave it out: SLURM sets it to the GPUs of the job")
 
 
 def _plugin(case: Case) -> Iterator[Finding]:

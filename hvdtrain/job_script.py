@@ -1,12 +1,16 @@
 """A job script as SLURM and bash read it: its #SBATCH options and its commands, with their line numbers."""
 
+import bisect
+import functools
+import itertools
 import re
-import shlex
-from collections.abc import Iterator, Sequence
+from collections import ChainMap, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.sites import Site
+from hvdtrain.untrusted import whole_number
 
 SHORT = {
     "-A": "account",
@@ -30,10 +34,19 @@ KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "time", "
 TRAINS = re.compile(r"\b(?:python|torchrun|hvdtrain)|\.(?:py|sh)\b|\$@")
 # In this order: an escape, a here-document's opening, both kinds of quotes, a comment.
 TOKEN = re.compile(
-    r"""(?P<escape>\\.)|(?P<here>(?<!<)<<-?\s*(?P<q>["']?)(?P<end>[A-Za-z_]\w*)(?P=q))
-    |(?P<double>"(?:\\.|[^"\\])*")|(?P<single>'[^']*')|(?P<comment>(?<!\S)\#[^\n]*)""",
+    r"""(?P<escape>\\.)|(?P<here>(?<!<)<<-?[ \t]*(?P<q>["']?)(?P<end>[A-Za-z_]\w*)(?P=q))
+    |(?P<double>"[^"\\]*(?:\\.[^"\\]*)*")|(?P<single>'[^']*')|(?P<comment>(?<!\S)\#[^\n]*)""",
     re.DOTALL | re.VERBOSE,
 )
+# The same, and where a statement ends: at the end of a line outside of all these, or, in a quote that is never closed,
+# with the script. Read once from the first character to the last, so that it takes as long as the script.
+STOP = re.compile(rf"{TOKEN.pattern}|(?P<stop>\n)|(?P<open>[\"'])", TOKEN.flags)
+OPERATORS = ";&|()<>"
+PART = re.compile(r"""\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*'""", re.DOTALL)
+WORD = r"""(?:[^\s"'\\%s]+|\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*')+"""
+WORDS = re.compile(WORD % "", re.DOTALL)
+WORDS_AND_OPERATORS = re.compile(f"[{OPERATORS}]+|{WORD % OPERATORS}", re.DOTALL)
+QUOTES = {'"', "'", "\\"}
 
 
 @dataclass(frozen=True)
@@ -53,14 +66,18 @@ class Statement:
     text: str
     calls: tuple[tuple[str, ...], ...]
 
-    @property
+    @functools.cached_property
     def expanded(self) -> str:
         """The text with what the job's own shell fills nothing into blanked: single quotes and escapes."""
         return TOKEN.sub(_blanked, self.text)
 
     def line_of(self, position: int) -> int:
         """The line of the script in which that character of the text stands."""
-        return self.line + self.text[:position].count("\n")
+        return self.line + bisect.bisect_left(self._line_ends, position)
+
+    @functools.cached_property
+    def _line_ends(self) -> list[int]:
+        return [found.start() for found in re.finditer("\n", self.text)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +100,8 @@ class Step:
 
     line: int
     call: tuple[str, ...]
-    own: dict[str, Option]
-    options: dict[str, Option]
+    own: Mapping[str, Option]
+    options: Mapping[str, Option]
 
     def text(self, name: str) -> str | None:
         """What that option says."""
@@ -92,7 +109,7 @@ class Step:
 
     def number(self, name: str) -> int | None:
         """What that option says, where it is a whole number."""
-        return int(value) if (value := self.text(name)) and value.isdecimal() else None
+        return whole_number(self.text(name) or "")
 
     @property
     def nodes(self) -> int:
@@ -120,10 +137,10 @@ class Step:
     def gpus_per_node(self, site: Site | None) -> int | None:
         """GPUs of a node; None where that cannot be known, 0 where none are asked for."""
         if gres := self.text("gres"):
-            counts = [re.fullmatch(r"(?:gres/)?gpu(?::[a-z]\w*)?(?::(\d+))?", part) for part in gres.split(",")]
+            counts = [re.fullmatch(r"(?:gres/)?gpu(?::[a-z]\w*)?(?::(\d{1,9}))?", part) for part in gres.split(",")]
             return sum(int(found[1] or 1) for found in counts if found)
         for name in ("gpus-per-node", "gpus", "gpus-per-task"):
-            if found := re.fullmatch(r"(?:\w+:)?(\d+)", self.text(name) or ""):
+            if found := re.fullmatch(r"(?:\w+:)?(\d{1,9})", self.text(name) or ""):
                 times = (self.tasks_per_node or 0) if name == "gpus-per-task" else 1
                 return int(found[1]) * times // (self.nodes if name == "gpus" else 1) or None
         if site is None:
@@ -149,7 +166,7 @@ def training_steps(script: JobScript) -> tuple[Step, ...]:
         for call in statement.calls:
             if program(call) == "srun" and TRAINS.search(" ".join(program_of(call))):
                 own = {option.name: option for option in options_of(call[1:], statement.line)}
-                steps.append(Step(statement.line, call, own, job | own))
+                steps.append(Step(statement.line, call, own, ChainMap(own, job)))  # not copied for each of many steps
     return tuple(steps)
 
 
@@ -164,39 +181,46 @@ def program_of(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _split(words: Sequence[str], line: int) -> tuple[list[Option], list[str]]:
-    rest, options = list(words), []
+    rest, options = deque(words), []
     while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
+        word = rest.popleft()
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
         else:
             name, equals, value = SHORT.get(word[:2], word[1:]), word[2:], word[2:]
         if not equals and name in VALUED and rest:
-            value = rest.pop(0)
+            value = rest.popleft()
         options.append(Option(line, name, value))
-    return options, rest
+    return options, list(rest)
 
 
 def _statements(lines: Sequence[str]) -> Iterator[Statement]:
+    text = "\n".join(lines)
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
     number = 0
     while number < len(lines):
-        start, text = number, lines[number]
-        number += 1
-        while _goes_on(text) and number < len(lines):
-            text += "\n" + lines[number]
+        if lines[number].lstrip()[:1] in {"", "#"}:
             number += 1
-        bare = TOKEN.sub(lambda token: "" if token["comment"] else token[0], text)
-        if bare.strip():
-            yield Statement(start + 1, bare, tuple(_calls(bare)))
-        for token in TOKEN.finditer(bare):
+            continue
+        end = _end(text, starts[number])
+        bare = text[starts[number] : end]
+        if "#" in bare:
+            bare = TOKEN.sub(lambda token: "" if token["comment"] else token[0], bare)
+        yield Statement(number + 1, bare, tuple(_calls(bare)))
+        number = bisect.bisect(starts, end)
+        for token in TOKEN.finditer(bare) if "<<" in bare else ():
             if token["here"]:
                 number = _after(token["end"], lines, number)
 
 
-def _goes_on(text: str) -> bool:
-    """Whether a quote is still open at the end, or a backslash joins the next line."""
-    rest = TOKEN.sub("", text)
-    return rest.endswith("\\") or "'" in rest or '"' in rest
+def _end(text: str, start: int) -> int:
+    """Where the statement ends that starts there: a quote or a backslash joins the next line."""
+    for token in STOP.finditer(text, start):
+        if token["stop"]:
+            return token.start()
+        if token["open"]:
+            break
+    return len(text)
 
 
 def _after(end: str, lines: Sequence[str], number: int) -> int:
@@ -208,20 +232,14 @@ def _after(end: str, lines: Sequence[str], number: int) -> int:
 
 def _calls(text: str) -> Iterator[tuple[str, ...]]:
     """The words of each simple command, from its program on."""
-    lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";&|()<>")
-    lexer.whitespace_split, lexer.commenters = True, ""
-    try:
-        words = list(lexer)
-    except ValueError:  # a quote that never ends
-        words = text.split()
     call: list[str] = []
     to_file = False
-    for word in [*words, ";"]:
+    for word in [*_split_words(text.replace("\\\n", " "), WORDS_AND_OPERATORS), ";"]:
         if to_file:
             to_file = False
-        elif re.fullmatch(r"[<>&|]*[<>][<>&|]*", word):
+        elif word.strip("<>&|") == "" and set(word) & set("<>"):
             to_file = True
-        elif word and not word.strip(";&|()<>"):
+        elif word and not word.strip(OPERATORS):
             if call:
                 yield tuple(call)
             call = []
@@ -235,10 +253,25 @@ def program(call: Sequence[str]) -> str:
 
 
 def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line.partition(" #")[0])
-    except ValueError:
-        return line.split()
+    return _split_words(line.partition(" #")[0])
+
+
+def _split_words(text: str, pattern: re.Pattern[str] = WORDS) -> list[str]:
+    """The words as a shell would split them, without their quotes; by spaces alone where a quote never ends."""
+    # Python's shlex does the same, in a time that grows with the square of a word's length.
+    words, end = [], 0
+    for found in pattern.finditer(text):
+        if text[end : found.start()].strip():
+            return text.split()
+        words.append(PART.sub(_unquoted, found[0]) if QUOTES & set(found[0]) else found[0])
+        end = found.end()
+    return text.split() if text[end:].strip() else words
+
+
+def _unquoted(part: re.Match[str]) -> str:
+    if part[0].startswith('"'):
+        return re.sub(r'\\(["\\])', r"\1", part[0][1:-1])
+    return part[0][1:-1] if part[0].startswith("'") else part[0][1:]
 
 
 def _blanked(token: re.Match[str]) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.untrusted import read_bytes
+
 Kind = Literal["openmpi", "mpich"]
 
 TITLES: Mapping[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -17,8 +19,9 @@ PLUGINS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2
 
 # The names under which a program asks for its MPI. Cray's and Intel's keep MPICH's ABI, and its number 12.
 SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|mpi_intel\w*)\.so\.12)\0")
-VERSION = re.compile(rb"(?<=\0)[1-9]\d*(?:\.\d+){1,2}(?:rc\d+|[ab]\d+)?(?=\0)")
-CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]+)")
+VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
+CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
+MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
 
 # A step's own connection: the variable that names the step, this step's name in it, the plugin that sets it.
 # A variable with another step's name is what an outer launcher's daemon left behind.
@@ -75,8 +78,8 @@ def of_horovod(framework: str) -> Mpi | None:
 
 
 def of_library(path: Path) -> Mpi | None:
-    """The MPI that the shared object asks the loader for; None where it asks for none."""
-    asked = SONAME.search(path.read_bytes())
+    """The MPI that the shared object asks the loader for; None where it asks for none, or cannot be read."""
+    asked = SONAME.search(_contents(path))
     if not asked:
         return None
     soname = asked[1].decode()
@@ -84,7 +87,7 @@ def of_library(path: Path) -> Mpi | None:
     library = _loaded(path, soname)
     if library is None:
         return Mpi(kind, "", Path(soname))
-    data = library.read_bytes()
+    data = _contents(library)
     return Mpi(kind, _version(data), library, bool(CRAY_VERSION.search(data)), _built_in(kind, library, data))
 
 
@@ -98,6 +101,13 @@ def plugin_of(environ: Mapping[str, str]) -> str | None:
             return plugin
     # SLURM_MPI_TYPE proves nothing: a user may have exported it, and srun --mpi=none leaves it as it is.
     return "none"
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return read_bytes(path, MOST_BYTES)
+    except (OSError, ValueError):
+        return b""
 
 
 def _loaded(path: Path, soname: str) -> Path | None:

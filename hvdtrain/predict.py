@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from pydantic import BaseModel, ConfigDict, Field
 
 from hvdtrain import flags
 from hvdtrain.errors import RecipeError
 from hvdtrain.scaling import NOISE, Forecast, Link, Physics, Point, Points, StepModel, gain_of_halving
+from hvdtrain.untrusted import quoted, read_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PROG = "python -m hvdtrain predict"
 MOST_RANKS = 16_384
+MOST_POINTS = 32  # each of them, and each number of ranks asked for, takes a fit
+LEAST, MOST = 1e-9, 1e12  # of seconds, megabytes, ...: far beyond any, and their products are numbers still
+MOST_BYTES = 2**20  # of a file of points
 WORST_MISFIT = 0.25
 TITLES = {
     "compute": "compute",
@@ -94,6 +99,24 @@ class Task:
     """Whether seconds are those of a run; else of a step's work of one rank."""
 
 
+Seconds = Annotated[float, Field(ge=LEAST, le=MOST)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
+
+class Scaling(BaseModel):
+    """What is read of `bench scaling`'s JSON: seconds of a step by the number of ranks, one figure a round."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    batch: Annotated[int, Field(ge=1, le=10**9)]
+    cores: Annotated[int, Field(ge=1, le=10**6)] | None
+    ranks_per_node: Ranks
+    weak: Annotated[
+        dict[Annotated[Ranks, Field(strict=False)], Annotated[list[Seconds], Field(min_length=1)]],
+        Field(max_length=MOST_POINTS),
+    ]
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the forecast. Raises RecipeError, OutputError, EngineUnavailable."""
     options: Options = flags.parse(Options, PROG, argv)
@@ -130,14 +153,18 @@ def task_of(options: Options) -> Task:
 def parse_points(words: Sequence[str]) -> tuple[Point, ...]:
     """`ranks:seconds` each -> points by ranks. Raises RecipeError."""
     points = []
+    if len(words) > MOST_POINTS:
+        raise RecipeError(f"--point must be given at most {MOST_POINTS} times, got {len(words)}.")
     for word in words:
         ranks, _, seconds = word.partition(":")
         try:
             points.append(Point(int(ranks), float(seconds)))
         except ValueError:
-            raise RecipeError(f"--point must read like 4:5355.9 (ranks:seconds), got {word!r}.") from None
+            raise RecipeError(f"--point must read like 4:5355.9 (ranks:seconds), got {quoted(word)}.") from None
         if not (1 <= points[-1].ranks <= MOST_RANKS and 0 < points[-1].seconds < math.inf):
-            raise RecipeError(f"--point must have 1 to {MOST_RANKS} ranks and more than 0 seconds, got {word!r}.")
+            raise RecipeError(f"--point must have 1 to {MOST_RANKS} ranks and more than 0 seconds, got {quoted(word)}.")
+        if not LEAST <= points[-1].seconds <= MOST:
+            raise RecipeError(f"--point must have {LEAST:g} to {MOST:g} seconds, got {quoted(word)}.")
     points.sort()
     for few, many in itertools.pairwise(points):
         if few.ranks == many.ranks:
@@ -263,10 +290,14 @@ def _refuse_bad_numbers(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise RecipeError(f"{_flag(name)} must be more than 0, got {value:g}.")
+        if value is not None and not LEAST <= value <= MOST:
+            raise RecipeError(f"{_flag(name)} must lie in [{LEAST:g}, {MOST:g}], got {value:g}.")
     for name in ("fixed_seconds", "latency_us"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < math.inf:
             raise RecipeError(f"{_flag(name)} must be at least 0, got {value:g}.")
+        if value is not None and value > MOST:
+            raise RecipeError(f"{_flag(name)} must be at most {MOST:g}, got {value:g}.")
     if options.overlap is not None and not 0 <= options.overlap <= 1:
         raise RecipeError(f"--overlap must lie in [0, 1], got {options.overlap:g}.")
 
@@ -289,9 +320,12 @@ def _ranks(options: Options, fewest: int) -> tuple[int, ...]:
     try:
         ranks = tuple(sorted({int(word) for word in options.ranks.split(",")}))
     except ValueError:
-        raise RecipeError(f"--ranks must read like 32,64,128, got {options.ranks!r}.") from None
-    if bad := next((n for n in ranks if not 1 <= n <= MOST_RANKS), None):
-        raise RecipeError(f"--ranks must lie in [1, {MOST_RANKS}], got {bad}.")
+        raise RecipeError(f"--ranks must read like 32,64,128, got {quoted(options.ranks)}.") from None
+    bad = next((n for n in ranks if not 1 <= n <= MOST_RANKS), None)
+    if bad is not None:
+        raise RecipeError(f"--ranks must lie in [1, {MOST_RANKS}], got {quoted(bad)}.")
+    if len(ranks) > MOST_POINTS:
+        raise RecipeError(f"--ranks must be at most {MOST_POINTS} numbers, got {len(ranks)}.")
     return ranks
 
 
@@ -326,30 +360,28 @@ def _from_points(options: Options, points: tuple[Point, ...], noise: float, fixe
 def _from_file(options: Options, path: Path) -> Task:
     """The task of `bench scaling`'s JSON: steps without a run's fixed part."""
     try:
-        told = json.loads(path.read_text())
-        batch, measured = int(told["batch"]), {int(n): times for n, times in told["weak"].items()}
-        middle = {n: statistics.median(times) for n, times in measured.items()}
-        spread = max((max(times) - min(times)) / 2 / middle[n] for n, times in measured.items())
-        cores, per_node = told["cores"], int(told["ranks_per_node"])
+        found = Scaling.model_validate_json(read_bytes(path, MOST_BYTES))
     except OSError as error:
         raise RecipeError(f"--from must name the JSON of bench scaling, got {path}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:  # of the JSON, or of a number in it
         raise RecipeError(
             f"--from must name the JSON of bench scaling with its weak part, got {path}; make one with: "
             "python -m hvdtrain bench scaling --output DIR"
         ) from None
+    middle = {n: statistics.median(times) for n, times in found.weak.items()}
+    spread = max(((max(times) - min(times)) / 2 / middle[n] for n, times in found.weak.items()), default=0.0)
     if len(middle) < 2:
         raise RecipeError(f"--from needs at least two numbers of ranks, {path} has {len(middle)}; bench more of them.")
     points = tuple(Point(n, seconds / n) for n, seconds in sorted(middle.items()))
     of_a_step = dataclasses.replace(
         options,
-        batch=batch,
-        examples=batch,
-        cores=options.cores or cores,
-        ranks_per_node=options.ranks_per_node or per_node,
+        batch=found.batch,
+        examples=found.batch,
+        cores=options.cores or found.cores,
+        ranks_per_node=options.ranks_per_node or found.ranks_per_node,
     )
-    found = _from_points(of_a_step, points, max(NOISE, spread), 0.0)
-    return dataclasses.replace(found, whole_run=False)
+    task = _from_points(of_a_step, points, max(NOISE, spread), 0.0)
+    return dataclasses.replace(task, whole_run=False)
 
 
 def _from_physics(options: Options) -> Task:

@@ -12,15 +12,18 @@ import tyro
 
 from hvdtrain import flags
 from hvdtrain.errors import JobError, RecipeError
-from hvdtrain.job_check import check, report
+from hvdtrain.job_check import MOST_BYTES, check, report
 from hvdtrain.recipe import nearest
 from hvdtrain.sites import MPI_PLUGINS, SITES, TIME, Site, table
+from hvdtrain.untrusted import printable, read_bytes
+from hvdtrain.untrusted import quoted as shown
 
 PROG = "python -m hvdtrain slurm"
 AS_IN = f"give it after --, as in: {PROG} --site NAME -- python -m hvdtrain.torch linear"
 NAME = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 OF_A_RANK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 COMMENTS_AT = 48
+MOST = 1_000_000  # of anything that is counted
 OF_A_TRAINING = ("--signal", "--requeue", "--open-mode")
 LISTENS = "120 s before its time limit hvdtrain saves and requeues the job"
 DEAF = "120 s before its time limit; delete it if COMMAND ignores USR2"
@@ -125,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
 def site_named(name: str) -> Site:
     """The profile of that name. Raises JobError."""
     if name not in SITES:
-        raise JobError(f"unknown site {name!r}.{nearest(name, list(SITES))} Sites: {', '.join(SITES)}.")
+        raise JobError(f"unknown site {shown(name)}.{nearest(name, list(SITES))} Sites: {', '.join(SITES)}.")
     return SITES[name]
 
 
@@ -157,7 +160,9 @@ def quoted(words: Sequence[str]) -> str:
 def submit(script: str) -> str:
     """Gives the script to sbatch; the number of the job. Raises JobError."""
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=script, text=True, capture_output=True, check=False)
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=script, text=True, errors="replace", capture_output=True, check=False
+        )
     except OSError:
         raise JobError(
             "--submit needs sbatch on the PATH, got none; go to a login node of the cluster, or leave --submit out, "
@@ -166,15 +171,17 @@ def submit(script: str) -> str:
     if done.returncode:
         told = "; ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines()) or "no reason given"
         raise JobError(f"sbatch refused the script: {told}; change the flag it speaks of.")
-    return done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several clusters
+    return printable(done.stdout.strip().partition(";")[0])  # JOB;CLUSTER where there are several clusters
 
 
 def _check(path: Path, name: str | None) -> int:
     site = site_named(name) if name and name != "generic" else None
     try:
-        text = path.read_bytes().decode()  # as bytes: reading as text would hide Windows line ends
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
+        text = read_bytes(path, MOST_BYTES).decode()  # as bytes: reading as text would hide Windows line ends
+    except UnicodeDecodeError:
+        raise JobError(f"--check must name a job script that can be read, got {path}: it is not text.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise JobError(f"--check must name a job script that can be read, got {path}: {reason}.") from None
     findings = check(text, site)
     print(report(str(path), findings))
@@ -184,6 +191,8 @@ def _check(path: Path, name: str | None) -> int:
 def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) -> None:
     if not command:
         raise JobError(f"no command to run; {AS_IN}")
+    if wrong := next((word for word in command if not _is_text(word)), None):
+        raise JobError(f"the command must be text of at most {MOST_BYTES:,} characters, got {shown(wrong)}.")
     if found := OF_A_RANK.search(" ".join(command)):
         raise JobError(
             f"the command's ${found.group(1)} would be filled in by the job's shell, the same for every rank; "
@@ -191,24 +200,30 @@ def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) ->
         )
     for name in ("nodes", "gpus_per_node", "cpus_per_task"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise JobError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        if value is not None and not 1 <= value <= MOST:
+            rule = "at least 1" if value < 1 else f"at most {MOST}"
+            raise JobError(f"--{name.replace('_', '-')} must be {rule}, got {value}.")
     for name in ("account", "partition", "reservation", "job_name"):
         value = getattr(options, name)
         if value is not None and not re.fullmatch(r"[\w.@%+,-]+", value):
             raise JobError(
-                f"--{name.replace('_', '-')} must be one word of letters, digits and .@%+,-_, got {value!r}."
+                f"--{name.replace('_', '-')} must be one word of letters, digits and .@%+,-_, got {shown(value)}."
             )
     if options.time is not None and not TIME.fullmatch(options.time):
-        raise JobError(f"--time must read like 02:00:00 or 1-12:00:00 (a day and a half), got {options.time!r}.")
+        raise JobError(f"--time must read like 02:00:00 or 1-12:00:00 (a day and a half), got {shown(options.time)}.")
     if options.mpi is not None and not MPI_PLUGINS.fullmatch(options.mpi):
         raise JobError(
-            f"--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got {options.mpi!r}; see: srun --mpi=list"
+            f"--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got {shown(options.mpi)}; see: srun --mpi=list"
         )
     pattern, example = site.account
     if options.account and not re.fullmatch(pattern, options.account):
-        raise JobError(f"--account must read like {example} at this site, got {options.account!r}.")
+        raise JobError(f"--account must read like {example} at this site, got {shown(options.account)}.")
     _refuse_bad_shape(site, options)
+
+
+def _is_text(word: str) -> bool:
+    """Whether it may stand in a script: what a terminal would act on, or no file can hold, may not."""
+    return len(word) <= MOST_BYTES and word.replace("\n", "").replace("\t", "").isprintable()
 
 
 def _refuse_bad_shape(site: Site, options: Options) -> None:

@@ -354,7 +354,19 @@ REFUSED = {  # argv: the one line
     ),
     "a job name that would write a line": (
         ["--site", "capella", "--job-name", "a\nrm x", "--", "x"],
-        r"--job-name must be one word of letters, digits and .@%+,-_, got 'a\nrm x'.",
+        r"a word of the command line must be printable and have at most 4096 characters, got 'a\nrm x'.",
+    ),
+    "a job name of two words": (
+        ["--site", "capella", "--job-name", "a b", "--", "x"],
+        "--job-name must be one word of letters, digits and .@%+,-_, got 'a b'.",
+    ),
+    "a command that a terminal would act on": (
+        ["--site", "capella", "--", "python", "\x1b[31m"],
+        r"the command must be text of at most 524,288 characters, got '\x1b[31m'.",
+    ),
+    "more nodes than there are": (
+        ["--site", "capella", "--nodes", "9" * 30, "--", "x"],
+        f"--nodes must be less than 2^64, got {'9' * 30}.",
     ),
     "plugin": (
         ["--site", "capella", "--mpi", "openmp", "--", "x"],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import nearest
+from hvdtrain.untrusted import quoted
 
 WHATS = {
     "train": ("hvdtrain.bench.train", "reading, computing and communication alone and together: what limits"),
@@ -31,6 +32,6 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv
     if name not in WHATS:
         raise RecipeError(
-            f"there is no benchmark {name!r}.{nearest(name, list(WHATS))} Take one of {', '.join(WHATS)}."
+            f"there is no benchmark {quoted(name)}.{nearest(name, list(WHATS))} Take one of {', '.join(WHATS)}."
         )
     return int(importlib.import_module(WHATS[name][0]).main(rest))

@@ -17,6 +17,7 @@ from hvdtrain import flags
 from hvdtrain.bench import measure, ranks
 from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.topology import discover
+from hvdtrain.untrusted import quoted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ class Options(measure.Kept):
         if not megabytes or any(not 0 < size <= MOST_MB for size in megabytes) or megabytes != sorted(set(megabytes)):
             raise RecipeError(
                 f"--sizes must be growing numbers of megabytes above 0 and at most {MOST_MB}, as in 1,10,100; "
-                f"got {self.sizes!r}."
+                f"got {quoted(self.sizes)}."
             )
         return [max(4, int(size * MB) // 4 * 4) for size in megabytes]
 
@@ -83,10 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> Options:
     """The flags. Raises RecipeError."""
     options: Options = flags.parse(Options, "python -m hvdtrain bench allreduce", argv)
-    for name in ("ranks", "rounds"):
-        least = 2 if name == "ranks" else 1
-        if (number := getattr(options, name)) < least:
-            raise RecipeError(f"--{name} must be at least {least}, got {number}.")
+    measure.check_counts(options, ranks=(2, measure.MOST_RANKS), rounds=(1, measure.MOST))
     _ = options.byte_sizes
     return options
 

@@ -19,9 +19,10 @@ from hvdtrain import recipe as recipes
 from hvdtrain.bench import measure
 from hvdtrain.devices import visible_gpus
 from hvdtrain.engines import ENGINES, Adapter
-from hvdtrain.errors import RecipeError
+from hvdtrain.untrusted import printable, read_bytes
 
 WARM_UP = 3  # steps
+MOST_BYTES = 2**28  # of a run's metrics
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
             env={"OMP_NUM_THREADS": str(max(1, cpus // processes)), **os.environ},
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
         )
         if done.returncode:
@@ -121,11 +123,14 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
 
 
 def read(folder: Path) -> Measured:
-    """What a run's folder tells: the median of its steps after the warm-up."""
-    batch = json.loads((folder / "plan.json").read_text())["global_batch"]
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    rates = [line["examples_per_second"] for line in lines if line["kind"] == "step"]
-    return Measured([statistics.median(batch / rate for rate in rates[WARM_UP:])], batch)
+    """What a run's folder tells: the median of its steps after the warm-up, or that it cannot be read."""
+    try:
+        batch = int(json.loads(read_bytes(folder / "plan.json", MOST_BYTES))["global_batch"])
+        lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
+        rates = [float(line["examples_per_second"]) for line in lines if line["kind"] == "step"]
+        return Measured([statistics.median(batch / rate for rate in rates[WARM_UP:])], batch)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        return Measured([], reason=f"its run folder cannot be read ({type(error).__name__})")
 
 
 def reason(told: str) -> str:
@@ -134,8 +139,8 @@ def reason(told: str) -> str:
     for line in told.splitlines():
         for name in names:
             if f"{name}: " in line or f"{name} (rank" in line:
-                return line[line.index(name) :].strip()
-    return (told.strip().splitlines() or ["it ended without a word"])[-1]
+                return printable(line[line.index(name) :].strip(), 500)
+    return printable((told.strip().splitlines() or ["it ended without a word"])[-1], 500)
 
 
 def measure_all(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
@@ -168,9 +173,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and all of it as JSON; 1 where nothing could be measured. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
-    for name in ("ranks", "rounds", "steps"):
-        if (number := getattr(options, name)) < 1:
-            raise RecipeError(f"--{name} must be at least 1, got {number}.")
+    measure.check_counts(options, ranks=(1, measure.MOST_RANKS), rounds=(1, measure.MOST), steps=(1, measure.MOST))
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)

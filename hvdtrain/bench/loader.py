@@ -76,9 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: Options) -> None:
-    for flag, least in (("workers", 0), ("batch_size", 1), ("pictures", 1), ("crop", 1), ("rounds", 1)):
-        if (value := getattr(options, flag)) < least:
-            raise RecipeError(f"--{flag.replace('_', '-')} must be at least {least}, got {value}.")
+    many = (1, measure.MOST)
+    measure.check_counts(options, workers=(0, 1024), batch_size=many, pictures=many, crop=(1, 4096), rounds=many)
     if importlib.util.find_spec("torchvision") is None:
         raise EngineUnavailable("bench loader needs torchvision; install it: pip install torchvision")
     if options.data_dir and shards.is_in(options.data_dir):

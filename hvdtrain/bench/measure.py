@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import tyro
 
 from hvdtrain import files
-from hvdtrain.errors import EngineUnavailable, OutputError
+from hvdtrain.errors import EngineUnavailable, OutputError, RecipeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MOST_RANKS = 16_384
+MOST = 1_000_000  # of rounds, steps, pictures
 LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "lightning", "mpi4py", "numpy")
 
 
@@ -34,6 +36,16 @@ class Spread(NamedTuple):
     median: float
     low: float
     high: float
+
+
+def check_counts(options: object, **bounds: tuple[int, int]) -> None:
+    """Refuses a number outside of its bounds, both included. Raises RecipeError."""
+    for name, (least, most) in bounds.items():
+        value, flag = getattr(options, name), name.replace("_", "-")
+        if value is not None and value < least:
+            raise RecipeError(f"--{flag} must be at least {least}, got {value}.")
+        if value is not None and value > most:
+            raise RecipeError(f"--{flag} must be at most {most}, got {value}.")
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -98,8 +110,9 @@ def picture(draw: Callable[["Axes"], None], path: Path) -> None:
     draw(axes)
     try:
         figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OutputError(f"{path}: {error.strerror}; name a file that can be written.") from None
+    except (OSError, ValueError) as error:  # ValueError: an ending that names no format
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"{path}: {reason}; name a file that can be written, as x.png.") from None
 
 
 def machine() -> dict[str, Any]:

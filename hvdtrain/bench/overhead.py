@@ -50,10 +50,9 @@ def _tell(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]) 
 
 
 def _check(options: Options) -> None:
-    if options.ranks < 1:
-        raise RecipeError(f"--ranks must be at least 1, got {options.ranks}.")
     if options.rounds < 2:
         raise RecipeError(f"--rounds must be at least 2, as the first is warm-up, got {options.rounds}.")
+    measure.check_counts(options, ranks=(1, measure.MOST_RANKS), rounds=(2, measure.MOST))
     if options.engine == "ddp" and options.framework == "tensorflow":
         raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
     recipe: Any = recipes.load(options.recipe)

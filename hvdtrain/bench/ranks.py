@@ -29,11 +29,17 @@ def start(program: Sequence[str], engine: str, ranks: int, *flags: str) -> dict[
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             check=False,
         )
         if done.returncode or not kept.exists():
             raise EngineUnavailable(reason(done.stdout))
-        found: dict[str, Any] = json.loads(kept.read_text())
+        try:
+            found: dict[str, Any] = json.loads(kept.read_text())
+        except (ValueError, RecursionError):
+            raise EngineUnavailable(
+                f"the ranks left figures that cannot be read; they said: {reason(done.stdout)}"
+            ) from None
         return found
 
 

@@ -34,7 +34,7 @@ Found = dict[str, dict[int, list[float]]]
 
 PROG = "python -m hvdtrain bench scaling"
 CPU_BATCH = 16
-MOST_RANKS = 16_384
+MOST_RANKS = measure.MOST_RANKS
 
 
 @dataclass(frozen=True)
@@ -205,14 +205,12 @@ def job(options: Options, site_name: str) -> str:
 
 
 def _check(options: Options) -> None:
-    for name in ("rounds", "steps", "batch"):
-        if (number := getattr(options, name)) is not None and number < 1:
-            raise RecipeError(f"--{name} must be at least 1, got {number}.")
+    measure.check_counts(options, rounds=(1, measure.MOST), steps=(1, measure.MOST), batch=(1, measure.MOST))
     if options.engine == "ddp" and options.framework == "tensorflow":
         raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
     if options.mpi is not None and not MPI_PLUGINS.fullmatch(options.mpi):
         raise JobError(
-            f"--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got {options.mpi!r}; see: srun --mpi=list"
+            f"--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got {quoted(options.mpi)}; see: srun --mpi=list"
         )
     if options.site and options.ranks:
         raise RecipeError("--ranks follow from --nodes at a site; drop --ranks, or --site.")
@@ -256,11 +254,13 @@ def _run(options: Options, name: str, ranks: int, batch: int) -> float:
     with tempfile.TemporaryDirectory(dir=Path.cwd() if allocation else None, prefix="scaling-") as folder:
         command = start(options, ranks, allocation) + run_flags(options, ranks, batch, Path(folder, "run"))
         environ = dict(os.environ) if allocation else {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
             raise TrainingError(f"the run with {name} failed: {engines.reason(done.stdout + done.stderr)}")
-        (seconds,) = engines.read(Path(folder, "run")).seconds
-    return seconds
+        measured = engines.read(Path(folder, "run"))
+        if not measured.seconds:
+            raise TrainingError(f"the run with {name} left nothing to measure: {measured.reason}.")
+    return measured.seconds[0]
 
 
 def start(options: Options, ranks: int, allocation: Allocation | None) -> list[str]:

@@ -11,7 +11,6 @@ import tyro
 
 from hvdtrain import flags
 from hvdtrain.bench import measure, ranks
-from hvdtrain.errors import RecipeError
 from hvdtrain.topology import discover
 
 FULL, SYNTHETIC, IO_ONLY = "full", "synthetic", "io-only"
@@ -56,9 +55,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """The flags, and those of the run. Raises RecipeError."""
     end = list(argv).index("--") if "--" in argv else len(argv)
     options: Options = flags.parse(Options, PROG, argv[:end])
-    for name in ("ranks", "rounds", "steps"):
-        if (number := getattr(options, name)) < 1:
-            raise RecipeError(f"--{name} must be at least 1, got {number}.")
+    measure.check_counts(options, ranks=(1, measure.MOST_RANKS), rounds=(1, measure.MOST), steps=(1, measure.MOST))
     return options, list(argv[end + 1 :]) or list(RUN)
 
 

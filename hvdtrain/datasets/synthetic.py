@@ -1,5 +1,6 @@
 """Random pictures and labels for speed measurements, where reading must cost next to nothing."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from hvdtrain.datasets.base import Dataset, require_positive
 
 POOL = 256
+POOL_BYTES = 2**27  # of large pictures there are fewer
 MEAN, STD = 0.5, 0.28980
 """Of uniform bytes scaled to [0, 1]: std = sqrt((256^2 - 1) / 12) / 255."""
 
@@ -33,7 +35,9 @@ def load(seed: int, image_size: int, classes: int, examples: int) -> Dataset:
     require_positive(image_size=image_size, classes=classes, examples=examples)
     shape = (image_size, image_size, 3)
     random = np.random.default_rng([seed])
-    pictures = random.integers(256, size=(min(POOL, examples), *shape), dtype=np.uint8)
+    pictures = random.integers(
+        256, size=(min(POOL, max(1, POOL_BYTES // math.prod(shape)), examples), *shape), dtype=np.uint8
+    )
     labels = random.integers(classes, size=len(pictures), dtype=np.int64)
     train, valid = (Synthetic(pictures, labels, n) for n in (examples, max(1, examples // 10)))
     return Dataset("synthetic", train, valid, classes, shape, (MEAN,) * 3, (STD,) * 3)
