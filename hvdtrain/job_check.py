@@ -24,7 +24,7 @@ ALMOST_SBATCH = re.compile(r"\s*#\s*[SBATCH]{5,7}[ \t:]*-")
 DEVICES = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
 NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
 MOST_BYTES = 2**19
-MOST_LINES = 50_000
+MOST_LINES = 100_000
 MOST_OF_A_RULE = 1000
 LONGEST = 300  # characters of what a finding says: it quotes the script
 PORT = "$((10000 + SLURM_JOB_ID % 10000))"

@@ -430,6 +430,8 @@ def _next_limit(task: Task) -> tuple[str, int] | None:
     the points."""
     known = task.model.points[-1].ranks if isinstance(task.model, Points) else 1
     ranks = [2**k for k in range(MOST_RANKS.bit_length()) if 2**k > known]
+    if not ranks:
+        return None
     forecast = task.model.forecast(ranks)
     for index, number in enumerate(ranks):
         shares = forecast.shares(index)

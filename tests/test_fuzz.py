@@ -1,0 +1,282 @@
+"""What others wrote never ends in a traceback, a hang or a memory bomb: known cases by name, and seeded random ones."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import dry_run, flags, meeting, predict, recipe, topology, untrusted
+from hvdtrain.doctor import gather, launch
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.job_check import check
+
+FUZZ = Path(__file__).parent / "support" / "fuzz.py"
+# Each of these 1,000 inputs, but a run's flags and a plan, of which a parser of sixty flags takes 40 ms.
+COUNTS = {
+    "recipe": 1000,
+    "validate": 1000,
+    "environment": 1000,
+    "step": 1000,
+    "nodes": 1000,
+    "child": 1000,
+    "library": 1000,
+    "script": 300,
+    "check": 100,
+    "slurm": 300,
+    "points": 300,
+    "figures": 300,
+    "command_line": 1000,
+    "flags": 60,
+    "plan": 40,
+}
+LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [*{before}, *{before}]}}\n"
+    for before, name in zip("abcdefghijklmnopqrstuvwxy", "bcdefghijklmnopqrstuvwxyz", strict=True)
+)
+ENTRY = "default: {model: linear, dataset: linear, batch_size: 1, base_lr: 1, epochs: "
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "299999700", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+STEP |= {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": ",".join(["1(x999999)"] * 300)}
+HEAD = "#!/bin/bash\n"
+
+
+def yaml(text: str) -> Callable[[], object]:
+    def read() -> object:
+        Path("mine.yaml").write_text(text)
+        return recipe.load("mine.yaml")
+
+    return read
+
+
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "aliases of aliases": (yaml(LAUGHS), "mine.yaml line 5 holds more than 10000 values, those of aliases too."),
+    "merges of merges": (yaml(MERGES), "mine.yaml line 11 holds more than 10000 values, those of aliases too."),
+    "an alias in itself": (yaml("a: &a [*a]"), "mine.yaml line 1 has an alias of what it stands in."),
+    "an alias in itself, again": (yaml("- &a 1\n- &a [*a]"), "mine.yaml line 2 has an alias of what it stands in."),
+    "brackets in brackets": (yaml("[" * 60_000), "mine.yaml line 1 goes more than 10 levels deep."),
+    "lists in lists": (yaml("- " * 30_000), "mine.yaml line 1 goes more than 10 levels deep."),
+    "more than a recipe": (
+        yaml("# x\n" * 20_000),
+        "cannot read recipe file mine.yaml: it must have at most 65,536 bytes; give a readable .yaml file.",
+    ),
+    "a number of 5,000 digits": (
+        yaml(f"{ENTRY}{'9' * 5000}}}"),
+        "mine.yaml is not YAML: a number has more than 4,300 digits.",
+    ),
+    "a number of 5,000 hexadecimal digits": (
+        yaml(f"{ENTRY}0x{'f' * 5000}}}"),
+        "epochs must be at most 1000000000, got a number of some 6021 digits.",
+    ),
+    "a number that is none": (yaml("a: !!int ''"), "mine.yaml is not YAML: a value is none of its tag."),
+    "10^30 classes": (
+        lambda: recipe.load("synthetic", {"classes": 10**30}),
+        f"classes must be at most 10000000, got {10**30}.",
+    ),
+    "a chain of entries": (
+        yaml(
+            "\n".join(f"e{i}: {{extends: 'mine.yaml:e{i + 1}'}}" for i in range(900))
+            + "\ndefault: {extends: mine.yaml:e0}"
+        ),
+        "mine.yaml extends more than 10 entries, one the other; name a nearer one.",
+    ),
+    "an escape code": (
+        yaml('default: {model: "\\e[2J"}'),
+        r"model must be 'linear' or 'resnet50', got '\x1b[2J'.",
+    ),
+    "a name with an escape code": (
+        lambda: recipe.load("\x1b[2J.yaml"),
+        r"a name must have up to 4096 characters, all printable, got '\x1b[2J.yaml'.",
+    ),
+    "a file that never ends": (
+        lambda: (Path("zero.yaml").symlink_to("/dev/zero"), recipe.load("zero.yaml")),
+        "cannot read recipe file zero.yaml: it must be a regular file; give a readable .yaml file.",
+    ),
+    "a pipe without a writer": (
+        lambda: (os.mkfifo("pipe.yaml"), recipe.load("pipe.yaml")),
+        "cannot read recipe file pipe.yaml: it must be a regular file; give a readable .yaml file.",
+    ),
+    "flag of 5,000 digits": (
+        lambda: flags.parse_run("x", ["linear", "--epochs", "9" * 5000]),
+        "a word of the command line must be printable and have at most 4096 characters, "
+        f"got '{'9' * 37}...{'9' * 38}'.",
+    ),
+    "flag of 4,000 digits": (
+        lambda: flags.parse_run("x", ["linear", "--epochs", "9" * 4000]),
+        "--epochs must be less than 2^64, got a number of some 4001 digits.",
+    ),
+    "pictures larger than the memory": (
+        lambda: dry_run.main(["synthetic", "--image-size", "100000"]),
+        "image_size must be at most 4096, got 100000.",
+    ),
+    "tasks of 300 million hosts": (
+        lambda: topology.discover({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, "host"),
+        "SLURM_STEP_TASKS_PER_NODE must add up to SLURM_STEP_NUM_TASKS=1, got 1(x999999),1(x999999),1(x999999),1(x99..."
+        "9999),1(x999999),1(x999999),1(x999999); start every rank with srun, and set none of its variables by hand.",
+    ),
+    "a job id that leaves its folder": (
+        lambda: topology.discover({"SLURM_JOB_ID": "../../x"}),
+        "SLURM_JOB_ID must be a job's number, got '../../x'; unset it outside a job.",
+    ),
+    "a first host of brackets": (
+        lambda: meeting.first_host("[" * 20_000),
+        f"SLURM_STEP_NODELIST must name hosts, as node[01-04], got '{'[' * 37}...{'[' * 38}'.",
+    ),
+    "100 million nodes": (
+        lambda: launch.nodelist("a[0-99999999]"),
+        "a list of nodes must name at most 100000 hosts, as nid[001-004], got 'a[0-99999999]'.",
+    ),
+    "nodes in three dimensions": (
+        lambda: launch.nodelist("a[0-99999]b[0-99999]c[0-99999]"),
+        "a list of nodes must name at most 100000 hosts, as nid[001-004], got 'a[0-99999]b[0-99999]c[0-99999]'.",
+    ),
+    "nodes in open brackets": (
+        lambda: launch.nodelist("a[" * 50_000),
+        f"a list of nodes must name at most 100000 hosts, as nid[001-004], got '{'a[' * 18}a...{'a[' * 19}'.",
+    ),
+    "16,384 forecasts": (
+        lambda: predict.main(["--point", "4:9", "--point", "8:5", "--ranks", ",".join(map(str, range(1, 800)))]),
+        "--ranks must be at most 32 numbers, got 799.",
+    ),
+    "no seconds worth the name": (
+        lambda: predict.main(["--point", "4:1e-300", "--point", "8:1e-310"]),
+        "--point must have 1e-09 to 1e+12 seconds, got '4:1e-300'.",
+    ),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("read", "message"), CASES.values(), ids=CASES.keys())
+def test_refused_at_once_in_one_line(read, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = time.process_time()
+    with pytest.raises(HvdtrainError) as refused:
+        read()
+    assert str(refused.value) == message
+    assert time.process_time() - started < 2
+
+
+SCRIPTS = {
+    "unclosed quotes": 'echo "a\n' * 20_001,
+    "unclosed quotes of both kinds": "echo \"'\n" * 20_000,
+    "here-documents": "cat <<EOF\nx\nEOF\n" * 20_000,
+    "here-documents without an end": "cat <<EOF\n" * 20_000,
+    "nested commands": "$(" * 5000 + ")" * 5000,
+    "nested sums": "$((" * 5000 + "SLURM_JOB_ID" + ")" * 10_000,
+    "sums of commands": "$(( $(echo SLURM_JOB_ID " * 15_000,
+    "endpoints": "--rdzv-endpoint=" * 20_000,
+    "steps and options": "".join(f"#SBATCH --a{i}=1\n" for i in range(9000)) + "srun python x.py\n" * 9000,
+    "one word": "srun '" + "x" * 400_000,
+    "options alone": "srun " + "- " * 200_000,
+    "redirections": "<" * 200_000 + "(",
+}
+
+
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_job_script_is_checked_in_time_with_its_length(text):
+    started = time.process_time()
+    assert isinstance(check(HEAD + text), list)
+    assert time.process_time() - started < 2
+
+
+def test_the_tasks_of_many_hosts_are_never_written_out():
+    # 3 x 999,999 hosts are true to their number: found, and at once.
+    environ = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x999999),2(x3),1(x999999)", "SLURM_STEP_NUM_TASKS": "2000004"}
+    for node, tasks in ((0, 1), (999_998, 1), (999_999, 2), (1_000_001, 2), (1_000_002, 1), (2_000_000, 1)):
+        assert topology.discover({**environ, "SLURM_NODEID": str(node)}, "host").local_size == tasks
+
+
+DAMAGED = {
+    "a long number": '{"rank": ' + "9" * 5000 + "}",
+    "depth": "[" * 100_000,
+    "a word for a number": '{"size": "two"}',
+    "a word for a size": '{"seconds": {"x": 1}}',
+    "cut short": "{",
+    "a number": "1",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_childs_damaged_line_says_nothing(line):
+    assert gather.values_in(line) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a\x1b[2J\udcff", r"'a\x1b[2J\udcff'"),
+        (10**9999, "a number of some 10000 digits"),
+        ([10**9999], "[a number of some 10000 digits]"),
+        ("x" * 10**6, f"'{'x' * 37}...{'x' * 38}'"),
+        (Path("a"), "PosixPath('a')"),
+        (None, "None"),
+    ],
+    ids=["an escape code", "a long number", "in a list", "a long text", "a path", "nothing"],
+)
+def test_a_value_is_shown_on_a_line(value, shown):
+    assert untrusted.quoted(value) == shown
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_random_inputs(name, tmp_path):
+    """Reproduce a wrong one with: python tests/support/fuzz.py READER NUMBER 1."""
+    done = subprocess.run(
+        [sys.executable, FUZZ, name, "1", str(COUNTS[name])], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    assert found["slowest"] < 2
+    assert found["mib"] < 1024
+
+
+SLOW = """
+import threading, time
+from hvdtrain import cli
+{at_import}
+def main(argv):
+    print("begun", flush=True)
+    try:
+        {inside}
+    finally:
+        {after}
+    return 0
+"""
+WAIT = "time.sleep(60)"
+PLACES = {
+    "while it is imported": (f"print('begun', flush=True); {WAIT}", "pass", "pass"),
+    "while it works": ("", WAIT, "pass"),
+    "while it puts in order what it leaves": ("", WAIT, WAIT),
+    "while a thread of it goes on": ("", f"threading.Thread(target=lambda: {WAIT}).start(); {WAIT}", "pass"),
+    "after its end, while a thread goes on": ("", f"threading.Thread(target=lambda: {WAIT}).start()", "pass"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ctrl_c_twice_ends_a_tool_without_a_traceback(place, tmp_path):
+    at_import, inside, after = PLACES[place]
+    (tmp_path / "slow.py").write_text(SLOW.format(at_import=at_import, inside=inside, after=after))
+    (tmp_path / "sitecustomize.py").write_text("from hvdtrain import cli\ncli.COMMANDS['slow'] = ('slow', '')\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    tool = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain", "slow"],
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert tool.stdout.readline() == "begun\n"
+    time.sleep(0.2)
+    tool.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    tool.send_signal(signal.SIGINT)
+    _, said = tool.communicate(timeout=10)
+    assert tool.returncode == 130
+    assert said.strip() in {"interrupted", ""}
