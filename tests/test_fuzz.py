@@ -17,24 +17,15 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.job_check import check
 
 FUZZ = Path(__file__).parent / "support" / "fuzz.py"
-# Each of these 1,000 inputs, but a run's flags and a plan, of which a parser of sixty flags takes 40 ms.
-COUNTS = {
-    "recipe": 1000,
-    "validate": 1000,
-    "environment": 1000,
-    "step": 1000,
-    "nodes": 1000,
-    "child": 1000,
-    "library": 1000,
-    "script": 300,
-    "check": 100,
-    "slurm": 300,
-    "points": 300,
-    "figures": 300,
-    "command_line": 1000,
-    "flags": 60,
-    "plan": 40,
-}
+# A thousand inputs each; of those that take more than two milliseconds, make test has a hundred.
+SLOW = (", a thousand",)
+CHEAP = ("recipe", "validate", "environment", "step", "nodes", "child", "library", "command_line")
+DEAR = ("script", "check", "slurm", "points", "figures", "flags", "plan")
+RANDOM = [
+    *(pytest.param(name, 1000, id=name) for name in CHEAP),
+    *(pytest.param(name, 100, id=f"{name}, in short") for name in DEAR),
+    *(pytest.param(name, 1000, id=f"{name}, a thousand") for name in DEAR),
+]
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefghi", "bcdefghij", strict=True)
@@ -165,8 +156,9 @@ def test_refused_at_once_in_one_line(read, message, tmp_path, monkeypatch):
 
 
 SCRIPTS = {
-    "unclosed quotes": 'echo "a\n' * 20_001,
-    "unclosed quotes of both kinds": "echo \"'\n" * 20_000,
+    "a quote that never ends": 'echo "a\n' + "echo b\n" * 20_000,
+    "quotes in it": 'echo "a\n' + "echo 'b' it's\n" * 20_000,
+    "quotes that end a line later": 'echo "a\n' * 20_001,
     "here-documents": "cat <<EOF\nx\nEOF\n" * 20_000,
     "here-documents without an end": "cat <<EOF\n" * 20_000,
     "nested commands": "$(" * 5000 + ")" * 5000,
@@ -225,19 +217,17 @@ def test_a_value_is_shown_on_a_line(value, shown):
     assert untrusted.quoted(value) == shown
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_random_inputs(name, tmp_path):
+@pytest.mark.parametrize(("name", "count"), RANDOM)
+def test_random_inputs(name, count):
     """Reproduce a wrong one with: python tests/support/fuzz.py READER NUMBER 1."""
-    done = subprocess.run(
-        [sys.executable, FUZZ, name, "1", str(COUNTS[name])], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, FUZZ, name, "1", str(count)], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["wrong"] == []
     assert found["slowest"] < 2
     assert found["mib"] < 1024
 
 
-SLOW = """
+TOOL = """
 import threading, time
 from hvdtrain import cli
 {at_import}
@@ -262,7 +252,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_ctrl_c_twice_ends_a_tool_without_a_traceback(place, tmp_path):
     at_import, inside, after = PLACES[place]
-    (tmp_path / "slow.py").write_text(SLOW.format(at_import=at_import, inside=inside, after=after))
+    (tmp_path / "slow.py").write_text(TOOL.format(at_import=at_import, inside=inside, after=after))
     (tmp_path / "sitecustomize.py").write_text("from hvdtrain import cli\ncli.COMMANDS['slow'] = ('slow', '')\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     tool = subprocess.Popen(
