@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from hvdtrain import keys
 from hvdtrain.errors import EngineUnavailable, TopologyError, WorldError
 from hvdtrain.topology import Topology
-from hvdtrain.untrusted import quoted, whole_number
+from hvdtrain.untrusted import printable, quoted, whole_number
 
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
 FIRST_PORT, PORTS = 10_000, 20_000
@@ -26,11 +26,6 @@ BLOCK = 8
 SERVED = 3
 TRIES = 100
 SIOCGIFADDR = 0x8915
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 Port = Annotated[int, Field(ge=1, lt=2**16)]

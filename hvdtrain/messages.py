@@ -1,12 +1,13 @@
 """What ranks send to one another: a frozen value each, checked when it is read for its type, its bounds, and whether
-its sender may send it. A text is for a person's terminal: what cannot be printed is taken out."""
+its sender may send it. A text is for a person's terminal: control characters become escapes."""
 
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from hvdtrain.meeting import Port, Seat, printable
+from hvdtrain.meeting import Port, Seat
 from hvdtrain.signals import ASKING_TO_STOP
+from hvdtrain.untrusted import printable
 
 LONGEST_TEXT = 1000
 NONCE_DIGITS, PROOF_DIGITS = 32, 64
@@ -18,7 +19,9 @@ def _asks_to_stop(number: int) -> int:
     return number
 
 
-Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator(printable)]
+Text = Annotated[
+    str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator(lambda text: printable(text, LONGEST_TEXT))
+]
 Name = Annotated[str, StringConstraints(max_length=255, pattern=r"^[\w.:-]+$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]

@@ -104,11 +104,11 @@ def test_no_line_is_left_out_changed_or_sent_again(pair):
 
 def test_what_is_printed_has_no_escape_codes():
     failed = messages.FROM_RANK.validate_json('{"kind": "failed", "text": "\\u001b[31mred\\u202e\\n", "code": 1}')
-    assert failed.text == "?[31mred??"
+    assert failed.text == r"\x1b[31mred\u202e\n"
     seat = messages.HERE.validate_json(
         '{"kind": "here", "rank": 1, "seat": {"host": "\\u001b[2J", "node": 0, "local_rank": 0}}'
     ).seat
-    assert seat.host == "?[2J"
+    assert seat.host == r"\x1b[2J"
 
 
 def mutated(random_of, line):

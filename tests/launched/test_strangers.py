@@ -169,6 +169,6 @@ def test_ranks_with_another_key_do_not_meet(start, tmp_path):
 
 def test_what_a_rank_says_is_printed_without_escape_codes(start):
     ended = start(3, next(jobs), acts=[[2, 20, "escape"]])
-    assert "?[31mred" in ended["err"][0]
+    assert r"\x1b[31mred" in ended["err"][0]
     assert "\x1b" not in ended["err"][0]
     assert ended["codes"] == [2, 2, 2]
