@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from hvdtrain import datasets, devices, engines, flags, guard, keys, launch, meeting, output
@@ -159,11 +158,6 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _end_now(number: int, frame: FrameType | None) -> None:
-    """For a second Ctrl-C: whoever presses it again waits for nothing more."""
-    os._exit(128 + number)
-
-
 def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
     run = None
     try:
@@ -175,7 +169,6 @@ def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, tr
     except HvdtrainError as error:
         return _fail(error, line.topology, run, line)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, _end_now)
         if line.topology.is_chief:
             print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
         line.leave("interrupted", 128 + signal.SIGINT)

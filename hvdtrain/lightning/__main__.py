@@ -2,6 +2,11 @@
 
 import sys
 
+if __name__ == "__main__":  # before the imports, which take a while
+    from hvdtrain import interrupts
+
+    interrupts.listen()
+
 from hvdtrain import run
 from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.recipe import Recipe

@@ -5,6 +5,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+if __name__ == "__main__":  # before the imports, which take a while
+    from hvdtrain import interrupts
+
+    interrupts.listen()
+
 from hvdtrain import run
 
 # Before the first import of TensorFlow or Keras: a log that a person can read, and never another backend.

@@ -1,5 +1,10 @@
 import sys
 
+if __name__ == "__main__":  # before the imports, which take a while
+    from hvdtrain import interrupts
+
+    interrupts.listen()
+
 from hvdtrain import run
 
 

@@ -1,0 +1,40 @@
+"""Ctrl-C without a traceback, whenever it comes: the first ends what runs in order, a second at once."""
+
+import os
+import signal
+import sys
+from types import TracebackType
+from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def listen() -> None:
+    """To be called before slow imports. Where Ctrl-C is ignored, as behind nohup, it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _first)
+        sys.excepthook = _quiet
+        sys.unraisablehook = _quiet_at_the_end
+
+
+def _first(*_: object) -> None:
+    signal.signal(signal.SIGINT, _end)
+    raise KeyboardInterrupt
+
+
+def _end(*_: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+def _quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Nobody has caught it: it came during an import, or after everything."""
+    if issubclass(kind, KeyboardInterrupt):
+        _end()
+    sys.__excepthook__(kind, error, trace)
+
+
+def _quiet_at_the_end(unraisable: Any) -> None:
+    """It came while the interpreter waits for threads or takes itself apart."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _end()
+    sys.__unraisablehook__(unraisable)
