@@ -2,47 +2,30 @@
 
 import contextlib
 import linecache
-import os
 import pickle
-import secrets
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Listener, wait
-from pathlib import Path
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hvdtrain import gloo, meeting
+from hvdtrain import gloo
 from hvdtrain.errors import EngineUnavailable, LabError
-from hvdtrain.labs import worker
+from hvdtrain.labs import processes
+from hvdtrain.labs.processes import Rank
 from hvdtrain.meeting import Seat
 from hvdtrain.topology import Topology
 
-START = 90.0  # seconds for the ranks to come: each loads a framework, on a laptop in turns
 AFTER_FIRST = 10.0  # seconds the other ranks have, once one has its result and longer than it took
 AFTER_FAILURE = 0.5  # seconds in which others may fail alike
 
 Watch = Callable[[int, Any], None]
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """A rank that has come."""
-
-    connection: Connection
-    host: str
-    interface: str | None
-
-
 class Ranks:
     """Warm rank processes, with Horovod and PyTorch loaded: a run on them costs a tenth of a second, not seconds.
 
-    They are started by `horovod.run` on this machine, or, where an ipyparallel cluster with enough engines is up
+    They are processes of this machine, or, where an ipyparallel cluster with enough engines is up
     (`ipcluster start -n 4 --engines=mpi`), one beside each of its engines. They end with this process.
     `preload` names modules that they load at the start, rather than each run anew: `torch._dynamo`, which every
     optimizer of PyTorch wants, takes two seconds. Raises LabError where they do not come.
@@ -50,8 +33,8 @@ class Ranks:
 
     def __init__(self, size: int = 4, preload: Sequence[str] = ()) -> None:
         self.size = size
-        engines = _engines(size)
-        self._call = _Call(worker.serve, (tuple(preload),), size, over_mpi=False, engines=engines)
+        engines = processes.engines_of(size)
+        self._processes = processes.beside(engines, preload) if engines else processes.local(size, preload)
         self._rendezvous: gloo.Rendezvous | None = None
 
     def run(
@@ -72,20 +55,27 @@ class Ranks:
         size = self.size if ranks is None else ranks
         if not 1 <= size <= self.size:
             raise LabError(f"ranks must lie in [1, {self.size}], the number that was started, got {size}.")
-        there = self._call.ranks()[:size]
-        self._rendezvous = self._rendezvous or gloo.Rendezvous()
-        seats = _seats([rank.host for rank in there])
-        self._rendezvous.expect(seats)
+        there = self._processes.ranks()[:size]
         task = _dumps((function, arguments))
-        for number, rank in enumerate(there):
-            topology = replace(Topology.alone(), rank=number, size=size)
-            given = gloo.variables(topology, seats, self._call.host, self._rendezvous.port, rank.interface)
-            rank.connection.send_bytes(pickle.dumps(("run", {**given, **(environ or {})}, task)))
+        for rank, joined in zip(there, self._joined(there), strict=True):
+            rank.connection.send_bytes(pickle.dumps(("run", {**joined, **(environ or {})}, task)))
         return _collect(there, function, watch, seconds)
 
     def close(self) -> None:
         """Ends the ranks."""
-        self._call.end()
+        self._processes.end()
+
+    def _joined(self, there: list[Rank]) -> list[dict[str, str]]:
+        """What joins these ranks in hvd.init(): each one's variables."""
+        self._rendezvous = self._rendezvous or gloo.Rendezvous()
+        seats = _seats([rank.host for rank in there])
+        self._rendezvous.expect(seats)
+        topologies = [replace(Topology.alone(), rank=number, size=len(there)) for number in range(len(there))]
+        host, port = self._processes.host, self._rendezvous.port
+        return [
+            gloo.variables(topology, seats, host, port, rank.interface)
+            for topology, rank in zip(topologies, there, strict=True)
+        ]
 
 
 def run_mpi(function: Callable[..., Any], *arguments: Any, ranks: int = 4, seconds: float = 120) -> list[Any]:
@@ -93,93 +83,18 @@ def run_mpi(function: Callable[..., Any], *arguments: Any, ranks: int = 4, secon
 
     Raises LabError as `Ranks.run` does.
     """
-    call = _Call(worker.serve_once, (_dumps((function, arguments)),), ranks, over_mpi=True, engines=None)
+    task = _dumps((function, arguments))
+    started = processes.in_mpirun(ranks)
     try:
-        return _collect(call.ranks(), function, None, seconds)
+        there = started.ranks()
+        for rank in there:
+            rank.connection.send_bytes(pickle.dumps(("run", {}, task)))
+        return _collect(there, function, None, seconds)
     finally:
-        call.end()
+        started.end()
 
 
-class _Call:
-    """The processes that were asked to come, and those that have."""
-
-    def __init__(
-        self, function: Callable[..., None], arguments: tuple[Any, ...], size: int, *, over_mpi: bool, engines: Any
-    ) -> None:
-        key = secrets.token_bytes(16)
-        self.host = meeting.addresses()[0] if engines else "127.0.0.1"
-        self._listener = Listener((self.host, 0), backlog=size, authkey=key)
-        self._come: dict[int, _Rank] = {}
-        self._size = size
-        self._thread = threading.Thread(target=self._welcome, daemon=True)
-        self._thread.start()
-        given = (self._listener.address, key, *arguments)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it is written as long as the ranks live
-        if engines:
-            self._process = None
-            for rank, engine in enumerate(engines):
-                engine.apply_async(_beside_engine, given, rank)
-        else:
-            self._process = self._start(pickle.dumps((function, given, size, over_mpi)))
-            self._ending = weakref.finalize(self, _end, self._process)
-
-    def ranks(self) -> list[_Rank]:
-        """All ranks, once they have come."""
-        deadline = time.monotonic() + START
-        while len(self._come) < self._size:
-            self._thread.join(0.1)
-            dead = self._process and self._process.poll() is not None
-            if (dead and len(self._come) < self._size) or time.monotonic() > deadline:
-                raise self._absent()
-        return [self._come[rank] for rank in range(self._size)]
-
-    def end(self) -> None:
-        for rank in self._come.values():
-            rank.connection.close()
-        self._listener.close()
-        if self._process:
-            self._ending()
-
-    def _start(self, task: bytes) -> "subprocess.Popen[bytes]":
-        # pip's mpirun lies beside this Python, which an environment need not be activated to start.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        # A session of its own: the interrupt of a cell is not for the launcher.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.labs.start"],
-            stdin=subprocess.PIPE,
-            stdout=self._errors,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PATH": path},
-            start_new_session=True,
-        )
-        assert process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(task)
-            process.stdin.close()
-        return process
-
-    def _welcome(self) -> None:
-        while len(self._come) < self._size:
-            try:
-                connection = self._listener.accept()
-                _, rank, host, interface = connection.recv()
-            except OSError:  # closed: nobody is waited for any more
-                return
-            except Exception:  # a stranger on this port, who does not know the key
-                continue
-            self._come[rank] = _Rank(connection, host, interface)
-
-    def _absent(self) -> LabError:
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()[-5:]
-        why = "\n".join(["It said:", *said]) if said else "It said nothing."
-        return LabError(
-            f"{len(self._come)} of {self._size} ranks came up. {why}\n"
-            "python -m hvdtrain doctor finds what is wrong here."
-        )
-
-
-def _collect(there: list[_Rank], function: Callable[..., Any], watch: Watch | None, seconds: float) -> list[Any]:
+def _collect(there: list[Rank], function: Callable[..., Any], watch: Watch | None, seconds: float) -> list[Any]:
     """Hears the ranks out and lets them go; on return none of them runs any more."""
     run = _Run(function, len(there), seconds)
     numbers = {rank.connection: number for number, rank in enumerate(there)}
@@ -271,7 +186,7 @@ class _Run:
         )
 
 
-def _let_go(there: list[_Rank], word: tuple[str]) -> None:
+def _let_go(there: list[Rank], word: tuple[str]) -> None:
     for rank in there:
         with contextlib.suppress(OSError):
             rank.connection.send_bytes(pickle.dumps(word))
@@ -293,41 +208,3 @@ def _dumps(task: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
     except ImportError:
         raise EngineUnavailable("Ranks need Horovod with its cloudpickle; build it: python -m hvdtrain build") from None
     return bytes(cloudpickle.dumps(task))
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the launcher, which ends its ranks; those of ours end by themselves once the notebook is gone."""
-    process.terminate()
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _engines(size: int) -> list[Any] | None:
-    """The first engines of an ipyparallel cluster of this user's, where one with enough of them is up."""
-    home = Path(os.environ.get("IPYTHONDIR", Path.home() / ".ipython"))
-    for connection in home.glob("profile_*/security/ipcontroller*-client.json"):
-        import ipyparallel
-
-        try:
-            client = ipyparallel.Client(str(connection), timeout=5)
-        except (OSError, TimeoutError):  # a cluster that is gone
-            continue
-        if len(client.ids) >= size:
-            return [client[number] for number in client.ids[:size]]
-        client.close()
-    return None
-
-
-def _beside_engine(given: tuple[Any, ...], rank: int) -> None:
-    """On an engine: a process beside it, which no MPI of the engine's disturbs, and waits for its end."""
-    command = (
-        f"import pickle, sys; from hvdtrain.labs.worker import serve; serve(*pickle.load(sys.stdin.buffer), {rank})"
-    )
-    launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "HYDI_", "MPI_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    subprocess.run(
-        [sys.executable, "-c", command], input=pickle.dumps(given), env={"OMP_NUM_THREADS": "1", **kept}, check=True
-    )

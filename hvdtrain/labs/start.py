@@ -1,16 +1,64 @@
-"""Starts a notebook's ranks through horovod.run: `python -m hvdtrain.labs.start`, told on stdin what to start."""
+"""The programs that a notebook starts: `python -m hvdtrain.labs.start KIND ...`, with nothing secret in it."""
 
+import os
 import pickle
+import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hvdtrain.labs import admission, worker
+
+FINISH = 2.0  # seconds in which mpirun ends by itself, once its ranks have
+STOP = 5.0  # seconds in which it ends after SIGTERM
 
 
-def main() -> None:
-    """Returns when all ranks have ended."""
-    import horovod
-
-    function, arguments, ranks, over_mpi = pickle.load(sys.stdin.buffer)
-    horovod.run(function, arguments, np=ranks, use_mpi=over_mpi, use_gloo=not over_mpi)
+def _local(descriptor: str, rank: str, *preload: str) -> None:
+    """A rank on the notebook's own machine, which has inherited its connection."""
+    os.set_inheritable(int(descriptor), False)
+    worker.serve(Connection(int(descriptor)), int(rank), preload)
 
 
-if __name__ == "__main__":  # Horovod's launcher imports this module again in processes of its own
-    main()
+def _engine() -> None:
+    """A rank beside an engine of ipyparallel's, whose standard input says where the notebook listens."""
+    address, key, rank, preload = pickle.load(sys.stdin.buffer)
+    worker.serve(admission.connect(address, key), rank, preload)
+
+
+def _mpi(path: str) -> None:
+    """A rank of mpirun."""
+    from mpi4py import MPI
+
+    worker.serve_once(admission.connect(path), MPI.COMM_WORLD.Get_rank())
+
+
+def _mpirun(size: str, path: str) -> None:
+    """One mpirun; it ends at the latest when the notebook closes this process's standard input, or is gone.
+
+    horovodrun knows what Open MPI and MPICH want on a single machine, and for root.
+    """
+    rank = [sys.executable, "-m", "hvdtrain.labs.start", "mpi", path]
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch", "--mpi", "-np", size]
+    mpirun = subprocess.Popen([*horovodrun, *rank], stdin=subprocess.DEVNULL, start_new_session=True)
+    threading.Thread(target=_end_with_notebook, args=(mpirun.pid,), daemon=True).start()
+    code = mpirun.wait()
+    shutil.rmtree(Path(path).parent, ignore_errors=True)
+    sys.exit(code)
+
+
+def _end_with_notebook(mpirun: int) -> None:
+    sys.stdin.buffer.read()
+    time.sleep(FINISH)
+    os.killpg(mpirun, signal.SIGTERM)
+    time.sleep(STOP)
+    os.killpg(mpirun, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    kinds: dict[str, Callable[..., None]] = {"local": _local, "engine": _engine, "mpi": _mpi, "mpirun": _mpirun}
+    kinds[sys.argv[1]](*sys.argv[2:])

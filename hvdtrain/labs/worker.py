@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +17,6 @@ from typing import Any
 
 from hvdtrain import meeting
 from hvdtrain.errors import LabError
-
-Address = tuple[str, int]
 
 _pipe: list[Connection] = []
 """The way to the notebook, in a process that runs a rank's function."""
@@ -34,38 +32,36 @@ def tell(value: Any) -> None:
     _send(("told", value))
 
 
-def serve(address: Address, key: bytes, preload: Sequence[str], rank: int | None = None) -> None:
-    """Runs one function after another for the notebook that listens there, until it is gone.
+def serve(notebook: Connection, rank: int, preload: Sequence[str]) -> None:
+    """Runs one function after another for the notebook, until it is gone.
 
     Each runs in a process of its own, forked from this one, in which the framework and the modules to preload are
-    loaded and nothing has started. `rank` is Horovod's own where none is given.
+    loaded and nothing has started.
     """
     for name in ("horovod.torch", *preload):
         importlib.import_module(name)
-    with Client(address, authkey=key) as notebook:
-        rank = int(os.environ["HOROVOD_RANK"]) if rank is None else rank
-        notebook.send(("ready", rank, socket.gethostname(), _interface(notebook)))
-        with contextlib.suppress(EOFError, ConnectionError):
-            while True:
-                word, *task = pickle.loads(notebook.recv_bytes())
-                if word == "run":
-                    _run(notebook, *task)
+    with notebook, contextlib.suppress(EOFError, ConnectionError):
+        notebook.send((rank, socket.gethostname(), _interface(notebook)))
+        while True:
+            word, *task = pickle.loads(notebook.recv_bytes())
+            if word == "run":
+                _run(notebook, *task)
+    os._exit(0)  # an orderly end of the frameworks takes a second, and there is nothing to put in order
 
 
-def serve_once(address: Address, key: bytes, task: bytes) -> None:
+def serve_once(notebook: Connection, rank: int) -> None:
     """Runs one function as a rank of mpirun, in this very process, and waits until the notebook has all results."""
-    from mpi4py import MPI
-
-    _forget_launcher(value="(None,)")
-    with Client(address, authkey=key) as notebook:
-        notebook.send(("ready", MPI.COMM_WORLD.Get_rank(), socket.gethostname(), None))
+    with notebook:
+        notebook.send((rank, socket.gethostname(), None))
+        _, environ, task = notebook.recv()
+        os.environ.update(environ)
         _perform(notebook, task)
 
 
 def _run(notebook: Connection, environ: dict[str, str], task: bytes) -> None:
     context = get_context("fork")
     ours, its = context.Pipe()
-    process = context.Process(target=_perform_in, args=(its, environ, task))
+    process = context.Process(target=_perform_in, args=(notebook, its, environ, task))
     process.start()
     its.close()
     try:
@@ -94,20 +90,10 @@ def _pass_on(notebook: Connection, ours: Connection, process: BaseProcess) -> No
                 notebook.send_bytes(message)
 
 
-def _perform_in(pipe: Connection, environ: dict[str, str], task: bytes) -> None:
-    _forget_launcher()
+def _perform_in(notebook: Connection, pipe: Connection, environ: dict[str, str], task: bytes) -> None:
+    notebook.close()  # or it would stay open when the warm process has gone
     os.environ.update(environ)
     _perform(pipe, task)
-
-
-def _forget_launcher(value: str | None = None) -> None:
-    """Drops what horovod.run has set, all of it or what has this value.
-
-    horovod.run sets HOROVOD_CYCLE_TIME and HOROVOD_CACHE_CAPACITY to "(None,)", which Horovod reads as 0.
-    """
-    for name, text in list(os.environ.items()):
-        if name.startswith("HOROVOD_") and value in {None, text}:
-            del os.environ[name]
 
 
 def _perform(pipe: Connection, task: bytes) -> None:
@@ -165,6 +151,6 @@ def _place(trace: TracebackType | None) -> tuple[str, int, str] | None:
 
 
 def _interface(notebook: Connection) -> str | None:
-    """The network interface over which this rank reached the notebook."""
+    """The network interface over which this rank reached the notebook: the loopback's where both are on one machine."""
     with socket.socket(fileno=os.dup(notebook.fileno())) as twin:
-        return meeting.interface_of(twin.getsockname()[0])
+        return meeting.interface_of(twin.getsockname()[0] if twin.family == socket.AF_INET else "127.0.0.1")
