@@ -33,7 +33,7 @@ class Listener:
         self._closing = threading.Event()
         self._server = _socket(address)
         self._server.bind(address)
-        self._server.listen(128)
+        self._server.listen(1024)  # a rank that finds the queue full tries again after a second
         self._server.settimeout(0.1)
         self.address: Address = self._server.getsockname()
         threading.Thread(target=self._listen, daemon=True).start()

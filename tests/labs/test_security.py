@@ -1,0 +1,477 @@
+"""What another user of the machine can do to a notebook's ranks: the tests play that user."""
+
+import contextlib
+import encodings.idna  # noqa: F401  another user may not be able to read this Python's files
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import secrets
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from http.client import HTTPConnection, HTTPException
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, deliver_challenge
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.labs import LabError, Ranks
+from hvdtrain.labs.admission import Listener, connect
+
+pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
+SLOW = ("beside_engines",)
+pytestmark = pytest.mark.launched
+NOBODY = 65534
+LOOPBACK = ("127.0.0.1", 0)
+TOKEN = "what-only-the-environment-holds"
+
+NOTEBOOKS = {
+    "local": """
+from hvdtrain.labs import Ranks
+def function():
+    import time, horovod.torch as hvd
+    hvd.init()
+    print("runs what-only-the-function-holds")
+    time.sleep(600)
+if __name__ == "__main__":
+    Ranks(2).run(function, seconds=600)
+""",
+    "mpi": """
+from hvdtrain.labs import run_mpi
+def function():
+    import time
+    from mpi4py import MPI
+    MPI.COMM_WORLD.Barrier()
+    print("runs what-only-the-function-holds")
+    time.sleep(600)
+if __name__ == "__main__":
+    run_mpi(function, ranks=2, seconds=600)
+""",
+}
+
+
+class Evil:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def as_nobody(function, *arguments):
+    """What the function returns, or the name of what it raises, in a process of another user (with root, else ours)."""
+    ours, its = multiprocessing.Pipe()
+
+    def attack():
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        try:
+            its.send(function(*arguments))
+        except Exception as error:
+            its.send(type(error).__name__)
+
+    attacker = multiprocessing.get_context("fork").Process(target=attack)
+    attacker.start()
+    with ours, its:
+        try:
+            return ours.recv()
+        finally:
+            attacker.join()
+
+
+def until(condition, seconds=20):
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+class Notebook:
+    """A notebook's process, and all those that it leads to, which inherit a variable of its environment."""
+
+    def __init__(self, kind, folder):
+        self.mark = secrets.token_hex(16)
+        self.temporary = folder
+        folder.mkdir()
+        environ = {**os.environ, "MARK": self.mark, "LAB_TOKEN": TOKEN, "TMPDIR": str(folder)}
+        command = [sys.executable, "-c", NOTEBOOKS[kind]]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+
+    def processes(self):
+        """Process ids and command lines, as ps shows them."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in (process / "environ").read_bytes():
+                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+    def is_gone(self):
+        return until(lambda: not self.processes())
+
+
+def ports_of(pid):
+    """The TCP ports, and their addresses, that a process listens on."""
+    links = []
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                links.append(str(descriptor.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in links:
+                address, _, port = local.partition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def over_http(ports, marker):
+    """What any of these ports hands out as a function; each is handed results that leave a file."""
+    handed_out = []
+    for port in ports:
+        for method, path, body in (
+            ("GET", "/runfunc/func", None),
+            ("PUT", "/runfunc_result/0", pickle.dumps(Evil(marker))),
+            ("PUT", "/runfunc_result/1", pickle.dumps(Evil(marker))),
+        ):
+            with contextlib.suppress(OSError, HTTPException):
+                http = HTTPConnection("127.0.0.1", port, timeout=0.3)
+                http.request(method, path, body)
+                answer = http.getresponse()
+                handed_out += [answer.read()] if (method, answer.status) == ("GET", 200) else []
+    return handed_out
+
+
+def role(command):
+    started = re.search(r"hvdtrain\.labs\.start *(\w*)", command)
+    if started:
+        return "rank" if started[1] in {"local", "mpi", "engine"} else "launcher"
+    return Path(command.split(" ")[0]).name
+
+
+class Evidence:
+    """What can be seen of a notebook from its start on, until a rank runs its function; then it is killed."""
+
+    def __init__(self, kind, folder):
+        self.commands, self.ports, self.handed_out = set(), set(), []
+        self.marker = folder / "marker"
+        folder.chmod(0o777)
+        notebook = Notebook(kind, folder / "tmp")
+        running = threading.Event()
+        thread = threading.Thread(target=self._listen, args=(notebook, running))
+        thread.start()
+        try:
+            while not running.wait(0.1):
+                self._look(notebook)
+            self._look(notebook)
+            self.modes = [stat.S_IMODE(path.stat().st_mode) for path in notebook.temporary.glob("hvdtrain*")]
+        finally:
+            notebook.kill()
+            thread.join()
+        self.gone = notebook.is_gone()
+        self.left = list(notebook.temporary.iterdir())
+
+    def _listen(self, notebook, running):
+        next((line for line in notebook.process.stdout if "runs" in line), None)
+        running.set()
+
+    def _look(self, notebook):
+        processes = notebook.processes()
+        self.commands |= set(processes.values())
+        for pid, command in processes.items():
+            who = "notebook" if pid == notebook.process.pid else role(command)
+            self.ports |= {(who, *port) for port in ports_of(pid)}
+        self.handed_out += as_nobody(over_http, {port for _, _, port in self.ports}, self.marker)
+
+
+@pytest.fixture(scope="module", params=list(NOTEBOOKS))
+def evidence(request, tmp_path_factory):
+    return request.param, Evidence(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_no_port_hands_the_function_out(evidence):
+    """Horovod's rendezvous is the notebook's only port; MPI's own, and Gloo's on the loopback, serve no HTTP."""
+    kind, seen = evidence
+    assert seen.handed_out == []
+    assert not seen.marker.exists()
+    assert len([who for who, *_ in seen.ports if who == "notebook"]) == (1 if kind == "local" else 0)
+    others = {who for who, *_ in seen.ports} - {"notebook"}
+    if kind == "local":
+        assert others <= {"rank"}
+        assert {address for who, address, _ in seen.ports if who == "rank"} <= {"0100007F"}
+    else:
+        assert others <= {"rank", "mpirun", "prterun", "orterun", "mpiexec.hydra", "hydra_pmi_proxy"}
+
+
+def test_ps_shows_nothing_of_the_function_or_the_environment(evidence):
+    _, seen = evidence
+    assert [role(command) for command in seen.commands if TOKEN in command] == []
+    started = [command for command in seen.commands if role(command) in {"rank", "launcher"}]
+    assert started
+    assert [command for command in started if "what-only" in command] == []
+
+
+def test_the_folder_of_a_socket_is_the_users_own(evidence):
+    kind, seen = evidence
+    assert seen.modes == ([0o700] if kind == "mpi" else [])
+
+
+def test_nothing_is_left_of_a_notebook_that_is_killed(evidence):
+    _, seen = evidence
+    assert seen.gone
+    assert seen.left == []
+
+
+def test_nothing_is_left_of_notebooks_that_are_killed_at_their_start(tmp_path):
+    notebooks = [Notebook(kind, tmp_path / kind) for kind in NOTEBOOKS]
+    assert until(lambda: all(len(notebook.processes()) > 1 for notebook in notebooks))
+    for notebook in notebooks:
+        notebook.kill()
+    assert all(notebook.is_gone() for notebook in notebooks)
+    assert [list(notebook.temporary.iterdir()) for notebook in notebooks] == [[], []]
+
+
+def test_a_rank_that_cannot_start_is_explained():
+    ranks = Ranks(2, preload=["no_such_module"])
+    with pytest.raises(LabError, match=r"0 of 2 ranks came up. It said:\n(.*\n)*.*No module named 'no_such_module'"):
+        ranks.run(os.getpid)
+    ranks.close()
+
+
+def says_nothing(address, marker):
+    return socket.create_connection(address)
+
+
+def says(*parts):
+    def to(address, marker):
+        stranger = socket.create_connection(address)
+        with contextlib.suppress(OSError):
+            for part in parts:
+                stranger.sendall(part)
+        return stranger
+
+    return to
+
+
+def sends_a_pickle(address, marker):
+    stranger = socket.create_connection(address)
+    with contextlib.suppress(OSError), Connection(os.dup(stranger.fileno())) as twin:
+        twin.send(Evil(marker))
+    return stranger
+
+
+def has_another_key(address, marker):
+    with contextlib.suppress(AuthenticationError, EOFError, OSError):
+        return Client(address, authkey=secrets.token_bytes(32))
+    return None
+
+
+def asks_for_the_digest_that_it_owes(address, marker):
+    """Hands the challenge back, and hopes for its answer."""
+    stranger = socket.create_connection(address)
+    with contextlib.suppress(OSError, EOFError), Connection(os.dup(stranger.fileno())) as twin:
+        twin.send_bytes(twin.recv_bytes())
+    return stranger
+
+
+STRANGERS = {
+    "silent": says_nothing,
+    "garbage": says(b"\xff" * 10_000),
+    "a message of 2 GiB": says(struct.pack("!i", 2**31 - 1), b"x" * 10_000),
+    "half a message": says(struct.pack("!i", 16), b"x"),
+    "a pickle": sends_a_pickle,
+    "another key": has_another_key,
+    "a reflected challenge": asks_for_the_digest_that_it_owes,
+}
+
+
+def strike(stranger, address, marker, held, over):
+    """Forty connections, which stay open until it is over."""
+    strangers = [stranger(address, marker) for _ in range(40)]
+    held.set()
+    over.wait(10)
+    return len(strangers)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_keep_no_rank_out(stranger, tmp_path):
+    tmp_path.chmod(0o777)
+    marker, key = tmp_path / "marker", secrets.token_bytes(32)
+    held, over = multiprocessing.Event(), multiprocessing.Event()
+    listener = Listener(LOOPBACK, 2, key)
+    attacker = threading.Thread(target=as_nobody, args=(strike, stranger, listener.address, marker, held, over))
+    attacker.start()
+    assert held.wait(10)
+    begun = time.monotonic()
+    ranks = [connect(listener.address, key) for _ in range(2)]
+    assert time.monotonic() - begun < 2
+    over.set()
+    attacker.join()
+    for number, rank in enumerate(ranks):
+        rank.send(number)
+    assert until(lambda: len(listener.admitted) == 2)
+    assert sorted(admitted.recv() for admitted in listener.admitted) == [0, 1]
+    with pytest.raises(ConnectionRefusedError):
+        connect(listener.address, key)
+    assert not marker.exists()
+
+
+def opens_with(address, openings):
+    for opening in openings:
+        with contextlib.suppress(OSError), socket.create_connection(address) as stranger:
+            stranger.sendall(opening)
+
+
+def openings(seed, number):
+    """Bytes as they come, behind a length that is right or wrong, or behind the challenge's own first words."""
+    dice = random.Random(seed)
+    for _ in range(number):
+        body = dice.choice([b"", b"#CHALLENGE#", b"#WELCOME#"]) + dice.randbytes(dice.randrange(300))
+        length = dice.choice([len(body), dice.randrange(-(2**31), 2**31), None])
+        yield body if length is None else struct.pack("!i", length) + body
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_random_openings(seed=16, number=1000):
+    key = secrets.token_bytes(32)
+    listener = Listener(LOOPBACK, 1, key)
+    as_nobody(opens_with, listener.address, list(openings(seed, number)))
+    assert listener.admitted == []
+    connect(listener.address, key).close()
+    assert until(lambda: len(listener.admitted) == 1)
+
+
+def test_a_stranger_who_dribbles_is_let_go_in_time(monkeypatch):
+    monkeypatch.setattr("hvdtrain.labs.admission.HANDSHAKE", 0.5)
+    listener = Listener(LOOPBACK, 2, secrets.token_bytes(32))
+    begun = time.monotonic()
+    with socket.create_connection(listener.address) as stranger, pytest.raises(OSError, match=r"Broken pipe|reset"):
+        stranger.send(struct.pack("!i", 200))
+        while time.monotonic() - begun < 5:
+            stranger.send(b"\0")
+            time.sleep(0.05)
+    assert 0.4 < time.monotonic() - begun < 2
+    listener.close()
+
+
+IMPOSTORS = {
+    "silent": (lambda rank: None, EOFError),
+    "another key": (lambda rank: deliver_challenge(rank, bytes(32)), AuthenticationError),
+    "a pickle": (lambda rank: rank.send(Evil("marker")), (AssertionError, AuthenticationError)),
+}
+
+
+@pytest.mark.parametrize(("greet", "error"), IMPOSTORS.values(), ids=IMPOSTORS)
+def test_a_rank_believes_no_impostor(greet, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hvdtrain.labs.admission.HANDSHAKE", 0.3)
+    monkeypatch.setattr("hvdtrain.labs.admission.ATTEMPTS", 2)
+
+    def pose():
+        with contextlib.suppress(OSError):
+            while True:
+                rank, _ = server.accept()
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                    greet(Connection(rank.detach()))
+
+    with socket.create_server(LOOPBACK) as server:
+        threading.Thread(target=pose, daemon=True).start()
+        with pytest.raises(error):
+            connect(server.getsockname(), secrets.token_bytes(32))
+    assert list(tmp_path.iterdir()) == []
+
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs another user: sudo .venv/bin/python -m pytest tests/labs/test_security.py"
+)
+
+
+@needs_root
+def test_another_user_at_a_unix_socket(tmp_path):
+    folder = Path(tempfile.mkdtemp())
+    path = folder / "ranks"
+    listener = Listener(str(path), 1)
+    try:
+        assert as_nobody(connect, str(path)) == "PermissionError"
+        folder.chmod(0o777)
+        path.chmod(0o777)
+        assert as_nobody(socket_path_greeting, str(path)) == b""
+        assert listener.admitted == []
+        connect(str(path))
+        assert until(lambda: len(listener.admitted) == 1)
+    finally:
+        shutil.rmtree(folder)
+
+
+def socket_path_greeting(path):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(path)
+        return stranger.recv(100)
+
+
+@needs_root
+def test_a_rank_believes_no_other_users_socket(tmp_path):
+    path = str(tmp_path / "ranks")
+    with socket.socket(socket.AF_UNIX) as impostor:
+        impostor.bind(path)
+        as_nobody(impostor.listen)  # the system takes the user who listens for the one at the other end
+        with pytest.raises(AuthenticationError, match=f"uid {NOBODY}, not to 0"):
+            connect(path)
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    import ipyparallel
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    cluster = ipyparallel.Cluster(n=2, log_level=40)
+    cluster.start_cluster_sync()
+    try:
+        cluster.connect_client_sync().wait_for_engines(2, timeout=60)
+        yield cluster
+    finally:
+        cluster.stop_cluster_sync()
+
+
+def rank():
+    import horovod.torch as hvd
+
+    hvd.init()
+    return hvd.rank()
+
+
+def test_silent_connections_and_ranks_beside_engines(engines):
+    before = ports_of(os.getpid())
+    ranks = Ranks(2)
+    ((address, port),) = ports_of(os.getpid()) - before
+    host = socket.inet_ntoa(bytes.fromhex(address)[::-1])
+    silent = [socket.create_connection((host, port)) for _ in range(20)]
+    begun = time.monotonic()
+    assert ranks.run(rank) == [0, 1]
+    assert time.monotonic() - begun < 30
+    assert (address, port) not in ports_of(os.getpid())
+    assert host == "127.0.0.1"  # where the engines' controller listens
+    ranks.close()
+    for stranger in silent:
+        stranger.close()
