@@ -1,5 +1,6 @@
 """What another user of the machine can do to a notebook's ranks: the tests play that user."""
 
+import base64
 import contextlib
 import encodings.idna  # noqa: F401  another user may not be able to read this Python's files
 import multiprocessing
@@ -146,20 +147,20 @@ def ports_of(pid):
 
 
 def over_http(ports, marker):
-    """What any of these ports hands out as a function; each is handed results that leave a file."""
-    handed_out = []
+    """What any of these ports hands out as a function; each is handed a function, and a result, that leave a file."""
+    handed_out, evil = [], base64.b64encode(pickle.dumps(Evil(marker)))
     for port in ports:
         for method, path, body in (
             ("GET", "/runfunc/func", None),
-            ("PUT", "/runfunc_result/0", pickle.dumps(Evil(marker))),
-            ("PUT", "/runfunc_result/1", pickle.dumps(Evil(marker))),
+            ("PUT", "/runfunc/func", evil),
+            ("PUT", "/runfunc_result/0", evil),
         ):
             with contextlib.suppress(OSError, HTTPException):
                 http = HTTPConnection("127.0.0.1", port, timeout=0.3)
                 http.request(method, path, body)
                 answer = http.getresponse()
                 handed_out += [answer.read()] if (method, answer.status) == ("GET", 200) else []
-    return handed_out
+    return [function for function in handed_out if function != evil]
 
 
 def role(command):
@@ -466,7 +467,10 @@ def test_silent_connections_and_ranks_beside_engines(engines):
     ranks = Ranks(2)
     ((address, port),) = ports_of(os.getpid()) - before
     host = socket.inet_ntoa(bytes.fromhex(address)[::-1])
-    silent = [socket.create_connection((host, port)) for _ in range(20)]
+    silent = [socket.socket() for _ in range(20)]
+    for stranger in silent:
+        stranger.setblocking(False)
+        stranger.connect_ex((host, port))
     begun = time.monotonic()
     assert ranks.run(rank) == [0, 1]
     assert time.monotonic() - begun < 30
