@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import socket
 import struct
 import threading
@@ -81,7 +80,7 @@ def connect(address: Address, key: bytes | None = None) -> Connection:
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(EOFError, TimeoutError, ConnectionResetError, BrokenPipeError):
             return _connect(address, key)
-        time.sleep(random.uniform(0.05, 0.15))
+        time.sleep(0.1)
     return _connect(address, key)
 
 

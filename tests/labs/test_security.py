@@ -33,7 +33,7 @@ SLOW = ("beside_engines",)
 pytestmark = pytest.mark.launched
 NOBODY = 65534
 LOOPBACK = ("127.0.0.1", 0)
-TOKEN = "what-only-the-environment-holds"
+IN_ENVIRONMENT = "what-only-the-environment-holds"
 
 NOTEBOOKS = {
     "local": """
@@ -108,7 +108,7 @@ class Notebook:
         self.mark = secrets.token_hex(16)
         self.temporary = folder
         folder.mkdir()
-        environ = {**os.environ, "MARK": self.mark, "LAB_TOKEN": TOKEN, "TMPDIR": str(folder)}
+        environ = {**os.environ, "MARK": self.mark, "LAB_TOKEN": IN_ENVIRONMENT, "TMPDIR": str(folder)}
         command = [sys.executable, "-c", NOTEBOOKS[kind]]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
@@ -226,7 +226,7 @@ def test_no_port_hands_the_function_out(evidence):
 
 def test_ps_shows_nothing_of_the_function_or_the_environment(evidence):
     _, seen = evidence
-    assert [role(command) for command in seen.commands if TOKEN in command] == []
+    assert [role(command) for command in seen.commands if IN_ENVIRONMENT in command] == []
     started = [command for command in seen.commands if role(command) in {"rank", "launcher"}]
     assert started
     assert [command for command in started if "what-only" in command] == []
