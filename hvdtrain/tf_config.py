@@ -31,7 +31,10 @@ def with_servers(seats: Sequence[Seat]) -> Cluster:
 
 def servers(seats: Sequence[Seat]) -> list[int]:
     """The ranks whose processes hold a parameter server too: the first one of each host."""
-    return [rank for rank, seat in enumerate(seats) if seat.address not in {other.address for other in seats[:rank]}]
+    first: dict[str, int] = {}
+    for rank, seat in enumerate(seats):
+        first.setdefault(seat.address, rank)
+    return list(first.values())
 
 
 def placement(seats: Sequence[Seat]) -> list[str]:
