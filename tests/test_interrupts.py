@@ -31,5 +31,5 @@ def test_ctrl_c_twice_at_any_moment(words, seconds, tmp_path):
                 process.send_signal(signal.SIGINT)
             time.sleep(0.02)
         _, said = process.communicate(timeout=30)
-    assert process.returncode in {0, 130}
+    assert process.returncode in {0, 130, -signal.SIGINT}  # the last where Python has ended already
     assert said in {"", "interrupted\n", "interrupted; the same command goes on from the last checkpoint\n"}
