@@ -8,20 +8,25 @@ from hvdtrain.topology import Topology
 
 
 class Rendezvous:
-    """Horovod's rendezvous server, in a thread of this process, at `port`; one run of ranks after another may use it.
+    """Horovod's rendezvous server, in a thread of this process, at `address` and `port`, for runs one after another.
 
-    Raises EngineUnavailable.
+    It hears only who signs with `key`, of 32 bytes. Raises EngineUnavailable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes, address: str = "127.0.0.1") -> None:
         try:
             from horovod.runner.http.http_server import RendezvousServer
         except ImportError as error:
             raise EngineUnavailable(
                 f"Horovod cannot be imported ({error}); build it: python -m hvdtrain build"
             ) from None
-        self._server = RendezvousServer()
-        self.port = int(self._server.start())
+        try:
+            self._server = RendezvousServer(key=key)
+        except TypeError:  # a Horovod from elsewhere, whose rendezvous hears everybody
+            raise EngineUnavailable(
+                "this Horovod's rendezvous takes no key; build it: python -m hvdtrain build"
+            ) from None
+        self.port = int(self._server.start(address=address))
 
     def expect(self, seats: Sequence[Seat]) -> None:
         """Forgets the ranks of before and waits for ranks in these seats."""
@@ -38,15 +43,15 @@ class Rendezvous:
         )
 
 
-def serve(seats: Sequence[Seat]) -> int:
-    """Starts Horovod's rendezvous server for ranks in these seats; its port. Raises EngineUnavailable."""
-    rendezvous = Rendezvous()
+def serve(seats: Sequence[Seat], key: bytes) -> int:
+    """The port of a new rendezvous server for these ranks, at rank 0's address. Raises EngineUnavailable."""
+    rendezvous = Rendezvous(key, seats[0].address)
     rendezvous.expect(seats)
     return rendezvous.port
 
 
 def variables(
-    topology: Topology, seats: Sequence[Seat], address: str, port: int, interface: str | None
+    topology: Topology, seats: Sequence[Seat], address: str, port: int, interface: str | None, key: bytes
 ) -> dict[str, str]:
     """What Horovod's Gloo controller reads at its start. `interface` None leaves the choice to Gloo."""
     own = seats[topology.rank]
@@ -63,6 +68,7 @@ def variables(
         "CROSS_SIZE": cross_size,
         "GLOO_RENDEZVOUS_ADDR": address,
         "GLOO_RENDEZVOUS_PORT": port,
+        "RENDEZVOUS_KEY": key.hex(),
         **({"GLOO_IFACE": interface} if interface else {}),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in told.items()}

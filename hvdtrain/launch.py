@@ -57,7 +57,7 @@ def joined(line: Lifeline, framework: str, engine: str, environ: MutableMapping[
     Raises AbortedError or WorldError where not every rank comes.
     """
     over_gloo = engine == "horovod" and uses_gloo(line.topology, framework, environ)
-    line.meet(gloo.serve if over_gloo else lambda seats: None)
+    line.meet((lambda seats: gloo.serve(seats, line.horovod_key())) if over_gloo else lambda seats: None)
     before = dict(environ)
     environ.update(variables(line, framework, environ))
     try:
@@ -85,7 +85,7 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
     if line.interface:
         told["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", line.interface)
     if line.rendezvous:
-        told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface)
+        told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface, line.horovod_key())
     # Else Open MPI, when a rank is killed, now and then ends its peers before the lifeline could name it.
     told["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{GRACE + 2:.0f}")
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":

@@ -1,13 +1,13 @@
 """What Horovod's Gloo is told, as horovodrun would tell it."""
 
-import urllib.request
-
 import pytest
 from ranks import needs_horovod
 
 from hvdtrain import gloo
 from hvdtrain.meeting import Seat
 from hvdtrain.topology import Topology
+
+KEY = bytes(range(32))
 
 
 def seats(*ranks_a_host):
@@ -28,7 +28,7 @@ def test_places(hosts, told):
     there = seats(*hosts)
     for rank, seat in enumerate(there):
         topology = Topology(rank, len(there), seat.local_rank, hosts[seat.node], seat.node, seat.host, "srun", "1")
-        given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0")
+        given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0", KEY)
         local = f"{given['HOROVOD_LOCAL_RANK']}/{given['HOROVOD_LOCAL_SIZE']}"
         assert f"{local} {given['HOROVOD_CROSS_RANK']}/{given['HOROVOD_CROSS_SIZE']}" == told[rank]
         assert (given["HOROVOD_RANK"], given["HOROVOD_SIZE"]) == (str(rank), str(len(there)))
@@ -37,7 +37,7 @@ def test_places(hosts, told):
 def test_variables():
     there = seats(1, 1)
     topology = Topology(1, 2, 0, 1, 1, "h1", "srun", "1")
-    given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0")
+    given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0", KEY)
     assert given == {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -50,16 +50,20 @@ def test_variables():
         "HOROVOD_CROSS_SIZE": "2",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": "4321",
+        "HOROVOD_RENDEZVOUS_KEY": KEY.hex(),
         "HOROVOD_GLOO_IFACE": "ib0",
     }
-    assert "HOROVOD_GLOO_IFACE" not in gloo.variables(topology, there, "10.0.0.1", 4321, None)
+    assert "HOROVOD_GLOO_IFACE" not in gloo.variables(topology, there, "10.0.0.1", 4321, None, KEY)
 
 
 @needs_horovod
-def test_the_rendezvous_answers():
-    port = gloo.serve(seats(2, 1))
-    place = f"http://127.0.0.1:{port}/global/0"
-    with urllib.request.urlopen(urllib.request.Request(place, b"an address", method="PUT"), timeout=10) as reply:
-        assert reply.status == 200
-    with urllib.request.urlopen(place, timeout=10) as reply:
-        assert reply.read() == b"an address"
+def test_the_rendezvous_answers_who_has_its_key_at_rank_0s_address():
+    from horovod.runner.http.http_auth import request
+
+    port = gloo.serve([Seat("h0", 0, 0, "127.0.0.2"), Seat("h1", 1, 0, "127.0.0.3")], KEY)
+    assert request(KEY, "127.0.0.2", port, "PUT", "global", "0", b"an address")[0] == 200
+    assert request(KEY, "127.0.0.2", port, "GET", "global", "0") == (200, b"an address")
+    with pytest.raises(RuntimeError, match="refused the key of this run"):
+        request(bytes(32), "127.0.0.2", port, "GET", "global", "0")
+    with pytest.raises(RuntimeError, match="does not answer"):
+        request(KEY, "127.0.0.1", port, "GET", "global", "0")

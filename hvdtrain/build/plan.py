@@ -10,8 +10,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hvdtrain.build.launcher_secrets import LAUNCHER_SECRETS
 from hvdtrain.build.native_edits import Release, native_edits
 from hvdtrain.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
+from hvdtrain.build.rendezvous_edits import RENDEZVOUS
 from hvdtrain.build.runner_edits import ELASTIC, LAUNCHER, controller_edits
 from hvdtrain.build.table import Edit
 from hvdtrain.errors import BuildError
@@ -101,6 +103,8 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         *LAUNCHER,
         *controller_edits(mpi != "none"),
         *ELASTIC,
+        *LAUNCHER_SECRETS,
+        *RENDEZVOUS,
     )
     environment = {**_environment(here, tuple(frameworks), mpi), **(_nccl_environment() if gpu == "nccl" else {})}
     key = _key(here, frameworks, mpi_is, gpu, edits, environment)

@@ -3,13 +3,14 @@
 import contextlib
 import linecache
 import pickle
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hvdtrain import gloo
+from hvdtrain import gloo, keys
 from hvdtrain.errors import EngineUnavailable, LabError
 from hvdtrain.labs import processes
 from hvdtrain.labs.processes import Rank
@@ -35,6 +36,7 @@ class Ranks:
         self.size = size
         engines = processes.engines_of(size)
         self._processes = processes.beside(engines, preload) if engines else processes.local(size, preload)
+        self._key = secrets.token_bytes(keys.BYTES)
         self._rendezvous: gloo.Rendezvous | None = None
 
     def run(
@@ -67,13 +69,13 @@ class Ranks:
 
     def _joined(self, there: list[Rank]) -> list[dict[str, str]]:
         """What joins these ranks in hvd.init(): each one's variables."""
-        self._rendezvous = self._rendezvous or gloo.Rendezvous()
+        self._rendezvous = self._rendezvous or gloo.Rendezvous(self._key, self._processes.host)
         seats = _seats([rank.host for rank in there])
         self._rendezvous.expect(seats)
         topologies = [replace(Topology.alone(), rank=number, size=len(there)) for number in range(len(there))]
         host, port = self._processes.host, self._rendezvous.port
         return [
-            gloo.variables(topology, seats, host, port, rank.interface)
+            gloo.variables(topology, seats, host, port, rank.interface, self._key)
             for topology, rank in zip(topologies, there, strict=True)
         ]
 

@@ -7,8 +7,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -29,6 +27,7 @@ pytestmark = [
 
 SLOW = ("start_again[gloo-tensorflow]", "start_again[mpi-")  # what the build has proved
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
+KEY = bytes(range(32))
 ADDRESSES = {"lo": [("127.0.0.1", 1)]}
 
 
@@ -71,21 +70,16 @@ class Driver:
 
 @pytest.fixture
 def rendezvous():
-    """A real rendezvous server of an elastic run: its driver, and a function that PUTs worker addresses."""
+    """A real rendezvous server of an elastic run: its driver, and a function that PUTs worker addresses, signed."""
     from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+    from horovod.runner.http.http_auth import request
     from horovod.runner.http.http_server import RendezvousServer
 
-    driver, server = Driver(), RendezvousServer()
-    port = server.start(create_rendezvous_handler(driver))
+    driver, server = Driver(), RendezvousServer(key=KEY)
+    port = server.start(create_rendezvous_handler(driver), "127.0.0.1")
 
     def put(value):
-        url = f"http://127.0.0.1:{port}/worker_addresses/localhost:0"
-        request = urllib.request.Request(url, data=value, method="PUT")
-        try:
-            with urllib.request.urlopen(request, timeout=10) as reply:
-                return reply.status
-        except urllib.error.HTTPError as refused:
-            return refused.code
+        return request(KEY, "127.0.0.1", port, "PUT", "worker_addresses", "localhost:0", value)[0]
 
     yield driver, put
     server.stop()
@@ -161,15 +155,15 @@ def test_a_workers_reply_is_understood():
 
 def test_one_scope_of_finished_ranks_is_forgotten_at_a_time():
     from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_auth import request
     from horovod.runner.http.http_server import RendezvousServer
 
-    server = RendezvousServer()
-    port = server.start()
+    server = RendezvousServer(key=KEY)
+    port = server.start(address="127.0.0.1")
     server.init([SlotInfo("localhost", rank, rank, 0, 2, 2, 1) for rank in (0, 1)])
     try:
         for scope, key in (("global", 0), ("cross_0", 0), ("local_localhost", 0), ("global", 1)):
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/{scope}/{key}", method="DELETE")
-            urllib.request.urlopen(request, timeout=10).close()
+            assert request(KEY, "127.0.0.1", port, "DELETE", scope, key)[0] == 200
         # cross_0 has one rank and is complete, global has both; one of local_localhost's two has finished.
         assert dict(server._httpd.finished_list) == {"local_localhost": ["0"]}
     finally:
