@@ -85,7 +85,9 @@ def variables(line: Lifeline, framework: str, environ: Mapping[str, str]) -> dic
     if line.interface:
         told["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", line.interface)
     if line.rendezvous:
-        told |= gloo.variables(topology, line.seats, line.chief_address(), line.rendezvous, line.interface, line.horovod_key())
+        told |= gloo.variables(
+            topology, line.seats, line.chief_address(), line.rendezvous, line.interface, line.horovod_key()
+        )
     # Else Open MPI, when a rank is killed, now and then ends its peers before the lifeline could name it.
     told["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{GRACE + 2:.0f}")
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":

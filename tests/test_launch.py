@@ -130,7 +130,7 @@ def test_gloo_is_told_of_the_rendezvous(monkeypatch):
     line.seats = [
         Seat(f"nid00{node + 1}", node, rank, f"10.0.0.{node + 1}", 23_000) for node in (0, 1) for rank in (0, 1)
     ]
-    line.rendezvous = 4321
+    line.rendezvous, line._wires.key = 4321, bytes(32)
     told = launch.variables(line, "torch", environ)
     assert told["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
     assert told["MASTER_PORT"] == "23000"  # the one that rank 0 has drawn

@@ -24,13 +24,13 @@ import socketserver
 import threading
 import time
 
-MAX_STRANGERS = 64
 STRANGER_SECONDS = 10
 
 
 class BoundedServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """A thread a connection; of those that have not proved themselves, the newest 64, for 10 seconds."""
+    """A thread a connection; of those that have not proved themselves, the newest max_strangers, for 10 seconds."""
 
+    max_strangers = 256  # no fewer than may rightly come at the same time
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
@@ -48,7 +48,7 @@ class BoundedServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def process_request(self, request, client_address):
         with self.lock:
             self._strangers[request] = time.monotonic()
-            if len(self._strangers) > MAX_STRANGERS:
+            if len(self._strangers) > self.max_strangers:
                 self._hang_up_on_the_oldest()
         super().process_request(request, client_address)
 
@@ -94,6 +94,7 @@ import io
 import logging
 import re
 import secrets
+import time
 from http.server import BaseHTTPRequestHandler
 
 from horovod.runner.common.util.bounded import BoundedServer
@@ -101,6 +102,7 @@ from horovod.runner.common.util.bounded import BoundedServer
 HEADERS_LIMIT = 1 << 14
 ANSWER_LIMIT = 1 << 30
 CLIENT_SECONDS = 60
+TRIES = 3
 
 
 class SignedServer(BoundedServer):
@@ -123,8 +125,8 @@ class SignedServer(BoundedServer):
     def refused(self, client_address):
         if not self._refused:
             self._refused = True
-            logging.warning('a request from %s was refused: it is not signed with the key of this run '
-                            '(others will be refused in silence).', client_address[0])
+            logging.warning('Horovod refused a request from %s, which is not signed with the key of this run '
+                            '(it refuses further ones in silence).', client_address[0])
 
 
 class SignedRequestHandler(BaseHTTPRequestHandler):
@@ -219,20 +221,30 @@ def request(secret_key, addr, port, method, scope, name, body=b''):
     headers = {'Content-Length': str(len(body)),
                'Authorization': ' '.join(('Horovod', nonce, body_hash,
                                           _request_mac(secret_key, method, path, nonce, body_hash)))}
-    connection = http.client.HTTPConnection(addr, int(port), timeout=CLIENT_SECONDS)
-    with contextlib.closing(connection):
-        try:
-            connection.request(method, path, body=body, headers=headers)
-            answer = connection.getresponse()
-            content = answer.read(ANSWER_LIMIT)
-        except (OSError, http.client.HTTPException) as error:
-            raise RuntimeError('{} does not answer: {!r}'.format(server, error)) from None
+    try:
+        answer, content = _ask(addr, port, method, path, body, headers)
+    except (OSError, http.client.HTTPException) as error:
+        raise RuntimeError('{} does not answer: {!r}'.format(server, error)) from None
     if answer.status == 401:
         raise RuntimeError(server + " refused the key of this run: it has another.")
     mac = answer.getheader('Authentication-Info', '').encode('latin-1')
     if not hmac.compare_digest(mac, _answer_mac(secret_key, nonce, answer.status, content).encode()):
         raise RuntimeError(server + ' did not sign its answer with the key of this run: another program is there.')
     return answer.status, content
+
+
+def _ask(addr, port, method, path, body, headers):
+    for tries_left in reversed(range(TRIES)):
+        connection = http.client.HTTPConnection(addr, int(port), timeout=CLIENT_SECONDS)
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, path, body=body, headers=headers)
+                answer = connection.getresponse()
+                return answer, answer.read(ANSWER_LIMIT)
+            except ConnectionResetError:  # the server makes room for newer connections
+                if not tries_left:
+                    raise
+        time.sleep(0.5)
 
 
 def _request_mac(key, method, path, nonce, body_hash):
@@ -368,6 +380,20 @@ class RendezvousHTTPServer(SignedServer):
         self.stored = 0
 """,
         _OPEN,
+    ),
+    Edit(
+        "all ranks may come at once",
+        _SERVER,
+        """\
+        for slot_info in host_alloc_plan:
+            self.scope_size['global'] = slot_info.size
+""",
+        """\
+        for slot_info in host_alloc_plan:
+            self.max_strangers = max(self.max_strangers, 2 * slot_info.size)
+            self.scope_size['global'] = slot_info.size
+""",
+        "a rank is a stranger until its request has been read",
     ),
     Edit(
         "the rendezvous has the run's key",

@@ -9,7 +9,7 @@ from hvdtrain.errors import BuildError
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement of plain text in one file of the source tree."""
+    """One replacement of plain text in one file of the source tree; with an empty pattern, a new file."""
 
     name: str
     file: str

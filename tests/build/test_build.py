@@ -248,6 +248,14 @@ def test_an_edit_replaces_as_often_as_it_says(tmp_path):
     assert (tmp_path / "a.txt").read_text() == "2 1\n"
 
 
+def test_an_edit_without_a_pattern_makes_a_file_and_replaces_none(tmp_path):
+    new = Edit("new", "b.txt", "", "text", "why")
+    apply(tmp_path, [new])
+    assert (tmp_path / "b.txt").read_text() == "text"
+    with pytest.raises(BuildError, match="edit 'new' expects"):
+        apply(tmp_path, [new])
+
+
 @pytest.mark.parametrize(
     ("file", "count", "found"), [("a.txt", 1, 2), ("a.txt", 3, 2), ("gone.txt", 1, 0)], ids=["more", "fewer", "no file"]
 )
