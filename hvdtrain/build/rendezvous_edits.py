@@ -348,13 +348,13 @@ class KVStoreHandler(SignedRequestHandler):
             scope_dict[key] = value
 """,
         """\
+            scope_dict = self.server.cache.setdefault(scope, {})
             self.server.stored += len(value)
             if self.server.stored > STORE_LIMIT:  # counted anew: values may have been replaced or deleted
-                kept = (v for values in self.server.cache.values() for v in values.values())
-                self.server.stored = len(value) + sum(map(len, kept))
+                kept = sum(len(v) for values in self.server.cache.values() for v in values.values())
+                self.server.stored = len(value) + kept - len(scope_dict.get(key, b''))
                 if self.server.stored > STORE_LIMIT:
                     raise ValueError('the store is full')
-            scope_dict = self.server.cache.setdefault(scope, {})
             scope_dict[key] = value
 """,
         "three PUTs filled the launcher's memory",
@@ -990,8 +990,10 @@ HTTPStore::PerformHTTP(const std::string& key,
         why = "it closed the connection";
       } else if (response.status == 401) {
         why = "it refused the key in " HOROVOD_RENDEZVOUS_KEY ": its own is another";
+        break;
       } else {
         why = "its answer is not signed with the key in " HOROVOD_RENDEZVOUS_KEY ": another program listens there";
+        break;
       }
     } catch (std::exception& e) {
       why = e.what();

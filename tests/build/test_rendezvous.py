@@ -152,6 +152,17 @@ def _resident():
     return psutil.Process().memory_info().rss
 
 
+def test_the_store_has_a_limit(port, monkeypatch):
+    from horovod.runner.http import http_server
+
+    monkeypatch.setattr(http_server, "STORE_LIMIT", 10)
+    puts = [("/adhoc/0", 200), ("/adhoc/1", 400), ("/adhoc/0", 200), ("/adhoc/1", 400)]
+    assert [(path, asked(port, "PUT", path, b"values")[0]) for path, _ in puts] == puts
+    assert asked(port, "DELETE", "/adhoc/0")[0] == 200
+    assert asked(port, "PUT", "/adhoc/1", b"values")[0] == 200
+    assert asked(port, "DELETE", "/adhoc/1")[0] == 200
+
+
 def test_it_listens_where_the_ranks_call(port):
     import psutil
 
