@@ -172,7 +172,7 @@ def _munge(program: str, *words: str, given: str) -> str | None:
 
 def derived(key: bytes, *words: object) -> bytes:
     """A key for one purpose, which the words name."""
-    return hmac.digest(key, "\0".join(map(str, words)).encode(), hashlib.sha256)
+    return hmac.digest(key, os.fsencode("\0".join(map(str, words))), hashlib.sha256)
 
 
 def _of_this_host(text: str) -> WorldError:

@@ -118,7 +118,7 @@ class Lifeline:
         """Tells the other ranks why this one lets them wait, as in "copies the data": they then wait on, while this
         process lives."""
         with self._changed:
-            self._doing = text[: messages.LONGEST_TEXT]
+            self._doing = messages.cut(text)
             self._wires.send(messages.Doing(text=self._doing))
 
     def _keep_waiting(self) -> None:
@@ -219,8 +219,7 @@ class Lifeline:
                 return
             self._failure = messages.Left()
             if failure is not None:
-                text = " ".join(failure.split())[: messages.LONGEST_TEXT]
-                self._failure = messages.Failed(text=text, code=code)
+                self._failure = messages.Failed(text=messages.cut(" ".join(failure.split())), code=code)
                 self._deadline = float("inf")  # the training thread ends by itself
                 if self.place and not self.seats:
                     self._changed.wait_for(self._wires.all_came, FAREWELL)
@@ -365,7 +364,7 @@ class Lifeline:
             peer.send(messages.Doing(text=self._doing))
         if self.topology.is_chief:
             if self.reason:
-                peer.send(messages.Lost(text=self.reason[: messages.LONGEST_TEXT], code=self._code))
+                peer.send(messages.Lost(text=messages.cut(self.reason), code=self._code))
             return
         if self._met:
             peer.send(messages.Ready())
@@ -429,7 +428,7 @@ class Lifeline:
             self._say(AbortedError, f"{why}; all ranks end. The same command goes on from the last checkpoint.")
             self._spoken = True
         if self.topology.is_chief:
-            self._wires.send(messages.Lost(text=why[: messages.LONGEST_TEXT], code=code))
+            self._wires.send(messages.Lost(text=messages.cut(why), code=code))
             threading.Thread(target=self._record, args=(why,), daemon=True).start()  # its file system may hang
         # Where the chief's node is gone, the first rank of the next one acts for it.
         if speak and self.topology.local_rank == 0 and self.topology.node in {0, 1, None}:

@@ -82,7 +82,7 @@ def of(topology: Topology, environ: Mapping[str, str]) -> Meeting | None:
         # Every torchrun that is given no id has the same; two on one host differ by their port.
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         token = "-".join(environ.get(name, "") for name in names)
-        return Meeting(environ["MASTER_ADDR"], _block(zlib.crc32(token.encode())), token)
+        return Meeting(environ["MASTER_ADDR"], _block(zlib.crc32(os.fsencode(token))), token)
     return None
 
 
@@ -97,7 +97,7 @@ def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
     """
     if topology.local_size == topology.size:
         word = environ.get(WORDS.get(topology.launcher, ""), str(os.getppid()))
-        return Meeting("127.0.0.1", _block(zlib.crc32(word.encode())), word)
+        return Meeting("127.0.0.1", _block(zlib.crc32(os.fsencode(word))), word)
     if topology.launcher == "horovodrun":
         raise WorldError(
             "horovodrun --gloo tells its ranks no host to meet on, and they are on several; start them with srun, "
@@ -117,7 +117,7 @@ def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
             "another MPI; build it for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
         )
     word = f"{topology.host} {os.getpid()}"
-    place = Meeting(addresses()[0], _block(zlib.crc32(word.encode())), word, secrets.token_bytes(keys.BYTES))
+    place = Meeting(addresses()[0], _block(zlib.crc32(os.fsencode(word))), word, secrets.token_bytes(keys.BYTES))
     return ranks.bcast(place)
 
 

@@ -13,15 +13,18 @@ LONGEST_TEXT = 1000
 NONCE_DIGITS, PROOF_DIGITS = 32, 64
 
 
+def cut(text: str) -> str:
+    """The text as a message can hold it."""
+    return printable(text, LONGEST_TEXT)[:LONGEST_TEXT]
+
+
 def _asks_to_stop(number: int) -> int:
     if number not in ASKING_TO_STOP:
         raise ValueError("no signal that asks to stop")
     return number
 
 
-Text = Annotated[
-    str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator(lambda text: printable(text, LONGEST_TEXT))
-]
+Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator(cut)]
 Name = Annotated[str, StringConstraints(max_length=255, pattern=r"^[\w.:-]+$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]

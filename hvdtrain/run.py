@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from hvdtrain import datasets, devices, engines, flags, guard, keys, launch, meeting, output
+from hvdtrain import datasets, devices, engines, flags, guard, keys, launch, meeting, output, untrusted
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
 from hvdtrain.engines import ENGINES, Adapter
@@ -214,4 +214,4 @@ def _go_on_later(line: Lifeline) -> None:
 def one_line(error: HvdtrainError, topology: Topology) -> str:
     """`DataError: …`, with rank and host where there are several."""
     where = f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
-    return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}{where}: {untrusted.one_line(error)}"

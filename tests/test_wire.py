@@ -111,6 +111,12 @@ def test_what_is_printed_has_no_escape_codes():
     assert seat.host == r"\x1b[2J"
 
 
+def test_any_text_can_be_sent():
+    for text in ("\udcff", "\x1b" * 1000, "x" * 100_000, ""):
+        failed = messages.Failed(text=messages.cut(text), code=1)
+        assert messages.FROM_RANK.validate_json(failed.model_dump_json(), strict=True) == failed
+
+
 def mutated(random_of, line):
     """The line with a few of its bytes, digits or brackets changed."""
     changed = bytearray(line)
