@@ -29,11 +29,11 @@ def write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
-    """A text file to write, which takes the place of `path` once the block ends well. Raises OSError."""
+def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
+    """A file to write, of text or bytes, which takes the place of `path` once the block ends well. Raises OSError."""
     unfinished = temporary(path)
     try:
-        with unfinished.open("x", encoding="utf-8") as file:
+        with unfinished.open("xb" if binary else "x", encoding=None if binary else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -3,10 +3,10 @@
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hvdtrain import files
 from hvdtrain.build.plan import BuildPlan
 from hvdtrain.errors import BuildError
 
@@ -80,12 +80,6 @@ def _read(path: Path) -> tuple[bytes, int]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Renames a whole file into its place; no link that somebody has put there is followed."""
-    descriptor, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)
-            file.write(data)
-        Path(part).replace(path)
-    finally:
-        Path(part).unlink(missing_ok=True)
+    with files.replacing(path, binary=True) as file:
+        os.fchmod(file.fileno(), 0o644)  # others may share the folder, whatever the umask
+        file.write(data)
