@@ -9,6 +9,7 @@ import errno
 import hashlib
 import hmac
 import os
+import pwd
 import re
 import secrets
 import shutil
@@ -25,7 +26,7 @@ BYTES = 32
 INHERITED = ("HVDTRAIN_KEY", "HOROVOD_RENDEZVOUS_KEY")
 """Variables that hold a key: the job scripts of `hvdtrain slurm` make the first, horovodrun the second."""
 OTHER_NODE = 10.0  # seconds until a file that another node has made is seen here, on a network file system
-MUNGE_SECONDS = 20
+MUNGE_SECONDS = 5
 INSECURE = "--insecure-rendezvous"
 MAKE = "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 REMEDY = f"give all ranks one, {MAKE}, or {INSECURE} where nobody else can reach these nodes."
@@ -45,12 +46,16 @@ def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None
     """
     if key := inherited(environ):
         return key, None
-    key = of_user(environ)
+    key, why = None, ""
+    try:
+        key = of_user(environ)
+    except OSError as error:
+        why = f"{error.filename or 'the home'}: {error.strerror}"
     own = key or secrets.token_bytes(BYTES)
     is_known_to_all = key is not None and topology.local_size == topology.size
     credential = wrapped(own) if key is None or (topology.is_chief and not is_known_to_all) else None
     if key is None and credential is None:
-        raise _of_this_host(f"no key: {path(environ)} cannot be written, and munge does not answer; {REMEDY}")
+        raise _of_this_host(f"no key of this user's ({why}), and munge does not answer; {REMEDY}")
     return (own, credential) if topology.is_chief else (key, None)
 
 
@@ -60,9 +65,11 @@ def source(environ: Mapping[str, str], topology: Topology) -> str:
         return next(name for name in INHERITED if name in environ)
     if topology.launcher in {"mpirun", "mpiexec"} and topology.local_size < topology.size:
         return "MPI, which carries one"
-    if of_user(environ):
-        return str(path(environ))
-    return "munge" if wrapped(OPEN) else ""
+    try:
+        of_user(environ)
+    except OSError:
+        return "munge" if wrapped(OPEN) else ""
+    return str(path(environ))
 
 
 def inherited(environ: Mapping[str, str]) -> bytes | None:
@@ -78,56 +85,67 @@ def inherited(environ: Mapping[str, str]) -> bytes | None:
 
 
 def path(environ: Mapping[str, str]) -> Path:
-    """Where the user's own key is kept."""
-    home = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home(), ".config")
-    return Path(home, "hvdtrain", "key")
+    """Where the user's own key is kept. Raises OSError where he has no home."""
+    folder = Path(environ.get("XDG_CONFIG_HOME", ""))
+    if not folder.is_absolute():  # as the XDG Base Directory Specification wants it
+        home = Path(environ.get("HOME") or _home_of_user())
+        if not home.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "no such home", str(home))
+        folder = home / ".config"
+    return folder / "hvdtrain" / "key"
 
 
-def of_user(environ: Mapping[str, str]) -> bytes | None:
-    """The key in the user's home, which is made where there is none; None where it cannot be made.
-
-    Raises WorldError for one that others may have read or written.
-    """
+def _home_of_user() -> str:
     try:
-        file = path(environ)
-        with contextlib.suppress(FileNotFoundError):
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        raise FileNotFoundError(errno.ENOENT, "uid without a home", f"uid {os.geteuid()}") from None
+
+
+def of_user(environ: Mapping[str, str]) -> bytes:
+    """The key in the user's home, which is made where there is none.
+
+    Raises OSError where it cannot be made, WorldError for one that others may have read or written.
+    """
+    file = path(environ)
+    with contextlib.suppress(FileNotFoundError):
+        return _read(file)
+    for folder in (file.parent.parent, file.parent):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make(file)
+    deadline = time.monotonic() + OTHER_NODE
+    while True:
+        try:
             return _read(file)
-        if not file.parents[2].is_dir():  # the home itself
-            return None
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make(file)
-        deadline = time.monotonic() + OTHER_NODE
-        while True:
-            try:
-                return _read(file)
-            except FileNotFoundError:
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.1)
-    except (OSError, RuntimeError):  # no home, or none to write to
-        return None
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _make(file: Path) -> None:
     """All ranks may do it at once: one of them makes the file, whole, and the others find it."""
     beside = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as written:
-        written.write(secrets.token_bytes(BYTES))
-        written.flush()
-        os.fsync(written.fileno())
     try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as written:
+            written.write(secrets.token_bytes(BYTES))
+            written.flush()
+            os.fsync(written.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(beside, file)
     finally:
-        beside.unlink()
+        beside.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> bytes:
+    folder = file.parent.stat()
+    if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
+        raise _refused(file.parent, "a folder", folder)
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _of_this_host(f"{file} must be a file, got a link; remove it.") from None
+            raise _refused(file, f"a file of {BYTES} bytes", file.lstat()) from None
         raise
     try:
         found = os.fstat(descriptor)
@@ -136,12 +154,15 @@ def _read(file: Path) -> bytes:
     finally:
         os.close(descriptor)
     if len(key) != BYTES:
-        raise _of_this_host(
-            f"{file} must be a file of {BYTES} bytes, of uid {os.geteuid()} and closed to all others, got "
-            f"{found.st_size} bytes, uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}; remove it, and the next "
-            "run makes another."
-        )
+        raise _refused(file, f"a file of {BYTES} bytes", found)
     return key
+
+
+def _refused(found: Path, wanted: str, status: os.stat_result) -> WorldError:
+    return _of_this_host(
+        f"{found} must be {wanted} that uid {os.geteuid()} alone may change or read, got {status.st_size} bytes, uid "
+        f"{status.st_uid}, {stat.filemode(status.st_mode)}; remove it, and the next run makes another, or {REMEDY}"
+    )
 
 
 def wrapped(key: bytes) -> str | None:
@@ -168,6 +189,14 @@ def _munge(program: str, *words: str, given: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired, UnicodeError):
         return None
     return done.stdout.strip() or None
+
+
+def boot_id() -> str:
+    """What tells this host from others, and its containers do not."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def derived(key: bytes, *words: object) -> bytes:

@@ -83,7 +83,7 @@ class Lifeline:
     def begin(self) -> None:
         """Listens for signals and, where the ranks can meet already, for them. Raises WorldError."""
         if self.place:
-            self._arrive(self.place)
+            self._arrive(self.place, *self._key_at(self.place))
         self._ear.open(self._wires.close)
         self._wires.hear(self._ear.hears)
         self._thread = threading.Thread(target=self._work, name="lifeline", daemon=True)
@@ -91,9 +91,10 @@ class Lifeline:
 
     def settle(self, place: Meeting) -> None:
         """Where the launcher told no place: the ranks will meet at this one. Raises WorldError."""
+        key = self._key_at(place)
         with self._changed:
+            self._arrive(place, *key)
             self.place = place
-            self._arrive(place)
             self._ear.wake()
 
     def meet(self, open_rendezvous: Callable[[list[Seat]], int | None]) -> None:
@@ -231,9 +232,10 @@ class Lifeline:
         self._ear.close()
         self._wires.close()
 
-    def _arrive(self, place: Meeting) -> None:
-        self._wires.token = place.token
-        self._wires.key, self._wires.credential = self._key_at(place)
+    def _arrive(self, place: Meeting, key: bytes | None, credential: str | None) -> None:
+        self._wires.key, self._wires.credential = key, credential
+        # Two runs of one user on two hosts may have one name.
+        self._wires.token = f"{place.token} {keys.boot_id()}" if self._own_address() else place.token
         if self.topology.is_chief:
             self._wires.listen(self._own_address(), place.ports[:-1])
         else:
@@ -398,7 +400,9 @@ class Lifeline:
     def _look_for_silence(self, now: float) -> None:
         limit = SILENCE if self.in_steps else ARRIVAL  # before, libraries are loaded from a busy file system
         for peer in list(self._wires.peers):
-            if peer.rank < 0 and now - peer.opened > WELCOME:
+            # Rank 0 has proved itself and may count this rank in already: its welcome takes as long as it takes.
+            is_chief = peer.signatures is not None and not self.topology.is_chief
+            if peer.rank < 0 and now - peer.opened > (ARRIVAL if is_chief else WELCOME):
                 self._wires.drop(peer)
             elif peer.rank >= 0 and now - peer.heard > limit and not peer.left:
                 self._silent(peer, limit)

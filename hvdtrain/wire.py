@@ -1,8 +1,8 @@
 """A rank's connections to other ranks: signed lines of JSON over TCP, and one selector that waits for them all.
 
 Each line but the first one either way is signed. Rank 0 proves that it has the run's key (hvdtrain.keys), together
-with the port that it listens on, so that nobody who took another one can pass its answers on; a rank proves it by
-signing. The key of the signatures is made of the run's key and of a fresh nonce of either end.
+with the address and port that it was reached at, so that nobody at another one can pass its answers on; a rank proves
+it by signing. The key of the signatures is made of the run's key and of a fresh nonce of either end.
 """
 
 import contextlib
@@ -11,6 +11,8 @@ import hmac
 import secrets
 import selectors
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,10 +25,11 @@ from hvdtrain.meeting import Seat
 from hvdtrain.messages import Message
 from hvdtrain.topology import Topology
 
-TIMEOUT = 1.0  # seconds for a connection to be made
+TIMEOUT = 3.5  # seconds for a connection to be made: Linux asks again after 1 and 3
 LONGEST = 2**22  # bytes of a line: all seats of twenty thousand ranks
 LONGEST_OF_STRANGER = 2**12
-FEWEST_STRANGERS = 8
+PAUSE = 0.2  # seconds until the same address is tried again
+FEWEST_STRANGERS = 32
 CUT_OFF = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 SIGNATURE_DIGITS = 32
 
@@ -74,6 +77,8 @@ class Peer:
     doing: str = ""
     ends: tuple[str, str] = ("", "")
     """On the chief: its own address and the other's, as the connection has them."""
+    address: tuple[str, int] | None = None
+    """Where this rank has connected to."""
     nonce: str = ""
     """What this rank sent to rank 0."""
     signatures: Signatures | None = None
@@ -89,7 +94,10 @@ class Peer:
 
     def send(self, message: Message) -> None:
         """Sends a line, or as much of it as goes now; a broken connection is found when it is read."""
-        content = message.model_dump_json().encode()
+        self.send_encoded(message.model_dump_json().encode())
+
+    def send_encoded(self, content: bytes) -> None:
+        """The same of an encoded message."""
         self.unsent += (self.signatures.signed(content) if self.signatures else content) + b"\n"
         self.flush()
 
@@ -138,7 +146,11 @@ class Wires:
         self.peers: list[Peer] = []
         self.came: set[int] = set()
         self.listener: socket.socket | None = None
-        self._noted = False
+        self._noted = self.topology.local_rank > 0  # one line a host
+        self._last_tried: dict[tuple[str, int], float] = {}
+        self._learned: bytes | None = None
+        self._tried: list[str] = []
+        self._reader: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
 
     def hear(self, source: socket.socket) -> None:
@@ -170,24 +182,35 @@ class Wires:
         raise WorldError(f"ports {ports[0]} to {ports[-1]} of {self.topology.host} are all taken; start again.")
 
     def accept(self, now: float) -> None:
-        """Lets in who has connected; the longest unknown goes where too many are."""
+        """Lets in who has connected; of too many strangers those go who have said nothing, then the longest unknown."""
         assert self.listener
+        most = max(FEWEST_STRANGERS, 2 * self.topology.size)
         strangers = [peer for peer in self.peers if peer.rank < 0]
-        if len(strangers) >= max(FEWEST_STRANGERS, 2 * self.topology.size):
-            self.drop(min(strangers, key=lambda peer: peer.opened))
+        strangers.sort(key=lambda peer: (peer.signatures is not None, peer.opened))
         with contextlib.suppress(OSError):
-            connection = self.listener.accept()[0]
-            ends = connection.getsockname()[0], connection.getpeername()[0]
-            self.add(connection, now).ends = ends
+            # A part of them at a time: a rank's first word is read before it could have to go.
+            for _ in range(most // 4):
+                connection = self.listener.accept()[0]
+                if len(strangers) >= most:
+                    self.drop(strangers.pop(0))
+                peer = self.add(connection, now)
+                strangers.append(peer)
+                peer.ends = connection.getsockname()[0], connection.getpeername()[0]
 
     def connect(self) -> socket.socket | None:
-        """Where the chief is yet to be found: a connection to the next of the addresses at which anybody listens."""
-        if self.peers or self.came:
+        """Where the chief is yet to be found: a connection to the next address at which anybody listens, whoever
+        listens at others."""
+        if self.came or any(peer.signatures for peer in self.peers):
             return None
-        for address in self.addresses:
-            self.addresses = [*self.addresses[1:], address]
+        pending, now = {peer.address for peer in self.peers}, time.monotonic()
+        for address in [address for address in self.addresses if address not in pending]:
+            if now - self._last_tried.get(address, -PAUSE) < PAUSE:
+                continue
+            self._last_tried[address] = now
+            self.addresses.remove(address)
+            self.addresses.append(address)
             try:
-                return socket.create_connection(address, TIMEOUT)
+                return _connected(address)
             except TimeoutError:  # the host is not there: no use to wait for its other ports now
                 return None
             except (OSError, UnicodeError):  # the latter for a name that no host can have
@@ -197,6 +220,7 @@ class Wires:
     def greet(self, connection: socket.socket, now: float) -> None:
         """Asks who is at the other end for a proof that it is rank 0."""
         peer = self.add(connection, now)
+        peer.address = self.addresses[-1]
         peer.nonce = secrets.token_hex(messages.NONCE_DIGITS // 2)
         peer.send(messages.Hello(nonce=peer.nonce))
 
@@ -218,20 +242,22 @@ class Wires:
 
     def _challenge(self, peer: Peer, nonce: str) -> None:
         assert self.key is not None
-        own, port = secrets.token_hex(messages.NONCE_DIGITS // 2), peer.socket.getsockname()[1]
-        proof = keys.derived(self.key, "rank 0", self.token, port, nonce, own).hex()
+        own = secrets.token_hex(messages.NONCE_DIGITS // 2)
+        words = self.token, *peer.socket.getsockname()[:2], nonce, own
+        proof = keys.derived(self.key, "rank 0", *words).hex()
         peer.send(messages.Challenge(nonce=own, proof=proof, credential=self.credential))
-        session = keys.derived(self.key, "session", self.token, port, nonce, own)
-        peer.signatures = Signatures(session, "rank 0", "rank")
+        peer.signatures = Signatures(keys.derived(self.key, "session", *words), "rank 0", "rank")
 
     def _introduce_chief(self, peer: Peer, line: bytes) -> bool:
         if peer.signatures:
             self._seat(peer, 0, peer.read(line, messages.WELCOME).seat)
+            self._drop_strangers()
             return True
-        challenge, port = peer.read(line, messages.CHALLENGE), peer.socket.getpeername()[1]
-        words = self.token, port, peer.nonce, challenge.nonce
+        challenge = peer.read(line, messages.CHALLENGE)
+        words = self.token, *peer.socket.getpeername()[:2], peer.nonce, challenge.nonce
         if not self._is_proved(challenge, words):
-            self._note_wrong_key(*peer.socket.getpeername()[:2])
+            if not self._learns(challenge.credential):
+                self._note_wrong_key(*peer.socket.getpeername()[:2])
             raise ValueError("another key")
         assert self.key is not None
         peer.signatures = Signatures(keys.derived(self.key, "session", *words), "rank", "rank 0")
@@ -239,13 +265,25 @@ class Wires:
         return False
 
     def _is_proved(self, challenge: messages.Challenge, words: Sequence[object]) -> bool:
-        def proves(key: bytes | None) -> bool:
-            proof = keys.derived(key, "rank 0", *words).hex() if key is not None else ""
-            return hmac.compare_digest(proof, challenge.proof)
+        for key in filter(None, (self.key, self._learned)):
+            if hmac.compare_digest(keys.derived(key, "rank 0", *words).hex(), challenge.proof):
+                self.key = key
+                return True
+        return False
 
-        if not proves(self.key) and challenge.credential and proves(found := keys.unwrapped(challenge.credential)):
-            self.key = found
-        return proves(self.key)
+    def _learns(self, credential: str | None) -> bool:
+        """Whether a key is being read out of the credential, for the next connection to be tried with: munge may take
+        its time, and anybody can send one."""
+        if credential is None or credential in self._tried:
+            return self._reader is not None and self._reader.is_alive()
+        if self._reader is None or not self._reader.is_alive():
+            self._tried = [*self._tried[-FEWEST_STRANGERS:], credential]
+            self._reader = threading.Thread(target=self._learn, args=(credential,), daemon=True)
+            self._reader.start()
+        return True
+
+    def _learn(self, credential: str) -> None:
+        self._learned = keys.unwrapped(credential) or self._learned
 
     def _note_wrong_key(self, host: str, port: int) -> None:
         if not self._noted:
@@ -264,6 +302,9 @@ class Wires:
             self._selector.unregister(self.listener)
             self.listener.close()
             self.listener = None
+        self._drop_strangers()
+
+    def _drop_strangers(self) -> None:
         for peer in [peer for peer in self.peers if peer.rank < 0]:
             self.drop(peer)
 
@@ -307,8 +348,9 @@ class Wires:
 
     def send(self, message: Message) -> None:
         """Sends the message to every rank."""
+        content = message.model_dump_json().encode()
         for peer in self.ranks():
-            peer.send(message)
+            peer.send_encoded(content)
 
     def drop(self, peer: Peer) -> None:
         """Closes the connection."""
@@ -325,6 +367,18 @@ class Wires:
         if self.listener:
             self.listener.close()
         self._selector.close()
+
+
+def _connected(address: tuple[str, int]) -> socket.socket:
+    # IPv4 alone, as rank 0 listens: at the same port of its IPv6 address a stranger may.
+    connection = socket.socket(socket.AF_INET)
+    try:
+        connection.settimeout(TIMEOUT)
+        connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _apart(own: str, other: str) -> bool:

@@ -49,6 +49,8 @@ def spoilt(how, file):
     match how:
         case "open to the group":
             file.chmod(0o640)
+        case "in a folder of all":
+            file.parent.chmod(0o777)
         case "another's":
             os.chown(file, 65534, 65534)
         case "short":
@@ -66,22 +68,50 @@ def spoilt(how, file):
             os.mkfifo(file, 0o600)
 
 
-SPOILT = ["open to the group", "short", "long", "a link", "a folder", "a pipe"]
+SPOILT = ["open to the group", "in a folder of all", "short", "long", "a link", "a folder", "a pipe"]
 
 
 @pytest.mark.parametrize("how", [*SPOILT, pytest.param("another's", marks=needs_root)])
 def test_a_key_that_others_may_know_is_refused(how, home):
     keys.of_user(home)
     spoilt(how, keys.path(home))
-    with pytest.raises(WorldError, match=r"^\S+/key must .*; remove it") as refused:
+    with pytest.raises(WorldError, match=r"^\S+/(key|hvdtrain) must be .*; remove it") as refused:
         keys.of_user(home)
     assert not refused.value.everywhere  # the home of one host may be the cause
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("home", ["/proc/none", "/dev/null", "/nonexistent/x"])
-def test_no_home(home):
-    assert keys.of_user({"HOME": home}) is None
+@pytest.mark.parametrize("home", ["/proc/none", "/dev/null", "/nonexistent/x", "/proc/1"])
+def test_no_home(home, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")  # where munge would be
+    with pytest.raises(OSError, match=r"no such home|Not a directory|No such file"):
+        keys.of_user({"HOME": home})
+    with pytest.raises(
+        WorldError, match=r"^no key of this user's \(.*\), and munge does not answer; give all ranks one"
+    ):
+        keys.of_run({"HOME": home}, ALONE)
+
+
+@needs_root
+def test_a_uid_without_a_home():
+    program = "import os; from hvdtrain import keys; os.setuid(4242); keys.of_user({})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "FileNotFoundError: [Errno 2] uid without a home: 'uid 4242'" in ended.stderr
+
+
+@pytest.mark.parametrize("folder", [".", "", "relative"])
+def test_a_config_folder_that_is_not_absolute_is_passed_over(folder, home):
+    assert keys.path({**home, "XDG_CONFIG_HOME": folder}) == keys.path(home)
+
+
+def test_every_folder_that_is_made_is_closed_whatever_the_umask(home):
+    before = os.umask(0)
+    try:
+        keys.of_user(home)
+    finally:
+        os.umask(before)
+    file = keys.path(home)
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (file.parent, file.parent.parent)} == {0o700}
 
 
 @pytest.mark.parametrize("value", ["", "ab", "g" * 64, "a" * 63, "a" * 65, "é" * 64, "a" * 10_000])

@@ -1,8 +1,9 @@
 """Another user of the same node, who knows what all users may know: `stranger.py WHAT JSON`; `uid` says who.
 
 `joins`: calls himself a rank of the run and ends it. `leads`: takes rank 0's port before it does and hands out a
-rendezvous of his own. `relays`: takes it and passes on what rank 0 and the rank send. `idles`: connects, and sends
-nothing or reads nothing. Prints a line when it is ready.
+rendezvous of his own. `relays`: takes it and passes on what rank 0 and the rank send. `squats`: takes some ports and
+says nothing. `idles`: connects, and sends nothing or reads nothing. `floods`: the same as fast as he can. Prints a line
+when it is ready, and one for whatever comes of it.
 """
 
 import contextlib
@@ -44,6 +45,7 @@ def joins(port, token, hosts):
         for host in hosts:
             for words in member(token):
                 with contextlib.suppress(OSError), socket.create_connection((host, port), 1) as connection:
+                    print("connected", flush=True)
                     connection.settimeout(0.2)
                     connection.sendall(words)
                     with contextlib.suppress(OSError):
@@ -97,7 +99,18 @@ def relayed(one, to, hosts):
         time.sleep(0.05)
 
 
-def idles(port, count, hosts):
+def squats(ports):
+    kept = [socket.create_server(("", port)) for port in ports]
+    print("ready", flush=True)
+    while kept:
+        time.sleep(1)
+
+
+def floods(port, hosts):
+    idles(port, 300, hosts, pause=0)
+
+
+def idles(port, count, hosts, pause=0.0005):
     kept = []
     print("ready", flush=True)
     while True:
@@ -109,9 +122,11 @@ def idles(port, count, hosts):
                 if len(kept) % 2:
                     connection.send(lines({"kind": "hello", "nonce": NONCE}, {"is": "hello", "token": "0.0"}))
                 kept.append(connection)
+                if len(kept) == count // 2:
+                    print("connected", flush=True)
         if len(kept) > count:
             kept.pop(0).close()
-        time.sleep(0.0005)
+        time.sleep(pause)
 
 
 def become(uid):
