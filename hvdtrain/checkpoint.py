@@ -109,7 +109,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def take_up(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
     """As `newest`, for the run that holds the folder: what a killed run left is swept away, and unless `check` raises,
     all damaged ones are set aside. Raises OSError, and CheckpointError where one cannot be read now."""
-    _tidy(folder)
+    notes = _tidy(folder)
     found, damaged = None, dict[Path, Damaged]()
     for path in reversed(committed(folder)):
         try:
@@ -121,7 +121,7 @@ def take_up(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoi
             damaged[path] = error
     if found:
         check(found)
-    notes = [f"{error} It is kept as {_set_aside(path).name} and not used." for path, error in damaged.items()]
+    notes += [_set_aside(path, error) for path, error in damaged.items()]
     for path in _named(folder, "damaged-")[:-DAMAGED_KEPT]:
         files.remove(path)
     return found, notes
@@ -173,7 +173,7 @@ def _unfinished(final: Path) -> Iterator[Path]:
 def _put(unfinished: Path, final: Path) -> None:
     """The one of the same step counts until the new one does."""
     old = final.with_name(f"{final.name}.old")
-    if final.exists():
+    if final.exists() or final.is_symlink():
         files.remove(old)
         final.rename(old)
     unfinished.rename(final)
@@ -190,24 +190,29 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
             files.remove(path)
 
 
-def _tidy(folder: Path) -> None:
-    """Undoes what a killed run had half done."""
-    for path in committed(folder):
-        if path.suffix:
-            whole = path.with_suffix("")
-            if whole.exists():
-                files.remove(path)
-            else:
-                path.rename(whole)
+def _tidy(folder: Path) -> list[str]:
+    """Undoes what a killed run had half done; a line about each damaged one that an older one of its step replaces."""
+    notes = []
+    for old in [path for path in committed(folder) if path.suffix]:
+        new = old.with_suffix("")
+        try:
+            if new.exists():
+                _verified(new)
+                files.remove(old)
+                continue
+        except Damaged as error:
+            notes.append(_set_aside(new, error))
+        old.rename(new)
     for left in sorted(folder.glob(".step-*")):
         files.remove(left)
+    return notes
 
 
-def _set_aside(path: Path) -> Path:
-    """Out of the checkpoints, for a person to look at."""
+def _set_aside(path: Path, error: Damaged) -> str:
+    """Out of the checkpoints, for a person to look at; a line that says so."""
     aside = path.with_name(f"damaged-{path.name}")
     files.remove(aside)
-    return path.rename(aside)
+    return f"{error} It is kept as {path.rename(aside).name} and not used."
 
 
 def _named(folder: Path, prefix: str) -> list[Path]:
@@ -264,7 +269,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
     except ValidationError as error:
         raise Damaged(f"checkpoint {path} is damaged: {reason_of(error)}.") from None
-    except (ValueError, KeyError, OverflowError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
 
 

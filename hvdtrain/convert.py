@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
     print("".join(f"{line} The one before it is looked at.\n" for line in damaged), end="")
     if state is None:
         raise CheckpointError(f"{options.run} holds no whole checkpoint; give the folder of a run that wrote one.")
-    target = options.output or options.run.with_name(f"{options.run.name}-{options.to}")
+    run = options.run.resolve() if options.run.name in {"", ".."} else options.run
+    target = options.output or run.with_name(f"{run.name}-{options.to}")
     _write(options.run, target, converted(state, options.to))
     print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
     command = ["python", "-m", f"hvdtrain.{options.to}", str(target / "recipe.yaml"), "--output", str(target)]

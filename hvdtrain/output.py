@@ -189,7 +189,7 @@ def _doubt(path: Path, meta: dict[str, Any] | None) -> str | None:
         return "none of them can be read"
     text = _recipe(path)
     # What a power cut leaves of a file: nothing, zeros, or its beginning.
-    is_whole = text.startswith("# ") and text.endswith("\n") and "\0" not in text
+    is_whole = text.startswith("# ") and text.endswith("\n") and "\0" not in text and "\ndefault:\n" in text
     return None if is_whole else "its recipe.yaml is damaged"
 
 

@@ -328,7 +328,7 @@ def _all(names: Iterable[str], between: str) -> str:
 
 
 def _key(key: Any) -> str:
-    return key if isinstance(key, str) else quoted(key)
+    return key if isinstance(key, str) and key.isprintable() else quoted(key)
 
 
 def _first_line(error: ValidationError) -> str:

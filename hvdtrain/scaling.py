@@ -249,7 +249,8 @@ class _Fit:
         free = np.append(np.zeros(matrix.shape[1]), 1.0)
         slack = -np.ones((2 * len(wanted), 1))
         rows = np.hstack([np.vstack([matrix, -matrix]), slack])
-        return float(linprog(free, rows, np.concatenate([wanted, -wanted])).fun)
+        found = linprog(free, rows, np.concatenate([wanted, -wanted]))
+        return float(found.fun) if found.success else float("inf")
 
     def reach(self, ranks: Numbers, tolerance: float) -> tuple[Parts, Parts]:
         """The least and the most seconds at `ranks` within that tolerance of every point, by cause."""

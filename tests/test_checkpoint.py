@@ -193,6 +193,37 @@ def test_damaged_ones_are_set_aside_and_never_count(tmp_path):
     assert taken_up(tmp_path)[1] == []
 
 
+def test_a_replaced_one_outlives_a_damaged_one_of_its_step(tmp_path):
+    """As where a kill came between the two renames of a second commit, and a bit flipped since."""
+    shutil.copytree(commit(tmp_path, made(10), keep=1), tmp_path / "step-00000010.old")
+    truncate(ARRAYS, 100)(tmp_path / "step-00000010")
+    found, damaged = taken_up(tmp_path)
+    assert found.meta["step"] == 10
+    assert damaged == [
+        f"checkpoint {tmp_path}/step-00000010 is damaged: its checksum differs. It is kept as damaged-step-00000010 "
+        "and not used."
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000010", "step-00000010"]
+
+
+def test_a_link_in_a_checkpoints_place_stops_no_commit(tmp_path):
+    (tmp_path / "step-00000010").symlink_to("nowhere")
+    commit(tmp_path, made(10), keep=1)
+    assert newest(tmp_path)[0].meta["step"] == 10
+
+
+def test_numbers_of_a_kind_that_numpy_has_not_are_damage(tmp_path):
+    path = commit(tmp_path, made(1), keep=1)
+    for kind in ("BF16", "F8_E4M3", "F4"):
+        size = {"BF16": 2, "F8_E4M3": 1, "F4": 1}[kind]
+        header = json.dumps({"x": {"dtype": kind, "shape": [2], "data_offsets": [0, 2 * size]}}).encode()
+        (path / ARRAYS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(2 * size))
+        meta = {key: value for key, value in checkpoint.metadata(path).items() if key != "sha256"}
+        meta["sha256"] = checkpoint._digest(path / ARRAYS, meta)
+        (path / META).write_text(checkpoint._text(meta))
+        assert newest(tmp_path)[0] is None
+
+
 def test_one_of_a_later_step_makes_no_new_one_go(tmp_path):
     """A disk may damage the newest after the run has taken it up, and another run may write here without a lock."""
     commit(tmp_path, made(120, valid_score=0.9), keep=1)

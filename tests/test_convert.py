@@ -91,6 +91,13 @@ def test_a_run_folder_is_made(trained, capsys):
     )
 
 
+@pytest.mark.parametrize("run", [".", "checkpoints/.."])
+def test_a_run_may_be_named_from_inside(run, trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    assert convert.main([run, "--to", "tensorflow"]) == 0
+    assert checkpoint.newest(trained.with_name("run-tensorflow") / "checkpoints")[0].meta["step"] == 7
+
+
 def test_what_pytorch_has_not_is_left_out(trained):
     convert.main([str(trained), "--to", "tensorflow"])
     source = trained.with_name("run-tensorflow")

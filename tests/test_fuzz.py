@@ -83,6 +83,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         yaml('default: {model: "\\e[2J"}'),
         r"model must be 'linear' or 'resnet50', got '\x1b[2J'.",
     ),
+    "a key that is no text": (
+        yaml('default: {extends: linear, "\\ud800": 1}'),
+        "unknown key \"'\\\\ud800'\".",
+    ),
     "a name with an escape code": (
         lambda: recipe.load("\x1b[2J.yaml"),
         r"a name must have up to 4096 characters, all printable, got '\x1b[2J.yaml'.",
@@ -136,6 +140,15 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "16,384 forecasts": (
         lambda: predict.main(["--point", "4:9", "--point", "8:5", "--ranks", ",".join(map(str, range(1, 800)))]),
         "--ranks must be at most 32 numbers, got 799.",
+    ),
+    "times that no model gives": (
+        lambda: (
+            Path("f.json").write_text(
+                '{"batch": 16, "cores": 2, "ranks_per_node": 2, "weak": {"1": [1e-9], "16384": [1e12]}}'
+            ),
+            predict.main(["--from", "f.json", "--ranks", "8"]),
+        ),
+        "--point: the model has to miss a point by inf%; give seconds of the same work, each rank with the same batch.",
     ),
     "no seconds worth the name": (
         lambda: predict.main(["--point", "4:1e-300", "--point", "8:1e-310"]),

@@ -56,8 +56,8 @@ def finished(plan: BuildPlan, tell: Callable[[str], None]) -> bytes | None:
 def _recorded(plan: BuildPlan) -> str | None:
     """The SHA-256 of the wheel that this user built by this plan; None where there was none."""
     try:
-        return (plan.own / "sha256").read_text()
-    except FileNotFoundError:
+        return files.read(plan.own / "sha256")
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -33,8 +33,10 @@ FORMATS = ("JPEG", "PNG")
 """Some of ImageNet's .JPEG files are PNG. Whatever the suffix, Pillow would take an EPS too, and start Ghostscript."""
 MOST_BYTES = 1 << 27
 """In one picture's file; ImageNet's largest holds 15 MB."""
-MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 1 << 26
-"""In one picture, also once it is resized: 358 MB in memory. Above it Pillow warns, and refuses twice as many."""
+MOST_PIXELS = 1 << 26
+"""In one picture, also once it is resized: 268 MB in memory."""
+MOST_SCANS = 50
+"""In a progressive JPEG, where ten are usual: each costs a pass over all pixels."""
 MOST_CLASSES = 100_000
 """Which a file may name: the last layer of a ResNet50 takes .8 GB for so many."""
 Box = tuple[int, int, int, int]
@@ -137,6 +139,8 @@ def content(path: Path) -> bytes:
 
 def opened(encoded: bytes) -> Image.Image:
     """The picture, not yet decoded. Raises nearly any exception where it is damaged, too large or of other FORMATS."""
+    if encoded.startswith(b"\xff\xd8") and (scans := encoded.count(b"\xff\xda")) > MOST_SCANS:
+        raise ValueError(f"{scans} scans are more than {MOST_SCANS}")
     picture = Image.open(io.BytesIO(encoded), formats=FORMATS)
     _require_pixels(*picture.size)
     return picture
@@ -337,6 +341,6 @@ def rgb(picture: Image.Image) -> Image.Image:
     if picture.mode.startswith("I"):
         # Pillow's own conversion clips: all above 255 of 65535 would be white.
         return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
-    if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")
+    if picture.mode == "P":
+        picture.info.pop("transparency", None)  # Pillow would advise a conversion to RGBA, of as many bytes again
     return picture.convert("RGB")

@@ -5,6 +5,7 @@ in alphabetical order. A pickle may ask Python to run anything: only what an ind
 """
 
 import os
+import pickle
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ class _IndexUnpickler(pickles.DataUnpickler):
 
     def _path(self, *parts: str) -> str:
         """Stands for pathlib's classes; text, which no opcode can write to."""
+        if len(parts) > LONGEST or sum(map(len, parts)) > LONGEST:
+            raise pickle.UnpicklingError(f"a path of more than {LONGEST} characters")
         return self.made(str(PurePosixPath(*parts)))
 
 

@@ -19,6 +19,7 @@ MADE = 16
 SHOWN = 200
 """Characters of what a file holds in a message."""
 KEYS = {str, bytes, int}
+LARGEST_KEY = 60  # bits: up to them each number is its own hash
 OPCODES = (
     "PROTO FRAME STOP MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWFALSE NEWTRUE INT BININT "
     "BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
@@ -95,11 +96,13 @@ class _Bounded:
 
 
 def _with_plain_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """Tuples that hold one another twice, 60 deep, take for ever to hash, and a million deep overflow C's stack."""
+    """Tuples that hold one another twice, 60 deep, take for ever to hash, and a million deep overflow C's stack; of
+    large numbers any many can have one hash."""
 
     def checked(unpickler: Any) -> None:
-        if not {*map(type, unpickler.stack[keys])} <= KEYS:
-            raise pickle.UnpicklingError("a key that is neither text nor a number")
+        for key in unpickler.stack[keys]:
+            if type(key) not in KEYS or (type(key) is int and key.bit_length() > LARGEST_KEY):
+                raise pickle.UnpicklingError("a key that is neither text nor a number of a class")
         load(unpickler)
 
     return checked

@@ -77,7 +77,7 @@ def _close(descriptors: dict[int, int]) -> None:
 
 def _opened(path: Path, owner: int | None) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise

@@ -295,14 +295,25 @@ def grey(width, height):
     return file.getvalue()
 
 
+def scans(count):
+    """A small progressive JPEG with its last scan so many times."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (10, 200, 30)).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    start = content.rindex(b"\xff\xda")
+    last = content[start:-2]
+    return content[:start] + last * (count - content[:start].count(b"\xff\xda")) + content[-2:]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (grey(1, 60000), "48 x 2880000 pixels are more than 89,478,485"),
-        (grey(9500, 9500), "9500 x 9500 pixels are more than 89,478,485"),
+        (grey(1, 60000), "48 x 2880000 pixels are more than 67,108,864"),
+        (grey(9500, 9500), "9500 x 9500 pixels are more than 67,108,864"),
+        (scans(60), "60 scans are more than 50"),
         (None, "it must be a file of at most 134,217,728 bytes"),
     ],
-    ids=["a line", "many pixels", "a file of 1 TB"],
+    ids=["a line", "many pixels", "many scans", "a file of 1 TB"],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_picture_that_would_fill_the_memory_is_refused(tree, content, reason):

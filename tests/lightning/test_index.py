@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import tarfile
+import time
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -110,6 +111,29 @@ def test_what_is_no_index_is_refused_in_a_line(tmp_path, capsys, case):
 
 
 POSIX = b"\x80\x02cpathlib\nPurePosixPath\n"
+LONG = b"X" + (900_000).to_bytes(4, "little") + b"a" * 900_000
+BOMBS = {
+    "a long path of one text again and again": (
+        POSIX + b"(" + LONG + b"q\0" + b"h\0" * 400 + b"tR.",
+        "a path of more than 4096 characters",
+    ),
+    "numbers with one hash": (
+        b"\x80\x02}(" + b"".join(pickle.dumps((2**61 - 1) * i, 2)[2:-1] + b"K\1" for i in range(1, 60_000)) + b"u.",
+        "a key that is neither text nor a number of a class",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_bomb_is_refused_at_once(tmp_path, case):
+    content, reason = BOMBS[case]
+    (tmp_path / "train_data.pkl").write_bytes(content)
+    began = time.process_time()
+    with pytest.raises(DataError, match=reason):
+        index.read(tmp_path / "train_data.pkl")
+    assert time.process_time() - began < 2
+
+
 STATE = b"}X\x0a\x00\x00\x00__fspath__X\x06\x00\x00\x00forgeds"
 FORGED = {
     "the dictionary of a class": POSIX + STATE + b"b.",
