@@ -264,7 +264,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in IS_DAMAGE:  # it may be whole
+        if error.errno not in IS_DAMAGE and not isinstance(error, FileNotFoundError):  # it may be whole
             raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}; try again.") from None
         raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
     except ValidationError as error:

@@ -1,8 +1,10 @@
 """Ctrl-C without a traceback, whenever it comes: the first ends what runs in order, a second at once."""
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +17,22 @@ def listen() -> None:
         signal.signal(signal.SIGINT, _first)
         sys.excepthook = _quiet
         sys.unraisablehook = _quiet_at_the_end
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """Around the import of a framework, whose C++ an exception would abort: the first Ctrl-C counts at its end."""
+    if signal.getsignal(signal.SIGINT) is not _first:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda *_: _end() if came else came.append(1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _first)
+    if came:
+        _first()
 
 
 def _first(*_: object) -> None:

@@ -85,7 +85,7 @@ class Recipe(BaseModel):
     max_steps: Annotated[int, Field(gt=0, le=10**15)] | None = Field(None, description="stop after this many updates")
     seed: Seed = Field(0, description="of the weights, the order and the augmentation")
 
-    base_lr: Annotated[float, Field(gt=0, le=1e9)] = Field(description="learning rate at base_batch_size")
+    base_lr: Annotated[float, Field(gt=0, le=1e38)] = Field(description="learning rate at base_batch_size")
     base_batch_size: Number | None = Field(None, description="global batch that base_lr holds at")
     lr_rule: Literal["none", "linear", "sqrt"] = Field("none", description="how the LR follows the batch")
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(0.0, description="epochs of linear warm-up from 0")

@@ -62,8 +62,10 @@ ENDS = {
 
 @pytest.mark.parametrize(("ends", "addresses"), ENDS.values(), ids=ENDS)
 def test_the_address_at_which_all_ranks_reach_a_rank(ends, addresses):
-    wires = Wires(Topology(0, 3, 0, 1, 0, "a", "srun", None), 1.0)
-    wires.peers = [Peer(socket.socket(), 0.0, rank, Seat("b", 1, 0, port=7), ends=ends[rank - 1]) for rank in (2, 1)]
+    wires = Wires(Topology(0, 3, 0, 1, 0, "a", "srun", None), 1.0, print)
+    wires.peers = [
+        Peer(socket.socket(), 0.0, 0.0, rank, Seat("b", 1, 0, port=7), ends=ends[rank - 1]) for rank in (2, 1)
+    ]
     seats = wires.seats()
     wires.close()
     assert [seat.address for seat in seats] == addresses

@@ -2,9 +2,9 @@
 
 import sys
 
-if __name__ == "__main__":  # before the imports, which take a while
-    from hvdtrain import interrupts
+from hvdtrain import interrupts
 
+if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
 from hvdtrain import run
@@ -16,12 +16,14 @@ def train(prepared: run.Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     check(prepared.recipe)
     try:
-        import lightning.pytorch  # noqa: F401
+        with interrupts.postponed():
+            import lightning.pytorch  # noqa: F401
     except ImportError as error:
         raise EngineUnavailable(
             f"Lightning cannot be imported ({error}); install it: pip install -e .[lightning]"
         ) from None
-    from hvdtrain.lightning.train import train as train_with_lightning
+    with interrupts.postponed():
+        from hvdtrain.lightning.train import train as train_with_lightning
 
     train_with_lightning(prepared)
 

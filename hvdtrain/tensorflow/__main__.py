@@ -5,9 +5,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-if __name__ == "__main__":  # before the imports, which take a while
-    from hvdtrain import interrupts
+from hvdtrain import interrupts
 
+if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
 from hvdtrain import run
@@ -22,7 +22,7 @@ BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable t
 
 def train(prepared: run.Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
-    with without_banner():
+    with without_banner(), interrupts.postponed():
         from hvdtrain.tensorflow.train import train as train_with_tensorflow
 
     train_with_tensorflow(prepared)

@@ -1,8 +1,8 @@
 import sys
 
-if __name__ == "__main__":  # before the imports, which take a while
-    from hvdtrain import interrupts
+from hvdtrain import interrupts
 
+if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
 from hvdtrain import run
@@ -10,7 +10,8 @@ from hvdtrain import run
 
 def train(prepared: run.Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
-    from hvdtrain.torch.train import train as train_with_torch
+    with interrupts.postponed():
+        from hvdtrain.torch.train import train as train_with_torch
 
     train_with_torch(prepared)
 

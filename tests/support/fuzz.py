@@ -9,7 +9,6 @@ import io
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import tempfile
@@ -17,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from memory import peak_mib
 
 from hvdtrain import cli, dry_run, flags, meeting, mpi, predict, recipe, slurm, topology
 from hvdtrain.doctor import gather, launch
@@ -472,7 +473,7 @@ def main(name: str, seed: int, count: int) -> None:
                 wrong.append((number, told))
             slowest = max(slowest, time.process_time() - started)
         os.chdir("/")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = peak_mib()
     print(
         json.dumps(
             {"reader": name, "inputs": count, "wrong": wrong[:5], "wrongs": len(wrong), "slowest": slowest, "mib": peak}

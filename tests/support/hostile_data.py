@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 from cifar100_files import batch
+from memory import peak_mib
 from PIL import Image
 
 from hvdtrain import datasets
@@ -508,7 +509,7 @@ def main(name: str, count: int, seed: int, folder: Path) -> int:
         if wrong:
             failed += 1
             print(f"--- {label}: {wrong}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    peak = peak_mib()
     print(f"{read} read, {failed} failed, at most {peak} MB")
     return bool(failed)
 
