@@ -25,8 +25,14 @@ def postponed() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not _first:
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda *_: _end() if came else came.append(1))
+    came = []
+
+    def later(*_: object) -> None:
+        if came:
+            _end()
+        came.append(True)
+
+    signal.signal(signal.SIGINT, later)
     try:
         yield
     finally:
