@@ -25,7 +25,7 @@ def postponed() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not _first:
         yield
         return
-    came = []
+    came: list[bool] = []
 
     def later(*_: object) -> None:
         if came:
@@ -38,7 +38,7 @@ def postponed() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, _first)
     if came:
-        _first()
+        _first(signal.SIGINT, None)
 
 
 def _first(*_: object) -> None:
