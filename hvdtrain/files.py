@@ -28,6 +28,21 @@ def write(path: Path, text: str) -> None:
         file.write(text)
 
 
+def write_last_words(path: Path, text: str) -> None:
+    """The same of a process that may be killed within moments: seen at once, and synced only then. Raises OSError.
+
+    A busy disk takes seconds to sync. A power cut within them may leave the file empty.
+    """
+    unfinished = temporary(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except BaseException:
+        remove(unfinished)
+        raise
+    sync(path, path.parent)
+
+
 @contextlib.contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
     """A file to write, of text or bytes, which takes the place of `path` once the block ends well. Raises OSError."""

@@ -37,7 +37,8 @@ class RunFolder:
 
     def write_status(self, state: State, **facts: Any) -> None:
         """`status.json`, replaced in one piece: state, the time in seconds since 1970, and the facts."""
-        files.write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **facts}, indent=1))
+        write = files.write_last_words if state == "failed" else files.write  # a launcher ends it soon
+        write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **facts}, indent=1))
 
 
 @dataclass(frozen=True)

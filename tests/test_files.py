@@ -163,3 +163,15 @@ def test_fuzzed_json_is_refused_or_small():
             continue
         json.dumps(value, indent=1)
         assert time.monotonic() - began < 2, text[:80]
+
+
+def test_last_words_are_seen_before_they_are_synced(tmp_path, monkeypatch):
+    """A launcher kills a rank of a lost run while a busy disk syncs."""
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append((tmp_path / "status").read_text()))
+    (tmp_path / "status").write_text("old")
+    files.write_last_words(tmp_path / "status", "new")
+    assert seen == ["new", "new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["status"]
+    with pytest.raises(OSError, match="No such file"):
+        files.write_last_words(tmp_path / "none" / "status", "new")
