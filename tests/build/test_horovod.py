@@ -1,7 +1,6 @@
 """The Horovod that `python -m hvdtrain build` has installed: its edits, seen from outside."""
 
 import base64
-import importlib.metadata
 import os
 import pickle
 import subprocess
@@ -11,19 +10,13 @@ from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
+from ranks import needs_our_horovod
 
 from hvdtrain import mpi
 from hvdtrain.build.allreduce import proof_line
 from hvdtrain.build.probe import FRAMEWORK_WHEELS
 
-try:
-    BUILT = importlib.metadata.version("horovod")
-except importlib.metadata.PackageNotFoundError:
-    BUILT = "none"
-pytestmark = [
-    pytest.mark.launched,
-    pytest.mark.skipif("+hvdtrain." not in BUILT, reason=f"horovod is {BUILT}: python -m hvdtrain build"),
-]
+pytestmark = [pytest.mark.launched, needs_our_horovod]
 
 SLOW = ("start_again[gloo-tensorflow]", "start_again[mpi-")  # what the build has proved
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")

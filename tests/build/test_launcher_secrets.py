@@ -1,6 +1,5 @@
 """horovodrun under the eyes of another user: no command line, here or behind ssh, holds a value of the environment."""
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -10,15 +9,9 @@ from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
+from ranks import needs_our_horovod
 
-try:
-    BUILT = importlib.metadata.version("horovod")
-except importlib.metadata.PackageNotFoundError:
-    BUILT = "none"
-pytestmark = [
-    pytest.mark.launched,
-    pytest.mark.skipif("+hvdtrain." not in BUILT, reason=f"horovod is {BUILT}: python -m hvdtrain build"),
-]
+pytestmark = [pytest.mark.launched, needs_our_horovod]
 
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 NOBODY = 65534

@@ -20,19 +20,13 @@ import time
 
 import pytest
 from paths import REPOSITORY
+from ranks import needs_our_horovod
 
 from hvdtrain import gloo
 from hvdtrain.build.rendezvous_edits import RENDEZVOUS
 from hvdtrain.meeting import Seat
 
-try:
-    BUILT = importlib.metadata.version("horovod")
-except importlib.metadata.PackageNotFoundError:
-    BUILT = "none"
-pytestmark = [
-    pytest.mark.launched,
-    pytest.mark.skipif("+hvdtrain." not in BUILT, reason=f"horovod is {BUILT}: python -m hvdtrain build"),
-]
+pytestmark = [pytest.mark.launched, needs_our_horovod]
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 SEATS = [Seat("localhost", 0, rank, "127.0.0.1") for rank in (0, 1)]

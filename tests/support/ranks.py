@@ -1,6 +1,7 @@
 """Starting real ranks for tests: a clean environment, a time limit, and nothing left behind."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -50,6 +51,13 @@ def lacking(framework: str) -> str:
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch: pip install -e .[torch]")
 needs_horovod = pytest.mark.skipif(
     not importlib.util.find_spec("horovod"), reason="needs Horovod: python -m hvdtrain build"
+)
+try:
+    BUILT = importlib.metadata.version("horovod")
+except importlib.metadata.PackageNotFoundError:
+    BUILT = "none"
+needs_our_horovod = pytest.mark.skipif(
+    "+hvdtrain." not in BUILT, reason=f"horovod is {BUILT}: python -m hvdtrain build"
 )
 NEEDS = {name: pytest.mark.skipif(bool(lacking(name)), reason=lacking(name)) for name in TITLES}
 needs_tensorflow = NEEDS["tensorflow"]
