@@ -27,9 +27,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import HTML
 
-from hvdtrain.labs import line, style
-from hvdtrain.labs.scale import scaled
 from hvdtrain.sharding import Epoch
+from labtools import line, style
+from labtools.scale import scaled
 
 FRAMEWORK = os.environ.get("HVDTRAIN_LAB_FRAMEWORK", "torch")  # or "tensorflow": restart the kernel to change it
 EPOCHS = scaled(20, least=6)

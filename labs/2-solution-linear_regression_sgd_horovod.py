@@ -36,12 +36,12 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdtrain.labs import Ranks, line, style, tell
-from hvdtrain.labs.exercise import Check
-from hvdtrain.labs.live import LivePaths, beside, progress
-from hvdtrain.labs.scale import scaled
 from hvdtrain.schedule import peak_lr
 from hvdtrain.sharding import Epoch
+from labtools import Ranks, line, style, tell
+from labtools.exercise import Check
+from labtools.live import LivePaths, beside, progress
+from labtools.scale import scaled
 
 style.use()
 EPOCHS = scaled(6)

@@ -25,8 +25,8 @@ import os
 import matplotlib.pyplot as plt
 import numpy as np
 
-from hvdtrain.labs import Ranks, ring, run_mpi, style
-from hvdtrain.labs.scale import scaled
+from labtools import Ranks, ring, run_mpi, style
+from labtools.scale import scaled
 
 style.use()
 

@@ -30,11 +30,11 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from hvdtrain.labs import batches, style
-from hvdtrain.labs.batches import History, Setting
-from hvdtrain.labs.scale import scaled
 from hvdtrain.schedule import Schedule, peak_lr
 from hvdtrain.sharding import Epoch
+from labtools import batches, style
+from labtools.batches import History, Setting
+from labtools.scale import scaled
 
 style.use()
 torch.set_num_threads(1)  # the trainings run side by side instead, one on each core

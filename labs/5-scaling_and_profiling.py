@@ -29,8 +29,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from hvdtrain.labs import Ranks, profiling, scaling, style
-from hvdtrain.labs.scale import scaled
+from labtools import Ranks, profiling, scaling, style
+from labtools.scale import scaled
 
 style.use()
 ranks = Ranks(4, preload=["torch._dynamo", "torchvision.models", "sklearn.datasets"])

@@ -9,9 +9,9 @@ import numpy as np
 import paths
 import pytest
 
-from hvdtrain.labs import batches
-from hvdtrain.labs.batches import History, Setting
 from hvdtrain.sharding import Epoch
+from labtools import batches
+from labtools.batches import History, Setting
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 LAB = paths.LABS / "4-large_batches.py"

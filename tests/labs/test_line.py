@@ -11,7 +11,7 @@ import numpy as np
 import paths
 import pytest
 
-from hvdtrain.labs import line
+from labtools import line
 
 SLOW = ("both_frameworks",)
 LAB = paths.LABS / "1-linear_regression_sgd_single_gpu.py"
@@ -41,7 +41,7 @@ def walked(framework, folder):
     lab = jupytext.read(LAB)
     lab.cells.append(nbformat.v4.new_code_cell(TOLD.format(to=str(folder / framework))))
     environ = {**os.environ, "HVDTRAIN_LAB_FRAMEWORK": framework, "HVDTRAIN_LAB_SCALE": "0.1"}
-    nbclient.NotebookClient(lab, timeout=200, kernel_name="python3").execute(env=environ)
+    nbclient.NotebookClient(lab, timeout=200, kernel_name="python3", resources=paths.IN_LABS).execute(env=environ)
     return {size: np.array(path) for size, path in json.loads((folder / framework).read_text()).items()}
 
 

@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import paths
 import pytest
 
-from hvdtrain.labs import LabError, Ranks, run_mpi, tell
-from hvdtrain.labs.scale import scaled
+from labtools import LabError, Ranks, run_mpi, tell
+from labtools.scale import scaled
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
@@ -137,7 +138,7 @@ def test_a_failure_is_explained(ranks, function, text):
 
 
 def test_ranks_that_wait_for_one_another(ranks, monkeypatch):
-    monkeypatch.setattr("hvdtrain.labs.ranks.AFTER_FIRST", 1.0)
+    monkeypatch.setattr("labtools.ranks.AFTER_FIRST", 1.0)
     with pytest.raises(
         LabError, match=r"^Rank 0 still waits in skips_a_collective\(\), while rank 1 has come to its end."
     ):
@@ -216,7 +217,7 @@ def test_ranks_beside_engines_over_mpi(engines):
 
 NOTEBOOK = """
 import os, time
-from hvdtrain.labs import Ranks, tell
+from labtools import Ranks, tell
 
 def sleeps():
     tell((os.getpid(), os.getppid()))
@@ -237,7 +238,9 @@ def alive(pid):
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_notebook(how):
     """Also in the middle of a run."""
-    with subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True) as notebook:
+    with subprocess.Popen(
+        [sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True, cwd=paths.LABS
+    ) as notebook:
         pids = [int(pid) for _ in range(2) for pid in notebook.stdout.readline().split()]
         notebook.send_signal(how)
     deadline = time.monotonic() + 60

@@ -9,7 +9,7 @@ import numpy as np
 import paths
 import pytest
 
-from hvdtrain.labs import ring, run_mpi
+from labtools import ring, run_mpi
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")

@@ -6,8 +6,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from hvdtrain.labs import LabError, Ranks, profiling, scaling
-from hvdtrain.labs.scaling import StepModel
+from labtools import LabError, Ranks, profiling, scaling
+from labtools.scaling import StepModel
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")

@@ -25,19 +25,20 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.labs import LabError, Ranks
-from hvdtrain.labs.admission import Listener, connect
+from labtools import LabError, Ranks
+from labtools.admission import Listener, connect
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 SLOW = ("beside_engines",)
 pytestmark = pytest.mark.launched
 NOBODY = 65534
+LABS = Path(__file__).parents[2] / "labs"
 LOOPBACK = ("127.0.0.1", 0)
 IN_ENVIRONMENT = "what-only-the-environment-holds"
 
 NOTEBOOKS = {
     "local": """
-from hvdtrain.labs import Ranks
+from labtools import Ranks
 def function():
     import time, horovod.torch as hvd
     hvd.init()
@@ -47,7 +48,7 @@ if __name__ == "__main__":
     Ranks(2).run(function, seconds=600)
 """,
     "mpi": """
-from hvdtrain.labs import run_mpi
+from labtools import run_mpi
 def function():
     import time
     from mpi4py import MPI
@@ -110,7 +111,7 @@ class Notebook:
         folder.mkdir()
         environ = {**os.environ, "MARK": self.mark, "LAB_TOKEN": IN_ENVIRONMENT, "TMPDIR": str(folder)}
         command = [sys.executable, "-c", NOTEBOOKS[kind]]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=LABS)
 
     def processes(self):
         """Process ids and command lines, as ps shows them."""
@@ -164,7 +165,7 @@ def over_http(ports, marker):
 
 
 def role(command):
-    started = re.search(r"hvdtrain\.labs\.start *(\w*)", command)
+    started = re.search(r"labtools\.start *(\w*)", command)
     if started:
         return "rank" if started[1] in {"local", "mpi", "engine"} else "launcher"
     return Path(command.split(" ")[0]).name
@@ -363,7 +364,7 @@ def test_random_openings(seed=16, number=1000):
 
 
 def test_a_stranger_who_dribbles_is_let_go_in_time(monkeypatch):
-    monkeypatch.setattr("hvdtrain.labs.admission.HANDSHAKE", 0.5)
+    monkeypatch.setattr("labtools.admission.HANDSHAKE", 0.5)
     listener = Listener(LOOPBACK, 2, secrets.token_bytes(32))
     begun = time.monotonic()
     with socket.create_connection(listener.address) as stranger, pytest.raises(OSError, match=r"Broken pipe|reset"):
@@ -385,8 +386,8 @@ IMPOSTORS = {
 @pytest.mark.parametrize(("greet", "error"), IMPOSTORS.values(), ids=IMPOSTORS)
 def test_a_rank_believes_no_impostor(greet, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hvdtrain.labs.admission.HANDSHAKE", 0.3)
-    monkeypatch.setattr("hvdtrain.labs.admission.ATTEMPTS", 2)
+    monkeypatch.setattr("labtools.admission.HANDSHAKE", 0.3)
+    monkeypatch.setattr("labtools.admission.ATTEMPTS", 2)
 
     def pose():
         with contextlib.suppress(OSError):

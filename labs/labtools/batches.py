@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hvdtrain import datasets
 from hvdtrain.datasets.cifar100 import FOLDER
 from hvdtrain.datasets.download import default_data_dir
-from hvdtrain.labs.style import COLOURS, Look
+from labtools.style import COLOURS, Look
 
 Rule = Literal["none", "sqrt", "linear"]
 Examples = tuple[NDArray[np.float32], NDArray[np.int64]]

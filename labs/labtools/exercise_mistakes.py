@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.labs.exercise_ranks import BASE_BATCH, BASE_LR, World
+from labtools.exercise_ranks import BASE_BATCH, BASE_LR, World
 
 _CLOSE = 1e-5
 _COMPRESSED = 2e-3  # how far gradients sent as float16 may lead from the path

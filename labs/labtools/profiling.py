@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from hvdtrain.errors import LabError
-from hvdtrain.labs.style import COLOURS
+from labtools.style import COLOURS
 
 Numbers = NDArray[np.float64]
 

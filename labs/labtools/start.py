@@ -1,4 +1,4 @@
-"""The programs that a notebook starts: `python -m hvdtrain.labs.start KIND ...`, with nothing secret in it."""
+"""The programs that a notebook starts: `python -m labtools.start KIND ...`, with nothing secret in it."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hvdtrain.labs import admission, worker
+from labtools import admission, worker
 
 FINISH = 2.0  # seconds in which mpirun ends by itself, once its ranks have
 STOP = 5.0  # seconds in which it ends after SIGTERM
@@ -42,7 +42,7 @@ def _mpirun(size: str, path: str) -> None:
 
     horovodrun knows what Open MPI and MPICH want on a single machine, and for root.
     """
-    rank = [sys.executable, "-m", "hvdtrain.labs.start", "mpi", path]
+    rank = [sys.executable, "-m", "labtools.start", "mpi", path]
     horovodrun = [sys.executable, "-m", "horovod.runner.launch", "--mpi", "-np", size]
     mpirun = subprocess.Popen([*horovodrun, *rank], stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=_end_with_notebook, args=(mpirun.pid,), daemon=True).start()

@@ -12,10 +12,10 @@ from typing import Any
 
 from hvdtrain import gloo, keys
 from hvdtrain.errors import EngineUnavailable, LabError
-from hvdtrain.labs import processes
-from hvdtrain.labs.processes import Rank
 from hvdtrain.meeting import Seat
 from hvdtrain.topology import Topology
+from labtools import processes
+from labtools.processes import Rank
 
 AFTER_FIRST = 10.0  # seconds the other ranks have, once one has its result and longer than it took
 AFTER_FAILURE = 0.5  # seconds in which others may fail alike

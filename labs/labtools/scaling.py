@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter, ScalarFormatter
 from numpy.typing import ArrayLike
 
-from hvdtrain.labs.style import COLOURS
 from hvdtrain.scaling import BACKWARD, Numbers, StepModel, gain_of_halving  # noqa: F401  # the lab's own
+from labtools.style import COLOURS
 
 IMAGES = 10 * 1_281_167
 """What every run of JSC's series reads: 10 epochs of ImageNet."""

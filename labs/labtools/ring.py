@@ -190,7 +190,7 @@ def _draw_step(axes: "Axes", sends: Sequence[Step], shades: Any) -> None:
 
 def _draw_arrow(axes: "Axes", rank: int, step: Step, ranks: int) -> None:
     """From the sender's chunk to the receiver's; from the last rank to the first it leaves below and enters above."""
-    from hvdtrain.labs import style
+    from labtools import style
 
     arrow = {"arrowstyle": "-|>,head_width=.35,head_length=.5", "lw": 3, "color": style.COLOURS["vermillion"]}
     arrow |= {"shrinkA": 0, "shrinkB": 0}
@@ -207,7 +207,7 @@ def draw_times(times: Mapping[int, Times], sizes: np.ndarray, links: Mapping[int
     """
     import matplotlib.pyplot as plt
 
-    from hvdtrain.labs import style
+    from labtools import style
 
     figure, panels = plt.subplots(1, len(times), figsize=(7 * len(times), 7.5), sharey=True, squeeze=False)
     fine = np.geomspace(sizes[0], sizes[-1], 100)

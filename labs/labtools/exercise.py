@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import LabError
-from hvdtrain.labs import exercise_mistakes as mistakes
-from hvdtrain.labs import exercise_ranks as on_rank
-from hvdtrain.labs.exercise_ranks import BASE_BATCH, BASE_LR
-from hvdtrain.labs.ranks import Ranks
+from labtools import exercise_mistakes as mistakes
+from labtools import exercise_ranks as on_rank
+from labtools.exercise_ranks import BASE_BATCH, BASE_LR
+from labtools.ranks import Ranks
 
 _SIZE = 4
 _EPOCHS = 6

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike, NDArray
 
 from hvdtrain import datasets
-from hvdtrain.labs.style import COLOURS, Look, of_rank
+from labtools.style import COLOURS, Look, of_rank
 
 SLOPES = (0.0, 4.0)
 """The part of the loss surface that is drawn: slopes from, to."""

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import datasets
-from hvdtrain.labs.worker import tell
 from hvdtrain.sharding import Epoch
+from labtools.worker import tell
 
 BASE_LR, BASE_BATCH = 0.1, 50
 _MOMENTUM = 0.5

@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.labs import line
-from hvdtrain.labs.style import of_rank
+from labtools import line
+from labtools.style import of_rank
 
 _REDRAW = 0.2  # seconds, at least, from one picture to the next
 _RANKS_TURN = 2.0  # times as long as drawing took, so that it does not keep the ranks from running

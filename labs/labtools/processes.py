@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -19,11 +19,12 @@ from typing import IO, Any
 
 from hvdtrain import meeting
 from hvdtrain.errors import LabError
-from hvdtrain.labs.admission import Listener
+from labtools.admission import Listener
 
 START = 90.0  # seconds for the ranks to come: each loads a framework, on a laptop in turns
 END = 10.0  # seconds for a process to end, once its connection is closed
 LOOPBACK = "127.0.0.1"
+LABS = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def beside(engines: Engines, preload: Sequence[str]) -> Processes:
     size, key = len(engines.views), secrets.token_bytes(32)
     listener = Listener((engines.host, 0), size, key)
     for rank, view in enumerate(engines.views):
+        view.execute(f"import sys; sys.path.append({str(LABS)!r})")
         view.apply_async(_beside_engine, (listener.address, key, rank, tuple(preload)))
     return Processes(size, listener.admitted, listener=listener, host=engines.host)
 
@@ -172,7 +174,7 @@ def _beside_engine(given: tuple[Any, ...]) -> None:
     """On an engine: a process beside it, which no MPI of the engine's disturbs, and waits for its end."""
     launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "HYDI_", "MPI_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    subprocess.run(_command("engine"), input=pickle.dumps(given), env={"OMP_NUM_THREADS": "1", **kept}, check=True)
+    subprocess.run(_command("engine"), input=pickle.dumps(given), env=_environment(kept), check=True)
 
 
 def _start(*arguments: object, stdin: int = subprocess.DEVNULL, pass_fds: Sequence[int] = ()) -> _Child:
@@ -185,14 +187,20 @@ def _start(*arguments: object, stdin: int = subprocess.DEVNULL, pass_fds: Sequen
         stdout=output,
         stderr=subprocess.STDOUT,
         pass_fds=pass_fds,
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PATH": path},
+        env={**_environment(os.environ), "PATH": path},
         start_new_session=True,  # the interrupt of a cell is not for it
     )
     return _Child(process, output)
 
 
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """With the folder of `labtools`, which is not installed, among those that a rank imports from."""
+    path = f"{LABS}{os.pathsep}{environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    return {"OMP_NUM_THREADS": "1", **environ, "PYTHONPATH": path}
+
+
 def _command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "hvdtrain.labs.start", *map(str, arguments)]
+    return [sys.executable, "-m", "labtools.start", *map(str, arguments)]
 
 
 def _end(connections: list[Connection], children: Sequence[_Child], listener: Listener | None) -> None:
