@@ -1,6 +1,5 @@
 """`python -m hvdtrain convert RUN --to FRAMEWORK`: a run's newest checkpoint for the other framework."""
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 import tyro
 
 from hvdtrain import checkpoint, files, flags, output
@@ -27,7 +27,7 @@ BATCHES = "num_batches_tracked"  # PyTorch counts them, and with a fixed momentu
 ALONE = "linear"  # TensorFlow's name for the layer that is PyTorch's whole model, and nameless there
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Turns a run's newest checkpoint into one that the other framework goes on from."""
 

@@ -11,11 +11,11 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
+import pydantic
 import tyro
 from numpy.typing import NDArray
 from PIL import Image
@@ -31,7 +31,7 @@ CHUNK = 256
 SUFFIXES = {"JPEG": "jpg"}
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Packs an ImageNet-style folder, or the pictures that index files name, into shards to train from."""
 

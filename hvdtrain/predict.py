@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,7 +44,7 @@ WORTH_TELLING = 0.05  # of the time
 WIDE = 1.2  # of the band's ends
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Predicts time, throughput and efficiency on N ranks.
 

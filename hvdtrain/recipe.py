@@ -36,6 +36,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator
 RULES = {  # pydantic's name of a broken rule: how a person would say it
     "int_type": "be a whole number",
     "int_from_float": "be a whole number",
+    "int_parsing": "be a whole number",
+    "int_parsing_size": "have at most 4,300 digits",
+    "float_parsing": "be a number",
     "float_type": "be a number",
     "finite_number": "be a finite number",
     "bool_type": "be true or false",
@@ -339,8 +342,12 @@ def _first_line(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{key} is missing; it says: {Recipe.model_fields[key].description}."
     subject = f"each of {key}" if len(first["loc"]) > 1 else key
-    rule = RULES.get(first["type"], "be valid ({error})").format(error=first["msg"], **first.get("ctx", {}))
-    return f"{subject} must {rule}, got {quoted(first['input'])}."
+    return f"{subject} must {rule(first)}, got {quoted(first['input'])}."
+
+
+def rule(error: Mapping[str, Any]) -> str:
+    """The rule that a pydantic error says is broken, as a person would say it after "must"."""
+    return RULES.get(error["type"], "be valid ({error})").format(error=error["msg"], **error.get("ctx", {}))
 
 
 def _check_together(recipe: Recipe) -> None:

@@ -1,6 +1,5 @@
 """`python -m hvdtrain slurm --site NAME -- COMMAND`: a site's job script, printed or submitted, or one checked."""
 
-import dataclasses
 import re
 import shlex
 import subprocess
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain import flags
@@ -76,7 +76,7 @@ TF_CONFIG = """\
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Prints the job script that starts COMMAND (after --) on a site's nodes, or checks one.
 

@@ -171,14 +171,14 @@ REFUSED = {
     ),
     "choice": (
         "linear --precision float8",
-        "--precision must be one of 'float32', 'bfloat16', 'float16', 'float64', got 'float8'; --help lists the flags.",
+        "--precision must be 'float32', 'bfloat16', 'float16' or 'float64', got 'float8'; --help lists the flags.",
     ),
     "resume": (
         "linear --resume maybe",
-        "--resume must be one of 'auto', 'never', got 'maybe'; --help lists the flags.",
+        "--resume must be 'auto' or 'never', got 'maybe'; --help lists the flags.",
     ),
-    "negative": ("linear --epochs -3", "epochs must be greater than 0, got -3."),
-    "NaN": ("linear --lr nan", "base_lr must be a finite number, got nan."),
+    "negative": ("linear --epochs -3", "--epochs must be greater than 0, got '-3'; --help lists the flags."),
+    "NaN": ("linear --lr nan", "--lr/--base-lr must be a finite number, got 'nan'; --help lists the flags."),
     "batch said twice": (
         "linear --batch-size 100 --batch-size-per-rank 10",
         "the batch must be said once: batch_size (global) or batch_size_per_rank, "

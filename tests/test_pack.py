@@ -257,7 +257,7 @@ def test_an_empty_folder_is_filled(tree, tmp_path):
         (["--resize", "-1"], "--resize must be at least 1, got -1."),
         (["--quality", "96"], "--quality must lie in [1, 95], got 96."),
         (["--seed", "-1"], "--seed must be at least 0, got -1."),
-        (["--format", "zip"], "--format must be one of 'webdataset', 'tfrecord', got 'zip'; --help lists the flags."),
+        (["--format", "zip"], "--format must be 'webdataset' or 'tfrecord', got 'zip'; --help lists the flags."),
     ],
     ids=["shard-mb", "shards", "resize", "quality", "seed", "format"],
 )

@@ -374,7 +374,7 @@ REFUSED = {  # argv: the one line
     ),
     "launcher": (
         ["--site", "capella", "--launcher", "mpirun", "--", "x"],
-        "--launcher must be one of 'srun', 'torchrun', 'tf-config', got 'mpirun'; --help lists the flags.",
+        "--launcher must be 'srun', 'torchrun' or 'tf-config', got 'mpirun'; --help lists the flags.",
     ),
     "unknown flag": (
         ["--sites", "capella", "--", "x"],

@@ -7,10 +7,10 @@ from its slowest link, whatever N. Source: nccl-tests, doc/PERFORMANCE.md.
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain import flags
@@ -30,7 +30,7 @@ Found = dict[str, dict[int, list[float]]]
 """Library -> bytes -> seconds of one allreduce, one figure a round."""
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
     """Measures allreduce of Horovod and of torch.distributed. Under srun, mpirun or torchrun each rank calls it; alone,
     it starts ranks on this machine, over MPI and over Gloo."""

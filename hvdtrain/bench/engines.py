@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain import errors, flags
@@ -25,7 +26,7 @@ WARM_UP = 3  # steps
 MOST_BYTES = 2**28  # of a run's metrics
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
     """Measures every engine's step time, each in runs of its own."""
 

@@ -18,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import pydantic
 import tyro
 from PIL import Image
 
@@ -38,7 +38,7 @@ TICK = 1 / os.sysconf("SC_CLK_TCK")
 """Seconds: processor time is counted in these."""
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
     """Measures images a second and core of hvdtrain's readers beside torchvision's loader."""
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             pack.pack(pack.Options(folder, packed))
         kept = Path(scratch, "found.json")
         numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
-        command = [sys.executable, "-m", "hvdtrain.torch.loading", folder, packed, kept, *map(str, numbers)]
+        command = [sys.executable, "-m", "hvdtrain.torch.loading", *map(str, (folder, packed, kept, *numbers))]
         if code := subprocess.run(command, check=False).returncode:
             return code
         facts = json.loads(kept.read_text())

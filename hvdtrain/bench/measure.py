@@ -6,10 +6,10 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import pydantic
 import tyro
 
 from hvdtrain import files
@@ -23,7 +23,7 @@ MOST = 1_000_000  # of rounds, steps, pictures
 LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "lightning", "mpi4py", "numpy")
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Kept:
     """The flags by which a benchmark keeps what it found."""
 

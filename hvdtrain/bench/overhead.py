@@ -1,9 +1,9 @@
 """`bench overhead`: hvdtrain's step beside that of a hand-written loop, in the same processes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain import flags
@@ -19,7 +19,7 @@ HAND_WRITTEN = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
     """Measures hvdtrain's step time over that of a hand-written loop."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain import flags, slurm
@@ -37,7 +38,7 @@ CPU_BATCH = 16
 MOST_RANKS = measure.MOST_RANKS
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
     """Measures the step on growing numbers of ranks, in turn, and tells the efficiency.
 

@@ -3,10 +3,10 @@
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain import flags
@@ -27,7 +27,7 @@ PROG = "python -m hvdtrain bench train"
 RUN = ("digits",)
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
     """Measures what limits a training: `bench train [flags] -- RECIPE [flags of a run]`; digits where none is given.
 

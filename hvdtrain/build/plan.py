@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain.build.launcher_secrets import LAUNCHER_SECRETS
@@ -26,7 +27,7 @@ TOOLS = ("setuptools", "wheel", "packaging", "cmake", "ninja", "cffi", "pycparse
 CUDA_ARCHITECTURES = "75,80,86,89,90,100,120"
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Builds Horovod against the frameworks of this environment, installs it, and proves it."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
+import pydantic
 import tyro
 
 from hvdtrain import mpi
@@ -18,7 +19,7 @@ from hvdtrain.doctor.facts import Check, Facts, Rank, Step, count
 from hvdtrain.topology import discover
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Checks this machine, and inside a job step the step; exit code 1 where something is to be mended."""
 
