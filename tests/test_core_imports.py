@@ -29,9 +29,10 @@ for name in sys.argv[2:]:
 
 
 def core() -> list[str]:
-    """Every module outside the adapters."""
+    """Every module outside the adapters, without a benchmark's workers in one framework."""
     paths = (path.relative_to(HOUSE.parent).with_suffix("") for path in HOUSE.rglob("*.py"))
-    names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths if path.parts[1] not in ADAPTERS)
+    paths = (path for path in paths if not {path.parts[1], path.name.partition("_")[0]} & set(ADAPTERS))
+    names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
     return [name for name in names if name != "hvdtrain.__main__"]
 
 

@@ -22,6 +22,7 @@ from hvdtrain.untrusted import quoted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+WORKER = "hvdtrain.bench.workers.torch_allreduce"
 MB = 10**6
 MOST_MB = 4096
 WAYS = {"MPI": "--mpi", "Gloo": "--gloo"}
@@ -61,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
     """Measures; the exit code. Raises HvdtrainError."""
     options = parse(argv)
     if discover(os.environ).size > 1:
-        ranks.become(["hvdtrain.torch.allreduce", *argv])
+        ranks.become([WORKER, *argv])
     found: Found = {}
     ways = dict(WAYS)
     for number in range(options.rounds):
         for way, flag in list(ways.items()) if number % 2 == 0 else reversed(list(ways.items())):
             try:
-                now = ranks.start(["hvdtrain.torch.allreduce", *argv, "--rounds", "1"], "horovod", options.ranks, flag)
+                now = ranks.start([WORKER, *argv, "--rounds", "1"], "horovod", options.ranks, flag)
             except EngineUnavailable as error:
                 print(f"Horovod over {way} is left out: {error}", file=sys.stderr, flush=True)
                 del ways[way]

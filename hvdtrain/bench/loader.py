@@ -31,6 +31,7 @@ from hvdtrain.bench import measure
 from hvdtrain.datasets import shards
 from hvdtrain.errors import EngineUnavailable, RecipeError
 
+WORKER = "hvdtrain.bench.workers.torch_loading"
 GENERATED = 256
 CLASSES = 4
 SIZE = (500, 375)
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             pack.pack(pack.Options(folder, packed))
         kept = Path(scratch, "found.json")
         numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
-        command = [sys.executable, "-m", "hvdtrain.torch.loading", *map(str, (folder, packed, kept, *numbers))]
+        command = [sys.executable, "-m", WORKER, *map(str, (folder, packed, kept, *numbers))]
         if code := subprocess.run(command, check=False).returncode:
             return code
         facts = json.loads(kept.read_text())

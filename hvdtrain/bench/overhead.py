@@ -34,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain bench overhead", argv)
     _check(options)
-    program = [f"hvdtrain.{options.framework}.overhead", options.recipe, str(options.rounds), options.engine]
+    worker = f"hvdtrain.bench.workers.{options.framework}_overhead"
+    program = [worker, options.recipe, str(options.rounds), options.engine]
     facts = ranks.start(program, options.engine, options.ranks)
     _tell(facts["step_seconds"], facts["ratios"])
     times = facts["step_seconds"]

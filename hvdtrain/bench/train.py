@@ -43,7 +43,7 @@ class Options(measure.Kept):
 def main(argv: Sequence[str]) -> int:
     """Measures; the exit code. Raises HvdtrainError."""
     options, of_run = parse(argv)
-    program = [f"hvdtrain.{options.framework}.limits", *argv]
+    program = [f"hvdtrain.bench.workers.{options.framework}_limits", *argv]
     if discover(os.environ).size > 1:
         ranks.become(program)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hvdtrain import overhead
+from hvdtrain.bench.workers import overhead
 from hvdtrain.run import Run
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.models import resnet50
@@ -79,7 +79,7 @@ def loops(run: Run) -> overhead.Loops:
     engine = open_engine(run)
     driver = None
     if run.engine == "ddp" and importlib.util.find_spec("lightning"):
-        from hvdtrain.lightning.overhead import driver_of
+        from hvdtrain.bench.workers.lightning_overhead import driver_of
 
         driver = driver_of(run, parts(run))
     return overhead.Loops(overhead.ours(Training(run, engine)), hand_written(run), engine.sum, engine.close, driver)

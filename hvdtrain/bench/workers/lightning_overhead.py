@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from hvdtrain.bench.workers.overhead import Driver, Turn
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.lightning.train import quiet
-from hvdtrain.overhead import Driver, Turn
 from hvdtrain.run import Run
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from hvdtrain import limits
+from hvdtrain.bench.workers import limits
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.torch.engines.local import LocalEngine

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain.torch.loading`, started by `bench loader`: hvdtrain's readers and torchvision's, in turn."""
+"""The process of `bench loader`: hvdtrain's readers and torchvision's, interleaved."""
 
 import json
 import os

@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import overhead
+from hvdtrain.bench.workers import overhead
 from hvdtrain.run import Run
 from hvdtrain.tensorflow.models import resnet50
 from hvdtrain.tensorflow.sgd import SGD

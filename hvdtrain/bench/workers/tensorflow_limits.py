@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hvdtrain import limits
+from hvdtrain.bench.workers import limits
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.tensorflow.__main__ import without_banner
