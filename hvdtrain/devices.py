@@ -2,9 +2,13 @@
 
 import ctypes
 import functools
+import itertools
+import math
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import DeviceError
@@ -37,19 +41,38 @@ def gpu_index(
     return 0 if visible == 1 else topology.local_rank
 
 
-def visible_gpus(environ: Mapping[str, str]) -> int:
-    """How many GPUs this process may use, told without a framework: CUDA_VISIBLE_DEVICES, else the driver's list."""
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        named = environ["CUDA_VISIBLE_DEVICES"].split(",")
-        return next((place for place, name in enumerate(named) if name.strip() in {"", "-1"}), len(named))
-    return _gpus_of_the_driver(environ.get("PATH"))
-
-
 @functools.cache
-def _gpus_of_the_driver(path: str | None) -> int:
+def driver_gpus(path: str | None, device_files: Path = Path("/dev")) -> int:
+    """How many GPUs the driver shows to this process; without its nvidia-smi on the `path`, how many device files."""
     smi = shutil.which("nvidia-smi", path=path)
-    told = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False).stdout if smi else ""
-    return sum(line.startswith("GPU ") for line in told.splitlines())
+    if not smi:  # as in a container that was given the driver's libraries alone
+        return len(list(device_files.glob("nvidia[0-9]*")))
+    try:
+        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def visible_gpus(environ: Mapping[str, str], count: Callable[[str | None], int] = driver_gpus) -> int:
+    """How many GPUs this process may use, found without a framework: those of the driver that CUDA_VISIBLE_DEVICES
+    leaves. SLURM sets the variable on hosts that have none, too. `count` gives the driver's, from the PATH."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None and not _named(named, sys.maxsize):
+        return 0  # hidden: a slow driver is left in peace
+    present = count(environ.get("PATH"))
+    return present if named is None else min(present, _named(named, present))
+
+
+def _named(words: str, present: int) -> int:
+    """How many GPUs CUDA takes from its variable: those before the first that is not there, none where one is twice."""
+    names = [name.strip() for name in words.split(",")]
+    valid = list(itertools.takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or _index(name) < present, names))
+    return len(valid) if len(set(valid)) == len(valid) else 0
+
+
+def _index(name: str) -> float:
+    return int(name) if name.isdecimal() else math.inf
 
 
 def threads(cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[str, str]) -> int | None:

@@ -1,13 +1,14 @@
 """GPU and threads of a rank."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
 
 import pytest
 
-from hvdtrain.devices import gpu_index, threads
+from hvdtrain.devices import driver_gpus, gpu_index, threads, visible_gpus
 from hvdtrain.errors import DeviceError
 from hvdtrain.topology import Topology
 
@@ -68,6 +69,58 @@ def test_gpu_refused(wanted, visible, operations, message):
     with pytest.raises(DeviceError) as refused:
         gpu_index(wanted, visible, NODE, operations)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("said", "present", "count"),
+    [
+        ("0,1", 4, 2),
+        ("", 4, 0),
+        ("-1", 4, 0),
+        ("3,-1,2", 4, 1),
+        ("GPU-5f,GPU-6a", 4, 2),
+        pytest.param(None, 4, 4, id="all of the driver's"),
+        pytest.param("0,1,2,3", 0, 0, id="set by SLURM on a host that has none"),
+        pytest.param("0,1,2,3", 1, 1, id="a node's order, in a step that sees one"),
+        pytest.param("0,4,1", 4, 1, id="CUDA stops at the first that is not there"),
+        pytest.param("NoDevFiles", 4, 0, id="SLURM's word for none"),
+        pytest.param("1, 0", 4, 2, id="with a space"),
+        pytest.param("0,0", 4, 0, id="one twice, which CUDA refuses"),
+        pytest.param("MIG-1,MIG-2", 1, 1, id="a process takes one part of a GPU"),
+    ],
+)
+def test_visible_gpus_as_cuda_counts_them(said, present, count):
+    environ = {} if said is None else {"CUDA_VISIBLE_DEVICES": said}
+    assert visible_gpus(environ, lambda path: present) == count
+
+
+def test_no_driver_shows_no_gpu(tmp_path):
+    assert visible_gpus({"PATH": ""}, functools.partial(driver_gpus, device_files=tmp_path)) == 0
+
+
+def test_hidden_gpus_are_not_counted():
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, lambda path: pytest.fail("the driver was asked")) == 0
+
+
+LISTS = {
+    "two GPUs, one in parts": "echo 'GPU 0: A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb Device 0: (UUID: MIG-1)'; "
+    "echo 'GPU 1: A100 (UUID: GPU-2)'",
+    "none": "echo No devices were found; exit 6",
+}
+
+
+@pytest.mark.parametrize(("case", "count"), zip(LISTS, (2, 0), strict=True))
+def test_the_drivers_gpus(tmp_path, case, count):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n{LISTS[case]}\n")
+    smi.chmod(0o755)
+    assert driver_gpus(str(tmp_path), tmp_path) == count
+
+
+def test_a_driver_without_its_program(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert driver_gpus("", tmp_path) == 2
 
 
 @pytest.mark.parametrize(

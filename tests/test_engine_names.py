@@ -3,7 +3,6 @@
 import pytest
 
 from hvdtrain import engines, recipe
-from hvdtrain.devices import visible_gpus
 from hvdtrain.errors import DeviceError, RecipeError
 
 
@@ -142,12 +141,3 @@ def test_devices_that_are_not_there_are_refused(asked, message):
     with pytest.raises(DeviceError) as refused:
         engines.devices(*asked)
     assert str(refused.value) == message
-
-
-@pytest.mark.parametrize(("said", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("3,-1,2", 1), ("GPU-5f,GPU-6a", 2)])
-def test_visible_gpus_as_cuda_counts_them(said, count):
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": said}) == count
-
-
-def test_no_driver_shows_no_gpu():
-    assert visible_gpus({"PATH": ""}) == 0

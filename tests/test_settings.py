@@ -1,8 +1,11 @@
 """What a run asks of Horovod."""
 
+import functools
+
 import pytest
 
 from hvdtrain import settings
+from hvdtrain.devices import visible_gpus
 from hvdtrain.recipe import load
 
 ONE_HOST = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": ""}
@@ -28,6 +31,12 @@ ASKED = {
         {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20), "HOROVOD_CYCLE_TIME": "0.5"},
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch):
+    """What the driver of every host shows."""
+    monkeypatch.setattr(settings, "visible_gpus", functools.partial(visible_gpus, count=lambda path: 2))
 
 
 @pytest.mark.parametrize(("keys", "environ", "wanted"), ASKED.values(), ids=ASKED.keys())

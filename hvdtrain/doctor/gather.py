@@ -238,15 +238,6 @@ def _driver(environ: Mapping[str, str]) -> tuple[str, str]:
     return (found[1], found[2]) if found else ("", "")
 
 
-def local_gpus(environ: Mapping[str, str]) -> int:
-    """How many GPUs the driver shows, and CUDA_VISIBLE_DEVICES leaves."""
-    told = _output(["nvidia-smi", "-L"], environ) or ""
-    there = len(re.findall(r"^GPU \d+", told, re.MULTILINE))
-    left = environ.get("CUDA_VISIBLE_DEVICES")
-    # The variable alone is no GPU: SLURM sets it on hosts that have none.
-    return there if left is None else min(there, len(re.findall(r"[^,\s]+", left.split("-1")[0])))
-
-
 def cpus() -> tuple[int, ...]:
     """The CPUs this process may run on."""
     return tuple(sorted(os.sched_getaffinity(0)))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain import keys, mpi
+from hvdtrain.devices import visible_gpus
 from hvdtrain.doctor import gather, launch
 from hvdtrain.doctor.facts import Interface, Rank, Step
 from hvdtrain.errors import WorldError
@@ -39,7 +40,7 @@ def rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
         cpus=gather.cpus(),
         cpus_of_host=os.cpu_count() or 1,
         environ={name: printable(environ[name], 500) for name in VARIABLES if name in environ},
-        visible_gpus=gather.local_gpus(environ),
+        visible_gpus=visible_gpus(environ),
         interfaces=tuple(_interface(name) for _, name in socket.if_nameindex()),
         default_route=_default_route(),
         infiniband=_infiniband(),
