@@ -12,6 +12,7 @@ WHATS = {
     "overhead": ("hvdtrain.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
     "allreduce": ("hvdtrain.bench.allreduce", "Horovod's and torch.distributed's allreduce, size by size"),
     "loader": ("hvdtrain.bench.loader", "images/s per core, beside torchvision's loader"),
+    "ladder": ("hvdtrain.bench.ladder", "every rung of cifar100's ladder on one GPU, and the time to 75 % accuracy"),
     "scaling": ("hvdtrain.bench.scaling", "the step on 1, 2, 4, ... ranks, weak and strong, and its efficiency"),
     "engines": ("hvdtrain.bench.engines", "every engine's step time"),
 }

@@ -89,13 +89,18 @@ def conclude(what: str, facts: Mapping[str, Any], draw: Callable[["Axes"], None]
     print(line)
     if output is None:
         return
-    try:
-        files.make_folder(output)
-        files.write(output / f"{what}.json", line + "\n")
-    except OSError as error:
-        raise OutputError(f"{output}: {error.strerror}; give --output a folder that can be written.") from None
+    save(output / f"{what}.json", line + "\n")
     picture(draw, output / f"{what}.png")
     print(f"{output / what}.json, {output / what}.png")
+
+
+def save(path: Path, text: str) -> None:
+    """Writes a file of figures, and its folder where there is none. Raises OutputError."""
+    try:
+        files.make_folder(path.parent)
+        files.write(path, text)
+    except OSError as error:
+        raise OutputError(f"{path.parent}: {error.strerror}; give --output a folder that can be written.") from None
 
 
 def picture(draw: Callable[["Axes"], None], path: Path) -> None:
