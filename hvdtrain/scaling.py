@@ -46,7 +46,7 @@ class StepModel:
     node_byte_seconds: float = 0.0
     """Seconds a byte from one rank to the next of its node."""
     fusion_bytes: float = math.inf
-    """The gradient travels in buffers of this size, each with messages of its own; nothing hides the last of several,
+    """Gradients are communicated in buffers of this size, each with messages of its own; nothing hides the last of several,
     which is complete only when backward ends."""
     straggle: float = 0.0
     """Seconds that twice as many ranks wait longer for their slowest."""
@@ -66,9 +66,9 @@ class StepModel:
 
     def waited(self, ranks: ArrayLike) -> Numbers:
         """Seconds of the allreduce that compute does not hide."""
-        travel = self.allreduce(ranks)
-        tail = travel * min(1.0, self.fusion_bytes / self.gradient_bytes) if self.buffers > 1 else 0.0
-        return np.maximum(tail, travel - self.hidden * self.compute)
+        whole = self.allreduce(ranks)
+        tail = whole * min(1.0, self.fusion_bytes / self.gradient_bytes) if self.buffers > 1 else 0.0
+        return np.maximum(tail, whole - self.hidden * self.compute)
 
     def step(self, ranks: ArrayLike) -> Numbers:
         """Seconds of a step."""

@@ -210,7 +210,7 @@ REFUSALS = {
     "a link alone": (
         [*JSC, "--link-gbit", "100"],
         "--link-gbit beside points needs --gradient-mb, --batch and --examples, to know how often the gradients "
-        "travel.",
+        "are communicated.",
     ),
     "overlap alone": (
         [*JSC, "--overlap", "0.5"],
@@ -300,7 +300,7 @@ def test_the_picture(tmp_path, monkeypatch, capsys):
 
     axes = Figure().subplots()
     options = predict.flags.parse(predict.Options, predict.PROG, [*JSC, "--ranks", "64,1024"])
-    predict.draw(axes, predict.task_of(options))
+    predict.report.draw(axes, predict.task_of(options))
     assert axes.get_ylabel() == "Efficiency against 4 ranks / %"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lowest to highest", "forecast", "measured"]
     points = axes.lines[1].get_xydata()

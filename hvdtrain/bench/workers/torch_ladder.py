@@ -36,8 +36,8 @@ from hvdtrain.torch.step import Pair, Step, autocast
 TARGET = 0.75
 WINDOW_SECONDS = 0.7
 DRIVER = ["nvidia-smi", "--id=0", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-TRIAL = {"batch_size": 8, "epochs": 2, "warmup_epochs": 1.0}
-TRIAL_TRAIN, TRIAL_VALID = 32, 20
+TRIAL = {"batch_size": 4, "epochs": 2, "warmup_epochs": 1.0}
+TRIAL_TRAIN, TRIAL_VALID = 16, 8
 
 Found = dict[str, Any]
 
@@ -154,7 +154,7 @@ class Rung:
         rate = self._rate(lambda: self._update(next(pairs)))
 
         def with_reading() -> float:
-            for _ in range(AHEAD + 2):  # what was read ahead while the one batch was trained
+            for _ in range(0 if self.is_trial else AHEAD + 2):  # what was read ahead while the one batch was trained
                 self._update(next(pairs))
             return rate()
 
