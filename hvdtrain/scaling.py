@@ -46,8 +46,8 @@ class StepModel:
     node_byte_seconds: float = 0.0
     """Seconds a byte from one rank to the next of its node."""
     fusion_bytes: float = math.inf
-    """Gradients are communicated in buffers of this size, each with messages of its own; nothing hides the last of several,
-    which is complete only when backward ends."""
+    """Gradients are communicated in buffers of this size, each with messages of its own; nothing hides the last of
+    several, which is complete only when backward ends."""
     straggle: float = 0.0
     """Seconds that twice as many ranks wait longer for their slowest."""
 

@@ -307,7 +307,7 @@ def test_the_picture(tmp_path, monkeypatch, capsys):
     assert points == pytest.approx(np.array([[4, 1], [16, 4 * 5355.9 / (16 * 1488.2)]]))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EngineUnavailable, match="install it: pip install matplotlib"):
-        measure.picture(lambda axes: None, path)
+        measure.plot(lambda axes: None, path)
 
 
 def test_from_the_command_line():

@@ -40,7 +40,7 @@ class Options(measure.Kept):
         "0.004,0.1,1,10,100"
     )
     ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, where no launcher says")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="measurements of each library and size, in turn")] = 5
+    rounds: Annotated[int, tyro.conf.arg(help="measurements of each library and size, interleaved")] = 5
     device: Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="where the tensors lie")] = "auto"
 
     @property
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
                     found.setdefault(library, {}).setdefault(int(size), []).extend(seconds)
     if not found:
         return 1
-    tell(found, options.ranks, options.output)
+    report(found, options.ranks, options.output)
     return 0
 
 
@@ -95,7 +95,7 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
     return size / seconds * 2 * (ranks - 1) / ranks
 
 
-def tell(found: Found, size: int, output: Path | None) -> None:
+def report(found: Found, size: int, output: Path | None) -> None:
     """Prints the table for `size` ranks, and all of it as JSON."""
     print(f"allreduce over {size} ranks; algorithm and bus bandwidth in MB/s (10^6 bytes)")
     print(f"{'library':24}{'MB':>9}{'ms':>32}{'algorithm':>11}{'bus':>9}")
@@ -104,7 +104,7 @@ def tell(found: Found, size: int, output: Path | None) -> None:
         for length, seconds in sizes.items():
             middle = measure.spread(seconds).median
             bus = bus_bandwidth(length, middle, size)
-            ms = measure.told(seconds, 1e3)
+            ms = measure.summary(seconds, 1e3)
             print(f"{library:24}{length / MB:9.3f}{ms:>32}{length / middle / MB:11.1f}{bus / MB:9.1f}")
             row = {"library": library, "bytes": length, "seconds": seconds}
             rows.append({**row, "algorithm_bytes_per_second": length / middle, "bus_bytes_per_second": bus})

@@ -35,7 +35,7 @@ class Options(measure.Kept):
     ] = None
     recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "digits"
     ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, or devices of one process")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="runs of each engine, in turn")] = 6
+    rounds: Annotated[int, tyro.conf.arg(help="runs of each engine, interleaved")] = 6
     steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
 
 
@@ -124,7 +124,7 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
 
 
 def read(folder: Path) -> Measured:
-    """What a run's folder tells: the median of its steps after the warm-up, or that it cannot be read."""
+    """What a run's folder holds: the median of its steps after the warm-up, or that it cannot be read."""
     try:
         batch = int(json.loads(read_bytes(folder / "plan.json", MOST_BYTES))["global_batch"])
         lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
@@ -134,18 +134,18 @@ def read(folder: Path) -> Measured:
         return Measured([], reason=f"its run folder cannot be read ({type(error).__name__})")
 
 
-def reason(told: str) -> str:
+def reason(printed: str) -> str:
     """The line that says why, without the launcher's mark before it."""
     names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
-    for line in told.splitlines():
+    for line in printed.splitlines():
         for name in names:
             if f"{name}: " in line or f"{name} (rank" in line:
                 return printable(line[line.index(name) :].strip(), 500)
-    return printable((told.strip().splitlines() or ["it ended without a word"])[-1], 500)
+    return printable((printed.strip().splitlines() or ["it ended without a word"])[-1], 500)
 
 
 def measure_all(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
-    """Every contender once a round, in turn; who fails once is left out of the rounds to come."""
+    """Every contender once a round, interleaved; who fails once is left out of the rounds to come."""
     found = {contender: Measured([]) for contender in chosen}
     for number in range(rounds):
         for contender, before in found.items():
@@ -164,7 +164,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
         start = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
         step, rate = "-", "-"
         if measured.seconds:
-            step = measure.told(measured.seconds, 1e3, 0)
+            step = measure.summary(measured.seconds, 1e3, 0)
             rate = f"{measured.batch / statistics.median(measured.seconds):.1f}"
         good_for = GOOD_FOR[contender.engine] if not measured.reason else measured.reason
         lines.append(f"| `{contender.engine}` | {start} | {contender.adapter} | {step} | {rate} | {good_for} |")
@@ -180,13 +180,13 @@ def main(argv: Sequence[str]) -> int:
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)
     found = measure_all(chosen, options.recipe, options.rounds, options.steps)
     print("\n".join(table(found)))
-    facts = [
+    results = [
         {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
         for c, m in found.items()
     ]
     times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}
     if not times:
         return 1
-    all_facts = {"recipe": options.recipe, "ranks": options.ranks, "engines": facts}
-    measure.conclude("engines", all_facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    everything = {"recipe": options.recipe, "ranks": options.ranks, "engines": results}
+    measure.conclude("engines", everything, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
     return 0

@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 def climb(options: Options) -> Found:
     """All rungs, one after the other, each reported as it ends. Raises EngineUnavailable."""
+    compiled = {name: recipes.load(f"cifar100:{name}").compile for name in options.rungs.split(",")}
     deadline = time.monotonic() + options.seconds
     machine = started(options, "machine", [], 60)
     if "error" in machine:
@@ -74,8 +75,7 @@ def climb(options: Options) -> Found:
     print(f"\n{'rung':46}{'images/s':>10}{'spread':>16}{'one batch':>11}{'GiB':>7}{'of matmul':>10}", flush=True)
     rungs: dict[str, Found] = {}
     usable = 0
-    for name in options.rungs.split(","):
-        compiles = recipes.load(f"cifar100:{name}").compile
+    for name, compiles in compiled.items():
         left = deadline - time.monotonic() - (0 if name == TRAINED else TRAIN_RESERVE)
         limit = left if name == TRAINED else min(COMPILE_LIMIT if compiles else LIMIT, left)
         ends = time.monotonic() + limit

@@ -1,4 +1,4 @@
-"""What every benchmark shares: rounds in turn, the median and the spread, JSON and a picture."""
+"""What every benchmark shares: interleaved rounds, the median and the spread, JSON and a plot."""
 
 import importlib.metadata
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_RANKS = 16_384
-MOST = 1_000_000  # of rounds, steps, pictures
+MOST = 1_000_000  # of rounds, steps, images
 LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "lightning", "mpi4py", "numpy")
 
 
@@ -27,7 +27,7 @@ LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "light
 class Kept:
     """The flags by which a benchmark keeps what it found."""
 
-    output: Annotated[Path | None, tyro.conf.arg(help="folder for the figures as JSON and as a picture (PNG)")] = None
+    output: Annotated[Path | None, tyro.conf.arg(help="folder for the figures as JSON and as a plot (PNG)")] = None
 
 
 class Spread(NamedTuple):
@@ -53,14 +53,14 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def told(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
+def summary(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
     """`12.30 (12.01 to 13.40)`: the spread of the values times `scale`."""
     middle, low, high = (f"{scale * value:.{digits}f}" for value in spread(values))
     return f"{middle} ({low} to {high})"
 
 
-def in_turn(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """What each gives, once a round, in turn and every other round backwards; rounds of warm-up are not kept."""
+def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """What each gives, once a round, interleaved, every other round backwards; rounds of warm-up are not kept."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(warm_up + rounds):
@@ -82,15 +82,15 @@ def bars(axes: "Axes", found: Mapping[str, Sequence[float]], unit: str, scale: f
     axes.set_xlabel(unit)
 
 
-def conclude(what: str, facts: Mapping[str, Any], draw: Callable[["Axes"], None], output: Path | None) -> None:
-    """Prints the facts as one line of JSON, this machine's beside them; in the folder `output`, where one is given,
+def conclude(what: str, results: Mapping[str, Any], draw: Callable[["Axes"], None], output: Path | None) -> None:
+    """Prints the results as one line of JSON, this machine's beside them; in the folder `output`, where one is given,
     leaves them as WHAT.json and what `draw` draws as WHAT.png. Raises OutputError, EngineUnavailable."""
-    line = json.dumps({"bench": what, **facts, "machine": machine()})
+    line = json.dumps({"bench": what, **results, "machine": machine()})
     print(line)
     if output is None:
         return
     save(output / f"{what}.json", line + "\n")
-    picture(draw, output / f"{what}.png")
+    plot(draw, output / f"{what}.png")
     print(f"{output / what}.json, {output / what}.png")
 
 
@@ -103,12 +103,12 @@ def save(path: Path, text: str) -> None:
         raise OutputError(f"{path.parent}: {error.strerror}; give --output a folder that can be written.") from None
 
 
-def picture(draw: Callable[["Axes"], None], path: Path) -> None:
-    """Draws one picture into a PNG file. Raises OutputError, EngineUnavailable where matplotlib is missing."""
+def plot(draw: Callable[["Axes"], None], path: Path) -> None:
+    """Draws one plot into a PNG file. Raises OutputError, EngineUnavailable where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise EngineUnavailable(f"a picture needs matplotlib ({error}); install it: pip install matplotlib") from None
+        raise EngineUnavailable(f"a plot needs matplotlib ({error}); install it: pip install matplotlib") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)

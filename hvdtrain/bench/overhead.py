@@ -27,7 +27,7 @@ class Options(measure.Kept):
     engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
     recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take the steps from")] = "digits"
     ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, step by step in turn; the first warms up")] = 6
+    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, interleaved step by step; the first warms up")] = 6
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,18 +36,18 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     worker = f"hvdtrain.bench.workers.{options.framework}_overhead"
     program = [worker, options.recipe, str(options.rounds), options.engine]
-    facts = ranks.start(program, options.engine, options.ranks)
-    _tell(facts["step_seconds"], facts["ratios"])
-    times = facts["step_seconds"]
-    measure.conclude("overhead", facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    results = ranks.start(program, options.engine, options.ranks)
+    _report(results["step_seconds"], results["ratios"])
+    times = results["step_seconds"]
+    measure.conclude("overhead", results, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
     return 0
 
 
-def _tell(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]) -> None:
+def _report(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]) -> None:
     for name, seconds in step_seconds.items():
-        print(f"{name:13} {measure.told(seconds, 1e3)} ms a step")
+        print(f"{name:13} {measure.summary(seconds, 1e3)} ms a step")
     for name, of_rounds in ratios.items():
-        print(f"{name} / hand-written: {measure.told(of_rounds, 1, 4)}, {len(of_rounds)} rounds")
+        print(f"{name} / hand-written: {measure.summary(of_rounds, 1, 4)}, {len(of_rounds)} rounds")
 
 
 def _check(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that measure: started on this machine, or by whoever has started this process; and what their chief tells."""
+"""Ranks that measure: started on this machine, or by whoever has started this process; and what their chief found."""
 
 import json
 import os
@@ -19,7 +19,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
 def start(program: Sequence[str], engine: str, ranks: int, *flags: str) -> dict[str, Any]:
     """Starts `python -m program` on so many local ranks and waits; what their chief has kept.
 
-    `flags` are for horovodrun. Raises EngineUnavailable with what the ranks told where they fail.
+    `flags` are for horovodrun. Raises EngineUnavailable with what the ranks printed where they fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder, "kept.json")
@@ -38,7 +38,7 @@ def start(program: Sequence[str], engine: str, ranks: int, *flags: str) -> dict[
             found: dict[str, Any] = json.loads(kept.read_text())
         except (ValueError, RecursionError):
             raise EngineUnavailable(
-                f"the ranks left figures that cannot be read; they said: {reason(done.stdout)}"
+                f"the ranks left figures that cannot be read; they printed: {reason(done.stdout)}"
             ) from None
         return found
 
@@ -55,7 +55,7 @@ def _launcher(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
 
 
 def become(program: Sequence[str]) -> NoReturn:
-    """Goes on as that program, in the same process: as the rank that a launcher has started."""
+    """Continues as that program, in the same process: as the rank that a launcher has started."""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", *program], {**QUIET, **os.environ})
 

@@ -1,4 +1,4 @@
-"""`bench scaling`: the step on 1, 2, 4, … ranks in runs of their own, in turn, and the efficiency that comes of it.
+"""`bench scaling`: the step on 1, 2, 4, … ranks in runs of their own, interleaved, and the efficiency that comes of it.
 
 Weak: every rank keeps its batch. Strong: the ranks share the batch of one. On CPUs every rank computes with one thread,
 however many there are: with all cores to itself, one rank alone would be no measure for a rank among others.
@@ -40,7 +40,7 @@ MOST_RANKS = measure.MOST_RANKS
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
-    """Measures the step on growing numbers of ranks, in turn, and tells the efficiency.
+    """Measures the step on growing numbers of ranks, interleaved, and prints the efficiency.
 
     On this machine it starts them with horovodrun or torchrun; inside a SLURM allocation with srun, growing step by
     step. --site prints the job script of such a sweep, --submit gives it to sbatch.
@@ -56,7 +56,7 @@ class Options(measure.Kept):
     batch: Annotated[
         int | None, tyro.conf.arg(help=f"of one rank; left out: {CPU_BATCH} on CPUs, the recipe's on GPUs")
     ] = None
-    rounds: Annotated[int, tyro.conf.arg(help="runs of each number of ranks, in turn")] = 3
+    rounds: Annotated[int, tyro.conf.arg(help="runs of each number of ranks, interleaved")] = 3
     steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
     mpi: Annotated[str | None, tyro.conf.arg(help="srun's plugin: pmix, pmi2, ...", metavar="PLUGIN")] = None
     site: Annotated[str | None, tyro.conf.arg(help="print the job script for it: slurm --list")] = None
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
     found = _measure(options, modes, ranks, batch)
     allocation = Allocation.of(os.environ)
-    facts = {
+    results = {
         "recipe": options.recipe,
         "framework": options.framework,
         "engine": options.engine,
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
         "efficiency": {mode: efficiencies(mode, times) for mode, times in found.items()},
     }
     print("\n".join(table(found, batch)))
-    measure.conclude("scaling", facts, lambda axes: draw(axes, found), options.output)
+    measure.conclude("scaling", results, lambda axes: draw(axes, found), options.output)
     return 0
 
 
@@ -158,7 +158,7 @@ def table(found: Found, batch: int) -> list[str]:
         lines.append("|---|---|---|---|")
         for ranks, seconds in times.items():
             rate = batch * (ranks if mode == "weak" else 1) / measure.spread(seconds).median
-            cells = (measure.told(seconds, 1e3, 1), f"{rate:.2f}", measure.told(ratios[ranks], 1, 3))
+            cells = (measure.summary(seconds, 1e3, 1), f"{rate:.2f}", measure.summary(ratios[ranks], 1, 3))
             lines.append(f"| {ranks} | {' | '.join(cells)} |")
         lines.append("")
     return lines
@@ -239,7 +239,7 @@ def _measure(options: Options, modes: Sequence[Mode], ranks: Sequence[int], batc
     contenders = {
         f"{n} rank{'s' if n > 1 else ''}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds
     }
-    seconds = measure.in_turn(
+    seconds = measure.interleaved(
         {name: functools.partial(_run, options, name, *kind) for name, kind in contenders.items()},
         options.rounds,
         warm_up=0,
@@ -281,7 +281,7 @@ def start(options: Options, ranks: int, allocation: Allocation | None) -> list[s
 
 
 def run_flags(options: Options, ranks: int, batch: int, folder: Path) -> list[str]:
-    """What hvdtrain is told for one run: as many steps as are asked for, each in the log."""
+    """The command line of one run: as many steps as are asked for, each in the log."""
     steps = options.steps + engines.WARM_UP
     words = [options.recipe, "--batch-size", str(batch), "--max-steps", str(steps), "--epochs", str(steps)]
     words += ["--log-every-steps", "1", "--checkpoint-every-epochs", str(steps), "--output", str(folder)]

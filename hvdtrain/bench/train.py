@@ -1,4 +1,4 @@
-"""`bench train`: the numbers that say what limits a training, from one run of its ranks, part by part in turn."""
+"""`bench train`: the numbers that say what limits a training, from one run of its ranks, its parts interleaved."""
 
 import os
 import statistics
@@ -36,7 +36,7 @@ class Options(measure.Kept):
 
     framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
     ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, where no launcher says")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="measurements of each, in turn, besides one to warm up")] = 5
+    rounds: Annotated[int, tyro.conf.arg(help="measurements of each, interleaved, besides one to warm up")] = 5
     steps: Annotated[int, tyro.conf.arg(help="steps of a measurement")] = 10
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if discover(os.environ).size > 1:
         ranks.become(program)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
-    tell(ranks.start(program, engine, options.ranks), options.output)
+    report(ranks.start(program, engine, options.ranks), options.output)
     return 0
 
 
@@ -59,25 +59,25 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return options, list(argv[end + 1 :]) or list(RUN)
 
 
-def tell(facts: dict[str, Any], output: Path | None) -> None:
+def report(results: dict[str, Any], output: Path | None) -> None:
     """Prints the numbers and what they mean, and all of it as JSON."""
-    times: dict[str, list[float]] = facts["step_seconds"]
-    batch = facts["global_batch"]
-    print(f"{facts['recipe']}, {facts['ranks']} ranks, {facts['engine']} ({facts['framework']}), batch {batch}")
+    times: dict[str, list[float]] = results["step_seconds"]
+    batch = results["global_batch"]
+    print(f"{results['recipe']}, {results['ranks']} ranks, {results['engine']} ({results['framework']}), batch {batch}")
     print(f"{'':18}{'ms a step':>34}{'examples/s':>12}")
     for name, meaning in MEANS.items():
         if name in times:
-            examples = {ALLREDUCE: 0, ONE: batch // facts["ranks"]}.get(name, batch)
+            examples = {ALLREDUCE: 0, ONE: batch // results["ranks"]}.get(name, batch)
             rate = f"{examples / statistics.median(times[name]):.1f}" if examples else ""
-            print(f"{name:18}{measure.told(times[name], 1e3):>34}{rate:>12}  {meaning}")
-    told, ratio = limit(times)
-    print(told)
-    facts = {**facts, "of_the_slowest_part": ratio}
+            print(f"{name:18}{measure.summary(times[name], 1e3):>34}{rate:>12}  {meaning}")
+    sentence, ratio = limit(times)
+    print(sentence)
+    results = {**results, "of_the_slowest_part": ratio}
     if ONE in times:
-        facts["efficiency"] = shares = efficiency(times)
-        together, by_itself = (measure.told(shares[name]) for name in (FULL, ALONE))
+        results["efficiency"] = shares = efficiency(times)
+        together, by_itself = (measure.summary(shares[name]) for name in (FULL, ALONE))
         print(f"efficiency: a rank is {together} as fast as one rank alone, {by_itself} where none communicates")
-    measure.conclude("train", facts, lambda axes: measure.bars(axes, times, "ms a step", 1e3), output)
+    measure.conclude("train", results, lambda axes: measure.bars(axes, times, "ms a step", 1e3), output)
 
 
 def limit(times: dict[str, list[float]]) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain doctor`: what was found, what was expected, and the command that mends it."""
+"""`python -m hvdtrain doctor`: what was found, what was expected, and the command that fixes it."""
 
 import dataclasses
 import json
@@ -15,13 +15,13 @@ from hvdtrain import mpi
 from hvdtrain.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.doctor import gather, host, launch, machine, report, software, world
 from hvdtrain.doctor.expected import EXPECTED
-from hvdtrain.doctor.facts import Check, Facts, Rank, Step, count
+from hvdtrain.doctor.findings import Check, Findings, Rank, Step, count
 from hvdtrain.topology import discover
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Checks this machine, and inside a job step the step; exit code 1 where something is to be mended."""
+    """Checks this machine, and inside a job step the step; exit code 1 where something is to be fixed."""
 
     json: Annotated[bool, tyro.conf.arg(help="the checks as JSON")] = False
 
@@ -34,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
 
     options = flags.parse(Options, "python -m hvdtrain doctor", argv)
     started = time.monotonic()
-    facts = gather_facts(os.environ)
-    if facts is None:
+    findings = gather_findings(os.environ)
+    if findings is None:
         return 0
-    checks = judge(facts)
+    checks = judge(findings)
     if options.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
     else:
-        at = facts.step.topology
+        at = findings.step.topology
         where = at.host if at.launcher == "alone" else f"{count(at.size, 'rank')} of {at.launcher}, seen from {at.host}"
         # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
         console = Console(force_terminal=False if at.launcher == "mpirun" else None)
@@ -49,36 +49,36 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
-def judge(facts: Facts) -> list[Check]:
+def judge(findings: Findings) -> list[Check]:
     """Every check, in the order of its group."""
-    checks = [*software.checks(facts), *machine.checks(facts), *world.checks(facts)]
+    checks = [*software.checks(findings), *machine.checks(findings), *world.checks(findings)]
     checks = [dataclasses.replace(check, expected=check.expected or EXPECTED[check.name]) for check in checks]
     groups = list(dict.fromkeys(check.group for check in checks if check.group not in {"traps", "step"}))
     return sorted(checks, key=lambda check: [*groups, "traps", "step"].index(check.group))
 
 
-def gather_facts(environ: Mapping[str, str]) -> Facts | None:
-    """All there is to judge, on the chief; None on the other ranks, which only tell theirs."""
+def gather_findings(environ: Mapping[str, str]) -> Findings | None:
+    """All there is to judge, on the chief; None on the other ranks, which only send theirs."""
     topology = discover(environ)
     mine = host.rank(topology, environ)
     step = host.step(topology, environ)
-    framework = _to_meet_with(step)
+    framework = _to_join_with(step)
     others = [name for name in FRAMEWORK_WHEELS if name != framework]
     with ThreadPoolExecutor() as pool:
         installed = pool.submit(gather.software, environ, others) if topology.is_chief else None
-        met = gather.live(framework, dataclasses.asdict(mine), environ) if framework else gather.Met()
+        joined = gather.live(framework, dataclasses.asdict(mine), environ) if framework else gather.Joined()
     if installed is None:
         return None
     found = installed.result()
     if framework:
-        imported = met.framework or gather.framework(framework, environ)
+        imported = joined.framework or gather.framework(framework, environ)
         found = dataclasses.replace(found, frameworks=(imported, *found.frameworks))
-    ranks = tuple(Rank.from_json(rank) for rank in met.ranks) or (mine,)
-    return Facts(found, ranks, dataclasses.replace(step, live=met.live), time.time())
+    ranks = tuple(Rank.from_json(rank) for rank in joined.ranks) or (mine,)
+    return Findings(found, ranks, dataclasses.replace(step, live=joined.live), time.time())
 
 
-def _to_meet_with(step: Step) -> str | None:
-    """The framework with which the ranks shall meet; None where it is plain that they cannot."""
+def _to_join_with(step: Step) -> str | None:
+    """The framework with which the ranks shall join; None where it is plain that they cannot."""
     framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
     if step.topology.launcher == "alone" or not framework or launch.mismatch(step, mpi.of_horovod(framework)):
         return None

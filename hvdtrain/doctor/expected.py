@@ -1,4 +1,4 @@
-"""What each check expects of a healthy machine, told where a judgement says nothing more exact."""
+"""What each check expects of a healthy machine, printed where a judgement says nothing more exact."""
 
 EXPECTED = {
     "torch": "it imports, if installed",

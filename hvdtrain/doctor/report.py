@@ -1,4 +1,4 @@
-"""The checks as text a person reads: grouped, coloured on a terminal, and the cures whole below."""
+"""The checks as text a person reads: grouped, coloured on a terminal, and the fixes whole below."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from hvdtrain.doctor.facts import Check, Status
+from hvdtrain.doctor.findings import Check, Status
 
 MARKS: dict[Status, tuple[str, str]] = {
     "ok": ("✓", "green"),
@@ -15,11 +15,11 @@ MARKS: dict[Status, tuple[str, str]] = {
     "warn": ("!", "yellow"),
     "fail": ("✗", "bold red"),
 }
-PLURALS: dict[Status, str] = {"ok": "ok", "warn": "to look at", "fail": "to mend", "skip": "left out"}
+PLURALS: dict[Status, str] = {"ok": "ok", "warn": "to look at", "fail": "to fix", "skip": "left out"}
 
 
 def show(checks: Sequence[Check], title: str, console: Console) -> None:
-    """Prints the table, then every cure on lines of its own that are never folded, then how many there are of each."""
+    """Prints the table, then every fix on lines of its own that are never folded, then how many there are of each."""
     _print(console, Text(title, style="bold"))
     rows = list(_rows(checks))
     name_width = max(len(names) for _, names, _ in rows)
@@ -27,12 +27,12 @@ def show(checks: Sequence[Check], title: str, console: Console) -> None:
         _print(console, Text(f"\n{group}", style="bold cyan"))
         for _, names, check in members:
             _print(console, _line(names.ljust(name_width), check, console.width))
-    worst_first = sorted((check for check in checks if check.cure), key=lambda check: check.status != "fail")
-    for cure in dict.fromkeys(check.cure for check in worst_first):
-        cured = [check for check in worst_first if check.cure == cure]
-        mark, style = MARKS[cured[0].status]
-        _print(console, Text(f"\n{mark} {', '.join(check.name for check in cured)}", style=style))
-        _print(console, Text(f"    {cure}"))
+    worst_first = sorted((check for check in checks if check.fix), key=lambda check: check.status != "fail")
+    for fix in dict.fromkeys(check.fix for check in worst_first):
+        fixed = [check for check in worst_first if check.fix == fix]
+        mark, style = MARKS[fixed[0].status]
+        _print(console, Text(f"\n{mark} {', '.join(check.name for check in fixed)}", style=style))
+        _print(console, Text(f"    {fix}"))
     counts = [
         f"{sum(check.status == status for check in checks)} {word}"
         for status, word in PLURALS.items()
@@ -57,11 +57,11 @@ def _line(name: str, check: Check, width: int) -> Text:
     mark, style = MARKS[check.status]
     room = max(20, width - len(name) - 4)
     dim = "dim" if check.status == "skip" else ""
-    told = [(line, dim) for line in textwrap.wrap(check.found, room)]
+    lines = [(line, dim) for line in textwrap.wrap(check.found, room)]
     if check.status in {"warn", "fail"} and check.expected:
-        told += [(line, "dim") for line in textwrap.wrap(f"expected: {check.expected}", room)]
+        lines += [(line, "dim") for line in textwrap.wrap(f"expected: {check.expected}", room)]
     text = Text.assemble(" ", (mark, style), " ", (name, dim))
-    for number, (line, line_style) in enumerate(told):
+    for number, (line, line_style) in enumerate(lines):
         text.append("\n" + " " * (len(name) + 4) if number else " ").append(line, style=line_style)
     return text
 

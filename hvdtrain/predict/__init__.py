@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         print("\n".join([*report.table(task, forecast), "", *report.remarks(task, forecast)]))
     if options.picture:
-        from hvdtrain.bench.measure import picture
+        from hvdtrain.bench.measure import plot
 
-        picture(lambda axes: report.draw(axes, task), options.picture)
+        plot(lambda axes: report.draw(axes, task), options.picture)
     return 0

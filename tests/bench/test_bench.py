@@ -10,7 +10,7 @@ from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain import bench
 from hvdtrain.bench import allreduce, train
-from hvdtrain.bench.measure import in_turn
+from hvdtrain.bench.measure import interleaved
 from hvdtrain.errors import RecipeError
 
 
@@ -40,9 +40,11 @@ def test_a_benchmark_that_is_not_there():
     )
 
 
-def test_rounds_are_made_in_turn_and_backwards():
+def test_rounds_are_interleaved_and_backwards():
     order = []
-    found = in_turn({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, rounds=2, warm_up=1)
+    found = interleaved(
+        {name: lambda name=name: order.append(name) or len(order) for name in "ab"}, rounds=2, warm_up=1
+    )
     assert "".join(order) == "abbaab"
     assert found == {"a": [4, 5], "b": [3, 6]}
 
@@ -70,8 +72,8 @@ TIMES = {
 
 @pytest.mark.parametrize(("seconds", "slowest", "ratio"), TIMES.values(), ids=TIMES.keys())
 def test_what_limits_a_step(seconds, slowest, ratio):
-    told, found = train.limit({name: [value] for name, value in seconds.items()})
-    assert told.startswith(f"{slowest} limits: a step takes ")
+    sentence, found = train.limit({name: [value] for name, value in seconds.items()})
+    assert sentence.startswith(f"{slowest} limits: a step takes ")
     assert found == pytest.approx(ratio)
 
 
@@ -81,7 +83,7 @@ def test_efficiency_is_the_speed_of_one_rank_that_is_left():
 
 
 def measured(*words):
-    """The facts that a benchmark prints last."""
+    """The results that a benchmark prints last."""
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "bench", *words], check=False, capture_output=True, text=True, timeout=240
     )
@@ -100,14 +102,14 @@ def measured(*words):
     ],
 )
 def test_train_measures_the_parts_of_a_step(framework, engine):
-    facts = measured(
+    results = measured(
         "train", "--framework", framework, "--rounds", "2", "--steps", "3", "--", "linear", "--engine", engine
     )
-    assert set(facts["step_seconds"]) == set(train.MEANS)
-    assert all(len(values) == 2 and min(values) > 0 for values in facts["step_seconds"].values())
-    assert {name: len(ratios) for name, ratios in facts["efficiency"].items()} == {"full": 2, "no-communication": 2}
+    assert set(results["step_seconds"]) == set(train.MEANS)
+    assert all(len(values) == 2 and min(values) > 0 for values in results["step_seconds"].values())
+    assert {name: len(ratios) for name, ratios in results["efficiency"].items()} == {"full": 2, "no-communication": 2}
     # Slope and intercept; the recipe sends them as float64.
-    assert (facts["gradient_bytes"], facts["engine"], facts["ranks"]) == (16, engine, 2)
+    assert (results["gradient_bytes"], results["engine"], results["ranks"]) == (16, engine, 2)
 
 
 @pytest.mark.launched
@@ -115,8 +117,8 @@ def test_train_measures_the_parts_of_a_step(framework, engine):
 @needs_torch
 @needs_horovod
 def test_allreduce_measures_each_library_and_size():
-    facts = measured("allreduce", "--rounds", "1", "--sizes", "0.004,1")
-    found = {(row["library"], row["bytes"]): row for row in facts["found"]}
+    results = measured("allreduce", "--rounds", "1", "--sizes", "0.004,1")
+    found = {(row["library"], row["bytes"]): row for row in results["found"]}
     for library in ("Horovod over MPI", "Horovod over Gloo", "torch.distributed, gloo"):
         for size in (4000, 1_000_000):
             row = found[library, size]

@@ -29,7 +29,7 @@ def torchvision():
 
 
 @pytest.mark.slow
-def test_each_reader_is_measured_in_turn(sets, torchvision):
+def test_readers_are_measured_interleaved(sets, torchvision):
     tree, packed = sets
     flags = ["--data-dir", tree, "--packed", packed, "--workers", 1, "--pictures", 6, "--batch-size", 4]
     command = [sys.executable, "-m", "hvdtrain", "bench", "loader", *flags, "--crop", 32, "--rounds", 2]
@@ -85,7 +85,7 @@ def test_generated_pictures_are_a_folder_of_classes(tmp_path, monkeypatch):
         (["--rounds", "0"], "--rounds must be at least 1, got 0."),
         (
             ["--data-dir", "{packed}"],
-            "--data-dir must be a folder of pictures for torchvision, {packed} is packed.",
+            "--data-dir must be a folder of images for torchvision, {packed} is packed.",
         ),
         (
             ["--data-dir", "{tree}", "--packed", "{tree}"],

@@ -1,4 +1,4 @@
-"""The doctor on a SLURM of several nodes: each launch that goes wrong is told and cured, and what else steps lack."""
+"""The doctor on a SLURM of several nodes: each wrong launch is reported and fixed, and what else steps lack."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from cluster import ENVIRONMENTS, Minicluster
 from ranks import Ended
 
-from hvdtrain.doctor.facts import Check
+from hvdtrain.doctor.findings import Check
 
 pytestmark = [
     pytest.mark.cluster,
@@ -68,7 +68,7 @@ class Wrong:
     launch: str
     alone: bool
     found: str
-    cure: str
+    fix: str
     python: str = "python"
 
 
@@ -165,7 +165,7 @@ WRONG = {
 
 
 class Doctors:
-    """Runs the doctor under a launch; what it said is kept, so that the cures and the right launches share starts."""
+    """Runs the doctor under a launch; what it said is kept, so that the fixes and the right launches share starts."""
 
     def __init__(self, cluster: Minicluster) -> None:
         self.cluster = cluster
@@ -196,7 +196,7 @@ def doctor(cluster: Minicluster) -> Doctors:
 
 
 def sound(told: tuple[int, dict[str, Check]]) -> bool:
-    """Whether the ranks are one world, and nothing is to be mended."""
+    """Whether the ranks are one world, and nothing is to be fixed."""
     code, found = told
     assert [check for check in found.values() if check.status == "fail"] == []
     assert found["world"].found.endswith(" started 2 ranks, and Horovod says 2 on 2 hosts")
@@ -218,9 +218,9 @@ def test_a_launch_that_is_wrong_is_told_and_cured(doctor, wrong):
     world = found["world"]
     pattern = re.escape(wrong.found).replace(r"\.\*", ".*").replace(r"\{version\}", r"\d+\.\d+\.\d+")
     assert re.fullmatch(pattern, world.found)
-    assert (world.status, world.cure) == ("fail", wrong.cure)
+    assert (world.status, world.fix) == ("fail", wrong.fix)
     assert found["allreduce"].status == "skip"
-    assert sound(doctor(wrong.build, IN_A_JOB, world.cure))
+    assert sound(doctor(wrong.build, IN_A_JOB, world.fix))
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
@@ -246,7 +246,7 @@ SICK = """\
 exec taskset -c 0 python -m hvdtrain doctor --json
 """
 FULL = "/tmp/full"
-FAULTS = {  # check: what is found, what was expected, the cure
+FAULTS = {  # check: what is found, what was expected, the fix
     "NCCL's interface": (
         "rank 1 on nid002: NCCL_SOCKET_IFNAME=ipogif0 names none that is up",
         "one of: lo, eth0",
@@ -284,13 +284,13 @@ def sick(cluster: Minicluster, doctor: Doctors) -> Iterator[dict[str, Check]]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_else_a_step_lacks_is_told(sick, name):
     check = sick[name]
-    assert (check.status, check.found, check.expected, check.cure) == ("fail", *FAULTS[name])
+    assert (check.status, check.found, check.expected, check.fix) == ("fail", *FAULTS[name])
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="needs two CPUs, to take one away")
 def test_what_else_a_step_lacks_is_cured(sick, doctor):
     assert sorted(check.name for check in sick.values() if check.status == "fail") == sorted(FAULTS)
-    *before, command = (sick[name].cure for name in FAULTS)
+    *before, command = (sick[name].fix for name in FAULTS)
     told = doctor("gloo", OF_TWO_CPUS, f"cd {FULL}; {'; '.join(before)}; {command}")
     assert sound(told)
     assert told[1]["NCCL's interface"].found.endswith(", from NCCL_SOCKET_IFNAME")

@@ -1,4 +1,4 @@
-"""The doctor: facts against checks, word for word; then real machines, launchers and folders."""
+"""The doctor: findings against checks, word for word; then real machines, launchers and folders."""
 
 import dataclasses
 import io
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hvdtrain.doctor import gather, host, judge, launch, report
 from hvdtrain.doctor.expected import EXPECTED
-from hvdtrain.doctor.facts import Check, Facts, Framework, Interface, Live, Program, Rank, Software, Step
+from hvdtrain.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 from hvdtrain.mpi import Mpi
 from hvdtrain.topology import Topology
 
@@ -62,7 +62,7 @@ def place(launcher: str, size: int = 4, local_size: int = 2) -> Topology:
     return Topology(0, size, 0, local_size, 0, "nid001", launcher, "22")
 
 
-HEALTHY = Facts(
+HEALTHY = Findings(
     software=Software(
         frameworks=(torch(), tensorflow()),
         horovod="0.28.1+hvdtrain.k0123",
@@ -88,31 +88,31 @@ HEALTHY = Facts(
 ALONE = replace(HEALTHY, ranks=(replace(healthy_rank(0), local_size=1),), step=Step(Topology.alone("nid001")))
 
 
-def software(**more) -> Facts:
+def software(**more) -> Findings:
     return replace(HEALTHY, software=replace(HEALTHY.software, **more))
 
 
-def ranks(which: tuple[int, ...] = (0, 1, 2, 3), **more) -> Facts:
+def ranks(which: tuple[int, ...] = (0, 1, 2, 3), **more) -> Findings:
     """The healthy step, with some ranks changed."""
     changed = tuple(replace(rank, **more) if rank.rank in which else rank for rank in HEALTHY.ranks)
     return replace(HEALTHY, ranks=changed)
 
 
-def rank_environ(**environ: str) -> Facts:
+def rank_environ(**environ: str) -> Findings:
     return ranks(environ={"SRUN_CPUS_PER_TASK": "2", **environ})
 
 
-def step(facts: Facts = HEALTHY, **more) -> Facts:
-    return replace(facts, step=replace(facts.step, **more))
+def step(findings: Findings = HEALTHY, **more) -> Findings:
+    return replace(findings, step=replace(findings.step, **more))
 
 
-def named(name: str, facts: Facts) -> Check:
-    return next(check for check in judge(facts) if check.name == name)
+def named(name: str, findings: Findings) -> Check:
+    return next(check for check in judge(findings) if check.name == name)
 
 
 SRUN = "-N 2 -n 4 python -m hvdtrain doctor"
 PIP = "pip install --force-reinstall"
-WRONG = {  # facts, name: status, found, expected, cure
+WRONG = {  # findings, name: status, found, expected, fix
     "framework that does not import": (
         software(frameworks=(torch(error="ImportError: libcudart (exit code 1)"),)),
         "torch",
@@ -150,7 +150,7 @@ WRONG = {  # facts, name: status, found, expected, cure
         "horovod",
         "warn",
         "0.28.1, built against torch 2.15.0+cu132, tensorflow 2.21.0",
-        "one built by hvdtrain: others lack its mends for these frameworks",
+        "one built by hvdtrain: others lack its fixes for these frameworks",
         "python -m hvdtrain build",
     ),
     "framework changed since": (
@@ -633,29 +633,29 @@ WRONG = {  # facts, name: status, found, expected, cure
         step(live=Live(0, 4, "HorovodInternalError: shut down (exit code 1)")),
         "allreduce",
         "fail",
-        "the ranks met, then: HorovodInternalError: shut down (exit code 1)",
+        "the ranks joined, then: HorovodInternalError: shut down (exit code 1)",
         "an allreduce",
         "horovodrun --gloo -np 4 -H nid001:2,nid002:2 python -m hvdtrain doctor",
     ),
 }
 
 
-@pytest.mark.parametrize(("facts", "name", "status", "found", "expected", "cure"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_is_said_with_its_cure(facts, name, status, found, expected, cure):
-    check = named(name, facts)
+@pytest.mark.parametrize(("findings", "name", "status", "found", "expected", "fix"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_reported_with_its_fix(findings, name, status, found, expected, fix):
+    check = named(name, findings)
     assert dataclasses.asdict(check) == {
         "name": name,
         "group": check.group,
         "status": status,
         "found": found,
         "expected": expected,
-        "cure": cure,
+        "fix": fix,
     }
 
 
-def test_a_healthy_step_has_nothing_to_mend():
-    assert [check for check in judge(HEALTHY) if check.status in {"warn", "fail"} or check.cure] == []
-    assert [check for check in judge(ALONE) if check.status in {"warn", "fail"} or check.cure] == []
+def test_a_healthy_step_has_nothing_to_fix():
+    assert [check for check in judge(HEALTHY) if check.status in {"warn", "fail"} or check.fix] == []
+    assert [check for check in judge(ALONE) if check.status in {"warn", "fail"} or check.fix] == []
     assert sorted(check.name for check in judge(HEALTHY)) == sorted(EXPECTED)
     groups = [check.group for check in judge(HEALTHY)]
     assert list(dict.fromkeys(groups)) == [
@@ -691,10 +691,10 @@ def test_the_bandwidth_is_the_bus_bandwidth():
     assert named("allreduce", one).found == "over MPI; 1 MB: 1.2 ms"
 
 
-def started(launcher: str, mpi: Mpi | None, plugin: str | None = None, **more) -> Facts:
+def started(launcher: str, mpi: Mpi | None, plugin: str | None = None, **more) -> Findings:
     """That launch of 4 ranks on 2 hosts, with launchers of both MPIs about."""
-    facts = software(mpi=mpi, programs=(HORO, MPIEXEC, MPIRUN, HYDRA), **more)
-    return step(facts, topology=place(launcher), plugin=plugin, live=Live(0, 4, seconds={10**6: 1.0}))
+    findings = software(mpi=mpi, programs=(HORO, MPIEXEC, MPIRUN, HYDRA), **more)
+    return step(findings, topology=place(launcher), plugin=plugin, live=Live(0, 4, seconds={10**6: 1.0}))
 
 
 HOSTS = "nid001:2,nid002:2"
@@ -702,7 +702,7 @@ HYDRA_CURE = f"SLURM_MPI_TYPE=none mpiexec.hydra -n 4 -hosts {HOSTS} python -m h
 MPIRUN_CURE = f"mpirun -n 4 -H {HOSTS} python -m hvdtrain doctor"
 GLOO_CURE = f"horovodrun --gloo -np 4 -H {HOSTS} python -m hvdtrain doctor"
 PMIX_CURE, PMI2_CURE = (f"srun --mpi={plugin} --cpus-per-task=2 {SRUN}" for plugin in ("pmix", "pmi2"))
-LAUNCHES = {  # as shared notes of real launches have them: the cure, "" where the launch is right
+LAUNCHES = {  # as shared notes of real launches have them: the fix, "" where the launch is right
     "Open MPI, srun pmix": (started("srun", OPENMPI, "pmix"), ""),
     "Open MPI, srun pmi2": (started("srun", OPENMPI, "pmi2"), PMIX_CURE),
     "Open MPI, srun none": (started("srun", OPENMPI, "none"), PMIX_CURE),
@@ -756,15 +756,15 @@ LAUNCHES = {  # as shared notes of real launches have them: the cure, "" where t
 }
 
 
-@pytest.mark.parametrize(("facts", "cure"), LAUNCHES.values(), ids=LAUNCHES.keys())
-def test_a_launch_that_cannot_be_one_world_is_known_before_it_starts(facts, cure):
-    assert bool(launch.mismatch(facts.step, facts.software.mpi)) == bool(cure)
-    check = named("world", facts)
-    assert (check.status, check.cure) == ("fail" if cure else "ok", cure)
+@pytest.mark.parametrize(("findings", "fix"), LAUNCHES.values(), ids=LAUNCHES.keys())
+def test_a_launch_that_cannot_be_one_world_is_known_before_it_starts(findings, fix):
+    assert bool(launch.mismatch(findings.step, findings.software.mpi)) == bool(fix)
+    check = named("world", findings)
+    assert (check.status, check.fix) == ("fail" if fix else "ok", fix)
 
 
 @pytest.mark.parametrize(
-    ("facts", "found"),
+    ("findings", "found"),
     [
         (
             started("srun", MPICH, "pmix"),
@@ -782,8 +782,8 @@ def test_a_launch_that_cannot_be_one_world_is_known_before_it_starts(facts, cure
     ],
     ids=["plugin", "two plugins", "launcher", "no MPI"],
 )
-def test_what_each_side_of_a_mismatch_is(facts, found):
-    assert named("world", facts).found == found
+def test_what_each_side_of_a_mismatch_is(findings, found):
+    assert named("world", findings).found == found
 
 
 def test_one_task_needs_no_plugin():
@@ -818,9 +818,9 @@ def test_the_hosts_of_a_run(tmp_path):
     assert launch.hosts(mpirun, {}, [["bash"], ["mpirun", "-n", "4"]]) == ""
 
 
-def shown(facts: Facts, width: int, colour: bool = False) -> str:
+def shown(findings: Findings, width: int, colour: bool = False) -> str:
     out = io.StringIO()
-    report.show(judge(facts), "hvdtrain doctor", Console(file=out, width=width, force_terminal=colour))
+    report.show(judge(findings), "hvdtrain doctor", Console(file=out, width=width, force_terminal=colour))
     return out.getvalue()
 
 
@@ -830,13 +830,13 @@ SICK = replace(
 
 
 @pytest.mark.parametrize("width", [50, 80, 200])
-def test_the_table_keeps_to_the_width_and_the_cures_whole(width):
-    table, _, cures = shown(SICK, width).partition("\n\n✗")
+def test_the_table_keeps_to_the_width_and_the_fixes_whole(width):
+    table, _, fixes = shown(SICK, width).partition("\n\n✗")
     assert max(map(len, table.splitlines())) <= width
-    wanted = [check.cure for check in judge(SICK) if check.cure]
+    wanted = [check.fix for check in judge(SICK) if check.fix]
     assert len(wanted) >= 3
     assert len(max(wanted, key=len)) > 50
-    assert {f"    {cure}" for cure in wanted} <= set(cures.splitlines())
+    assert {f"    {fix}" for fix in wanted} <= set(fixes.splitlines())
     words = [word for check in judge(SICK) for word in check.found.split()]
     assert all(word in "".join(table.split()) for word in words if len(word) < 20)
 
@@ -851,10 +851,10 @@ def test_a_line_of_the_table_says_nothing_twice():
 def test_the_table_in_colour_and_not():
     assert "\x1b[" in shown(SICK, 80, colour=True)
     assert "\x1b[" not in shown(SICK, 80)
-    assert shown(SICK, 80).splitlines()[-1] == "21 ok, 3 to look at, 2 to mend, 7 left out"
+    assert shown(SICK, 80).splitlines()[-1] == "21 ok, 3 to look at, 2 to fix, 7 left out"
 
 
-def test_facts_travel_as_json():
+def test_findings_are_communicated_as_json():
     rank = replace(healthy_rank(3), **IB)
     assert Rank.from_json(json.loads(json.dumps(dataclasses.asdict(rank)))) == rank
 
@@ -878,7 +878,7 @@ def test_this_machine(tmp_path):
     assert checks.keys() == set(EXPECTED)
     assert done.returncode == (1 if any(check.status == "fail" for check in checks.values()) else 0)
     assert all(check.expected for check in checks.values())
-    assert [check.name for check in checks.values() if check.status == "fail" and not check.cure] == []
+    assert [check.name for check in checks.values() if check.status == "fail" and not check.fix] == []
     assert checks["output folder"].found == f"{tmp_path / 'runs'} can be written"
     for name in ("torch", "tensorflow"):
         if not lacking(name):

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over the ranks of `bench overhead`, which takes turns with the other loops."""
+"""Lightning's Trainer over the ranks of `bench overhead`, interleaved with the other loops."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What both adapters' `bench train` share: the parts of a step timed in turn, and what they say of its limit."""
+"""What both adapters' `bench train` share: the parts of a step, timed in interleaved rounds."""
 
 import contextlib
 import io
@@ -57,16 +57,16 @@ def main(adapter: Literal["torch", "tensorflow"], sides_of: SidesOf) -> NoReturn
 
 
 def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
-    """Measures on every rank; the chief tells."""
+    """Measures on every rank; the chief reports."""
     with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
         timed = {
             name: _mean_of_ranks(time, sides)
             for name, time in _contenders(run, sides, min(options.steps, run.plan.steps_per_epoch)).items()
         }
-        seconds = measure.in_turn(timed, options.rounds)
+        seconds = measure.interleaved(timed, options.rounds)
     if not run.topology.is_chief:
         return
-    facts = {
+    results = {
         "framework": run.framework,
         "engine": run.engine,
         "recipe": run.recipe.name,
@@ -75,8 +75,8 @@ def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
         "gradient_bytes": sides.gradient_bytes,
         "step_seconds": seconds,
     }
-    if not ranks.keep(facts):
-        train.tell(facts, options.output)
+    if not ranks.keep(results):
+        train.report(results, options.output)
 
 
 def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float | None]]:

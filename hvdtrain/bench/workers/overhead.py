@@ -1,7 +1,7 @@
-"""What both adapters' `bench overhead` share: loops timed in turn, step by step, and what they come to.
+"""What both adapters' `bench overhead` share: loops interleaved step by step, and what they come to.
 
-A machine's speed drifts by more than what is to be measured, over seconds as over minutes: so the loops take turns
-after every step, and a round, an epoch of each, gives one ratio.
+A machine's speed drifts by more than what is to be measured, over seconds as over minutes: so the loops are
+interleaved step by step, and a round, an epoch of each, gives one ratio.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
     if topology.is_chief:
-        ranks.keep(_facts(run, {name: times[1:] for name, times in seconds.items()}))
+        ranks.keep(_results(run, {name: times[1:] for name, times in seconds.items()}))
 
 
 def _measure(loops: Loops, size: int, rounds: int, steps: int) -> dict[str, list[float]]:
@@ -89,7 +89,7 @@ def _measure(loops: Loops, size: int, rounds: int, steps: int) -> dict[str, list
     return {name: own.reshape(rounds, steps).mean(axis=1).tolist() for name, own in of_ranks.items()}
 
 
-def _facts(run: Run, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def _results(run: Run, seconds: dict[str, list[float]]) -> dict[str, Any]:
     bare = seconds["hand-written"]
     ratios = {
         name: [own / other for own, other in zip(times, bare, strict=True)]

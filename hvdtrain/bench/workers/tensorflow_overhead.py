@@ -1,6 +1,6 @@
-"""hvdtrain's loop and a hand-written tf.function + Horovod loop, step by step in turn, in the same processes.
+"""hvdtrain's loop and a hand-written tf.function + Horovod loop, interleaved step by step, in the same processes.
 
-Both train the same network on the CPU, on the same pictures with the same update; the hand-written one does what such
+Both train the same network on the CPU, on the same images with the same update; the hand-written one does what such
 a script does and no more: no guard, no log, no exact metrics, no order kept over ranks. hvdtrain's logs as a run does,
 into a temporary folder; checkpoints and validation are in neither time.
 """
@@ -22,10 +22,10 @@ def hand_written(run: Run) -> overhead.Steps:
     """The bare loop."""
     recipe, dataset, batch = run.recipe, run.dataset, run.plan.worker_batch
     x, y = dataset.train.read(np.arange(len(dataset.train)), None)
-    pictures = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32)
-    # Numbers are shuffled, and without end: a buffer of pictures, filled anew every epoch, made ranks wait up to 17 s.
+    images = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32)
+    # Numbers are shuffled, and without end: a buffer of images, filled anew every epoch, made ranks wait up to 17 s.
     chosen = tf.data.Dataset.range(len(y)).shard(hvd.size(), hvd.rank()).shuffle(len(y)).repeat().batch(batch)
-    data = chosen.map(lambda numbers: (tf.gather(pictures, numbers), tf.gather(y, numbers))).prefetch(2)
+    data = chosen.map(lambda numbers: (tf.gather(images, numbers), tf.gather(y, numbers))).prefetch(2)
     model = resnet50(dataset.classes or 0, recipe.stem, recipe.seed)
     weights = [weight.value for weight in model.trainable_weights]
     optimizer = SGD(recipe, weights)  # keras.optimizers.SGD takes longer, and steps otherwise

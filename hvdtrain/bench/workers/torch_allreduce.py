@@ -1,4 +1,4 @@
-"""One rank of `bench allreduce`: Horovod and torch.distributed in the same process, in turn."""
+"""One rank of `bench allreduce`: Horovod and torch.distributed in the same process, interleaved."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ Reduce = Callable[[torch.Tensor], object]
 
 
 def main(argv: list[str]) -> int:
-    """Measures with all ranks; the chief tells, or leaves what was found in the hands of whoever started the ranks."""
+    """Measures with all ranks; the chief prints the result, or leaves it to whoever started the ranks."""
     topology = discover(os.environ)
     line = Lifeline(topology, meeting.of(topology, os.environ))
     line.begin()
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     line.leave()
     if topology.is_chief and not ranks.keep(found):
-        allreduce.tell(found, topology.size, options.output)
+        allreduce.report(found, topology.size, options.output)
     return 0
 
 
@@ -52,7 +52,7 @@ def _measure(options: allreduce.Options, topology: Topology) -> allreduce.Found:
     for size in options.byte_sizes:
         tensor = torch.zeros(size // 4, device=device)  # zeros stay zeros, whatever is added how often
         timed = {name: functools.partial(_seconds, reduce, tensor) for name, reduce in reducers.items()}
-        for name, values in measure.in_turn(timed, options.rounds, warm_up=1).items():
+        for name, values in measure.interleaved(timed, options.rounds, warm_up=1).items():
             found.setdefault(name, {})[size] = values
     dist.destroy_process_group()
     return found
@@ -66,7 +66,7 @@ def _reducers(options: allreduce.Options, topology: Topology) -> tuple[dict[str,
     if hvd.size() != topology.size:
         raise WorldError(
             f"{topology.launcher} started {topology.size} ranks, but Horovod says {hvd.size()}; python -m hvdtrain "
-            "doctor in this step tells why."
+            "doctor in this step shows why."
         )
     over_gpus = bool(hvd.nccl_built()) and dist.is_nccl_available()
     index = gpu_index(options.device, torch.cuda.device_count(), topology, over_gpus)
@@ -105,7 +105,7 @@ def _timed(reduce: Reduce, tensor: torch.Tensor, repeats: int) -> float:
 
 
 def _average(reduce: Reduce, value: float, device: torch.device) -> float:
-    """Over all ranks; they have all come when any of them goes on."""
+    """Over all ranks; they have all come when any of them continues."""
     both = torch.tensor([value, 1.0], device=device)
     reduce(both)
     return float(both[0] / both[1])

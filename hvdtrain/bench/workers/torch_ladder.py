@@ -159,7 +159,7 @@ class Rung:
             return rate()
 
         contenders = {"reading": with_reading, "one": self._rate(lambda: self._update(one))}
-        found = measure.in_turn(contenders, 2 if self.is_trial else 6, warm_up=0)
+        found = measure.interleaved(contenders, 2 if self.is_trial else 6, warm_up=0)
         loss = self._update(one).item()
         if not math.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss} after the windows")

@@ -24,16 +24,14 @@ from hvdtrain.torch.data import Loader, Pair
 Epoch = Callable[[], Iterable[Pair]]
 
 
-def main(
-    folder: Path, packed: Path, kept: Path, workers: int, batch: int, pictures: int, crop: int, rounds: int
-) -> None:
+def main(folder: Path, packed: Path, kept: Path, workers: int, batch: int, images: int, crop: int, rounds: int) -> None:
     """Measures and leaves the figures as JSON in `kept`."""
     torch.set_num_threads(1)
     loaders: dict[str, dict[str, Any]] = {"shards": {"data_dir": packed}, "folder": {"data_dir": folder}}
     if dali.is_installed():
         loaders["DALI"] = {"data_dir": packed, "decoder": "dali"}
-    epochs = {name: ours(keys, workers, batch, pictures, crop) for name, keys in loaders.items()}
-    epochs["torchvision"] = torchvisions(folder, workers, batch, pictures, crop)
+    epochs = {name: ours(keys, workers, batch, images, crop) for name, keys in loaders.items()}
+    epochs["torchvision"] = torchvisions(folder, workers, batch, images, crop)
     clock: dict[str, list[float]] = {name: [] for name in epochs}
 
     def measured(name: str) -> Callable[[], float]:
@@ -46,11 +44,11 @@ def main(
         return once
 
     contenders: dict[str, Callable[[], float]] = {name: measured(name) for name in epochs}
-    found = measure.in_turn(contenders, rounds)
+    found = measure.interleaved(contenders, rounds)
     ratios = {
         name: [one / theirs for one, theirs in zip(found[name], found["torchvision"], strict=True)] for name in loaders
     }
-    facts = {
+    results = {
         "images_per_core_second": found,
         "images_per_second": {name: values[-rounds:] for name, values in clock.items()},
         "ratios": ratios,
@@ -59,17 +57,17 @@ def main(
         "batch_size": batch,
         "crop": crop,
     }
-    kept.write_text(json.dumps(facts))
+    kept.write_text(json.dumps(results))
 
 
-def ours(where: dict[str, Any], workers: int, batch: int, pictures: int, crop: int) -> Epoch:
-    """hvdtrain's pass over so many pictures, in an order and with crops drawn anew each time."""
+def ours(where: dict[str, Any], workers: int, batch: int, images: int, crop: int) -> Epoch:
+    """hvdtrain's pass over so many images, in an order and with crops drawn anew each time."""
     recipe = recipes.load("imagenet", {**where, "workers": workers, "batch_size": batch, "train_crop": crop})
     dataset = load_dataset(recipe)
     loader, random = Loader(recipe, dataset, torch.device("cpu")), np.random.default_rng(0)
 
     def epoch() -> Iterable[Pair]:
-        order = random.permutation(len(dataset.train))[:pictures]
+        order = random.permutation(len(dataset.train))[:images]
         parts = np.split(order, range(batch, len(order), batch))
         requests: list[Request] = [(part, random.random((len(part), DRAWS), dtype=np.float32)) for part in parts]
         return loader.batches(dataset.train, requests)
@@ -77,7 +75,7 @@ def ours(where: dict[str, Any], workers: int, batch: int, pictures: int, crop: i
     return epoch
 
 
-def torchvisions(folder: Path, workers: int, batch: int, pictures: int, crop: int) -> Epoch:
+def torchvisions(folder: Path, workers: int, batch: int, images: int, crop: int) -> Epoch:
     """Torchvision's, as its ImageNet reference has it."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
@@ -95,17 +93,17 @@ def torchvisions(folder: Path, workers: int, batch: int, pictures: int, crop: in
     loader = DataLoader(dataset, batch, sampler=order, num_workers=workers, persistent_workers=workers > 0)
 
     def epoch() -> Iterable[Pair]:
-        order[:] = torch.randperm(len(dataset))[:pictures].tolist()
+        order[:] = torch.randperm(len(dataset))[:images].tolist()
         return loader
 
     return epoch
 
 
 if __name__ == "__main__":
-    _, *places, workers, batch, pictures, crop, rounds = sys.argv
-    folder, packed, kept = map(Path, places)
+    _, *paths, workers, batch, images, crop, rounds = sys.argv
+    folder, packed, kept = map(Path, paths)
     try:
-        main(folder, packed, kept, int(workers), int(batch), int(pictures), int(crop), int(rounds))
+        main(folder, packed, kept, int(workers), int(batch), int(images), int(crop), int(rounds))
     except HvdtrainError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

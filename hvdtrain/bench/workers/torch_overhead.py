@@ -1,6 +1,6 @@
-"""hvdtrain's loop and a hand-written Horovod or DDP loop, step by step in turn, in the same processes.
+"""hvdtrain's loop and a hand-written Horovod or DDP loop, interleaved step by step, in the same processes.
 
-All train the same network on the CPU, on the same pictures with the same optimiser and precision; the hand-written
+All train the same network on the CPU, on the same images with the same optimiser and precision; the hand-written
 one does what such a script does and no more: no guard, no log, no exact metrics, no order kept over ranks. Both have
 the one core of Horovod, which does not fuse, as hvdtrain wants it: over MPI that makes the hand-written loop faster.
 hvdtrain's logs as a run does, into a temporary folder; checkpoints and validation are in no time. Beside DDP,
@@ -25,7 +25,7 @@ from hvdtrain.torch.train import Training, open_engine
 
 
 def parts(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
-    """What such a script begins with: network, optimiser, and this rank's share of the pictures."""
+    """What such a script begins with: network, optimiser, and this rank's local batches of the images."""
     recipe, dataset = run.recipe, run.dataset
     x, y = next(
         Loader(recipe, dataset, torch.device("cpu")).batches(dataset.train, [(np.arange(len(dataset.train)), None)])

@@ -15,14 +15,14 @@ SEVERITY: tuple[Status, ...] = ("skip", "ok", "warn", "fail")
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `cure` is for a shell: a command, or a comment where no command mends it."""
+    """One line of the report. `fix` is for a shell: a command, or a comment where no command fixes it."""
 
     name: str
     group: str
     status: Status
     found: str
     expected: str = ""
-    cure: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Verdict:
     status: Status
     found: str
     expected: str = ""
-    cure: str = ""
+    fix: str = ""
 
     def named(self, name: str, group: str) -> Check:
         """The same as a line of the report."""
-        return Check(name, group, self.status, self.found, self.expected, self.cure)
+        return Check(name, group, self.status, self.found, self.expected, self.fix)
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class Rank:
     free_bytes: int = 10**12
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "Rank":
+    def from_json(cls, found: dict[str, Any]) -> "Rank":
         """The rank that `dataclasses.asdict` and JSON have flattened."""
-        lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
-        interfaces = tuple(Interface(**interface) for interface in told["interfaces"])
-        return cls(**{**told, **lists, "interfaces": interfaces})
+        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+        interfaces = tuple(Interface(**interface) for interface in found["interfaces"])
+        return cls(**{**found, **lists, "interfaces": interfaces})
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Everything there is to judge; `ranks` are all of the step, or the chief alone where they could not meet."""
+class Findings:
+    """Everything there is to judge; `ranks` are all of the step, or the chief alone where they could not join."""
 
     software: Software
     ranks: tuple[Rank, ...]
@@ -191,11 +191,11 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
-def over_ranks(facts: Facts, name: str, group: str, judge: Callable[[Rank], Verdict]) -> Check:
+def over_ranks(findings: Findings, name: str, group: str, judge: Callable[[Rank], Verdict]) -> Check:
     """The worst of the ranks' verdicts, which names its rank and host where not all are alike."""
-    verdicts = [judge(rank) for rank in facts.ranks]
+    verdicts = [judge(rank) for rank in findings.ranks]
     worst = max(verdicts, key=lambda verdict: SEVERITY.index(verdict.status))
-    alike = [rank for rank, verdict in zip(facts.ranks, verdicts, strict=True) if verdict.status == worst.status]
+    alike = [rank for rank, verdict in zip(findings.ranks, verdicts, strict=True) if verdict.status == worst.status]
     if len(alike) < len(verdicts):
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         where = f"rank {alike[0].rank} on {alike[0].host}{more}: "
