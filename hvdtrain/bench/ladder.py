@@ -11,10 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import pydantic
 import tyro
 
 from hvdtrain import flags
@@ -39,7 +39,7 @@ SHORTEST, LIMIT, COMPILE_LIMIT, TRAIN_RESERVE = 5, 45, 130, 190
 Found = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Measures every rung of the ladder on one GPU, and trains cifar100:fast to its end."""
 
