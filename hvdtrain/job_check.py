@@ -1,12 +1,14 @@
 """What is wrong with somebody's job script: findings with their line, the reason, and what to write instead."""
 
+import bisect
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvdtrain.errors import JobError
-from hvdtrain.job_script import JobScript, Option, Statement, Step, program, read, training_steps
+from hvdtrain.job_script import SBATCH, JobScript, Option, Step, program, read, training_steps
 from hvdtrain.sites import MPI_PLUGINS, TIME, Site
 from hvdtrain.untrusted import printable, whole_number
 
@@ -21,6 +23,7 @@ JOB = r"\$?\{?SLURM_JOB_?ID\b"
 PORT_OVERFLOWS = re.compile(rf"(?:\d\s*\+\s*|MASTER_PORT=){JOB}(?!:)\}}?(?!\}}|\s*%)|{JOB}\}}?\s*\+\s*\d")
 LAST_DIGITS = re.compile(rf"{JOB}:\s*-\d")
 ALMOST_SBATCH = re.compile(r"\s*#\s*[SBATCH]{5,7}[ \t:]*-")
+SRUN_CPUS = re.compile("SRUN_CPUS_PER_TASK=")
 DEVICES = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
 NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
 MOST_BYTES = 2**19
@@ -51,13 +54,28 @@ class Case:
     site: Site | None
     steps: tuple[Step, ...]
 
+    def searched(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str]]]:
+        """What matches in all that the job's own shell fills in, with its line."""
+        return ((self.line_of(found.start()), found) for found in pattern.finditer(self.script.shell.expanded))
+
+    def line_of(self, position: int) -> int:
+        """The line of the script in which that character of the text stands."""
+        return 1 + bisect.bisect_left(self._line_ends, position)
+
+    @functools.cached_property
+    def _line_ends(self) -> list[int]:
+        return [found.start() for found in re.finditer("\n", self.script.shell.text)]
+
 
 def check(text: str, site: Site | None = None) -> list[Finding]:
     """What is wrong with the job script, in the order of its lines. Raises JobError for one that is too long."""
-    if len(text) > MOST_BYTES or len(text.splitlines()) > MOST_LINES:
+    if len(text) > MOST_BYTES or text.count("\n") > MOST_LINES:
         raise JobError(f"a job script must have at most {MOST_BYTES:,} bytes in {MOST_LINES:,} lines.")
     case = case_of(text, site)
     found = {_shortened(finding) for rule in RULES for finding in itertools.islice(rule(case), MOST_OF_A_RULE)}
+    if unread := case.script.shell.unread:
+        why = "it is no bash that can be read in reasonable time, so no command of it is checked"
+        found.add(Finding(unread, "cannot be read as a script", why, "bash -n FILE"))
     return sorted(found, key=lambda finding: (finding.line, finding.wrong))
 
 
@@ -81,7 +99,7 @@ def report(name: str, findings: list[Finding]) -> str:
         lines.append(f"{name}:{found.line}: {'note: ' if found.note else ''}{found.wrong}")
         lines += [f"    why      {found.why}", f"    instead  {found.instead}"]
     errors = sum(not found.note for found in findings)
-    return "\n".join([*lines, f"{errors} to mend, {len(findings) - errors} to consider."])
+    return "\n".join([*lines, f"{errors} to fix, {len(findings) - errors} to consider."])
 
 
 def _file(case: Case) -> Iterator[Finding]:
@@ -97,21 +115,19 @@ def _file(case: Case) -> Iterator[Finding]:
 
 def _directives(case: Case) -> Iterator[Finding]:
     """#SBATCH lines that SLURM passes over."""
-    first = case.script.statements[0].line if case.script.statements else 0
-    for line in case.script.late:
-        yield Finding(
-            line,
-            "#SBATCH after the first command",
-            f"SLURM reads options only above the first command, line {first}: this one is ignored",
-            "move the line above it",
-        )
-    for number, text in enumerate(case.script.lines, 1):
-        if ALMOST_SBATCH.match(text.upper()) and not re.match(r"#SBATCH\s", text):
+    first = case.script.first
+    for line in case.script.shell.comments:
+        text = case.script.lines[line - 1]
+        if SBATCH.match(text):
+            if line > first:
+                why = f"SLURM reads options only above the first command, line {first}: this one is ignored"
+                yield Finding(line, "#SBATCH after the first command", why, "move the line above it")
+        elif ALMOST_SBATCH.match(text.upper()):
             why = "only a line that begins with exactly #SBATCH and a space is an option; this one is a comment"
-            yield Finding(number, f"{text.split('-')[0].strip()!r} is not #SBATCH", why, _mended(text))
+            yield Finding(line, f"{text.split('-')[0].strip()!r} is not #SBATCH", why, _corrected(text))
 
 
-def _mended(text: str) -> str:
+def _corrected(text: str) -> str:
     return re.sub(r"^[^-]*", "#SBATCH ", text)
 
 
@@ -183,14 +199,14 @@ def _counted(number: int, what: str) -> str:
 
 def _cpus(case: Case) -> Iterator[Finding]:
     """CPUs a task against the node's, and srun's way of learning them."""
-    told = next((s.line for s in case.script.statements if "SRUN_CPUS_PER_TASK=" in s.text), None)
+    exported = next((line for line, _ in case.searched(SRUN_CPUS)), None)
     for step in case.steps:
         option, tasks, cpus = step.options.get("cpus-per-task"), step.tasks_per_node, step.number("cpus-per-task")
         if option is None:
             share = f"--cpus-per-task={case.site.cpus // case.site.gpus}" if case.site else "--cpus-per-task=N"
             why = "each task gets one CPU, for training and for loading data"
             yield Finding(step.line, "no --cpus-per-task", why, f"#SBATCH {share}")
-        elif "cpus-per-task" not in step.own and (told is None or told > step.line):
+        elif "cpus-per-task" not in step.own and (exported is None or exported > step.line):
             yield Finding(
                 step.line,
                 "SRUN_CPUS_PER_TASK is not set",
@@ -206,18 +222,17 @@ def _cpus(case: Case) -> Iterator[Finding]:
 
 def _no_launcher(case: Case) -> Iterator[Finding]:
     """A training started as one process."""
-    statements, job = case.script.statements, Step(0, (), {}, {option.name: option for option in case.script.options})
+    job = Step(0, (), {}, {option.name: option for option in case.script.options})
     if job.nodes == 1 and job.tasks_per_node == 1:
         return
-    launched = any(program(call) in LAUNCHERS for statement in statements for call in statement.calls)
-    for statement in statements:
-        for call in statement.calls:
-            ours = STARTS_PYTHON.fullmatch(program(call)) and re.search(
-                r"\bhvdtrain\.(torch|tensorflow)", " ".join(call)
-            )
-            if ours or (not launched and _starts_ranks(call)):
-                why = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
-                yield Finding(statement.line, f"{program(call)} without srun", why, f"srun {' '.join(call[:3])} ...")
+    commands = case.script.shell.commands
+    launched = any(program(command.words) in LAUNCHERS for command in commands)
+    for command in commands:
+        name, words = program(command.words), command.words
+        ours = STARTS_PYTHON.fullmatch(name) and re.search(r"\bhvdtrain\.(torch|tensorflow)", " ".join(words))
+        if ours or (not launched and _starts_ranks(words)):
+            why = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
+            yield Finding(command.line, f"{name} without srun", why, f"srun {' '.join(words[:3])} ...")
 
 
 def _starts_ranks(call: tuple[str, ...]) -> bool:
@@ -227,39 +242,30 @@ def _starts_ranks(call: tuple[str, ...]) -> bool:
 
 def _rank_variables(case: Case) -> Iterator[Finding]:
     """Variables of a rank that the job's own shell fills in."""
-    for statement in case.script.statements:
-        for found in RANK_VARIABLE.finditer(statement.expanded):
-            yield Finding(
-                statement.line_of(found.start()),
-                f"${found[1]} is filled in by the job's shell",
-                "there it is 0 for all: only inside the step has each rank its own",
-                f"srun bash -c '... ${found[1]} ...' in single quotes, or read it in the program",
-            )
-        for found in RANK_BY_HAND.finditer(statement.expanded):
-            line, why = statement.line_of(found.start(1)), "every rank would have the same number"
-            yield Finding(line, f"{found[1]} is set for all ranks", why, "leave it out: the launcher tells each rank")
+    for line, found in case.searched(RANK_VARIABLE):
+        yield Finding(
+            line,
+            f"${found[1]} is filled in by the job's shell",
+            "there it is 0 for all: only inside the step has each rank its own",
+            f"srun bash -c '... ${found[1]} ...' in single quotes, or read it in the program",
+        )
+    for line, found in case.searched(RANK_BY_HAND):
+        why = "every rank would have the same number"
+        yield Finding(line, f"{found[1]} is set for all ranks", why, "leave it out: the launcher sets it for each rank")
 
 
 def _ports(case: Case) -> Iterator[Finding]:
     """Ports that two jobs share, that do not exist, or that some job ids break."""
-    for statement in case.script.statements:
-        yield from _searched(
-            statement,
-            FIXED_PORT,
-            "a fixed port",
-            "two jobs that meet on a node, or a job that starts again, find it taken",
-            PORT,
-        )
-        yield from _searched(
-            statement,
-            PORT_OVERFLOWS,
-            "a port from the whole job id",
-            "ports end at 65535, job ids do not",
-            PORT,
-        )
-        for position in _octal_ports(statement.text):
-            why = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
-            yield Finding(statement.line_of(position), "a port from the job id's last characters", why, PORT)
+    text = case.script.shell.text
+    fixed = "two jobs that share a node, or a job that starts again, find it taken"
+    for found in FIXED_PORT.finditer(text):
+        yield Finding(case.line_of(found.start()), "a fixed port", fixed, PORT)
+    for found in PORT_OVERFLOWS.finditer(text):
+        why = "ports end at 65535, job ids do not"
+        yield Finding(case.line_of(found.start()), "a port from the whole job id", why, PORT)
+    for position in _octal_ports(text):
+        why = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
+        yield Finding(case.line_of(position), "a port from the job id's last characters", why, PORT)
 
 
 def _octal_ports(text: str) -> Iterator[int]:
@@ -277,11 +283,6 @@ def _cuts_job_id(part: str) -> bool:
     begin = part.find("$(")
     job = re.compile(JOB).search(part, begin) if begin >= 0 else None
     return bool(job and re.compile("tail -c|cut -c").search(part, job.end()))
-
-
-def _searched(statement: Statement, pattern: re.Pattern[str], wrong: str, why: str, instead: str) -> Iterator[Finding]:
-    for found in pattern.finditer(statement.text):
-        yield Finding(statement.line_of(found.start()), wrong, why, instead)
 
 
 def _site_names(case: Case) -> Iterator[Finding]:
@@ -317,13 +318,11 @@ def _hint_undone(case: Case) -> Iterator[Finding]:
 def _devices(case: Case) -> Iterator[Finding]:
     """A list of GPUs shorter than the tasks of a node."""
     tasks = max((step.tasks_per_node or 0 for step in case.steps), default=0)
-    for statement in case.script.statements:
-        for found in DEVICES.finditer(statement.expanded):
-            visible = len(found[1].strip(",").split(","))
-            if tasks > visible:
-                why = f"{tasks} tasks of a node would share {_counted(visible, 'GPU')}"
-                line = statement.line_of(found.start())
-                yield Finding(line, found[0], why, "leave it out: SLURM sets it to the GPUs of the job")
+    for line, found in case.searched(DEVICES):
+        visible = len(found[1].strip(",").split(","))
+        if tasks > visible:
+            why = f"{tasks} tasks of a node would share {_counted(visible, 'GPU')}"
+            yield Finding(line, found[0], why, "leave it out: SLURM sets it to the GPUs of the job")
 
 
 def _plugin(case: Case) -> Iterator[Finding]:
@@ -341,7 +340,7 @@ def _plugin(case: Case) -> Iterator[Finding]:
 
 
 def _comes_back(case: Case) -> Iterator[Finding]:
-    """What hvdtrain needs to go on after the time limit."""
+    """What hvdtrain needs to resume after the time limit."""
     if not any("hvdtrain" in word for step in case.steps for word in step.call):
         return
     for name, option in (("signal", "--signal=USR2@120"), ("requeue", "--requeue")):

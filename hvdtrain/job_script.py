@@ -1,14 +1,12 @@
 """A job script as SLURM and bash read it: its #SBATCH options and its commands, with their line numbers."""
 
-import bisect
-import functools
-import itertools
 import re
 from collections import ChainMap, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain import bash
 from hvdtrain.sites import Site
 from hvdtrain.untrusted import whole_number
 
@@ -30,23 +28,9 @@ SHORT = {
 }
 # Long options whose value may be a word of its own; of any other the next word is the program.
 VALUED = {*SHORT.values(), "ntasks-per-node", "gres", "mem", "mpi", "gpus-per-node", "gpus-per-task", "cpu-bind"}
-KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "time", "exec", "nohup", "env", "command", "{"}
 TRAINS = re.compile(r"\b(?:python|torchrun|hvdtrain)|\.(?:py|sh)\b|\$@")
-# In this order: an escape, a here-document's opening, both kinds of quotes, a comment.
-TOKEN = re.compile(
-    r"""(?P<escape>\\.)|(?P<here>(?<!<)<<-?[ \t]*(?P<q>["']?)(?P<end>[A-Za-z_]\w*)(?P=q))
-    |(?P<double>"[^"\\]*(?:\\.[^"\\]*)*")|(?P<single>'[^']*')|(?P<comment>(?<!\S)\#[^\n]*)""",
-    re.DOTALL | re.VERBOSE,
-)
-# The same, and where a statement ends: at the end of a line outside of all these, or, in a quote that is never closed,
-# with the script. Read once from the first character to the last, so that it takes as long as the script.
-STOP = re.compile(rf"{TOKEN.pattern}|(?P<stop>\n)|(?P<open>[\"'])", TOKEN.flags)
-OPERATORS = ";&|()<>"
-PART = re.compile(r"""\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*'""", re.DOTALL)
-WORD = r"""(?:[^\s"'\\%s]+|\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*')+"""
-WORDS = re.compile(WORD % "", re.DOTALL)
-WORDS_AND_OPERATORS = re.compile(f"[{OPERATORS}]+|{WORD % OPERATORS}", re.DOTALL)
-QUOTES = {'"', "'", "\\"}
+WORDS = re.compile(r"""(?:[^\s"'\\]+|\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*')+""", re.DOTALL)
+SBATCH = re.compile(r"#SBATCH\s")
 
 
 @dataclass(frozen=True)
@@ -59,35 +43,13 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Statement:
-    """A command line with what it goes on to: `text` without comments, `calls` the words of each program it starts."""
-
-    line: int
-    text: str
-    calls: tuple[tuple[str, ...], ...]
-
-    @functools.cached_property
-    def expanded(self) -> str:
-        """The text with what the job's own shell fills nothing into blanked: single quotes and escapes."""
-        return TOKEN.sub(_blanked, self.text)
-
-    def line_of(self, position: int) -> int:
-        """The line of the script in which that character of the text stands."""
-        return self.line + bisect.bisect_left(self._line_ends, position)
-
-    @functools.cached_property
-    def _line_ends(self) -> list[int]:
-        return [found.start() for found in re.finditer("\n", self.text)]
-
-
-@dataclass(frozen=True)
 class JobScript:
     """What a job script says."""
 
     lines: tuple[str, ...]
     options: tuple[Option, ...]  # of #SBATCH lines that count
-    late: tuple[int, ...]  # lines of #SBATCH after the first command, which do not
-    statements: tuple[Statement, ...]
+    first: int  # the line of the first command, behind which SLURM reads no #SBATCH
+    shell: bash.Script
 
     def option(self, name: str) -> Option | None:
         """The last one of that name."""
@@ -150,23 +112,27 @@ class Step:
 
 def read(text: str) -> JobScript:
     """The script, whatever its line ends."""
-    lines = tuple(text.splitlines())
-    statements = tuple(_statements(lines))
-    first = statements[0].line if statements else len(lines) + 1
-    numbers = [number for number, line in enumerate(lines, 1) if re.match(r"#SBATCH\s", line)]
-    options = [option for n in numbers if n < first for option in options_of(_words(lines[n - 1])[1:], n)]
-    return JobScript(lines, tuple(options), tuple(n for n in numbers if n > first), statements)
+    lines = tuple(text.replace("\r\n", "\n").split("\n"))
+    first = next((n for n, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#"), len(lines) + 1)
+    options = [
+        option
+        for number, line in enumerate(lines[: first - 1], 1)
+        if SBATCH.match(line)
+        for option in options_of(_words(line)[1:], number)
+    ]
+    return JobScript(lines, tuple(options), first, bash.read(text))
 
 
 def training_steps(script: JobScript) -> tuple[Step, ...]:
     """The steps that start Python or a script; not those that copy files or look at the machine."""
     job = {option.name: option for option in script.options}
     steps = []
-    for statement in script.statements:
-        for call in statement.calls:
-            if program(call) == "srun" and TRAINS.search(" ".join(program_of(call))):
-                own = {option.name: option for option in options_of(call[1:], statement.line)}
-                steps.append(Step(statement.line, call, own, ChainMap(own, job)))  # not copied for each of many steps
+    for command in script.shell.commands:
+        if program(command.words) == "srun" and TRAINS.search(" ".join(program_of(command.words))):
+            own = {option.name: option for option in options_of(command.words[1:], command.line)}
+            steps.append(
+                Step(command.line, command.words, own, ChainMap(own, job))
+            )  # not copied for each of many steps
     return tuple(steps)
 
 
@@ -194,87 +160,19 @@ def _split(words: Sequence[str], line: int) -> tuple[list[Option], list[str]]:
     return options, list(rest)
 
 
-def _statements(lines: Sequence[str]) -> Iterator[Statement]:
-    text = "\n".join(lines)
-    starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
-    number = 0
-    while number < len(lines):
-        if lines[number].lstrip()[:1] in {"", "#"}:
-            number += 1
-            continue
-        end = _end(text, starts[number])
-        bare = text[starts[number] : end]
-        if "#" in bare:
-            bare = TOKEN.sub(lambda token: "" if token["comment"] else token[0], bare)
-        yield Statement(number + 1, bare, tuple(_calls(bare)))
-        number = bisect.bisect(starts, end)
-        for token in TOKEN.finditer(bare) if "<<" in bare else ():
-            if token["here"]:
-                number = _after(token["end"], lines, number)
-
-
-def _end(text: str, start: int) -> int:
-    """Where the statement ends that starts there: a quote or a backslash joins the next line."""
-    for token in STOP.finditer(text, start):
-        if token["stop"]:
-            return token.start()
-        if token["open"]:
-            break
-    return len(text)
-
-
-def _after(end: str, lines: Sequence[str], number: int) -> int:
-    """The line after the here-document's end."""
-    while number < len(lines) and lines[number].strip() != end:
-        number += 1
-    return number + 1
-
-
-def _calls(text: str) -> Iterator[tuple[str, ...]]:
-    """The words of each simple command, from its program on."""
-    call: list[str] = []
-    to_file = False
-    for word in [*_split_words(text.replace("\\\n", " "), WORDS_AND_OPERATORS), ";"]:
-        if to_file:
-            to_file = False
-        elif word.strip("<>&|") == "" and set(word) & set("<>"):
-            to_file = True
-        elif word and not word.strip(OPERATORS):
-            if call:
-                yield tuple(call)
-            call = []
-        elif call or not (word in KEYWORDS or re.match(r"[A-Za-z_]\w*=", word)):
-            call.append(word)
-
-
 def program(call: Sequence[str]) -> str:
     """The program's name without its folder."""
     return Path(call[0]).name
 
 
 def _words(line: str) -> list[str]:
-    return _split_words(line.partition(" #")[0])
-
-
-def _split_words(text: str, pattern: re.Pattern[str] = WORDS) -> list[str]:
-    """The words as a shell would split them, without their quotes; by spaces alone where a quote never ends."""
+    """The words of an #SBATCH line as sbatch splits them, without their quotes; by spaces where a quote never ends."""
     # Python's shlex does the same, in a time that grows with the square of a word's length.
+    text = line.partition(" #")[0]
     words, end = [], 0
-    for found in pattern.finditer(text):
+    for found in WORDS.finditer(text):
         if text[end : found.start()].strip():
             return text.split()
-        words.append(PART.sub(_unquoted, found[0]) if QUOTES & set(found[0]) else found[0])
+        words.append(bash.unquoted(found[0]))
         end = found.end()
     return text.split() if text[end:].strip() else words
-
-
-def _unquoted(part: re.Match[str]) -> str:
-    if part[0].startswith('"'):
-        return re.sub(r'\\(["\\])', r"\1", part[0][1:-1])
-    return part[0][1:-1] if part[0].startswith("'") else part[0][1:]
-
-
-def _blanked(token: re.Match[str]) -> str:
-    if token["double"]:
-        return re.sub(r"\\[^\n]", "  ", token[0])
-    return re.sub(r"[^\n]", " ", token[0]) if token["single"] or token["escape"] else token[0]

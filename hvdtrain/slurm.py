@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import pydantic
 import tyro
 
-from hvdtrain import flags
+from hvdtrain import bash, flags
 from hvdtrain.errors import JobError, RecipeError
-from hvdtrain.job_check import MOST_BYTES, check, report
+from hvdtrain.job_check import LONGEST, MOST_BYTES, Finding, check, report
 from hvdtrain.recipe import nearest
 from hvdtrain.sites import MPI_PLUGINS, SITES, TIME, Site, table
 from hvdtrain.untrusted import printable, read_bytes
@@ -183,7 +183,9 @@ def _check(path: Path, name: str | None) -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobError(f"--check must name a job script that can be read, got {path}: {reason}.") from None
-    findings = check(text, site)
+    why, instead = "bash cannot read the script to its end", "correct it, until this says nothing: bash -n FILE"
+    refused = [Finding(line, printable(said, LONGEST), why, instead) for line, said in bash.syntax_errors(text)]
+    findings = sorted([*check(text, site), *refused], key=lambda finding: finding.line)
     print(report(str(path), findings))
     return int(any(not finding.note for finding in findings))
 

@@ -1,11 +1,13 @@
 """Somebody's job script: each rule provoked by one change to a faultless script, with its words and its line."""
 
+from unittest.mock import ANY
+
 import pytest
 
-from hvdtrain import slurm
+from hvdtrain import bash, slurm
 from hvdtrain.errors import JobError
 from hvdtrain.job_check import RULES, Finding, case_of, check
-from hvdtrain.job_script import read
+from hvdtrain.job_script import read, training_steps
 from hvdtrain.sites import SITES
 
 GOOD = """\
@@ -51,7 +53,7 @@ def port(line: int, wrong: str, why: str) -> Finding:
     return Finding(line, wrong, why, PORT)
 
 
-TAKEN = "two jobs that meet on a node, or a job that starts again, find it taken"
+TAKEN = "two jobs that share a node, or a job that starts again, find it taken"
 TOO_HIGH = "ports end at 65535, job ids do not"
 OCTAL = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
 
@@ -187,7 +189,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             10,
             "RANK= is set for all ranks",
             "every rank would have the same number",
-            "leave it out: the launcher tells each rank",
+            "leave it out: the launcher sets it for each rank",
         ),
     ),
     "fixed port": ("module load", "export MASTER_PORT=29500\nmodule load", port(10, "a fixed port", TAKEN)),
@@ -531,6 +533,80 @@ def test_what_is_right_gives_no_finding(old, new):
     assert check(GOOD.replace(old, new), BOOSTER) == []
 
 
+PYTHON = "python -m hvdtrain.torch digits"
+BARE, FIXED, FILLED = "python without srun", "a fixed port", "$SLURM_PROCID is filled in by the job's shell"
+UNSET = "SRUN_CPUS_PER_TASK is not set"
+GRAMMAR = {  # what stands in the place of GOOD's srun: the findings, which patterns miss or make up
+    "a shift is no here-document": (f"n=$((1<<bits))\n{PYTHON}", [(13, BARE)]),
+    "quotes in quotes": (f'echo "$(echo "it\'s")"\n{PYTHON}', [(13, BARE)]),
+    "quotes in an expansion": (f'echo "${{x:-"it\'s"}}"\n{PYTHON}', [(13, BARE)]),
+    "an escape in $'...'": (f"echo $'it\\'s'\n{PYTHON}", [(13, BARE)]),
+    "a comment behind a semicolon": (f":;# it's\n{PYTHON}", [(13, BARE)]),
+    "an odd end of a here-document": (f"cat <<'E-F'\n{PYTHON} '\nE-F\n{SRUN} --master_port 1", [(15, FIXED)]),
+    "a here-document that is filled in": (f"cat > a <<END\nexport RANK=$SLURM_PROCID\nEND\n{SRUN}", [(13, FILLED)]),
+    "a command in quotes": (f'unset SRUN_CPUS_PER_TASK; log="$({SRUN} --master_port 1)"', [(12, FIXED)]),
+    "a loop in an if": (
+        f"if true \\\n  && cd x\nthen for i in 1 2; do\n  {SRUN} --master_port 1\ndone; fi",
+        [(15, FIXED)],
+    ),
+    "a file descriptor": (
+        f"srun --mpi=pmix -n 2>errors 4 {PYTHON}",
+        [(12, "2 tasks a node, 4 GPUs"), (12, "srun -n 4")],
+    ),
+    "a redirection in the command": (f"srun --mpi=pmix > log {PYTHON} & srun -n 4 x", []),
+    "an array is no command": (f"words=(python {PYTHON})\n{SRUN}", []),
+    "a script in a here-document": (f"cat > a <<END\n#!/bin/bash\n#SBATCH -N 1\n# SBATCH -n 1\nEND\n{SRUN}", []),
+    "#SBATCH in a quote": (f"echo '\n#SBATCH --nodes=1\n'\n{SRUN}", []),
+    "a function of the step": (
+        f"f() {{\n  export RANK=$SLURM_PROCID\n  {PYTHON}\n}}\nexport -f f\nsrun --mpi=none bash -c f",
+        [],
+    ),
+    "a function of the job": (f"f() {{\n  export RANK=$SLURM_PROCID\n  {SRUN}\n}}\nf", [(13, FILLED)]),
+}
+
+
+@pytest.mark.parametrize(("new", "found"), GRAMMAR.values(), ids=GRAMMAR.keys())
+def test_what_only_a_grammar_reads_right(new, found):
+    assert [(finding.line, finding.wrong) for finding in check(GOOD.replace(SRUN, new), BOOSTER)] == found
+
+
+@pytest.mark.parametrize("quoted", [f'x="$({SRUN})"', f"x=`{SRUN}`"])
+def test_a_step_in_a_substitution(quoted):
+    script = read(GOOD.replace(SRUN, quoted))
+    assert [(step.line, step.own["mpi"].value) for step in training_steps(script)] == [(12, "pmix")]
+
+
+def test_a_script_that_takes_too_long_to_read(monkeypatch):
+    monkeypatch.setattr(bash, "PARSE_SECONDS", -1)
+    why = "it is no bash that can be read in reasonable time, so no command of it is checked"
+    assert check("#!/bin/bash\n" + "echo a\n" * 1000) == [
+        Finding(ANY, "cannot be read as a script", why, "bash -n FILE")
+    ]
+
+
+BROKEN = {  # what stands in the place of GOOD's srun: the line and bash's words
+    "a quote that never ends": (f'{SRUN}\necho "', 13, "unexpected EOF while looking for matching `\"'"),
+    "a here-document that never ends": (
+        f"{SRUN}\ncat <<END", 13, "here-document delimited by end-of-file (wanted `END')"
+    ),
+    "a fi too many": (f"{SRUN}\nfi", 13, "syntax error near unexpected token `fi'"),
+    "an if that never ends": (f"if true; then\n{SRUN}", 14, "syntax error: unexpected end of file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("new", "line", "said"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_script_that_bash_refuses(new, line, said, tmp_path, capsys):
+    path = tmp_path / "job.sh"
+    path.write_text(GOOD.replace(SRUN, new))
+    assert slurm.main(["--check", str(path)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}:{line}: {said}",
+        "    why      bash cannot read the script to its end",
+        "    instead  correct it, until this says nothing: bash -n FILE",
+        "1 to fix, 0 to consider.",
+    ]
+
+
 def test_a_worker_of_tf_config_needs_no_plugin():
     options = slurm.Options(nodes=2, launcher="tf-config")
     assert check(slurm.render(SITES["capella"], options, ("python", "-m", "hvdtrain.tensorflow", "linear"))) == []
@@ -545,12 +621,14 @@ def test_one_task_needs_no_srun(command):
     assert check(f"#!/bin/bash\n#SBATCH --gres=gpu:1\n{command}\n") == []
 
 
-def test_the_lines_of_statements():
+def test_the_lines_of_commands():
     script = read('#!/bin/bash\n#SBATCH -N 2\n\na "1\n2" && b \\\n  c 2>&1 > e\ncat <<-END | d\n  e\n  END\nf\n')
-    assert [(statement.line, statement.calls) for statement in script.statements] == [
-        (4, (("a", "1\n2"), ("b", "c", "2"))),
-        (7, (("cat",), ("d",))),
-        (10, (("f",),)),
+    assert [(command.line, command.words) for command in script.shell.commands] == [
+        (4, ("a", "1\n2")),
+        (5, ("b", "c")),
+        (7, ("cat",)),
+        (7, ("d",)),
+        (10, ("f",)),
     ]
 
 
@@ -568,7 +646,7 @@ def test_the_findings_on_the_command_line(python, tmp_path):
 {path}:11: note: no --requeue
     why      at its time limit hvdtrain could not save a checkpoint and come back by itself
     instead  #SBATCH --requeue
-1 to mend, 1 to consider.
+1 to fix, 1 to consider.
 """
     )
 
@@ -576,9 +654,9 @@ def test_the_findings_on_the_command_line(python, tmp_path):
 CODES = {  # script, site: exit code, the last line
     "faultless": (GOOD, "juwels-booster", 0, "{}: nothing wrong found; it is ready to submit."),
     "of no known site": (GOOD, "generic", 0, "{}: nothing wrong found; it is ready to submit."),
-    "advice alone": (GOOD.replace("#SBATCH --requeue\n", ""), None, 0, "0 to mend, 1 to consider."),
-    "another site's": (GOOD, "capella", 1, "1 to mend, 0 to consider."),
-    "Windows": (GOOD.replace("\n", "\r\n"), None, 1, "1 to mend, 0 to consider."),
+    "advice alone": (GOOD.replace("#SBATCH --requeue\n", ""), None, 0, "0 to fix, 1 to consider."),
+    "another site's": (GOOD, "capella", 1, "1 to fix, 0 to consider."),
+    "Windows": (GOOD.replace("\n", "\r\n"), None, 1, "1 to fix, 0 to consider."),
 }
 
 
