@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from hvdtrain import pmi
 from hvdtrain.errors import JobError
 from hvdtrain.job_script import SBATCH, JobScript, Option, Step, program, read, training_steps
-from hvdtrain.sites import MPI_PLUGINS, TIME, Site
+from hvdtrain.sites import TIME, Site
 from hvdtrain.untrusted import printable, whole_number
 
 LAUNCHERS = {"srun", "mpirun", "mpiexec", "mpiexec.hydra", "horovodrun"}
@@ -331,7 +332,7 @@ def _plugin(case: Case) -> Iterator[Finding]:
         option = step.own.get("mpi")
         uses_mpi = any("hvdtrain" in word or "horovod" in word for word in step.call) and not step.is_wrapped
         usual = case.site.mpi if case.site else "pmix"
-        if option and not MPI_PLUGINS.fullmatch(option.value):
+        if option and not pmi.NAMES.fullmatch(option.value):
             why = "SLURM's own plugins are pmix, pmi2, cray_shasta, none"
             yield Finding(step.line, f"srun --mpi={option.value}", why, "see: srun --mpi=list", note=True)
         elif uses_mpi and usual and option is None:

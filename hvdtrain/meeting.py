@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import random
-import re
 import secrets
 import socket
 import struct
@@ -15,10 +14,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from hvdtrain import keys
-from hvdtrain.errors import EngineUnavailable, TopologyError, WorldError
+from hvdtrain import hostlist, keys
+from hvdtrain.errors import EngineUnavailable, WorldError
 from hvdtrain.topology import Topology
-from hvdtrain.untrusted import printable, quoted, whole_number
+from hvdtrain.untrusted import printable, whole_number
 
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
 FIRST_PORT, PORTS = 10_000, 20_000
@@ -76,7 +75,7 @@ def of(topology: Topology, environ: Mapping[str, str]) -> Meeting | None:
     if topology.launcher == "srun" and "SLURM_STEP_NODELIST" in environ:
         job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
         return Meeting(
-            first_host(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
+            hostlist.first(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
         )
     if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
         # Every torchrun that is given no id has the same; two on one host differ by their port.
@@ -119,16 +118,6 @@ def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
     word = f"{topology.host} {os.getpid()}"
     place = Meeting(addresses()[0], _block(zlib.crc32(os.fsencode(word))), word, secrets.token_bytes(keys.BYTES))
     return ranks.bcast(place)
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a SLURM list such as `jwb[0001-0004,0010],login1`. Raises TopologyError where there is none."""
-    # Each of these stops at the next bracket, so that none takes longer than the list is long.
-    first = re.match(r"((?:[^][,]|\[[^][]*\])*)(?:,|\Z)", nodes)
-    host = re.sub(r"\[([^][,-]*)(?:[,-][^][]*)?\]", r"\1", first[1] if first else "")
-    if not re.fullmatch(r"\w[\w.-]{0,254}", host, re.ASCII):
-        raise TopologyError(f"SLURM_STEP_NODELIST must name hosts, as node[01-04], got {quoted(nodes)}.")
-    return host
 
 
 def addresses() -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain import pmi
 from hvdtrain.untrusted import read_bytes
 
 Kind = Literal["openmpi", "mpich"]
@@ -22,14 +23,6 @@ SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|m
 VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
 CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
 MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
-
-# A step's own connection: the variable that names the step, this step's name in it, the plugin that sets it.
-# A variable with another step's name is what an outer launcher's daemon left behind.
-CONNECTIONS = (
-    ("PMIX_NAMESPACE", "slurm.pmix.{}", "pmix"),
-    ("PALS_APID", "{}", "cray_shasta"),
-    ("PMI_JOBID", "{}", "pmi2"),
-)
 
 
 @dataclass(frozen=True)
@@ -96,11 +89,8 @@ def plugin_of(environ: Mapping[str, str]) -> str | None:
     if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
         return None
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    for label, step_label, plugin in CONNECTIONS:
-        if environ.get(label) == step_label.format(step):
-            return plugin
     # SLURM_MPI_TYPE proves nothing: a user may have exported it, and srun --mpi=none leaves it as it is.
-    return "none"
+    return next((plugin.name for plugin in pmi.of_step(environ, step)), "none")
 
 
 def _contents(path: Path) -> bytes:

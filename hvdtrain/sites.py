@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-MPI_PLUGINS = re.compile(r"none|pmi2|pmix(_v\d+)?|cray_shasta|pspmix?|openmpi")
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")  # as SLURM reads it
 
 

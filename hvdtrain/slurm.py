@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import pydantic
 import tyro
 
-from hvdtrain import bash, flags
+from hvdtrain import bash, flags, pmi
 from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.job_check import LONGEST, MOST_BYTES, Finding, check, report
 from hvdtrain.recipe import nearest
-from hvdtrain.sites import MPI_PLUGINS, SITES, TIME, Site, table
+from hvdtrain.sites import SITES, TIME, Site, table
 from hvdtrain.untrusted import printable, read_bytes
 from hvdtrain.untrusted import quoted as shown
 
@@ -213,10 +213,7 @@ def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) ->
             )
     if options.time is not None and not TIME.fullmatch(options.time):
         raise JobError(f"--time must read like 02:00:00 or 1-12:00:00 (a day and a half), got {shown(options.time)}.")
-    if options.mpi is not None and not MPI_PLUGINS.fullmatch(options.mpi):
-        raise JobError(
-            f"--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got {shown(options.mpi)}; see: srun --mpi=list"
-        )
+    pmi.check_name(options.mpi)
     pattern, example = site.account
     if options.account and not re.fullmatch(pattern, options.account):
         raise JobError(f"--account must read like {example} at this site, got {shown(options.account)}.")

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdtrain import hostlist, pmi
 from hvdtrain.errors import TopologyError
 from hvdtrain.untrusted import printable, quoted
 
@@ -108,22 +109,19 @@ class SlurmStep(Launcher):
         """The step's own numbers. Raises TopologyError where PMI, PMIx or Cray's PALS say others for it."""
         topology = super().topology(environ, host)
         step = f"{topology.job_id}.{environ['SLURM_STEP_ID']}"
-        for label, step_label, twin, variable in STEP_TWINS:
-            # Where the label is not this step's, the twin is what another launcher's daemon left behind.
-            if environ.get(label) != step_label.format(step) or twin not in environ:
-                continue
-            if environ[twin] != environ[variable]:
-                raise self._refuse(
-                    f"{twin} must equal {variable}={environ[variable]} in step {step}, got {printable(environ[twin])}"
-                )
+        for plugin in pmi.of_step(environ, step):
+            for twin, variable in ((plugin.rank, self.rank), (plugin.size, self.size)):
+                if twin in environ and environ[twin] != environ[variable]:
+                    rule = f"{twin} must equal {variable}={environ[variable]} in step {step}"
+                    raise self._refuse(f"{rule}, got {printable(environ[twin])}")
         return topology
 
     def _ranks_of_this_host(self, environ: Environ) -> int:
         text = self._text(environ, self.local_size)
-        if not re.fullmatch(r"(\d{1,6}(\(x\d{1,6}\))?(,(?=\d)|$))+", text, re.ASCII):
-            raise self._refuse(f"{self.local_size} must read like 2(x3),1, got {quoted(text)}")
-        # Never written out: 1(x999999) three hundred times is a line of text, and as many hosts as fill the memory.
-        groups = [(int(ranks), int(repeat or 1)) for ranks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]
+        try:
+            groups = hostlist.tasks_per_node(text)
+        except ValueError:
+            raise self._refuse(f"{self.local_size} must read like 2(x3),1, got {quoted(text)}") from None
         if sum(ranks * repeat for ranks, repeat in groups) != self._number(environ, self.size):
             raise self._refuse(
                 f"{self.local_size} must add up to {self.size}={environ[self.size]}, got {printable(text)}"
@@ -197,16 +195,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="PMI_LOCAL_RANK",
         local_size="PMI_LOCAL_SIZE",
     ),
-)
-
-# What a SLURM plugin may say a second time: the variable that names a step, this step's name in it, the
-# number beside it, and the step's own variable. Cray's names are from SLURM's plugin mpi/cray_shasta.
-STEP_TWINS = (
-    ("PMI_JOBID", "{}", "PMI_RANK", "SLURM_PROCID"),
-    ("PMI_JOBID", "{}", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-    ("PALS_APID", "{}", "PMI_RANK", "SLURM_PROCID"),
-    ("PALS_APID", "{}", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-    ("PMIX_NAMESPACE", "slurm.pmix.{}", "PMIX_RANK", "SLURM_PROCID"),
 )
 
 

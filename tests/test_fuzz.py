@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import dry_run, flags, meeting, predict, recipe, topology, untrusted
-from hvdtrain.doctor import gather, launch
+from hvdtrain import dry_run, flags, hostlist, predict, recipe, topology, untrusted
+from hvdtrain.doctor import gather
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.job_check import check
 
@@ -122,19 +122,19 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "SLURM_JOB_ID must be a job's number, got '../../x'; unset it outside a job.",
     ),
     "a first host of brackets": (
-        lambda: meeting.first_host("[" * 20_000),
+        lambda: hostlist.first("[" * 20_000),
         f"SLURM_STEP_NODELIST must name hosts, as node[01-04], got '{'[' * 37}...{'[' * 38}'.",
     ),
     "100 million nodes": (
-        lambda: launch.nodelist("a[0-99999999]"),
+        lambda: hostlist.expand("a[0-99999999]"),
         "a list of nodes must name at most 100000 hosts, as nid[001-004], got 'a[0-99999999]'.",
     ),
     "nodes in three dimensions": (
-        lambda: launch.nodelist("a[0-99999]b[0-99999]c[0-99999]"),
+        lambda: hostlist.expand("a[0-99999]b[0-99999]c[0-99999]"),
         "a list of nodes must name at most 100000 hosts, as nid[001-004], got 'a[0-99999]b[0-99999]c[0-99999]'.",
     ),
     "nodes in open brackets": (
-        lambda: launch.nodelist("a[" * 50_000),
+        lambda: hostlist.expand("a[" * 50_000),
         f"a list of nodes must name at most 100000 hosts, as nid[001-004], got '{'a[' * 18}a...{'a[' * 19}'.",
     ),
     "16,384 forecasts": (

@@ -5,7 +5,7 @@ import socket
 import pytest
 from environments import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
 
-from hvdtrain import meeting
+from hvdtrain import hostlist, meeting
 from hvdtrain.errors import WorldError
 from hvdtrain.meeting import Meeting, Seat
 from hvdtrain.topology import Topology, discover
@@ -24,7 +24,7 @@ NODES = {
 
 @pytest.mark.parametrize(("nodes", "first"), NODES.values(), ids=NODES.keys())
 def test_the_first_host(nodes, first):
-    assert meeting.first_host(nodes) == first
+    assert hostlist.first(nodes) == first
 
 
 def met(text, **changed):

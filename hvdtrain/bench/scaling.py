@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import pydantic
 import tyro
 
-from hvdtrain import flags, slurm
+from hvdtrain import flags, pmi, slurm
 from hvdtrain import recipe as recipes
 from hvdtrain.bench import engines, measure
 from hvdtrain.devices import visible_gpus
-from hvdtrain.errors import EngineUnavailable, JobError, RecipeError, TrainingError
-from hvdtrain.sites import MPI_PLUGINS
+from hvdtrain.errors import EngineUnavailable, RecipeError, TrainingError
 from hvdtrain.topology import discover
 from hvdtrain.untrusted import quoted, whole_number
 
@@ -209,10 +208,7 @@ def _check(options: Options) -> None:
     measure.check_counts(options, rounds=(1, measure.MOST), steps=(1, measure.MOST), batch=(1, measure.MOST))
     if options.engine == "ddp" and options.framework == "tensorflow":
         raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
-    if options.mpi is not None and not MPI_PLUGINS.fullmatch(options.mpi):
-        raise JobError(
-            f"--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got {quoted(options.mpi)}; see: srun --mpi=list"
-        )
+    pmi.check_name(options.mpi)
     if options.site and options.ranks:
         raise RecipeError("--ranks follow from --nodes at a site; drop --ranks, or --site.")
     for name in ("nodes", "submit", "time", "account"):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from hvdtrain import mpi
+from hvdtrain import mpi, pmi
 from hvdtrain.build.probe import FRAMEWORK_WHEELS, version_of
 from hvdtrain.doctor.findings import Framework, Live, Program, Rank, Software
 from hvdtrain.doctor.framework import MARK
@@ -205,8 +205,8 @@ def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
 def _program(name: str, path: str, on_path: bool, environ: Mapping[str, str]) -> Program:
     if name == "horovodrun":
         return Program(name, Path(path), None, on_path=on_path)
-    # A launcher that finds itself to be somebody's rank may try to join in.
-    outside = {key: value for key, value in environ.items() if not re.match("OMPI_|PMIX|PRTE|PMI_|SLURM_", key)}
+    # A launcher told that it is somebody's rank may try to join in.
+    outside = {key: value for key, value in environ.items() if not key.startswith(pmi.PREFIXES)}
     output = _output([path, "--version"], outside) or ""
     release = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", output)), "")
     return Program(name, Path(path), kind_in(output), release, on_path)
@@ -223,7 +223,7 @@ def _slurm_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     output = _output(["srun", "--mpi=list"], environ)
     if output is None:
         return None
-    return tuple(sorted(set(re.findall(r"\b(?:pmix(?:_v\d)?|pmi2|cray_shasta|none|openmpi)\b", output))))
+    return tuple(sorted(set(pmi.NAMES.findall(output))))
 
 
 def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:

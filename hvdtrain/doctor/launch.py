@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
+from hvdtrain import hostlist
 from hvdtrain.doctor.findings import Findings, Program, Rank, Step
-from hvdtrain.errors import TopologyError
 from hvdtrain.mpi import TITLES, Kind, Mpi
 from hvdtrain.topology import Topology
-from hvdtrain.untrusted import quoted, read_bytes
+from hvdtrain.untrusted import read_bytes
 
-MOST_HOSTS = 100_000
-LONGEST_HOST = 255  # characters of a name
 MOST_BYTES = 2**20  # of a file of hosts
 FAMILIES: Mapping[str, Kind] = {"mpirun": "openmpi", "mpiexec": "mpich"}
 LAUNCHERS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec")}
@@ -118,7 +116,7 @@ def hosts(topology: Topology, environ: Mapping[str, str], ancestors: Sequence[Se
         return ""
     if "SLURM_JOB_NODELIST" in environ:
         count = -(-topology.size // topology.local_size)
-        names = nodelist(environ["SLURM_JOB_NODELIST"])[:count]
+        names = hostlist.expand(environ["SLURM_JOB_NODELIST"])[:count]
     else:
         names = next(filter(None, map(_hosts_said, ancestors)), [])
     return ",".join(name if ":" in name else f"{name}:{topology.local_size}" for name in names)
@@ -143,44 +141,3 @@ def _text(path: Path) -> str:
         return read_bytes(path, MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return ""
-
-
-def nodelist(text: str) -> list[str]:
-    """The names in SLURM's short form: `nid[001-002,7],login1` -> nid001, nid002, nid7, login1.
-
-    Raises TopologyError where it is not that, or names more than `MOST_HOSTS`.
-    """
-    names: list[str] = []
-    try:
-        for group in re.findall(r"(?:[^][,]|\[[^][]*\])+|[][]", text):
-            names += _names(group, MOST_HOSTS - len(names))
-    except ValueError:
-        raise TopologyError(
-            f"a list of nodes must name at most {MOST_HOSTS} hosts, as nid[001-004], got {quoted(text)}."
-        ) from None
-    return names
-
-
-def _names(group: str, most: int) -> list[str]:
-    """The names of `nid[001-002,7]`. Raises ValueError where it says none, or more than so many."""
-    names = [""]
-    for part in re.split(r"(\[[^][]*\])", group):
-        choices = _numbers(part, most // len(names)) if part.startswith("[") else [part]
-        names = [f"{name}{choice}" for name in names for choice in choices]
-        if len(names[0]) > LONGEST_HOST:
-            raise ValueError(group)
-    if most < 1 or not re.fullmatch(r"\w[\w.-]*", names[0], re.ASCII):
-        raise ValueError(group)
-    return names
-
-
-def _numbers(part: str, most: int) -> list[str]:
-    """The numbers of `[001-004,7]`. Raises ValueError where it says anything else, or more than so many."""
-    found: list[str] = []
-    for span in part[1:-1].split(","):
-        ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span, re.ASCII)
-        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
-        if not ends or not 0 < len(numbers) <= most - len(found):
-            raise ValueError(part)
-        found += [f"{number:0{len(ends[1])}}" for number in numbers]
-    return found

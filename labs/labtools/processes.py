@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain import meeting
+from hvdtrain import meeting, pmi
 from hvdtrain.errors import LabError
 from labtools.admission import Listener
 
@@ -172,8 +172,7 @@ def _host_for(client: Path) -> str:
 
 def _beside_engine(given: tuple[Any, ...]) -> None:
     """On an engine: a process beside it, which no MPI of the engine's disturbs, and waits for its end."""
-    launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "HYDI_", "MPI_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(pmi.PREFIXES)}
     subprocess.run(_command("engine"), input=pickle.dumps(given), env=_environment(kept), check=True)
 
 

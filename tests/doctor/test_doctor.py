@@ -13,6 +13,7 @@ import pytest
 from ranks import CONTROLLERS, NEEDS, clean_environ, lacking, run
 from rich.console import Console
 
+from hvdtrain import hostlist
 from hvdtrain.doctor import gather, host, judge, launch, report
 from hvdtrain.doctor.expected import EXPECTED
 from hvdtrain.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
@@ -802,7 +803,7 @@ def test_one_task_needs_no_plugin():
     ],
 )
 def test_slurms_short_form_of_hosts(text, names):
-    assert launch.nodelist(text) == names
+    assert hostlist.expand(text) == names
 
 
 def test_the_hosts_of_a_run(tmp_path):

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from memory import peak_mib
 
-from hvdtrain import cli, dry_run, flags, meeting, mpi, predict, recipe, slurm, topology
-from hvdtrain.doctor import gather, launch
+from hvdtrain import cli, dry_run, flags, hostlist, mpi, predict, recipe, slurm, topology
+from hvdtrain.doctor import gather
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.job_check import check
 from hvdtrain.sites import SITES
@@ -383,8 +383,8 @@ def read_step(r: random.Random) -> None:
 def read_nodes(r: random.Random) -> None:
     nodes = soup(r, NODES)
     with contextlib.suppress(HvdtrainError):
-        meeting.first_host(nodes)
-    assert len(launch.nodelist(nodes)) <= launch.MOST_HOSTS
+        hostlist.first(nodes)
+    assert len(hostlist.expand(nodes)) <= hostlist.MOST_HOSTS
 
 
 def read_script(r: random.Random) -> None:
