@@ -30,7 +30,7 @@ NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "n
 MOST_BYTES = 2**19
 MOST_LINES = 100_000
 MOST_OF_A_RULE = 1000
-LONGEST = 300  # characters of what a finding says: it quotes the script
+LONGEST = 300  # characters of a finding, which quotes the script
 PORT = "$((10000 + SLURM_JOB_ID % 10000))"
 WHOLE = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}
 
@@ -173,8 +173,8 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
     """One task a GPU; one a node under torchrun."""
     for step in case.steps:
         gpus, tasks = step.gpus_per_node(case.site), step.tasks_per_node
-        said = _ntasks(step.own) or _ntasks(step.options)
-        line = said.line if said else step.line
+        given = _ntasks(step.own) or _ntasks(step.options)
+        line = given.line if given else step.line
         if gpus == 0:
             ask = f"#SBATCH --gres=gpu:{case.site.gpus if case.site else 1}"
             yield Finding(step.line, "no GPU is asked for", "SLURM gives a job only the GPUs it asks for", ask)
@@ -184,13 +184,13 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
         elif not step.is_torchrun and gpus and tasks and tasks != gpus:
             outcome = "GPUs would idle, and cost" if tasks < gpus else "some would have to share one"
             why = f"one task, that is one rank, drives one GPU: {outcome}"
-            right = f"--ntasks={gpus * step.nodes}" if said and said.name == "ntasks" else f"--ntasks-per-node={gpus}"
-            where = "srun" if said and said.name in step.own else "#SBATCH"
+            right = f"--ntasks={gpus * step.nodes}" if given and given.name == "ntasks" else f"--ntasks-per-node={gpus}"
+            where = "srun" if given and given.name in step.own else "#SBATCH"
             yield Finding(line, f"{_counted(tasks, 'task')} a node, {_counted(gpus, 'GPU')}", why, f"{where} {right}")
 
 
 def _ntasks(options: Mapping[str, Option]) -> Option | None:
-    """What they say first of the number of tasks."""
+    """The first of them that sets the number of tasks."""
     return min((options[name] for name in NTASKS if name in options), key=lambda option: option.line, default=None)
 
 

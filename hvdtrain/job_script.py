@@ -44,7 +44,7 @@ class Option:
 
 @dataclass(frozen=True)
 class JobScript:
-    """What a job script says."""
+    """The options and the commands of a job script."""
 
     lines: tuple[str, ...]
     options: tuple[Option, ...]  # of #SBATCH lines that count
@@ -66,16 +66,16 @@ class Step:
     options: Mapping[str, Option]
 
     def text(self, name: str) -> str | None:
-        """What that option says."""
+        """That option's value."""
         return self.options[name].value if name in self.options else None
 
     def number(self, name: str) -> int | None:
-        """What that option says, where it is a whole number."""
+        """That option's value, where it is a whole number."""
         return whole_number(self.text(name) or "")
 
     @property
     def nodes(self) -> int:
-        """How many nodes, 1 where nothing is said."""
+        """How many nodes, 1 where no option sets it."""
         return max(1, self.number("nodes") or 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Which MPI a library would load, and by which plugin srun speaks to it: read from files, nothing is loaded."""
+"""Which MPI a library would load, and by which plugin srun connects its tasks: read from files, nothing is loaded."""
 
 import importlib.util
 import re
@@ -85,7 +85,7 @@ def of_library(path: Path) -> Mpi | None:
 
 
 def plugin_of(environ: Mapping[str, str]) -> str | None:
-    """The plugin by which srun speaks to this step, "none" for none; None outside a step of srun's."""
+    """The plugin by which srun connects the tasks of this step, "none" for none; None outside a step of srun's."""
     if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
         return None
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
@@ -104,10 +104,10 @@ def _loaded(path: Path, soname: str) -> Path | None:
     """Where the loader, in this environment, finds the library."""
     try:
         ldd = [shutil.which("ldd") or "/usr/bin/ldd", str(path)]
-        told = subprocess.run(ldd, capture_output=True, text=True, timeout=20, check=False).stdout
+        listed = subprocess.run(ldd, capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(rf"^\s*{re.escape(soname)} => (/.*) \(0x", told, re.MULTILINE)
+    found = re.search(rf"^\s*{re.escape(soname)} => (/.*) \(0x", listed, re.MULTILINE)
     return Path(found[1]).resolve() if found else None
 
 

@@ -32,7 +32,7 @@ PLUGINS = (
 
 
 def of_step(environ: Mapping[str, str], step: str) -> Iterator[Plugin]:
-    """The plugins that speak of this very step: a label with another's is what an outer launcher's daemon left."""
+    """The plugins that serve this very step: a label with another's is what an outer launcher's daemon left."""
     return (plugin for plugin in PLUGINS if environ.get(plugin.label) == plugin.step.format(step))
 
 

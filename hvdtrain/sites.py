@@ -61,7 +61,7 @@ SITES: Mapping[str, Site] = MappingProxyType(
             frameworks=MappingProxyType({"torch": "PyTorch", "tensorflow": "TensorFlow"}),
             environment=(
                 ("OMP_NUM_THREADS", "$SLURM_CPUS_PER_TASK", "a thread for each CPU of the task"),
-                ("NCCL_DEBUG", "INFO", "NCCL tells in the log which network it took"),
+                ("NCCL_DEBUG", "INFO", "NCCL reports in the log which network it took"),
                 ("NCCL_IB_HCA", "ipogif0", "the Aries network, which NCCL does not find by itself"),
             ),
             constraints=("gpu",),

@@ -50,11 +50,11 @@ TORCHRUN = """\
 # speak of the step. One torchrun a node starts one rank a GPU.
 {order_why}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
   trap "" USR2  # torchrun would end at the signal of the time limit; its ranks hear it none the less
-  # The ranks meet on the first node{suffix_note}.
+  # The rendezvous is on the first node{suffix_note}.
   MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1){suffix}
   MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000))  # the last four digits of the job id: jobs do not share a port
-  export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / {gpus}))}}"  # torchrun would say 1
-  # is_host says which node opens the meeting place: by a second name of it torchrun would not know.
+  export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / {gpus}))}}"  # torchrun would set 1
+  # is_host names the node that opens the rendezvous: torchrun does not recognise a second name of it.
   exec torchrun --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node={gpus} \\
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\
     --rdzv-conf="is_host=$((SLURM_NODEID == 0))"{local_address} "$@"
@@ -63,7 +63,7 @@ TORCHRUN = """\
 
 TF_CONFIG = """\
 # What stands between the single quotes runs once on each node: only there is SLURM_NODEID the number of the node.
-# TF_CONFIG tells TensorFlow every worker and which of them this one is.
+# TF_CONFIG lists every worker for TensorFlow, and which of them this one is.
 {order_why}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
   trap "" USR2  # a program that does not know the signal of the time limit would end at it
   port=$((10000 + SLURM_JOB_ID % 10000))  # the last four digits of the job id: jobs do not share a port
@@ -99,7 +99,9 @@ class Options:
     gpus_per_node: Annotated[int | None, tyro.conf.arg(help="left out: all of the site's", metavar="N")] = None
     cpus_per_task: Annotated[int | None, tyro.conf.arg(help="left out: the GPU's share of a node", metavar="N")] = None
     submit: Annotated[bool, tyro.conf.arg(help="give it to sbatch and print the job's number")] = False
-    check: Annotated[Path | None, tyro.conf.arg(help="say what is wrong with this job script", metavar="FILE")] = None
+    check: Annotated[Path | None, tyro.conf.arg(help="report what is wrong with this job script", metavar="FILE")] = (
+        None
+    )
     list: Annotated[bool, tyro.conf.arg(help="the sites and their shapes")] = False
 
 
@@ -169,8 +171,8 @@ def submit(script: str) -> str:
             "take the printed script there and type: sbatch FILE"
         ) from None
     if done.returncode:
-        told = "; ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines()) or "no reason given"
-        raise JobError(f"sbatch refused the script: {told}; change the flag it speaks of.")
+        reason = "; ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines()) or "no reason given"
+        raise JobError(f"sbatch refused the script: {reason}; change the flag it names.")
     return printable(done.stdout.strip().partition(";")[0])  # JOB;CLUSTER where there are several clusters
 
 
@@ -272,7 +274,7 @@ def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tu
         (f"--account={options.account}", "the project that pays") if options.account else ("", ""),
         (f"--reservation={options.reservation}", "nodes kept free for it") if options.reservation else ("", ""),
         ("--output=%x-%j.out", "the log: name and number of the job"),
-        ("--open-mode=append", "a requeued job goes on with its log instead of emptying it"),
+        ("--open-mode=append", "a requeued job continues its log instead of emptying it"),
         ("--signal=USR2@120", at_signal),
         ("--requeue", "if a node fails SLURM starts the job again"),
     ]

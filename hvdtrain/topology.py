@@ -1,4 +1,4 @@
-"""Where this process sits among the ranks of its run, as its launcher tells it in the environment."""
+"""Where this process sits among the ranks of its run, as its launcher reports it in the environment."""
 
 import bisect
 import itertools
@@ -18,7 +18,7 @@ Environ = Mapping[str, str]
 class Topology:
     """Where this process sits among the ranks of its run.
 
-    `node` is the index of this host among the run's hosts, None where the launcher does not say (Open MPI,
+    `node` is the index of this host among the run's hosts, None where the launcher does not report it (Open MPI,
     MPICH). From horovodrun it is the cross rank: where hosts have unequal numbers of ranks, it counts
     only the hosts with more than `local_rank` ranks. From torchrun it is the agent's rank. `job_id` is the
     SLURM allocation's, whichever launcher runs inside it; over ssh only some ranks may see it.
@@ -46,18 +46,18 @@ class Topology:
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row of the table: the variables in which a launcher tells a rank its place."""
+    """One row of the table: the variables in which a launcher gives a rank its indices."""
 
     name: str
     command: str  # what the remedy asks a person to type
-    signs: tuple[str, ...]  # one of these in the environment: this launcher speaks
+    signs: tuple[str, ...]  # one of these in the environment: this launcher started the rank
     rank: str
     size: str
     local_rank: str
     local_size: str
     node: str | None = None
 
-    def speaks_in(self, environ: Environ) -> bool:
+    def is_in(self, environ: Environ) -> bool:
         """Whether this launcher left its variables, be it only some of them."""
         return any(sign in environ for sign in self.signs)
 
@@ -100,13 +100,13 @@ class Launcher:
 class SlurmStep(Launcher):
     """The row of a SLURM step, which gives the ranks of all its hosts in one variable."""
 
-    def speaks_in(self, environ: Environ) -> bool:
+    def is_in(self, environ: Environ) -> bool:
         """Whether this is a task of a step."""
         # A batch shell has SLURM_PROCID=0 and the task count too, yet is no rank: only a step has both signs.
         return all(sign in environ for sign in self.signs)
 
     def topology(self, environ: Environ, host: str) -> Topology:
-        """The step's own numbers. Raises TopologyError where PMI, PMIx or Cray's PALS say others for it."""
+        """The step's own numbers. Raises TopologyError where PMI, PMIx or Cray's PALS have others for it."""
         topology = super().topology(environ, host)
         step = f"{topology.job_id}.{environ['SLURM_STEP_ID']}"
         for plugin in pmi.of_step(environ, step):
@@ -199,14 +199,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 
 def discover(environ: Environ, host: str | None = None) -> Topology:
-    """Where this process sits, as the innermost launcher says; alone where none speaks.
+    """Where this process sits, as the innermost launcher reports; alone where there is none.
 
     `host` is this machine's name where the caller knows a better one. Raises TopologyError where the launcher
     contradicts itself. What the launcher promises here, the collective library may yet fail to keep.
     """
     host = host or socket.gethostname()
     for launcher in LAUNCHERS:
-        if launcher.speaks_in(environ):
+        if launcher.is_in(environ):
             return launcher.topology(environ, host)
     return Topology.alone(host, _job_id(environ))
 

@@ -437,7 +437,7 @@ def test_submit_says_what_sbatch_said(tmp_path, monkeypatch):
     with pytest.raises(JobError) as refusal:
         slurm.main(["--site", "generic", "--partition", "x", "--submit", "--", *LINEAR])
     assert str(refusal.value) == (
-        "sbatch refused the script: error: invalid partition specified: x; change the flag it speaks of."
+        "sbatch refused the script: error: invalid partition specified: x; change the flag it names."
     )
 
 

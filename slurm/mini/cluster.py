@@ -137,7 +137,7 @@ def _ask(cluster: Cluster, *words: str) -> str:
 
 
 def _start(cluster: Cluster, host: str) -> Waiting:
-    """A host's namespaces and folders; it goes on when _join says so, and ends where this process does before."""
+    """A host's namespaces and folders; it continues when _join writes to it, and ends with this process."""
     flags = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--propagation=private")
     with (cluster.folder / "log" / f"{host}.log").open("a") as log:
         return subprocess.Popen(
@@ -161,7 +161,7 @@ def _start(cluster: Cluster, host: str) -> Waiting:
 
 
 def _join(cluster: Cluster, host: str, node: Waiting) -> None:
-    """Connects a host that waits, and lets it go on."""
+    """Connects a host that waits, and lets it continue."""
     assert node.stdin and node.stdout
     said = node.stdout.readline()
     if not said:
