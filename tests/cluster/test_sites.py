@@ -212,7 +212,7 @@ def test_submit_says_in_one_line_what_slurm_refuses(generic):
     assert (done.code, done.err) == (
         2,
         "JobError: sbatch refused the script: error: invalid partition specified: booster; error: Batch job submission "
-        "failed: Invalid partition name specified; change the flag it speaks of.\n",
+        "failed: Invalid partition name specified; change the flag it names.\n",
     )
 
 
