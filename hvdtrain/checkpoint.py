@@ -79,9 +79,13 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     final = folder / f"step-{checkpoint.meta['step']:08d}"
     try:
         files.make_folder(folder)
-        with _unfinished(final) as unfinished:
+        old = final.with_name(f"{final.name}.old")
+        with files.new_folder(final) as unfinished:
             _write(unfinished, checkpoint)
-            _put(unfinished, final)
+            if final.exists() or final.is_symlink():  # it counts until the new one does
+                files.remove(old)
+                files.move(final, old)
+        files.remove(old)
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"checkpoint {final} could not be written: {_reason(error)}; free space or give another --output. "
@@ -156,29 +160,6 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     meta = {**checkpoint.meta, "sha256": _digest(folder / ARRAYS, checkpoint.meta)}
     (folder / META).write_text(_text(meta), encoding="utf-8")
     shutil.copymode(folder / META, folder / ARRAYS)  # safetensors 0.8 lets nobody else read
-    files.sync(folder / ARRAYS, folder / META, folder)
-
-
-@contextlib.contextmanager
-def _unfinished(final: Path) -> Iterator[Path]:
-    """A new folder beside it, gone in the end."""
-    folder = files.temporary(final)
-    try:
-        folder.mkdir()
-        yield folder
-    finally:
-        files.remove(folder)
-
-
-def _put(unfinished: Path, final: Path) -> None:
-    """The one of the same step counts until the new one does."""
-    old = final.with_name(f"{final.name}.old")
-    if final.exists() or final.is_symlink():
-        files.remove(old)
-        final.rename(old)
-    unfinished.rename(final)
-    files.sync(final.parent)
-    files.remove(old)
 
 
 def _prune(folder: Path, latest: Path, keep: int) -> None:
@@ -202,7 +183,7 @@ def _tidy(folder: Path) -> list[str]:
                 continue
         except Damaged as error:
             notes.append(_set_aside(new, error))
-        old.rename(new)
+        files.move(old, new)
     for left in sorted(folder.glob(".step-*")):
         files.remove(left)
     return notes
@@ -212,7 +193,8 @@ def _set_aside(path: Path, error: Damaged) -> str:
     """Out of the checkpoints, for a person to look at; a line that says so."""
     aside = path.with_name(f"damaged-{path.name}")
     files.remove(aside)
-    return f"{error} It is kept as {path.rename(aside).name} and not used."
+    files.move(path, aside)
+    return f"{error} It is kept as {aside.name} and not used."
 
 
 def _named(folder: Path, prefix: str) -> list[Path]:

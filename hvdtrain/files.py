@@ -52,11 +52,45 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
-        sync(path.parent)
+        move(unfinished, path)
     except BaseException:
         remove(unfinished)
         raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
+    """A folder to fill with files, which becomes `path` once the block ends well. Raises OSError, also where a file or
+    a filled folder is there by then."""
+    unfinished = temporary(path)
+    try:
+        unfinished.mkdir(mode)
+        yield unfinished
+        sync(*unfinished.iterdir(), unfinished)
+        move(unfinished, path)
+    finally:
+        remove(unfinished)
+
+
+def create_private(path: Path, content: bytes) -> None:
+    """A file for this user alone; of processes that create it at once, one does. Raises OSError."""
+    unfinished = temporary(path)
+    try:
+        with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(unfinished, path)
+        sync(path.parent)
+    finally:
+        remove(unfinished)
+
+
+def move(path: Path, to: Path) -> None:
+    """Renames within a folder, and syncs that; only a file or an empty folder is replaced. Raises OSError."""
+    path.replace(to)
+    sync(to.parent)
 
 
 def temporary(path: Path) -> Path:
@@ -64,9 +98,9 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
 
 
-def sweep(folder: Path) -> None:
-    """Removes what killed processes left under temporary names. For who alone writes to the folder."""
-    for left in sorted(folder.glob(".*.tmp")):
+def sweep(folder: Path, name: str = "*") -> None:
+    """Removes what killed processes left of files of that name. For who alone writes to them."""
+    for left in sorted(folder.glob(f".{name}.*.tmp")):
         if TEMPORARY.fullmatch(left.name):
             remove(left)
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdtrain import files
 from hvdtrain.errors import WorldError
 from hvdtrain.topology import Topology
 
@@ -112,7 +113,7 @@ def of_user(environ: Mapping[str, str]) -> bytes:
         return _read(file)
     for folder in (file.parent.parent, file.parent):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _make(file)
+    files.create_private(file, secrets.token_bytes(BYTES))
     deadline = time.monotonic() + OTHER_NODE
     while True:
         try:
@@ -121,20 +122,6 @@ def of_user(environ: Mapping[str, str]) -> bytes:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-
-
-def _make(file: Path) -> None:
-    """All ranks may do it at once: one of them makes the file, whole, and the others find it."""
-    beside = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as written:
-            written.write(secrets.token_bytes(BYTES))
-            written.flush()
-            os.fsync(written.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> bytes:

@@ -6,7 +6,6 @@ Read on a parallel file system, a million small files cost a million openings an
 import io
 import itertools
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -79,17 +78,12 @@ def pack(options: Options) -> None:
         if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
             raise OutputError(f"{options.dest} is there already: remove it, or name a new folder.")
         files.make_folder(options.dest.parent)
-        with tempfile.TemporaryDirectory(dir=options.dest.parent, prefix=f".{options.dest.name}-") as scratch:
-            folder = Path(scratch, "set")  # of usual permissions, which the scratch folder has not
-            folder.mkdir()
-            told = _write(folder, dataset, options)
-            files.sync(*folder.iterdir(), folder)
-            folder.rename(options.dest)
-            files.sync(options.dest.parent)
+        with files.new_folder(options.dest.absolute()) as folder:
+            written = _write(folder, dataset, options)
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(f"{options.dest} cannot be written ({reason}): free space, or name another folder.") from None
-    print(f"{options.dest}: {told}")
+    print(f"{options.dest}: {written}")
 
 
 def _write(folder: Path, dataset: datasets.Dataset, options: Options) -> str:

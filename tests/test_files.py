@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import odd_json
 import pytest
@@ -70,11 +71,43 @@ def test_folders(tmp_path):
         files.make_folder(tmp_path / "file" / "sub" / "sub")
 
 
+def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path):
+    with files.new_folder(tmp_path / "a", 0o700) as folder:
+        (folder / "file").write_text("whole")
+        assert not (tmp_path / "a").exists()
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    for path, error in ((tmp_path / "b", KeyboardInterrupt), (tmp_path / "a", OSError)):
+        with pytest.raises(error), files.new_folder(path) as folder:
+            (folder / "file").write_text("other")
+            if error is KeyboardInterrupt:
+                raise error
+    assert (tmp_path / "a" / "file").read_text() == "whole"
+    assert names(tmp_path) == ["a"]
+
+
+def test_of_private_files_created_at_once_one_stays(tmp_path):
+    def created(number: int) -> bytes:
+        files.create_private(tmp_path / "a", bytes([number]))
+        return (tmp_path / "a").read_bytes()
+
+    before = os.umask(0)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(created, range(8)))
+    finally:
+        os.umask(before)
+    assert len(set(found)) == 1
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+    assert names(tmp_path) == ["a"]
+
+
 def test_sweep_knows_its_own(tmp_path):
     files.temporary(tmp_path / "a").write_text("half")
     files.temporary(tmp_path / ".hidden").mkdir()
     for theirs in (".a.tmp", "a.1-0123456789abcdef.tmp", ".lock"):
         (tmp_path / theirs).write_text("")
+    files.sweep(tmp_path, "a")
+    assert len(names(tmp_path)) == 4
     files.sweep(tmp_path)
     assert names(tmp_path) == [".a.tmp", ".lock", "a.1-0123456789abcdef.tmp"]
 

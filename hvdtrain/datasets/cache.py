@@ -7,11 +7,11 @@ import contextlib
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hvdtrain import files
 from hvdtrain.datasets import lock
 from hvdtrain.datasets.base import sha256
 from hvdtrain.datasets.shards import INDEX
@@ -84,16 +84,13 @@ def _copy(data_dir: Path, digest: str, copy: Path, cache_dir: Path, held: lock.L
             f"cache_dir {cache_dir} must have room for the {size / 1e6:,.1f} MB of {data_dir}, got "
             f"{free / 1e6:,.1f} MB: name a larger disk, or leave cache_dir out."
         )
-    _remove_half_copies(copy)
-    with tempfile.TemporaryDirectory(dir=copy.parent, prefix=f".{copy.name}-") as scratch:
-        copied = Path(scratch, "set")
-        copied.mkdir(mode=0o700)
+    files.sweep(copy.parent, copy.name)  # whoever holds the lock is the only one that copies
+    with files.new_folder(copy, 0o700) as copied:
         with ThreadPoolExecutor(COPIERS, "copy") as pool:
             for _ in pool.map(lambda path: _copy_file(path, copied / path.name, held), paths):
                 pass
         if sha256(copied / INDEX) != digest:
             raise DataError(f"{data_dir / INDEX} changed while it was copied: start again.")
-        copied.rename(copy)
 
 
 def _copy_file(source: Path, dest: Path, held: lock.Lock) -> None:
@@ -102,10 +99,3 @@ def _copy_file(source: Path, dest: Path, held: lock.Lock) -> None:
         while block := read.read(BLOCK):
             written.write(block)
             held.progress()
-
-
-def _remove_half_copies(copy: Path) -> None:
-    """Of processes that were killed: whoever holds the lock is the only one that copies."""
-    for left in copy.parent.glob(f".{copy.name}-*"):
-        with contextlib.suppress(OSError):
-            shutil.rmtree(left)

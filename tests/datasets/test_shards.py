@@ -295,7 +295,7 @@ def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
     node = tmp_path / "node"
     name = cache.on_node(packed, node).name
     shutil.rmtree(own(node) / name)
-    (own(node) / f".{name}-killed" / "set").mkdir(parents=True)
+    (own(node) / f".{name}.1-0123456789abcdef.tmp" / "set").mkdir(parents=True)
 
     def full(source, dest, held):
         raise OSError(errno.ENOSPC, "No space left on device")
