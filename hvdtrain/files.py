@@ -150,11 +150,9 @@ def sync(*paths: Path) -> None:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """A regular file to read: a pipe would be waited for, a device never ends. Raises OSError, ValueError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("it is not a regular file")
-    with os.fdopen(descriptor, "rb") as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is not a regular file")
         yield file
 
 

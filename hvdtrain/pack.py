@@ -137,7 +137,7 @@ def _pictures(split: Encoded, order: NDArray[np.int64], resize: int | None, qual
     """The split's pictures in that order, each decoded once to be sure that it can be."""
 
     def picture(sample: int) -> Picture:
-        with split.told(sample):
+        with split.as_data_error(sample):
             encoded = split.encoded(sample)
             with opened(encoded) as decoded:
                 suffix = SUFFIXES.get(decoded.format or "", (decoded.format or "").lower())

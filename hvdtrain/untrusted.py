@@ -1,11 +1,10 @@
 """What others wrote, read within bounds and shown so that a terminal survives it."""
 
-import errno
-import os
 import re
 import reprlib
-import stat
 from pathlib import Path
+
+from hvdtrain import files
 
 LONGEST = 80  # characters of a value in a message
 LONGEST_MESSAGE = 2000
@@ -38,9 +37,9 @@ def printable(text: str, most: int = LONGEST) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def one_line(error: Exception) -> str:
-    """An error's message for a terminal."""
-    return printable(" ".join(str(error).split()), LONGEST_MESSAGE)
+def one_line(value: object, most: int = LONGEST_MESSAGE) -> str:
+    """An error's message, or what a file holds, for a terminal."""
+    return printable(" ".join(str(value).split()), most)
 
 
 def whole_number(text: str) -> int | None:
@@ -50,12 +49,7 @@ def whole_number(text: str) -> int | None:
 
 def read_bytes(path: Path, most: int) -> bytes:
     """A regular file's bytes. Raises OSError, ValueError with the rule where it is another kind of file or larger."""
-    kind = path.stat().st_mode
-    if stat.S_ISDIR(kind):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(kind):  # a pipe that nobody writes to would hold the reader up, /dev/zero never ends
-        raise ValueError("it must be a regular file")
-    with path.open("rb") as file:
+    with files.opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it must have at most {most:,} bytes")

@@ -93,11 +93,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a file that never ends": (
         lambda: (Path("zero.yaml").symlink_to("/dev/zero"), recipe.load("zero.yaml")),
-        "cannot read recipe file zero.yaml: it must be a regular file; give a readable .yaml file.",
+        "cannot read recipe file zero.yaml: it is not a regular file; give a readable .yaml file.",
     ),
     "a pipe without a writer": (
         lambda: (os.mkfifo("pipe.yaml"), recipe.load("pipe.yaml")),
-        "cannot read recipe file pipe.yaml: it must be a regular file; give a readable .yaml file.",
+        "cannot read recipe file pipe.yaml: it is not a regular file; give a readable .yaml file.",
     ),
     "flag of 5,000 digits": (
         lambda: flags.parse_run("x", ["linear", "--epochs", "9" * 5000]),

@@ -14,6 +14,8 @@ DRAWS = 8
 """How many uniform numbers in [0, 1) one sample's augmentation may use."""
 SMALL = 2**18
 """Bytes that a processor copies in some 20 microseconds."""
+SHOWN = 200
+"""Characters that a message has of what a file holds."""
 
 
 class Split(Protocol):

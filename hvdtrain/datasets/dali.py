@@ -69,7 +69,7 @@ class Dali:
 
     def _part(self, index: int, draws: NDArray[np.float32]) -> tuple[np.ndarray, ...] | None:
         """What the pipeline is FED with; None for a picture that is left to Pillow."""
-        with self.split.told(index):
+        with self.split.as_data_error(index):
             encoded = self.split.encoded(index)
             with opened(encoded) as picture:
                 if picture.format != "JPEG" or picture.mode not in MODES:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvdtrain.datasets import lock
-from hvdtrain.datasets.base import sha256
-from hvdtrain.datasets.pickles import line
+from hvdtrain.datasets.base import SHOWN, sha256
 from hvdtrain.errors import DataError
+from hvdtrain.untrusted import one_line
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
 SHA256 = "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"
@@ -94,7 +94,7 @@ def _fetch(url: str, archive: Path, progress: Callable[[], None]) -> None:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
             _receive(answer, archive, progress)
     except NETWORK_ERRORS as error:
-        reason = line(getattr(error, "reason", None) or error)
+        reason = one_line(getattr(error, "reason", None) or error, SHOWN)
         remedy = f"fetch it where there is a network, and unpack it into {archive.parents[1]}"
         raise DataError(f"{url} cannot be fetched ({reason}): {remedy}") from None
 
@@ -128,7 +128,9 @@ def _unpack(archive: Path, folder: Path, progress: Callable[[], None]) -> None:
     except Exception as error:  # a damaged archive raises nearly any exception there is
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
             raise  # the disk's
-        raise DataError(f"The archive of CIFAR-100 is not as published ({line(error)}): fetch it by hand") from None
+        raise DataError(
+            f"The archive of CIFAR-100 is not as published ({one_line(error, SHOWN)}): fetch it by hand"
+        ) from None
 
 
 def _inflated(archive: Path, progress: Callable[[], None]) -> Path:

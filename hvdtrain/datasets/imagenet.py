@@ -8,7 +8,6 @@ import functools
 import io
 import math
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from hvdtrain.datasets.base import Dataset, require_positive
-from hvdtrain.datasets.pickles import line, printable
+from hvdtrain import files
+from hvdtrain.datasets.base import SHOWN, Dataset, require_positive
 from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -83,21 +83,20 @@ class Encoded(ABC):
 
     def decoded(self, index: int, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
         """The picture, prepared. Raises DataError naming its place where it is damaged."""
-        with self.told(index), opened(self.encoded(index)) as picture:
+        with self.as_data_error(index), opened(self.encoded(index)) as picture:
             return np.asarray(prepare(picture))
 
     @contextlib.contextmanager
-    def told(self, index: int) -> Iterator[None]:
+    def as_data_error(self, index: int) -> Iterator[None]:
         """Around the reading of a picture: whatever is wrong with it is a DataError that names its place."""
         try:
             yield
         except HvdtrainError:
             raise
         except Exception as error:  # a damaged picture raises nearly any exception there is
-            reason = "of no known format" if isinstance(error, UnidentifiedImageError) else line(error)
-            raise DataError(
-                f"{printable(self.place(index))} cannot be read as a picture ({reason}): fetch it again, or remove it."
-            ) from None
+            reason = "of no known format" if isinstance(error, UnidentifiedImageError) else one_line(error, SHOWN)
+            where = printable(self.place(index), LONGEST_MESSAGE)
+            raise DataError(f"{where} cannot be read as a picture ({reason}): fetch it again, or remove it.") from None
 
 
 class Names:
@@ -129,12 +128,11 @@ class Pictures(Encoded):
 
 
 def content(path: Path) -> bytes:
-    """The bytes of a picture's file. Raises OSError, also for what is no file: a pipe would be waited for."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
-            raise OSError(f"it must be a file of at most {MOST_BYTES:,} bytes")
-        return file.read(status.st_size)
+    """The bytes of an image's file. Raises OSError, ValueError."""
+    with files.opened(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
+            raise ValueError(f"it must have at most {MOST_BYTES:,} bytes")
+        return file.read(size)
 
 
 def opened(encoded: bytes) -> Image.Image:
@@ -235,7 +233,7 @@ def _require_same_classes(train_root: Path, train: tuple[str, ...], valid_root: 
         (train_root, valid_root, set(valid) - set(train)),
     ):
         if lacking:
-            some = line(", ".join(sorted(lacking)[:3])) + (", ..." if len(lacking) > 3 else "")
+            some = one_line(", ".join(sorted(lacking)[:3]), SHOWN) + (", ..." if len(lacking) > 3 else "")
             raise DataError(
                 f"{root} lacks {len(lacking)} of the classes in {others} ({some}): both must hold the same."
             )

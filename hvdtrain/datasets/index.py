@@ -6,7 +6,6 @@ in alphabetical order. A pickle may ask Python to run anything: only what an ind
 
 import os
 import pickle
-import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain import files
 from hvdtrain.datasets import pickles
-from hvdtrain.datasets.base import Dataset
+from hvdtrain.datasets.base import SHOWN, Dataset
 from hvdtrain.datasets.imagenet import MOST_CLASSES, Names, Pictures, check_sides, dataset, resize_beside
 from hvdtrain.errors import DataError
+from hvdtrain.untrusted import one_line, quoted
 
 TRAIN, VALID = "train_data.pkl", "val_data.pkl"
 PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}
@@ -63,7 +64,7 @@ def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: 
 
 def read(path: Path) -> dict[bytes, int | str]:
     """The index in that file. Raises DataError, and runs nothing, for all that is none."""
-    with pickles.told(path, REMEDY), pickles.opened(path) as file:
+    with pickles.as_data_error(path, REMEDY), files.opened(path) as file:
         index = _IndexUnpickler(file, MOST_AT_ONCE, encoding="utf-8", errors="surrogateescape").load()
         if not isinstance(index, dict) or not index:
             held = "an empty index" if index == {} else f"an object of type {type(index).__name__}"
@@ -74,22 +75,14 @@ def read(path: Path) -> dict[bytes, int | str]:
 def _checked(path: Path, index: Mapping[Any, Any]) -> Iterator[tuple[bytes, int | str]]:
     for picture, label in index.items():
         if type(picture) not in {str, bytes} or type(label) not in {int, str}:
-            held = f"{_shown(picture)} with class {_shown(label)}"
+            held = f"{quoted(picture)} with class {quoted(label)}"
             raise DataError(f"{path} must map paths to classes, got {held}: {REMEDY}")
         if isinstance(label, int) and not 0 <= label < MOST_CLASSES:
             rule = f"must be below {MOST_CLASSES:,}" if label > 0 else NUMBERED
-            raise DataError(f"{path}: classes {rule}, got {_shown(label)}: {REMEDY}")
+            raise DataError(f"{path}: classes {rule}, got {quoted(label)}: {REMEDY}")
         if len(encoded := os.fsencode(picture)) > LONGEST:
-            raise DataError(f"{path} must hold paths of at most {LONGEST} bytes, got {_shown(picture)}: {REMEDY}")
+            raise DataError(f"{path} must hold paths of at most {LONGEST} bytes, got {quoted(picture)}: {REMEDY}")
         yield encoded, label
-
-
-def _shown(value: object) -> str:
-    """For a message. Written out whole, tuples that hold one another twice would never end."""
-    short = reprlib.Repr()
-    short.maxlevel = 2
-    short.maxlong = 40
-    return pickles.line(short.repr(value))
 
 
 class _IndexUnpickler(pickles.DataUnpickler):
@@ -113,7 +106,7 @@ def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
     if all(isinstance(label, str) for label in found):
         return {label: number for number, label in enumerate(sorted(found, key=str))}
     if names := [label for label in found if isinstance(label, str)]:
-        raise DataError(f"{path}: classes {NUMBERED}, got {_shown(names[0])}: {REMEDY}")
+        raise DataError(f"{path}: classes {NUMBERED}, got {quoted(names[0])}: {REMEDY}")
     return {label: int(label) for label in sorted(found)}
 
 
@@ -126,7 +119,7 @@ def _listed(
     crop: int,
 ) -> Listed:
     if unknown := sorted({str(label) for label in index.values() if label not in numbers}):
-        some = pickles.line(", ".join(unknown[:3]))
+        some = one_line(", ".join(unknown[:3]), SHOWN)
         raise DataError(f"{path} holds {len(unknown)} classes that {TRAIN} lacks ({some}): both must hold the same.")
     labels = np.array([numbers[label] for label in index.values()], np.int64)
     return Listed(labels, resize, crop, classes, path.parent, Names(tuple(index)))

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdtrain.datasets.pickles import line
 from hvdtrain.errors import DataError
+from hvdtrain.untrusted import one_line
 
 PATIENCE_SECONDS = 300.0
 """That a holder may do nothing that can be seen; longer than a parallel file system is usually away."""
@@ -57,7 +57,7 @@ def _wait(descriptor: int, shown: Path) -> None:
         if (touched := os.fstat(descriptor).st_mtime_ns) != seen:
             seen, since = touched, time.monotonic()
         elif time.monotonic() - since > PATIENCE_SECONDS:
-            holder = line(os.pread(descriptor, 100, 0).decode("ascii", "replace"))
+            holder = one_line(os.pread(descriptor, 100, 0).decode("ascii", "replace"))
             raise DataError(
                 f"{shown} is held by process {holder}, without any progress for {PATIENCE_SECONDS:.0f} s: end that "
                 "process, or name another folder."

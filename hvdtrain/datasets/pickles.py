@@ -5,19 +5,20 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain import files
+from hvdtrain.datasets.base import SHOWN
 from hvdtrain.errors import DataError
+from hvdtrain.untrusted import one_line
 
 MOST_BYTES = 1 << 28
 """In one value of a CIFAR file: the published pixels are 153.6 MB, and 230 MB as protocol 2's text."""
 MADE = 16
 """Times its own size, the text that a file may have put together of parts that it names again and again."""
-SHOWN = 200
-"""Characters of what a file holds in a message."""
 KEYS = {str, bytes, int}
 LARGEST_KEY = 60  # bits: up to them each number is its own hash
 OPCODES = (
@@ -35,13 +36,13 @@ def read_batch(path: Path, remedy: str) -> dict[str, Any]:
 
     Files pickled by Python 2 and 3 are read alike. Raises DataError, ending in the remedy, for all else.
     """
-    with told(path, remedy), opened(path) as file:
+    with as_data_error(path, remedy), files.opened(path) as file:
         batch = _BatchUnpickler(file, MOST_BYTES, encoding="bytes").load()
         return {_text(key): _plain(value) for key, value in batch.items()}
 
 
 @contextlib.contextmanager
-def told(path: Path, remedy: str) -> Iterator[None]:
+def as_data_error(path: Path, remedy: str) -> Iterator[None]:
     """Around the reading of a file: whatever goes wrong is a DataError that names the file and the remedy."""
     try:
         yield
@@ -54,30 +55,13 @@ def told(path: Path, remedy: str) -> Iterator[None]:
     except MemoryError:
         raise DataError(f"{path} does not fit into memory, or is damaged: {remedy}") from None
     except Exception as error:  # a damaged file raises nearly any exception there is
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {line(error)}): {remedy}") from None
-
-
-def opened(path: Path) -> BinaryIO:
-    """The file, to read. Raises OSError where it is none: a pipe would be waited for, a device has no end."""
-    if path.exists() and not path.is_file():
-        raise OSError("it is no regular file")
-    return path.open("rb")
-
-
-def line(value: object) -> str:
-    """What a file holds, for a message: cut, on one line, without what a terminal obeys."""
-    return printable(" ".join(str(value)[: 4 * SHOWN].split())[:SHOWN])
-
-
-def printable(text: str) -> str:
-    """The text, without what a terminal obeys."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {one_line(error, SHOWN)}): {remedy}") from None
 
 
 class _Bounded:
     """A file that is never asked for more than it holds: a length in a forged pickle claims no memory."""
 
-    def __init__(self, file: BinaryIO, most: int) -> None:
+    def __init__(self, file: IO[bytes], most: int) -> None:
         self.size = self._left = os.fstat(file.fileno()).st_size
         self._file, self._most = file, most
 
@@ -135,7 +119,7 @@ class DataUnpickler(pickle._Unpickler):
     kind: ClassVar[str]
     """Of file, for a message."""
 
-    def __init__(self, file: BinaryIO, most: int, *, encoding: str, errors: str = "strict") -> None:
+    def __init__(self, file: IO[bytes], most: int, *, encoding: str, errors: str = "strict") -> None:
         bounded = _Bounded(file, most)
         super().__init__(bounded, encoding=encoding, errors=errors)
         self._may_make = MADE * bounded.size

@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.datasets.base import Dataset
+from hvdtrain import files
+from hvdtrain.datasets.base import SHOWN, Dataset
 from hvdtrain.datasets.imagenet import MOST_BYTES, MOST_CLASSES, Encoded, check_sides, dataset, resize_beside
-from hvdtrain.datasets.pickles import line, opened, told
+from hvdtrain.datasets.pickles import as_data_error
 from hvdtrain.errors import DataError
+from hvdtrain.untrusted import one_line
 
 INDEX = "index.npz"
 VERSION = 1
@@ -149,7 +151,7 @@ def load(
     """
     check_sides(train_crop, valid_resize, valid_crop)
     folder, owner = (copy, os.geteuid()) if copy else (data_dir, None)
-    with told(data_dir / INDEX, REMEDY):
+    with as_data_error(data_dir / INDEX, REMEDY):
         index = _read(data_dir / INDEX)
         for split in SPLITS:
             _check(folder, data_dir / INDEX, split, index)
@@ -175,7 +177,7 @@ def load(
 
 def _read(path: Path) -> _Index:
     """Raises nearly any exception where the file is no index."""
-    with opened(path) as file, zipfile.ZipFile(file) as members:
+    with files.opened(path) as file, zipfile.ZipFile(file) as members:
         text, *rows = (_array(members, name, path.stat().st_size) for name in MOST_OF)
     _require(text.dtype.kind == "U" and all(each.dtype == ENTRY and each.ndim == 1 for each in rows), NO_INDEX)
     about, entries = json.loads(str(text)), dict(zip(SPLITS, rows, strict=True))
@@ -185,7 +187,7 @@ def _read(path: Path) -> _Index:
     _require(type(names) is list and all(type(name) is str for name in names), "a class has no name")
     shards = {split: dict(about["shards"][split]) for split in SPLITS}
     for name, length in itertools.chain.from_iterable(lengths.items() for lengths in shards.values()):
-        _require(_is_file_name(name) and type(length) is int and length >= 0, f"{line(name)} is no shard")
+        _require(_is_file_name(name) and type(length) is int and length >= 0, f"{one_line(name, SHOWN)} is no shard")
     return _Index(classes, tuple(names), shards, entries)
 
 
