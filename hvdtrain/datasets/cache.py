@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hvdtrain import files
-from hvdtrain.datasets import lock
+from hvdtrain import files, lock
 from hvdtrain.datasets.base import sha256
 from hvdtrain.datasets.shards import INDEX
 from hvdtrain.errors import DataError

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hvdtrain.datasets import lock
+from hvdtrain import lock
 from hvdtrain.datasets.base import SHOWN, sha256
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line

@@ -18,8 +18,8 @@ import pytest
 from paths import REPOSITORY
 from pictures import write_tree
 
-from hvdtrain import datasets, pack
-from hvdtrain.datasets import cache, download, lock, shards
+from hvdtrain import datasets, lock, pack
+from hvdtrain.datasets import cache, download, shards
 from hvdtrain.errors import DataError
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
@@ -191,7 +191,7 @@ def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypa
 
 HOLDER = """
 import pathlib, sys, time
-from hvdtrain.datasets import lock
+from hvdtrain import lock
 with lock.held(pathlib.Path(sys.argv[1])) as held:
     print("held", flush=True)
     for _ in range(int(sys.argv[2])):
@@ -235,6 +235,19 @@ def test_a_process_that_is_stuck_is_named(packed, disk, monkeypatch):
         named = f"{path} is held by process {process.pid} on {os.uname().nodename}, without any progress for 1 s: "
         assert str(refusal.value) == named + "end that process, or name another folder."
     pixels(packed, disk)
+
+
+def test_who_must_wait_is_called_once(tmp_path):
+    waited = []
+
+    def wait_for_lock():
+        with lock.held(tmp_path / "lock", waiting=lambda: waited.append(True)):
+            pass
+
+    with holder(tmp_path / "lock", 2):
+        wait_for_lock()
+    wait_for_lock()
+    assert waited == [True]
 
 
 def test_a_whole_copy_is_read_whoever_holds_the_lock(packed, disk, monkeypatch):

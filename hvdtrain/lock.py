@@ -1,4 +1,4 @@
-"""A lock between a user's processes on one node, which shows whether its holder gets on."""
+"""A lock between a user's processes on one node, which shows whether its holder makes progress."""
 
 import contextlib
 import errno
@@ -6,7 +6,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvdtrain.errors import DataError
@@ -18,7 +18,7 @@ POLL_SECONDS = 0.1
 
 
 class Lock:
-    """Held: `progress` is called as the work gets on, so that the processes that wait go on waiting."""
+    """Held: `progress` is called as the work proceeds, so that the processes that wait keep waiting."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -28,16 +28,21 @@ class Lock:
 
 
 @contextlib.contextmanager
-def held(path: Path, shown: Path | None = None) -> Iterator[Lock]:
-    """Around what one process at a time may do; the lock is a file at that path, which messages show otherwise.
+def held(
+    path: Path, shown: Path | None = None, patience: float | None = None, waiting: Callable[[], None] = lambda: None
+) -> Iterator[Lock]:
+    """Around what one process at a time may do; the lock is a file at that path, or as `shown` in messages.
 
-    The system gives it up for a process that dies. Raises DataError where its holder has shown no progress for
-    PATIENCE_SECONDS, and OSError where the file system has no locks, or the file is another user's.
+    Calls `waiting` once where another process holds it. The system releases it for a process that dies. Raises
+    DataError where its holder has shown no progress for `patience` seconds, by default PATIENCE_SECONDS, and OSError
+    where the file system has no locks, or the file is another user's.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         _require_own(os.fstat(descriptor))
-        _wait(descriptor, shown or path)
+        if not _is_taken(descriptor):
+            waiting()
+            _wait(descriptor, shown or path, PATIENCE_SECONDS if patience is None else patience)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
         yield Lock(descriptor)
@@ -51,15 +56,15 @@ def _require_own(status: os.stat_result) -> None:
         raise PermissionError(errno.EPERM, "the lock is another user's")
 
 
-def _wait(descriptor: int, shown: Path) -> None:
+def _wait(descriptor: int, shown: Path, patience: float) -> None:
     seen, since = -1, time.monotonic()
     while not _is_taken(descriptor):
         if (touched := os.fstat(descriptor).st_mtime_ns) != seen:
             seen, since = touched, time.monotonic()
-        elif time.monotonic() - since > PATIENCE_SECONDS:
+        elif time.monotonic() - since > patience:
             holder = one_line(os.pread(descriptor, 100, 0).decode("ascii", "replace"))
             raise DataError(
-                f"{shown} is held by process {holder}, without any progress for {PATIENCE_SECONDS:.0f} s: end that "
+                f"{shown} is held by process {holder}, without any progress for {patience:.0f} s: end that "
                 "process, or name another folder."
             )
         time.sleep(POLL_SECONDS)
