@@ -3,7 +3,7 @@
 One checkpoint is a folder `step-00000120` with `state.safetensors` (every array by name) and `meta.json`
 (position, numbers, the model's name, and the SHA-256 of all this and the arrays' file). The folder appears
 complete, by one rename, or not at all; names that begin with a dot are what a killed run left. A damaged one
-becomes `damaged-step-00000120`, which is no checkpoint, once the run that holds the folder meets it.
+becomes `damaged-step-00000120`, which is no checkpoint, once the run that holds the folder finds it.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"checkpoint {final} could not be written: {_reason(error)}; free space or give another --output. "
-            "The checkpoints before it are whole: the same command goes on from there."
+            "The checkpoints before it are whole: the same command resumes from there."
         ) from None
     _prune(folder, final, keep)
     return final
@@ -269,8 +269,8 @@ def _reason(error: Exception) -> str:
 
 
 def _digest(path: Path, meta: Mapping[str, Any]) -> str:
-    facts = {key: value for key, value in meta.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    covered = {key: value for key, value in meta.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(covered, sort_keys=True).encode())
     with files.opened(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)

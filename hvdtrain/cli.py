@@ -15,7 +15,7 @@ COMMANDS = {
     "convert": ("hvdtrain.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.slurm", "a site's job script: print, submit, or check one"),
     "bench": ("hvdtrain.bench", "measure this machine: the step, the engines, the network, the data, how it scales"),
-    "pack": ("hvdtrain.pack", "pictures from a folder into a few large shards to train from"),
+    "pack": ("hvdtrain.pack", "images from a folder into a few large shards to train from"),
     "predict": ("hvdtrain.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
 }
 

@@ -23,7 +23,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{16}\.tmp")
 
 
 def write(path: Path, text: str) -> None:
-    """Puts a text in the place of `path`: a reader sees the old text or the new one. Raises OSError."""
+    """Replaces `path` by a text: a reader sees the old text or the new one. Raises OSError."""
     with replacing(path) as file:
         file.write(text)
 
@@ -45,7 +45,7 @@ def write_last_words(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """A file to write, of text or bytes, which takes the place of `path` once the block ends well. Raises OSError."""
+    """A file to write, of text or bytes, which replaces `path` once the block ends well. Raises OSError."""
     unfinished = temporary(path)
     try:
         with unfinished.open("xb" if binary else "x", encoding=None if binary else "utf-8") as file:
@@ -150,7 +150,7 @@ def sync(*paths: Path) -> None:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """A regular file to read: a pipe would be waited for, a device never ends. Raises OSError, ValueError."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=lambda _, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
         yield file

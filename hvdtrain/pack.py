@@ -1,4 +1,4 @@
-"""`python -m hvdtrain pack SOURCE DEST`: pictures from a folder or an index file into a few large shards.
+"""`python -m hvdtrain pack SOURCE DEST`: images from a folder or an index file into a few large shards.
 
 Read on a parallel file system, a million small files cost a million openings an epoch; shards cost one a shard.
 """
@@ -32,20 +32,20 @@ SUFFIXES = {"JPEG": "jpg"}
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Packs an ImageNet-style folder, or the pictures that index files name, into shards to train from."""
+    """Packs an ImageNet-style folder, or the images that index files name, into shards to train from."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="a data_dir of the data set imagenet")]
     dest: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="new folder of the shards: a data_dir too")]
     format: Annotated[Name, tyro.conf.arg(help="tar shards as webdataset's, or TFRecord files")] = "webdataset"
     shard_mb: Annotated[int, tyro.conf.arg(help="MiB a shard is filled to")] = 512
     shards: Annotated[int | None, tyro.conf.arg(help="instead of shard-mb: number of training shards")] = None
-    resize: Annotated[int | None, tyro.conf.arg(help="shorter side to shrink larger pictures to, pixels")] = None
+    resize: Annotated[int | None, tyro.conf.arg(help="shorter side to shrink larger images to, pixels")] = None
     quality: Annotated[int, tyro.conf.arg(help="of the JPEGs that resize makes, 1 to 95")] = 90
-    seed: Annotated[int, tyro.conf.arg(help="of the order in which the pictures are packed")] = 0
+    seed: Annotated[int, tyro.conf.arg(help="of the order in which the images are packed")] = 0
 
 
-class Picture(NamedTuple):
-    """One sample of a split: its number there, its class, its picture and the picture's suffix."""
+class Sample(NamedTuple):
+    """One sample of a split: its number there, its class, its image and the image's suffix."""
 
     sample: int
     label: int
@@ -54,7 +54,7 @@ class Picture(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Packs both splits. Raises RecipeError, DataError for a damaged picture, OutputError."""
+    """Packs both splits. Raises RecipeError, DataError for a damaged image, OutputError."""
     options = flags.parse(Options, "python -m hvdtrain pack", argv)
     _check(options)
     pack(options)
@@ -72,7 +72,7 @@ def _check(options: Options) -> None:
 
 
 def pack(options: Options) -> None:
-    """Writes the whole set beside its place, then moves it there: a folder DEST is a whole set."""
+    """Writes the whole set beside DEST, then renames it: a folder DEST is a whole set."""
     dataset = datasets.load("imagenet", data_dir=options.source)
     try:
         if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
@@ -93,21 +93,21 @@ def _write(folder: Path, dataset: datasets.Dataset, options: Options) -> str:
         assert isinstance(split, Encoded)
         classes = split.classes
         order = np.random.default_rng([options.seed, len(splits)]).permutation(len(split))
-        pictures = _counted(name, len(split), _pictures(split, order, options.resize, options.quality))
-        splits[name] = _write_split(folder, name, pictures, len(split), options)
+        images = _counted(name, len(split), _images(split, order, options.resize, options.quality))
+        splits[name] = _write_split(folder, name, images, len(split), options)
     np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, splits))
-    counts = " and ".join(f"{len(entries):,} pictures in {len(lengths)} shards" for lengths, entries in splits.values())
+    counts = " and ".join(f"{len(entries):,} images in {len(lengths)} shards" for lengths, entries in splits.values())
     size = sum(sum(lengths.values()) for lengths, _ in splits.values())
     return f"{counts} to train and to validate with, {size / 1e6:,.1f} MB"
 
 
 def _write_split(
-    folder: Path, split: str, pictures: Iterator[Picture], count: int, options: Options
+    folder: Path, split: str, images: Iterator[Sample], count: int, options: Options
 ) -> tuple[dict[str, int], NDArray[np.void]]:
     """Its shards, as {name: bytes}, and its samples, as [n] of ENTRY."""
     container = CONTAINERS[options.format]
     entries, written = np.zeros(count, shards.ENTRY), list[Path]()
-    for _, group in itertools.groupby(_in_shards(pictures, count, options), lambda assigned: assigned[0]):
+    for _, group in itertools.groupby(_in_shards(images, count, options), lambda assigned: assigned[0]):
         written.append(folder / f"{split}-{len(written)}")
         with written[-1].open("wb") as file:
             for _, (sample, label, encoded, suffix) in group:
@@ -121,22 +121,22 @@ def _write_split(
     return {path.name: path.stat().st_size for path in named}, entries
 
 
-def _in_shards(pictures: Iterator[Picture], count: int, options: Options) -> Iterator[tuple[int, Picture]]:
-    """Every picture with a number that rises where a shard begins."""
+def _in_shards(images: Iterator[Sample], count: int, options: Options) -> Iterator[tuple[int, Sample]]:
+    """Every image with a number that rises where a shard begins."""
     shard = filled = 0
-    for place, picture in enumerate(pictures):
+    for position, image in enumerate(images):
         if options.shards:
-            shard = place * options.shards // count
+            shard = position * options.shards // count
         elif filled >= options.shard_mb << 20:
             shard, filled = shard + 1, 0
-        filled += len(picture.encoded)
-        yield shard, picture
+        filled += len(image.encoded)
+        yield shard, image
 
 
-def _pictures(split: Encoded, order: NDArray[np.int64], resize: int | None, quality: int) -> Iterator[Picture]:
-    """The split's pictures in that order, each decoded once to be sure that it can be."""
+def _images(split: Encoded, order: NDArray[np.int64], resize: int | None, quality: int) -> Iterator[Sample]:
+    """The split's images in that order, each decoded once to be sure that it can be."""
 
-    def picture(sample: int) -> Picture:
+    def image(sample: int) -> Sample:
         with split.as_data_error(sample):
             encoded = split.encoded(sample)
             with opened(encoded) as decoded:
@@ -145,28 +145,28 @@ def _pictures(split: Encoded, order: NDArray[np.int64], resize: int | None, qual
                     encoded, suffix = _shrunk(decoded, resize, quality), "jpg"
                 else:
                     decoded.load()
-        return Picture(sample, int(split.labels[sample]), encoded, suffix)
+        return Sample(sample, int(split.labels[sample]), encoded, suffix)
 
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(order), CHUNK):
-            yield from pool.map(picture, order[start : start + CHUNK].tolist())
+            yield from pool.map(image, order[start : start + CHUNK].tolist())
 
 
-def _shrunk(picture: Image.Image, side: int, quality: int) -> bytes:
+def _shrunk(image: Image.Image, side: int, quality: int) -> bytes:
     """As a JPEG with that shorter side."""
-    width, height = (round(side * length / min(picture.size)) for length in picture.size)
+    width, height = (round(side * length / min(image.size)) for length in image.size)
     written = io.BytesIO()
-    rgb(picture).resize((width, height), Image.Resampling.LANCZOS).save(written, "JPEG", quality=quality)
+    rgb(image).resize((width, height), Image.Resampling.LANCZOS).save(written, "JPEG", quality=quality)
     return written.getvalue()
 
 
-def _counted(split: str, count: int, pictures: Iterator[Picture]) -> Iterator[Picture]:
-    """The pictures, and on a terminal a line that counts them."""
-    began = told = time.monotonic()
-    for number, picture in enumerate(pictures, 1):
-        yield picture
+def _counted(split: str, count: int, images: Iterator[Sample]) -> Iterator[Sample]:
+    """The images, and on a terminal a line that counts them."""
+    began = printed = time.monotonic()
+    for number, image in enumerate(images, 1):
+        yield image
         now = time.monotonic()
-        if sys.stderr.isatty() and (now - told > 0.5 or number == count):
-            told = now
-            line = f"\r{split}: {number:,} of {count:,} pictures, {number / (now - began):,.0f} a second "
+        if sys.stderr.isatty() and (now - printed > 0.5 or number == count):
+            printed = now
+            line = f"\r{split}: {number:,} of {count:,} images, {number / (now - began):,.0f} a second "
             print(line, end="\n" if number == count else "", file=sys.stderr, flush=True)

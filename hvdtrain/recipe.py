@@ -72,14 +72,14 @@ class Recipe(BaseModel):
         "global", description="imagenet, packed; shards: each rank reads shard after shard, another order for other N"
     )
     decoder: Literal["pillow", "dali"] = Field(
-        "pillow", description="imagenet, training pictures; dali: NVIDIA's, on the processor"
+        "pillow", description="imagenet, training images; dali: NVIDIA's, on the processor"
     )
-    train_crop: Side = Field(224, description="imagenet: side of a training picture, pixels")
+    train_crop: Side = Field(224, description="imagenet: side of a training image, pixels")
     valid_resize: Side = Field(256, description="imagenet: shorter side before the crop, pixels")
-    valid_crop: Side = Field(224, description="imagenet: side of a validation picture, pixels")
-    image_size: Side = Field(32, description="synthetic: side of a picture, pixels")
+    valid_crop: Side = Field(224, description="imagenet: side of a validation image, pixels")
+    image_size: Side = Field(32, description="synthetic: side of an image, pixels")
     classes: Annotated[int, Field(gt=0, le=10**7)] = Field(100, description="synthetic: number of classes")
-    examples: Number = Field(50_000, description="synthetic: number of training pictures")
+    examples: Number = Field(50_000, description="synthetic: number of training images")
 
     batch_size: Number | None = Field(None, description="global batch: examples in one update, all ranks")
     batch_size_per_rank: Number | None = Field(None, description="instead of batch_size: examples a rank")

@@ -524,7 +524,7 @@ def test_a_full_disk_spares_the_checkpoints_before(tiny_disk):
     assert "No space left on device" in message
     assert message.endswith(
         "; free space or give another --output. "
-        "The checkpoints before it are whole: the same command goes on from there."
+        "The checkpoints before it are whole: the same command resumes from there."
     )
     assert "\n" not in message
     assert newest(folder)[0].meta["step"] == 1
@@ -562,7 +562,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     assert str(caught.value) == (
         f"checkpoint {folder}/step-00000001 could not be written: checkpoints: {errno_text(errno.ENOTDIR)}; "
         "free space or give another --output. "
-        "The checkpoints before it are whole: the same command goes on from there."
+        "The checkpoints before it are whole: the same command resumes from there."
     )
 
 

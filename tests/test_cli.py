@@ -287,7 +287,7 @@ SURROUNDINGS = {
         horovodrun(5, 0),
         r"TopologyError: HOROVOD_RANK must lie in \[0, HOROVOD_SIZE=4\), got 5; .*\n",
     ),
-    "no pictures": (["imagenet"], {}, r"DataError: .*\n"),
+    "no images": (["imagenet"], {}, r"DataError: .*\n"),
     "an output below a file": (
         ["linear", "--output", f"{sys.executable}/sub"],
         {},

@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: flags.parse_run("x", ["linear", "--epochs", "9" * 4000]),
         f"--epochs must be at most 1000000000, got '{'9' * 39}...{'9' * 38}'; --help lists the flags.",
     ),
-    "pictures larger than the memory": (
+    "images larger than the memory": (
         lambda: dry_run.main(["synthetic", "--image-size", "100000"]),
         "--image-size must be at most 4096, got '100000'; --help lists the flags.",
     ),

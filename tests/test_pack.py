@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from images import write_tree
 from paths import REPOSITORY
-from pictures import write_tree
 from PIL import Image
 
 from hvdtrain import cli, datasets, pack
@@ -31,7 +31,7 @@ def tree(tmp_path_factory):
 
 
 def read_all(data_dir):
-    """Every sample of both splits, the training pictures augmented."""
+    """Every sample of both splits, the training images augmented."""
     dataset = datasets.load("imagenet", data_dir=data_dir, **SIZES)
     draws = np.random.default_rng(0).random((len(dataset.train), datasets.DRAWS), dtype=np.float32)
     train = dataset.train.read(np.arange(len(dataset.train)), draws)
@@ -66,7 +66,7 @@ def test_every_sample_is_the_sources(tree, tmp_path, form, source):
         np.testing.assert_array_equal(one, other)
 
 
-def test_webdataset_finds_a_label_and_a_picture_under_each_key(tree, tmp_path):
+def test_webdataset_finds_a_label_and_a_image_under_each_key(tree, tmp_path):
     """As webdataset groups them: neighbours in the archive of one name up to its first dot."""
     dest = packed(tree, tmp_path / "dest", shards=3)
     assert sorted(path.name for path in dest.iterdir()) == [
@@ -79,10 +79,10 @@ def test_webdataset_finds_a_label_and_a_picture_under_each_key(tree, tmp_path):
     for shard in sorted(dest.glob("train-*.tar")):
         with tarfile.open(shard) as tar:
             members = tar.getmembers()
-            for label, picture in zip(members[::2], members[1::2], strict=True):
-                key, suffix = picture.name.split(".")
+            for label, image in zip(members[::2], members[1::2], strict=True):
+                key, suffix = image.name.split(".")
                 assert label.name == f"{key}.cls"
-                found[int(key)] = suffix, int(tar.extractfile(label).read()), tar.extractfile(picture).read()
+                found[int(key)] = suffix, int(tar.extractfile(label).read()), tar.extractfile(image).read()
     assert [found[k] for k in range(16)] == [
         ("png" if path.suffix == ".png" else "jpg", int(path.parent.name == "n02"), path.read_bytes()) for path in paths
     ]
@@ -157,15 +157,15 @@ def test_a_seed_decides_the_order_and_each_shard_has_every_class(tree, tmp_path)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [({"shard_mb": 2}, [0, 0, 1, 1, 2]), ({"shards": 2}, [0, 0, 0, 1, 1]), ({"shards": 9}, [0, 1, 3, 5, 7])],
-    ids=["by size", "by number", "more than pictures"],
+    ids=["by size", "by number", "more than images"],
 )
 def test_where_a_shard_begins(options, expected):
-    pictures = (pack.Picture(k, 0, bytes(1 << 20), "jpg") for k in range(5))
+    images = (pack.Sample(k, 0, bytes(1 << 20), "jpg") for k in range(5))
     options = pack.Options(Path("a"), Path("b"), **options)
-    assert [shard for shard, _ in pack._in_shards(pictures, 5, options)] == expected
+    assert [shard for shard, _ in pack._in_shards(images, 5, options)] == expected
 
 
-def test_larger_pictures_are_shrunk_and_smaller_ones_kept(tree, tmp_path):
+def test_larger_images_are_shrunk_and_smaller_ones_kept(tree, tmp_path):
     dest = packed(tree, tmp_path / "dest", resize=110, quality=80)
     before, after = (datasets.load("imagenet", data_dir=folder).train for folder in (tree, dest))
     for k in range(16):
@@ -185,20 +185,20 @@ def test_the_command_tells_what_it_wrote(tree, tmp_path, capsys):
     assert cli.main(["pack", str(tree), str(tmp_path / "new" / "dest"), "--shards", "2"]) == 0
     size = sum(path.stat().st_size for path in (tmp_path / "new" / "dest").glob("*.tar"))
     assert capsys.readouterr().out == (
-        f"{tmp_path}/new/dest: 16 pictures in 2 shards and 6 pictures in 2 shards to train and to validate with, "
+        f"{tmp_path}/new/dest: 16 images in 2 shards and 6 images in 2 shards to train and to validate with, "
         f"{size / 1e6:.1f} MB\n"
     )
 
 
 @pytest.mark.parametrize("damage", ["truncated", "text"])
-def test_a_damaged_picture_ends_it_and_leaves_nothing(tmp_path, damage):
+def test_a_damaged_image_ends_it_and_leaves_nothing(tmp_path, damage):
     tree = write_tree(tmp_path / "tree", 2, 1)
     path = tree / "train" / "n01" / "n01_1.JPEG"
     content = path.read_bytes()
     path.write_bytes({"truncated": content[: len(content) // 2], "text": b"hello"}[damage])
     with pytest.raises(DataError) as refusal:
         packed(tree, tmp_path / "dest")
-    assert str(refusal.value).startswith(f"{path} cannot be read as a picture (")
+    assert str(refusal.value).startswith(f"{path} cannot be read as an image (")
     assert str(refusal.value).endswith("): fetch it again, or remove it.")
     if damage == "text":
         assert "(of no known format)" in str(refusal.value)

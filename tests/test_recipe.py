@@ -273,7 +273,7 @@ TOGETHER = {
     "milestones falling": ({"lr_milestones": [3, 2]}, "lr_milestones must rise, got [3, 2]."),
     "milestone twice": ({"lr_milestones": [2, 2]}, "lr_milestones must rise, got [2, 2]."),
     "Nesterov without momentum": ({"nesterov": True}, "nesterov needs momentum above 0, got momentum=0."),
-    "line through pictures": (
+    "line through images": (
         {"dataset": "digits"},
         "model linear cannot learn dataset digits: linear goes with linear only.",
     ),
@@ -313,7 +313,7 @@ TOGETHER = {
         {"data_on_device": True, "workers": 2},
         "data_on_device leaves nothing to read: workers must be 0, got 2.",
     ),
-    "crop beyond the picture": ({"valid_crop": 300}, "valid_crop must be at most valid_resize=256, got 300."),
+    "crop beyond the image": ({"valid_crop": 300}, "valid_crop must be at most valid_resize=256, got 300."),
 }
 
 

@@ -43,7 +43,7 @@ class Dataset:
     classes: int | None
     """The number of classes; None is a regression."""
     sample_shape: tuple[int, ...]
-    """The shape of one training x; validation pictures differ from it only in ImageNet's crop size."""
+    """The shape of one training x; validation images differ from it only in ImageNet's crop size."""
     mean: tuple[float, ...]
     """Per channel, of pixels scaled to [0, 1]; empty for a regression."""
     std: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""CIFAR-100 in its published files: 32x32 pictures of 100 classes (A. Krizhevsky, 2009).
+"""CIFAR-100 in its published files: 32x32 images of 100 classes (A. Krizhevsky, 2009).
 
 Augmented as in the NERSC tutorial of SC20: a crop after padding by 4, a flip, a rotation by up to 15 degrees.
 """
@@ -38,10 +38,10 @@ class Cifar:
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         if draws is None:
-            pictures = self.pixels[:-1].reshape(-1, SIDE, SIDE, 3)[indices]
+            images = self.pixels[:-1].reshape(-1, SIDE, SIDE, 3)[indices]
         else:
-            pictures = self._augmented(indices, draws)
-        return pictures, self.labels[indices]
+            images = self._augmented(indices, draws)
+        return images, self.labels[indices]
 
     def _augmented(self, indices: NDArray[np.int64], draws: NDArray[np.float32]) -> NDArray[np.uint8]:
         pixel, inside = source_pixels(draws)
@@ -50,7 +50,7 @@ class Cifar:
 
 
 def load(data_dir: Path | None) -> Dataset:
-    """The training and the test pictures; without a data_dir, downloaded once and kept."""
+    """The training and the test images; without a data_dir, downloaded once and kept."""
     if data_dir is None:
         folder = download_cifar100(default_data_dir())
         remedy = f"remove {folder}, and the next run downloads it again"
@@ -82,13 +82,13 @@ def _pixels(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def source_pixels(draws: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """For each pixel of n augmented pictures, its number in the original [n, 32, 32], and if it is inside."""
+    """For each pixel of n augmented images, its number in the original [n, 32, 32], and if it is inside."""
     (row, is_row), (column, is_column) = map(_axis, placements(draws).transpose(1, 2, 0))
     return row * SIDE + column, is_row & is_column
 
 
 def placements(draws: NDArray[np.float32]) -> NDArray[np.int32]:
-    """Where n augmented pictures lie in their originals, rows and columns: [n, 2, 4].
+    """Where n augmented images lie in their originals, rows and columns: [n, 2, 4].
 
     Of each axis: its value at the first pixel, its growth per row and per column, in units of 2^-16 pixels, and the
     crop's offset in pixels. draws[:, 0] and [:, 1] place the crop, [:, 2] decides the flip, [:, 3] the angle.
@@ -117,7 +117,7 @@ def rotation(degrees: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[n
 
 
 def _axis(placement: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Source rows (or columns) [n, 32, 32] of one axis's placement [4, n], and if inside crop and picture."""
+    """Source rows (or columns) [n, 32, 32] of one axis's placement [4, n], and if inside crop and image."""
     start, per_row, per_column, offset = placement[:, :, None]
     steps = np.arange(SIDE, dtype=np.int32)
     rows, columns = start + per_row * steps, per_column * steps

@@ -1,4 +1,4 @@
-"""The two containers that pictures are packed into: tar as webdataset names its members, and TFRecord."""
+"""The two containers that images are packed into: tar as webdataset names its members, and TFRecord."""
 
 import struct
 import tarfile
@@ -15,17 +15,17 @@ MASK_DELTA = 0xA282EAD8
 
 @dataclass(frozen=True)
 class Container:
-    """How one picture is framed, what ends a shard, and the names of the shards."""
+    """How one image is framed, what ends a shard, and the names of the shards."""
 
     frame: Callable[[str, str, int, bytes], tuple[bytes, bytes]]
-    """(key, suffix, label, encoded) -> what stands before the encoded picture, and behind it."""
+    """(key, suffix, label, encoded) -> what stands before the encoded image, and behind it."""
     end: bytes
     shard: Callable[[str, int, int], str]
     """(split, number, count of shards) -> file name."""
 
 
 def tar_frame(key: str, suffix: str, label: int, encoded: bytes) -> tuple[bytes, bytes]:
-    """The members KEY.cls and KEY.SUFFIX, which webdataset makes one sample of: the label in digits, the picture."""
+    """The members KEY.cls and KEY.SUFFIX, which webdataset makes one sample of: the label in digits, the image."""
     digits = str(label).encode()
     label_member = _tar_header(f"{key}.cls", len(digits)) + digits + _padding(len(digits))
     return label_member + _tar_header(f"{key}.{suffix}", len(encoded)), _padding(len(encoded))
@@ -47,10 +47,10 @@ def tfrecord_frame(key: str, suffix: str, label: int, encoded: bytes) -> tuple[b
     Source: tensorflow/core/lib/io/record_writer.h, tensorflow/core/example/{example,feature}.proto.
     """
     int64_list = _field(3, _field(1, _varint(label)))
-    # Map entries may stand in any order; the picture's last byte is the record's.
+    # Map entries may stand in any order; the image's last byte is the record's.
     head = _field(1, _entry(b"image/class/label", int64_list))
-    picture = _field(1, _entry(b"image/encoded", _field(1, _field(1, encoded))))
-    example = _field(1, head + picture)
+    image = _field(1, _entry(b"image/encoded", _field(1, _field(1, encoded))))
+    example = _field(1, head + image)
     length = struct.pack("<Q", len(example))
     return length + masked_crc(length) + example[: -len(encoded)], masked_crc(example)
 

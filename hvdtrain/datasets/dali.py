@@ -1,4 +1,4 @@
-"""Training pictures decoded by NVIDIA DALI, on the processor: only the rows of the box, with vector instructions.
+"""Training images decoded by NVIDIA DALI, on the processor: only the rows of the box, with vector instructions.
 
 Boxes and flips are ours, drawn as for Pillow, so that pixels differ by rounding alone: by 0.16 of 255 in the mean.
 """
@@ -35,8 +35,8 @@ class _Pipeline:
             if self._built is None or len(parts) > self._largest:
                 self._built, self._largest = _build(len(parts), crop), len(parts)
             try:
-                (pictures,) = self._built.run(**dict(zip(FED, map(list, zip(*parts, strict=True)), strict=True)))
-                return np.array(pictures.as_array())
+                (images,) = self._built.run(**dict(zip(FED, map(list, zip(*parts, strict=True)), strict=True)))
+                return np.array(images.as_array())
             except RuntimeError:
                 self._built = None  # after an error it stays as it is
                 raise
@@ -44,7 +44,7 @@ class _Pipeline:
 
 @dataclass(frozen=True, eq=False)
 class Dali:
-    """A split that is read by DALI where it is augmented, and else, or where a picture is no usual JPEG, by Pillow."""
+    """A split that is read by DALI where it is augmented, and else, or where an image is no usual JPEG, by Pillow."""
 
     split: Encoded
     _pipeline: _Pipeline = field(default_factory=_Pipeline)
@@ -61,20 +61,20 @@ class Dali:
         if usual.any():
             try:
                 x[usual] = self._pipeline.run([part for part in parts if part], self.split.crop)
-            except RuntimeError:  # Pillow reads more, or names the damaged picture
+            except RuntimeError:  # Pillow reads more, or names the damaged image
                 usual[:] = False
         if not usual.all():
             x[~usual] = self.split.read(indices[~usual], draws[~usual])[0]
         return x, self.split.labels[indices]
 
     def _part(self, index: int, draws: NDArray[np.float32]) -> tuple[np.ndarray, ...] | None:
-        """What the pipeline is FED with; None for a picture that is left to Pillow."""
+        """What the pipeline is FED with; None for an image that is left to Pillow."""
         with self.split.as_data_error(index):
             encoded = self.split.encoded(index)
-            with opened(encoded) as picture:
-                if picture.format != "JPEG" or picture.mode not in MODES:
+            with opened(encoded) as image:
+                if image.format != "JPEG" or image.mode not in MODES:
                     return None
-                (left, upper, right, lower), is_flipped = random_part(draws, *picture.size)
+                (left, upper, right, lower), is_flipped = random_part(draws, *image.size)
         corner, size = np.array([left, upper], np.int32), np.array([right - left, lower - upper], np.int32)
         return np.frombuffer(encoded, np.uint8), corner, size, np.array(is_flipped, np.int32)
 

@@ -20,10 +20,10 @@ def load() -> Dataset:
     """
     scans = load_digits()
     grey = (scans.images.astype(np.uint16) * 255 + 8) // 16
-    pictures = np.repeat(grey[..., None], 3, axis=3).astype(np.uint8)
+    images = np.repeat(grey[..., None], 3, axis=3).astype(np.uint8)
     labels = scans.target.astype(np.int64)
-    train, valid = (Arrays(pictures[part], labels[part]) for part in _split(labels))
-    return Dataset("digits", train, valid, CLASSES, pictures.shape[1:], (MEAN,) * 3, (STD,) * 3)
+    train, valid = (Arrays(images[part], labels[part]) for part in _split(labels))
+    return Dataset("digits", train, valid, CLASSES, images.shape[1:], (MEAN,) * 3, (STD,) * 3)
 
 
 def _split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

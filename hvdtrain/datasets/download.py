@@ -100,7 +100,7 @@ def _fetch(url: str, archive: Path, progress: Callable[[], None]) -> None:
 
 
 def _receive(answer: http.client.HTTPResponse, archive: Path, progress: Callable[[], None]) -> None:
-    """A server that goes on sending a byte now and then never meets a timeout."""
+    """A server that sends a byte now and then never runs into a timeout."""
     end, received = time.monotonic() + FETCH_SECONDS, 0
     with archive.open("wb") as file:
         while block := answer.read1(BLOCK):

@@ -1,4 +1,4 @@
-"""An ImageNet-style folder: {train,val}/<class>/<picture>, read by Pillow in a few threads.
+"""An ImageNet-style folder: {train,val}/<class>/<image>, read by Pillow in a few threads.
 
 Augmented as ResNet is usually trained: a random part resized (torchvision's RandomResizedCrop), and a flip.
 """
@@ -32,9 +32,9 @@ TRIES = 10
 FORMATS = ("JPEG", "PNG")
 """Some of ImageNet's .JPEG files are PNG. Whatever the suffix, Pillow would take an EPS too, and start Ghostscript."""
 MOST_BYTES = 1 << 27
-"""In one picture's file; ImageNet's largest holds 15 MB."""
+"""In one image's file; ImageNet's largest holds 15 MB."""
 MOST_PIXELS = 1 << 26
-"""In one picture, also once it is resized: 268 MB in memory."""
+"""In one image, also once it is resized: 268 MB in memory."""
 MOST_SCANS = 50
 """In a progressive JPEG, where ten are usual: each costs a pass over all pixels."""
 MOST_CLASSES = 100_000
@@ -45,7 +45,7 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Encoded(ABC):
-    """A split of pictures that lie somewhere as JPEG or PNG, decoded in a few threads."""
+    """A split of images that lie somewhere as JPEG or PNG, decoded in a few threads."""
 
     labels: NDArray[np.int64]
     resize: int
@@ -58,45 +58,45 @@ class Encoded(ABC):
 
     @abstractmethod
     def encoded(self, index: int) -> bytes:
-        """The picture's bytes. Raises OSError where they cannot be read, DataError where they are damaged."""
+        """The image's bytes. Raises OSError where they cannot be read, DataError where they are damaged."""
 
     @abstractmethod
-    def place(self, index: int) -> str:
-        """Where the picture lies, for a message."""
+    def location(self, index: int) -> str:
+        """Where the image lies, for a message."""
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
-        pictures = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
+        images = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
         left = iter(range(len(indices)))
 
         def decode() -> None:
             for number in left:
                 crop = functools.partial(self._cropped, draws=None if draws is None else draws[number])
-                pictures[number] = self.decoded(int(indices[number]), crop)
+                images[number] = self.decoded(int(indices[number]), crop)
 
         in_threads(decode)
-        return pictures, self.labels[indices]
+        return images, self.labels[indices]
 
-    def _cropped(self, picture: Image.Image, draws: NDArray[np.float32] | None) -> Image.Image:
+    def _cropped(self, image: Image.Image, draws: NDArray[np.float32] | None) -> Image.Image:
         if draws is None:
-            return centre_crop(picture, self.resize, self.crop)
-        return random_crop(picture, self.crop, draws)
+            return centre_crop(image, self.resize, self.crop)
+        return random_crop(image, self.crop, draws)
 
     def decoded(self, index: int, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
-        """The picture, prepared. Raises DataError naming its place where it is damaged."""
-        with self.as_data_error(index), opened(self.encoded(index)) as picture:
-            return np.asarray(prepare(picture))
+        """The image, prepared. Raises DataError naming its location where it is damaged."""
+        with self.as_data_error(index), opened(self.encoded(index)) as image:
+            return np.asarray(prepare(image))
 
     @contextlib.contextmanager
     def as_data_error(self, index: int) -> Iterator[None]:
-        """Around the reading of a picture: whatever is wrong with it is a DataError that names its place."""
+        """Around the reading of an image: whatever is wrong with it is a DataError that names its location."""
         try:
             yield
         except HvdtrainError:
             raise
-        except Exception as error:  # a damaged picture raises nearly any exception there is
+        except Exception as error:  # a damaged image raises nearly any exception there is
             reason = "of no known format" if isinstance(error, UnidentifiedImageError) else one_line(error, SHOWN)
-            where = printable(self.place(index), LONGEST_MESSAGE)
-            raise DataError(f"{where} cannot be read as a picture ({reason}): fetch it again, or remove it.") from None
+            where = printable(self.location(index), LONGEST_MESSAGE)
+            raise DataError(f"{where} cannot be read as an image ({reason}): fetch it again, or remove it.") from None
 
 
 class Names:
@@ -111,8 +111,8 @@ class Names:
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures(Encoded):
-    """Picture files by number; a million of them take some 30 MB, so that workers get them quickly."""
+class Images(Encoded):
+    """Image files by number; a million of them take some 30 MB, so that workers get them quickly."""
 
     root: Path
     names: NDArray[np.bytes_] | Names
@@ -123,7 +123,7 @@ class Pictures(Encoded):
     def encoded(self, index: int) -> bytes:
         return content(self.path(index))
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return str(self.path(index))
 
 
@@ -136,12 +136,12 @@ def content(path: Path) -> bytes:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """The picture, not yet decoded. Raises nearly any exception where it is damaged, too large or of other FORMATS."""
+    """The image, not yet decoded. Raises nearly any exception where it is damaged, too large or of other FORMATS."""
     if encoded.startswith(b"\xff\xd8") and (scans := encoded.count(b"\xff\xda")) > MOST_SCANS:
         raise ValueError(f"{scans} scans are more than {MOST_SCANS}")
-    picture = Image.open(io.BytesIO(encoded), formats=FORMATS)
-    _require_pixels(*picture.size)
-    return picture
+    image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    _require_pixels(*image.size)
+    return image
 
 
 def _require_pixels(width: int, height: int) -> None:
@@ -152,7 +152,7 @@ def _require_pixels(width: int, height: int) -> None:
 def in_threads(work: Callable[[], None]) -> None:
     """Calls it in as many threads as this process has processors, this one among them, and waits for all.
 
-    Pillow decodes without the interpreter lock. A task is a thread's share: to hand over each picture by itself costs
+    Pillow decodes without the interpreter lock. A task is a thread's share: to hand over each image by itself costs
     up to half of what decoding a small one does.
     """
     others, pool = _threads()
@@ -176,7 +176,7 @@ os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
-    """The pictures under data_dir/train and data_dir/val (or valid), numbered by class and file name.
+    """The images under data_dir/train and data_dir/val (or valid), numbered by class and file name.
 
     Raises DataError where a folder is missing or empty, or the two hold different classes.
     """
@@ -188,8 +188,8 @@ def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: 
     _require_same_classes(train_root, classes, valid_root, _classes(valid_root))
     train_resize = resize_beside(train_crop, valid_resize, valid_crop)
     return dataset(
-        _pictures(train_root, classes, train_resize, train_crop),
-        _pictures(valid_root, classes, valid_resize, valid_crop),
+        _images(train_root, classes, train_resize, train_crop),
+        _images(valid_root, classes, valid_resize, valid_crop),
         len(classes),
     )
 
@@ -202,7 +202,7 @@ def check_sides(train_crop: int, valid_resize: int, valid_crop: int) -> None:
 
 
 def resize_beside(train_crop: int, valid_resize: int, valid_crop: int) -> int:
-    """The shorter side of a training picture that is not augmented: in proportion to a validation picture's."""
+    """The shorter side of a training image that is not augmented: in proportion to a validation image's."""
     return math.ceil(train_crop * valid_resize / valid_crop)
 
 
@@ -223,7 +223,7 @@ def _classes(root: Path) -> tuple[str, ...]:
     with _listed(root) as entries:
         classes = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
     if not classes:
-        raise DataError(f"{root} holds no class folders: sort its pictures into {root}/<class>.")
+        raise DataError(f"{root} holds no class folders: sort its images into {root}/<class>.")
     return classes
 
 
@@ -239,20 +239,20 @@ def _require_same_classes(train_root: Path, train: tuple[str, ...], valid_root: 
             )
 
 
-def _pictures(root: Path, classes: tuple[str, ...], resize: int, crop: int) -> Pictures:
+def _images(root: Path, classes: tuple[str, ...], resize: int, crop: int) -> Images:
     names: list[bytes] = []
     counts = []
     for name in classes:
         with _listed(root / name) as entries:
-            pictures = sorted(os.fsencode(entry.name) for entry in entries if _is_picture(entry))
-        if not pictures:
-            raise DataError(f"{root / name} holds no {', '.join(SUFFIXES)} picture: fill it, or remove that class.")
-        names += pictures
-        counts.append(len(pictures))
-    return Pictures(np.repeat(np.arange(len(classes)), counts), resize, crop, classes, root, np.array(names))
+            images = sorted(os.fsencode(entry.name) for entry in entries if _is_image(entry))
+        if not images:
+            raise DataError(f"{root / name} holds no {', '.join(SUFFIXES)} image: fill it, or remove that class.")
+        names += images
+        counts.append(len(images))
+    return Images(np.repeat(np.arange(len(classes)), counts), resize, crop, classes, root, np.array(names))
 
 
-def _is_picture(entry: os.DirEntry[str]) -> bool:
+def _is_image(entry: os.DirEntry[str]) -> bool:
     # macOS leaves ._NAME.JPEG files in archives.
     return entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
 
@@ -263,28 +263,28 @@ def _listed(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
         with os.scandir(folder) as entries:
             yield entries
     except OSError as error:
-        raise DataError(f"{folder} cannot be listed ({error.strerror}): mend its permissions.") from None
+        raise DataError(f"{folder} cannot be listed ({error.strerror}): fix its permissions.") from None
 
 
-def centre_crop(picture: Image.Image, resize: int, crop: int) -> Image.Image:
+def centre_crop(image: Image.Image, resize: int, crop: int) -> Image.Image:
     """The shorter side resized, then the centre: as torchvision's Resize and CenterCrop."""
-    shorter = min(picture.size)
-    width, height = (int(resize * side / shorter) for side in picture.size)
+    shorter = min(image.size)
+    width, height = (int(resize * side / shorter) for side in image.size)
     left, upper = round((width - crop) / 2), round((height - crop) / 2)
     _require_pixels(width, height)  # a line of 1 x 60,000 pixels would become one of 256 x 15,360,000
-    resized = rgb(picture).resize((width, height), Image.Resampling.BILINEAR)
+    resized = rgb(image).resize((width, height), Image.Resampling.BILINEAR)
     return resized.crop((left, upper, left + crop, upper + crop))
 
 
-def random_crop(picture: Image.Image, crop: int, draws: NDArray[np.float32]) -> Image.Image:
+def random_crop(image: Image.Image, crop: int, draws: NDArray[np.float32]) -> Image.Image:
     """A random part resized to a square and flipped half of the time; draws [DRAWS] seed the choices."""
-    box, is_flipped = random_part(draws, *picture.size)
-    resized = cut(picture, box, crop)
+    box, is_flipped = random_part(draws, *image.size)
+    resized = cut(image, box, crop)
     return resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_flipped else resized
 
 
 def random_part(draws: NDArray[np.float32], width: int, height: int) -> tuple[Box, bool]:
-    """Which part of a picture of that size the draws choose, and whether it is flipped."""
+    """Which part of an image of that size the draws choose, and whether it is flipped."""
     random = np.random.default_rng(np.ascontiguousarray(draws, np.float32).view(np.uint32))
     return random_box(random, width, height), random.random() < 0.5
 
@@ -312,15 +312,15 @@ def centre_box(width: int, height: int) -> Box:
     return left, upper, left + across, upper + down
 
 
-def cut(picture: Image.Image, box: Box, size: int) -> Image.Image:
-    """That box of a picture not yet decoded, resized to size x size.
+def cut(image: Image.Image, box: Box, size: int) -> Image.Image:
+    """That box of an image not yet decoded, resized to size x size.
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size as long as the box keeps at least size x size pixels.
     """
-    width, height = picture.size
+    width, height = image.size
     left, upper, right, lower = box
     enough = math.ceil(width * size / (right - left)), math.ceil(height * size / (lower - upper))
-    drafted = picture.draft(None, enough)
+    drafted = image.draft(None, enough)
     scale = drafted[1][2] / width if drafted else 1.0
     # Cropping first keeps the filter from reading pixels beside the box, as torchvision does.
     whole = (
@@ -331,14 +331,14 @@ def cut(picture: Image.Image, box: Box, size: int) -> Image.Image:
     )
     x, y = whole[:2]
     inner = left * scale - x, upper * scale - y, right * scale - x, lower * scale - y
-    return rgb(picture.crop(whole)).resize((size, size), Image.Resampling.BILINEAR, box=inner)
+    return rgb(image.crop(whole)).resize((size, size), Image.Resampling.BILINEAR, box=inner)
 
 
-def rgb(picture: Image.Image) -> Image.Image:
+def rgb(image: Image.Image) -> Image.Image:
     """In colour, without transparency; of 16-bit greys the high byte."""
-    if picture.mode.startswith("I"):
+    if image.mode.startswith("I"):
         # Pillow's own conversion clips: all above 255 of 65535 would be white.
-        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
-    if picture.mode == "P":
-        picture.info.pop("transparency", None)  # Pillow would advise a conversion to RGBA, of as many bytes again
-    return picture.convert("RGB")
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "P":
+        image.info.pop("transparency", None)  # Pillow would advise a conversion to RGBA, of as many bytes again
+    return image.convert("RGB")

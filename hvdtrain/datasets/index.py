@@ -1,4 +1,4 @@
-"""ImageNet by index files: train_data.pkl and val_data.pkl, each a pickled {path of a picture: class}.
+"""ImageNet by index files: train_data.pkl and val_data.pkl, each a pickled {path of an image: class}.
 
 Paths are absolute, or relative to the folder of the files. Classes are numbers from 0, or names, which are numbered
 in alphabetical order. A pickle may ask Python to run anything: only what an index is made of is let through.
@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain import files
 from hvdtrain.datasets import pickles
 from hvdtrain.datasets.base import SHOWN, Dataset
-from hvdtrain.datasets.imagenet import MOST_CLASSES, Names, Pictures, check_sides, dataset, resize_beside
+from hvdtrain.datasets.imagenet import MOST_CLASSES, Images, Names, check_sides, dataset, resize_beside
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line, quoted
 
@@ -31,20 +31,20 @@ NUMBERED = "must all be names or all numbers from 0"
 
 
 @dataclass(frozen=True, eq=False)
-class Listed(Pictures):
-    """Pictures whose whole paths an index file gives."""
+class Listed(Images):
+    """Images whose whole paths an index file gives."""
 
     def path(self, index: int) -> Path:
         return self.root / os.fsdecode(self.names[index])
 
 
 def is_in(data_dir: Path | None) -> bool:
-    """Whether the folder holds an index file, and no folder of training pictures that would go before it."""
+    """Whether the folder holds an index file, and no folder of training images that would go before it."""
     return data_dir is not None and (data_dir / TRAIN).is_file() and not (data_dir / "train").is_dir()
 
 
 def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
-    """The pictures that data_dir/train_data.pkl and data_dir/val_data.pkl name, in the order of the files.
+    """The images that data_dir/train_data.pkl and data_dir/val_data.pkl name, in the order of the files.
 
     Raises DataError where a file is missing, damaged or empty, or a class of the second is not in the first.
     """
@@ -73,15 +73,15 @@ def read(path: Path) -> dict[bytes, int | str]:
 
 
 def _checked(path: Path, index: Mapping[Any, Any]) -> Iterator[tuple[bytes, int | str]]:
-    for picture, label in index.items():
-        if type(picture) not in {str, bytes} or type(label) not in {int, str}:
-            held = f"{quoted(picture)} with class {quoted(label)}"
+    for image, label in index.items():
+        if type(image) not in {str, bytes} or type(label) not in {int, str}:
+            held = f"{quoted(image)} with class {quoted(label)}"
             raise DataError(f"{path} must map paths to classes, got {held}: {REMEDY}")
         if isinstance(label, int) and not 0 <= label < MOST_CLASSES:
             rule = f"must be below {MOST_CLASSES:,}" if label > 0 else NUMBERED
             raise DataError(f"{path}: classes {rule}, got {quoted(label)}: {REMEDY}")
-        if len(encoded := os.fsencode(picture)) > LONGEST:
-            raise DataError(f"{path} must hold paths of at most {LONGEST} bytes, got {quoted(picture)}: {REMEDY}")
+        if len(encoded := os.fsencode(image)) > LONGEST:
+            raise DataError(f"{path} must hold paths of at most {LONGEST} bytes, got {quoted(image)}: {REMEDY}")
         yield encoded, label
 
 

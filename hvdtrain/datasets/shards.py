@@ -1,6 +1,6 @@
 """ImageNet packed into shards by `python -m hvdtrain pack`: read at random by offset, or shard after shard.
 
-Sample k is the folder's sample k, so that a run sees the same pictures in the same steps as from the folder.
+Sample k is the folder's sample k, so that a run sees the same images in the same steps as from the folder.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ INDEX = "index.npz"
 VERSION = 1
 SPLITS = ("train", "val")
 ENTRY = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<u4"), ("crc32", "<u4")])
-"""One sample: the number of its shard, its picture's first byte and bytes there, its class, zlib's CRC of the bytes."""
+"""One sample: the number of its shard, its image's first byte and bytes there, its class, zlib's CRC of the bytes."""
 NO_INDEX = f"no index of version {VERSION}"
 NAME_MAX = 255
 MOST_OF = {"about": 1 << 26, **dict.fromkeys(SPLITS, 1 << 29)}
@@ -94,7 +94,7 @@ def _opened(path: Path, owner: int | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Packed(Encoded):
-    """The pictures of one split in its shards."""
+    """The images of one split in its shards."""
 
     files: Files
     entries: NDArray[np.void]
@@ -111,10 +111,10 @@ class Packed(Encoded):
         shard, offset, size, _, crc32 = self.entries[index].tolist()
         content = self.files.read(shard, offset, size)
         if zlib.crc32(content) != crc32:
-            raise DataError(f"{self.place(index)} is damaged: {REMEDY}")
+            raise DataError(f"{self.location(index)} is damaged: {REMEDY}")
         return content
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         entry = self.entries[index]
         return f"{self.files.paths[entry['shard']]} at byte {entry['offset']}"
 

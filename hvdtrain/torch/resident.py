@@ -34,7 +34,7 @@ def hold(split: Split, device: torch.device) -> Held:
         case Cifar():
             return _Pixels(split, device)
         case Synthetic():
-            return _Rows(split.pictures, split.labels, device)
+            return _Rows(split.images, split.labels, device)
         case Arrays():
             return _Rows(split.x, split.y, device)
     raise RecipeError(f"{type(split).__name__} is read from files and cannot lie on the device; drop data_on_device.")

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from images import write_tree
 from paths import REPOSITORY
-from pictures import write_tree
 
 from hvdtrain import pack
 from hvdtrain.bench import loader

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from images import write_tree
 from paths import REPOSITORY
-from pictures import write_tree
 
 from hvdtrain import datasets, lock, pack
 from hvdtrain.datasets import cache, download, shards
@@ -68,7 +68,7 @@ def pixels(data_dir, cache_dir=None):
 
 
 def plant(packed, folder):
-    """A copy whose pictures are other ones of the same sizes, with sums that fit."""
+    """A copy whose images are other ones of the same sizes, with sums that fit."""
     shutil.copytree(packed, folder)
     with np.load(folder / shards.INDEX) as index:
         arrays = {name: index[name] for name in index.files}

@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
-    """The published folder with 10,000 real training pictures."""
+    """The published folder with 10,000 real training images."""
     if not UNPACK.is_file():
         pytest.skip(f"{UNPACK} is missing: put the shared data folder beside the repository")
     dest = tmp_path_factory.mktemp("cifar100")
@@ -50,10 +50,10 @@ def draws(count, seed=3):
     return np.random.default_rng(seed).random((count, datasets.DRAWS), dtype=np.float32)
 
 
-def pillow_augmented(picture, numbers):
+def pillow_augmented(image, numbers):
     """The NERSC tutorial's operations, as torchvision calls Pillow for them."""
     top, left = (math.floor(float(number) * 9) for number in numbers[:2])
-    padded = ImageOps.expand(Image.fromarray(picture), 4)
+    padded = ImageOps.expand(Image.fromarray(image), 4)
     cropped = padded.crop((left, top, left + 32, top + 32))
     flipped = ImageOps.mirror(cropped) if numbers[2] < 0.5 else cropped
     return np.asarray(flipped.rotate((float(numbers[3]) * 2 - 1) * 15, Image.Resampling.NEAREST))
@@ -72,8 +72,8 @@ def test_augmentation_equals_pillow_to_the_bit(folder, numbers):
     indices = np.arange(len(numbers)) % len(split)
     plain, _ = split.read(indices, None)
     augmented, _ = split.read(indices, numbers)
-    for picture, ours, drawn in zip(plain, augmented, numbers, strict=True):
-        np.testing.assert_array_equal(ours, pillow_augmented(picture, drawn))
+    for image, ours, drawn in zip(plain, augmented, numbers, strict=True):
+        np.testing.assert_array_equal(ours, pillow_augmented(image, drawn))
 
 
 def test_the_crop_the_flip_and_the_angle_are_spread_evenly():
@@ -144,7 +144,7 @@ def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder):
     assert elsewhere.stdout.strip() == hashlib.sha256(x.tobytes()).hexdigest()
 
 
-def test_real_pictures(published):
+def test_real_images(published):
     dataset = datasets.load("cifar100", data_dir=published)
     x, y = dataset.train.read(np.arange(10000), None)
     assert (len(dataset.train), len(dataset.valid)) == (10000, 10000)
@@ -153,8 +153,8 @@ def test_real_pictures(published):
     assert dataset.std == pytest.approx((x / 255).std(axis=(0, 1, 2)), abs=0.01)
     numbers = draws(200)
     augmented, _ = dataset.train.read(np.arange(200), numbers)
-    for picture, ours, drawn in zip(x, augmented, numbers, strict=False):
-        np.testing.assert_array_equal(ours, pillow_augmented(picture, drawn))
+    for image, ours, drawn in zip(x, augmented, numbers, strict=False):
+        np.testing.assert_array_equal(ours, pillow_augmented(image, drawn))
 
 
 def refusal_of(folder):

@@ -1,4 +1,4 @@
-"""Pictures decoded by DALI: Pillow's to rounding, of the same draws, whatever the picture."""
+"""Images decoded by DALI: Pillow's to rounding, of the same draws, whatever the image."""
 
 import multiprocessing
 import pickle
@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from pictures import scene, write_tree
+from images import scene, write_tree
 
 from hvdtrain import datasets, pack
 from hvdtrain.errors import DataError, EngineUnavailable
@@ -22,7 +22,7 @@ def dali():
 
 @pytest.fixture
 def tree(tmp_path):
-    """16 training pictures: one a PNG, one grey, one in CMYK."""
+    """16 training images: one a PNG, one grey, one in CMYK."""
     tree = write_tree(tmp_path / "tree")
     scene(200, 150, 1).convert("L").save(tree / "train" / "n01" / "n01_1.JPEG", quality=95)
     scene(200, 150, 2).convert("CMYK").save(tree / "train" / "n01" / "n01_2.JPEG", quality=95)
@@ -68,7 +68,7 @@ def test_a_copy_in_another_process_reads_the_same(dali, tree):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "head only", "gone"])
-def test_a_damaged_picture_is_named_and_the_others_are_read(dali, tree, damage):
+def test_a_damaged_image_is_named_and_the_others_are_read(dali, tree, damage):
     split = load(tree).train
     path = tree / "train" / "n02" / "n02_3.JPEG"
     content = path.read_bytes()
@@ -78,7 +78,7 @@ def test_a_damaged_picture_is_named_and_the_others_are_read(dali, tree, damage):
         path.write_bytes(content[: len(content) // 2 if damage == "truncated" else 700])
     with pytest.raises(DataError) as refusal:
         split.read(np.arange(16), draws(16))
-    assert str(refusal.value).startswith(f"{path} cannot be read as a picture (")
+    assert str(refusal.value).startswith(f"{path} cannot be read as an image (")
     assert split.read(np.arange(8), draws(8))[1].tolist() == [0] * 8
 
 

@@ -129,7 +129,7 @@ def test_digits_are_split_evenly_without_overlap():
     assert (len(dataset.train), len(dataset.valid)) == (1437, 360)
     assert np.bincount(valid_y).tolist() == [36] * 10
     assert np.bincount(y).min() >= 138
-    assert not {picture.tobytes() for picture in x} & {picture.tobytes() for picture in valid_x}
+    assert not {image.tobytes() for image in x} & {image.tobytes() for image in valid_x}
 
 
 def test_digits_fill_the_range_of_a_byte_in_grey():

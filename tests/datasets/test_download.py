@@ -22,7 +22,7 @@ from hvdtrain.datasets import download
 from hvdtrain.datasets.download import default_data_dir, download_cifar100
 from hvdtrain.errors import DataError
 
-CONTENT = {"train": b"pictures", "test": b"more pictures", "meta": b"names"}
+CONTENT = {"train": b"images", "test": b"more images", "meta": b"names"}
 
 
 def archive(**files):
@@ -147,7 +147,7 @@ def test_files_elsewhere_in_the_archive_are_not_written(tmp_path):
 
 @pytest.mark.parametrize(
     "body",
-    [archive(**{"cifar-100-python__train": b"pictures"}), b"no archive", GOOD[:120]],
+    [archive(**{"cifar-100-python__train": b"images"}), b"no archive", GOOD[:120]],
     ids=["a file missing", "no archive", "half an archive"],
 )
 def test_an_unexpected_archive_leaves_nothing(tmp_path, body):

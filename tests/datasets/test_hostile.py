@@ -8,7 +8,7 @@ import pytest
 from paths import REPOSITORY, SUPPORT
 
 
-@pytest.mark.parametrize("reader", ["index", "cifar", "packed", "archive", "picture"])
+@pytest.mark.parametrize("reader", ["index", "cifar", "packed", "archive", "image"])
 def test_a_thousand_forged_files_end_in_a_line_each(tmp_path, reader):
     """In a process of their own, where 2 s of a processor, or 1 GB, end it; some would overflow C's stack."""
     command = [sys.executable, SUPPORT / "hostile_data.py", reader, "1000", "1", tmp_path]

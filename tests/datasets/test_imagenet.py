@@ -1,4 +1,4 @@
-"""ImageNet-style folders: finding the pictures, cropping them, and refusing damaged ones."""
+"""ImageNet-style folders: finding the images, cropping them, and refusing damaged ones."""
 
 import hashlib
 import importlib.util
@@ -24,14 +24,14 @@ SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 
 
 def scene(width, height, seed=0):
-    """A smooth colourful picture."""
+    """A smooth colourful image."""
     corners = np.random.default_rng(seed).integers(256, size=(4, 4, 3), dtype=np.uint8)
     return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """Two classes of four training and two validation pictures of various shapes."""
+    """Two classes of four training and two validation images of various shapes."""
     for part, count in (("train", 4), ("val", 2)):
         for label, name in enumerate(("n01", "n02")):
             folder = tmp_path / part / name
@@ -70,7 +70,7 @@ def test_the_tree_is_described(tree):
     assert (x.shape, y.tolist()) == ((2, 40, 40, 3), [1, 0])
 
 
-def test_pictures_are_numbered_by_class_and_name_and_other_files_left_out(tree):
+def test_images_are_numbered_by_class_and_name_and_other_files_left_out(tree):
     for other in ("notes.txt", "._n01_0.JPEG", "n01_9.JPEG.part"):
         (tree / "train" / "n01" / other).write_text("other")
     (tree / "train" / "n01" / "n01_9.JPEG").mkdir()
@@ -108,7 +108,7 @@ def test_a_forked_child_reads_too(tree):
     np.testing.assert_array_equal(child, x)
 
 
-def test_training_pictures_without_draws_show_the_centre(tree):
+def test_training_images_without_draws_show_the_centre(tree):
     dataset = datasets.load("imagenet", data_dir=tree, **SIZES)
     x, _ = dataset.train.read(np.arange(8), None)
     assert digest(x) == digest(dataset.train.read(np.arange(8), None)[0])
@@ -135,7 +135,7 @@ GREY = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("suffix", "picture"),
+    ("suffix", "image"),
     [
         ("png", Image.fromarray(GREY)),
         ("JPEG", Image.fromarray(GREY)),
@@ -148,9 +148,9 @@ GREY = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
     ids=["grey", "grey JPEG", "CMYK", "palette", "grey with alpha", "RGBA", "16 bit"],
 )
 @pytest.mark.parametrize("prepare", ["valid", "train"])
-def test_every_mode_becomes_rgb(tmp_path, suffix, picture, prepare):
+def test_every_mode_becomes_rgb(tmp_path, suffix, image, prepare):
     path = tmp_path / f"a.{suffix}"
-    picture.save(path, **({"quality": 95} if suffix == "JPEG" else {}))
+    image.save(path, **({"quality": 95} if suffix == "JPEG" else {}))
     if prepare == "valid":
         x = np.asarray(imagenet.centre_crop(Image.open(path), 64, 64))
     else:
@@ -189,16 +189,16 @@ random, found = np.random.default_rng(0), {}
 torch.manual_seed(0)
 folder = Path(sys.argv[1])
 for width, height in ((300, 200), (201, 333), (97, 97), (500, 120)):
-    picture = Image.fromarray(random.integers(256, size=(height, width, 3), dtype=np.uint8))
-    picture.save(folder / "a.png")
+    image = Image.fromarray(random.integers(256, size=(height, width, 3), dtype=np.uint8))
+    image.save(folder / "a.png")
     for resize, crop in ((48, 40), (64, 64), (255, 224)):
-        reference = CenterCrop(crop)(Resize(resize)(picture))
-        ours = imagenet.centre_crop(picture, resize, crop)
+        reference = CenterCrop(crop)(Resize(resize)(image))
+        ours = imagenet.centre_crop(image, resize, crop)
         found[f"valid {width}x{height} {resize} {crop}"] = same(ours, reference)
     for k in range(20):
         box = imagenet.random_box(random, width, height)
         left, upper, right, lower = box
-        reference = F.resized_crop(picture, upper, left, lower - upper, right - left, [32, 32])
+        reference = F.resized_crop(image, upper, left, lower - upper, right - left, [32, 32])
         found[f"train {width}x{height} {k}"] = same(imagenet.cut(Image.open(folder / "a.png"), box, 32), reference)
 for width, height in ((10, 1000), (1000, 10), (11, 1000), (1001, 10), (1, 50)):
     found[f"fallback {width}x{height}"] = imagenet.random_box(random, width, height) == theirs(width, height)
@@ -222,7 +222,7 @@ def test_crops_are_torchvisions(tmp_path):
     assert [name for name, agrees in found.items() if not agrees] == []
 
 
-def test_random_boxes_lie_inside_the_picture():
+def test_random_boxes_lie_inside_the_image():
     random = np.random.default_rng(0)
     for width, height in ((1, 1), (5, 3), (224, 224), (3, 4000)):
         for _ in range(200):
@@ -231,27 +231,27 @@ def test_random_boxes_lie_inside_the_picture():
             assert 0 <= upper < lower <= height
 
 
-def test_half_of_the_pictures_are_flipped():
+def test_half_of_the_images_are_flipped():
     ramp = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1)))
     crops = [np.asarray(imagenet.random_crop(ramp, 16, numbers)).astype(int) for numbers in draws(500)]
     assert np.mean([crop[0, 0, 0] > crop[0, -1, 0] for crop in crops]) == pytest.approx(0.5, abs=0.06)
 
 
-def test_real_pictures(imagenette):
+def test_real_images(imagenette):
     dataset = datasets.load("imagenet", data_dir=imagenette)
     assert (len(dataset.train), len(dataset.valid), dataset.classes) == (3000, 1000, 10)
     x, y = dataset.train.read(np.arange(0, 3000, 30), draws(100))
     assert np.bincount(y).tolist() == [10] * 10
     valid_x, _ = dataset.valid.read(np.arange(0, 1000, 10), None)
-    for pictures in (x, valid_x):
-        assert pictures.shape == (100, 224, 224, 3)
-        assert dataset.mean == pytest.approx((pictures / 255).mean(axis=(0, 1, 2)), abs=0.06)
-        assert dataset.std == pytest.approx((pictures / 255).std(axis=(0, 1, 2)), abs=0.07)
+    for images in (x, valid_x):
+        assert images.shape == (100, 224, 224, 3)
+        assert dataset.mean == pytest.approx((images / 255).mean(axis=(0, 1, 2)), abs=0.06)
+        assert dataset.std == pytest.approx((images / 255).std(axis=(0, 1, 2)), abs=0.07)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "gone"])
 @pytest.mark.parametrize("numbers", [None, draws(4)], ids=["valid", "train"])
-def test_a_damaged_picture_is_named(tree, damage, numbers):
+def test_a_damaged_image_is_named(tree, damage, numbers):
     split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
     path = split.path(2)
     content = path.read_bytes()
@@ -262,7 +262,7 @@ def test_a_damaged_picture_is_named(tree, damage, numbers):
     with pytest.raises(DataError) as refusal:
         split.read(np.arange(4), numbers)
     message = str(refusal.value)
-    assert message.startswith(f"{path} cannot be read as a picture (")
+    assert message.startswith(f"{path} cannot be read as an image (")
     assert message.endswith("): fetch it again, or remove it.")
     assert "\n" not in message
 
@@ -281,7 +281,7 @@ def test_a_drawing_called_jpeg_starts_no_ghostscript(tree, tmp_path, monkeypatch
     dataset = datasets.load("imagenet", data_dir=tree, **SIZES)
     path = dataset.train.path(2)
     path.write_bytes(EPS)
-    with pytest.raises(DataError, match=r"JPEG cannot be read as a picture \(of no known format\)"):
+    with pytest.raises(DataError, match=r"JPEG cannot be read as an image \(of no known format\)"):
         if read == "to pack":
             pack.pack(pack.Options(tree, tmp_path / "packed"))
         else:
@@ -316,7 +316,7 @@ def scans(count):
     ids=["a line", "many pixels", "many scans", "a file of 1 TB"],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_picture_that_would_fill_the_memory_is_refused(tree, content, reason):
+def test_a_image_that_would_fill_the_memory_is_refused(tree, content, reason):
     split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
     path = split.path(1)
     path.write_bytes(content or b"")
@@ -324,10 +324,10 @@ def test_a_picture_that_would_fill_the_memory_is_refused(tree, content, reason):
         os.truncate(path, 1 << 40)
     with pytest.raises(DataError) as refusal:
         split.read(np.array([1]), None)
-    assert str(refusal.value) == f"{path} cannot be read as a picture ({reason}): fetch it again, or remove it."
+    assert str(refusal.value) == f"{path} cannot be read as an image ({reason}): fetch it again, or remove it."
 
 
-def test_a_pipe_among_the_pictures_is_not_waited_for(tree):
+def test_a_pipe_among_the_images_is_not_waited_for(tree):
     split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
     split.path(1).unlink()
     os.mkfifo(split.path(1))
@@ -337,7 +337,7 @@ def test_a_pipe_among_the_pictures_is_not_waited_for(tree):
 
 @pytest.mark.parametrize("mode", ["RGB", "CMYK", "L"])
 @pytest.mark.parametrize("form", ["JPEG", "PNG"])
-def test_of_a_png_called_jpeg_and_of_four_inks_the_picture_is_read(tree, form, mode):
+def test_of_a_png_called_jpeg_and_of_four_inks_the_image_is_read(tree, form, mode):
     """As ImageNet has them: n02105855_2933.JPEG is a PNG, 22 others hold CMYK."""
     split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
     Image.new("L", (60, 60), 90).convert("RGB" if form == "PNG" and mode == "CMYK" else mode).save(split.path(1), form)
@@ -369,11 +369,11 @@ def empty(folder):
         ),
         (
             empty("val"),
-            "{tree}/val holds no class folders: sort its pictures into {tree}/val/<class>.",
+            "{tree}/val holds no class folders: sort its images into {tree}/val/<class>.",
         ),
         (
             empty("train/n02"),
-            "{tree}/train/n02 holds no .jpeg, .jpg, .png picture: fill it, or remove that class.",
+            "{tree}/train/n02 holds no .jpeg, .jpg, .png image: fill it, or remove that class.",
         ),
         (
             rename("val/n02", "n02"),
@@ -384,7 +384,7 @@ def empty(folder):
             "{tree}/train lacks 1 of the classes in {tree}/val (n01): both must hold the same.",
         ),
     ],
-    ids=["no train", "no val", "no classes", "no pictures", "class not in val", "class not in train"],
+    ids=["no train", "no val", "no classes", "no images", "class not in val", "class not in train"],
 )
 def test_a_wrong_tree_is_refused(tree, change, message):
     change(tree)

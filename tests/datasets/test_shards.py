@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import write_tree
+from images import write_tree
 
 from hvdtrain import cli, datasets, pack, recipe
 from hvdtrain import plan as plans
@@ -29,7 +29,7 @@ OUTSIDE = "points outside of its shards or classes"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """16 training pictures in 4 shards, 6 to validate with in 4."""
+    """16 training images in 4 shards, 6 to validate with in 4."""
     folder = tmp_path_factory.mktemp("whole")
     pack.pack(pack.Options(write_tree(folder / "tree"), folder / "set", shards=4))
     return folder / "set"
@@ -180,19 +180,19 @@ def test_by_shard_samples_are_numbered_as_they_lie(packed):
 
 
 def test_by_shard_each_shard_is_read_ahead_as_it_is_begun(packed, monkeypatch):
-    told = []
-    advise = lambda file, offset, size, advice: told.append((os.readlink(f"/proc/self/fd/{file}")[-5], offset, size))  # noqa: E731, PTH115
+    advised = []
+    advise = lambda file, offset, size, advice: advised.append((os.readlink(f"/proc/self/fd/{file}")[-5], offset, size))  # noqa: E731, PTH115
     monkeypatch.setattr(os, "posix_fadvise", advise)
     split = load(packed, is_by_shard=True).train
     for part in ([0, 1], [3, 2], [5, 2], [7, 6], [0, 1]):
         split.read(np.array(part), None)
-    assert told == [("0", 0, 0), ("1", 0, 0), ("0", 0, 0)]
+    assert advised == [("0", 0, 0), ("1", 0, 0), ("0", 0, 0)]
     load(packed).train.read(np.arange(16), None)
-    assert len(told) == 3
+    assert len(advised) == 3
 
 
 @pytest.mark.parametrize(("size", "global_batch"), [(1, 4), (2, 4), (3, 6), (4, 4), (3, 5)])
-def test_by_shard_ranks_take_equal_steps_and_no_picture_twice(packed, size, global_batch):
+def test_by_shard_ranks_take_equal_steps_and_no_image_twice(packed, size, global_batch):
     keys = {"data_dir": packed, "shuffle": "shards", "batch_norm": "frozen", "batch_size_per_rank": None}
     chosen = recipe.load("imagenet", {**keys, "batch_size": global_batch})
     plan = plans.make(chosen, replace(Topology.alone(), size=size), load(packed, is_by_shard=True))

@@ -204,10 +204,10 @@ def cifar_others(chance: random.Random) -> bytes:
     return chance.choice((mutated, opcodes))(chance, seed)
 
 
-PICTURES = 4
+IMAGES = 4
 
 
-def picture_file(form: str, mode: str = "RGB", size: tuple[int, int] = (24, 18), **options: object) -> bytes:
+def image_file(form: str, mode: str = "RGB", size: tuple[int, int] = (24, 18), **options: object) -> bytes:
     file = io.BytesIO()
     Image.effect_noise(size, 50).convert(mode).save(file, form, **options)
     return file.getvalue()
@@ -217,10 +217,10 @@ ABOUT = {"version": 1, "classes": 2, "names": ["n01", "n02"]}
 
 
 def packed_arrays() -> dict[str, np.ndarray]:
-    """Of an index; the shard of either split holds pictures of PLACES bytes."""
+    """Of an index; the shard of either split holds images of PLACES bytes."""
     about = {**ABOUT, "shards": {split: {f"{split}-000000.tar": 4096} for split in shards.SPLITS}}
-    rows = np.zeros(PICTURES, shards.ENTRY)
-    rows["offset"], rows["size"], rows["label"] = np.arange(PICTURES) * 100, 100, np.arange(PICTURES) % 2
+    rows = np.zeros(IMAGES, shards.ENTRY)
+    rows["offset"], rows["size"], rows["label"] = np.arange(IMAGES) * 100, 100, np.arange(IMAGES) % 2
     return {"about": np.array(json.dumps(about)), "train": rows, "val": rows}
 
 
@@ -419,7 +419,7 @@ def archive_others(chance: random.Random) -> bytes:
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-def picture_bombs() -> dict[str, bytes]:
+def image_bombs() -> dict[str, bytes]:
     def png(width: int, height: int, mode: str = "1") -> bytes:
         file = io.BytesIO()
         Image.new(mode, (width, height)).save(file, "PNG")
@@ -444,7 +444,7 @@ def picture_bombs() -> dict[str, bytes]:
     }
 
 
-def read_picture(folder: Path, content: bytes) -> None:
+def read_image(folder: Path, content: bytes) -> None:
     path = folder / "train" / "n01" / "a.JPEG"
     for part in ("train", "val"):
         (folder / part / "n01").mkdir(parents=True, exist_ok=True)
@@ -463,9 +463,9 @@ FORMS = [
 ]  # fmt: skip
 
 
-def picture_others(chance: random.Random) -> bytes:
+def image_others(chance: random.Random) -> bytes:
     form, mode, options = chance.choice(FORMS)
-    return mutated(chance, picture_file(form, mode, **options))
+    return mutated(chance, image_file(form, mode, **options))
 
 
 READERS = {
@@ -473,7 +473,7 @@ READERS = {
     "cifar": Reader(read_cifar, cifar_bombs, cifar_others),
     "packed": Reader(read_packed, packed_bombs, packed_others),
     "archive": Reader(read_archive, archive_bombs, archive_others),
-    "picture": Reader(read_picture, picture_bombs, picture_others),
+    "image": Reader(read_image, image_bombs, image_others),
 }
 
 

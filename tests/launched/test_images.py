@@ -1,4 +1,4 @@
-"""Real pictures through the real readers on two ranks; a damaged one; Horovod's settings and the traces."""
+"""Real images through the real readers on two ranks; a damaged one; Horovod's settings and the traces."""
 
 import pickle
 import subprocess
@@ -18,14 +18,14 @@ from hvdtrain.sharding import Epoch
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
 SLOW = ("writes_its_traces", "on_two_ranks[tensorflow]")
-needs_pictures = pytest.mark.skipif(
+needs_images = pytest.mark.skipif(
     not DATA.is_dir(), reason=f"needs {DATA}: CIFAR-100 and Imagenette, packed as its README says"
 )
 
 
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory):
-    """CIFAR-100's published files, cut down to 64 pictures to train on and 16 to validate with."""
+    """CIFAR-100's published files, cut down to 64 images to train on and 16 to validate with."""
     folder = tmp_path_factory.mktemp("cifar")
     subprocess.run([sys.executable, DATA / "unpack_cifar100.py", folder, "--only", "1"], check=True, timeout=120)
     for name, count in (("train", 64), ("test", 16)):
@@ -37,7 +37,7 @@ def cifar(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def imagenette(tmp_path_factory):
-    """ImageNet's tree: ten classes of four pictures to train on and two to validate with."""
+    """ImageNet's tree: ten classes of four images to train on and two to validate with."""
     folder, taken = tmp_path_factory.mktemp("imagenette"), {}
     with tarfile.open(DATA / "imagenette_4k.tar") as packed:
         for member in packed:
@@ -52,8 +52,8 @@ CROPS = ["--train-crop", "32", "--valid-resize", "40", "--valid-crop", "32"]
 FEW = ["--batch-size", "8", "--max-steps", "2", "--log-every-steps", "1"]
 
 
-@needs_pictures
-def test_pictures_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
+@needs_images
+def test_images_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
     runs = {
         "cifar": ["cifar100", "--data-dir", str(cifar), *FEW],
         "imagenet": ["imagenet", "--data-dir", str(imagenette), *CROPS, *FEW, "--workers", "1"],
@@ -66,8 +66,8 @@ def test_pictures_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
         assert told[0][name]["state"] == told[1][name]["state"]
 
 
-@needs_pictures
-def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(framework, imagenette, tmp_path):
+@needs_images
+def test_a_damaged_image_is_named_by_the_rank_that_meets_it(framework, imagenette, tmp_path):
     tree = datasets.load("imagenet", data_dir=imagenette, train_crop=32, valid_resize=40, valid_crop=32).train
     second_rank = Epoch.of(len(tree), 0, 0, DRAWS).share(0, 8, 1, 2)
     damaged = tree.path(int(second_rank[0]))
@@ -82,7 +82,7 @@ def test_a_damaged_picture_is_named_by_the_rank_that_meets_it(framework, imagene
     assert ended.left == []
     (line,) = (line for line in ended.lines if not line.startswith("AbortedError"))
     assert line.startswith("DataError (rank 1 on ")
-    assert f"{damaged} cannot be read as a picture" in line
+    assert f"{damaged} cannot be read as an image" in line
 
 
 SETTINGS = ["--epochs", "12", "--autotune", "--fusion-threshold-mb", "3", "--cycle-time-ms", "1.5"]

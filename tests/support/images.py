@@ -1,17 +1,17 @@
-"""A small ImageNet-style folder of made pictures."""
+"""A small ImageNet-style folder of made images."""
 
 import numpy as np
 from PIL import Image
 
 
 def scene(width, height, seed=0):
-    """A smooth colourful picture."""
+    """A smooth colourful image."""
     corners = np.random.default_rng(seed).integers(256, size=(4, 4, 3), dtype=np.uint8)
     return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def write_tree(root, train=8, val=3):
-    """Two classes of so many pictures each, of various shapes, one of them a PNG; the folder."""
+    """Two classes of so many images each, of various shapes, one of them a PNG; the folder."""
     for split, count in (("train", train), ("val", val)):
         for label, name in enumerate(("n01", "n02")):
             folder = root / split / name
