@@ -1,7 +1,12 @@
-"""Fetches CIFAR-100 once for all processes of a machine."""
+"""Fetches CIFAR-100 once for all processes of a machine.
+
+Not by pooch (1.9), which has no lock between processes, bounds neither the size nor the duration of a transfer, and
+unpacks links, pipes and bombs.
+"""
 
 import contextlib
 import gzip
+import hashlib
 import http.client
 import itertools
 import os
@@ -14,9 +19,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
-from hvdtrain import lock
-from hvdtrain.datasets.base import SHOWN, sha256
+from hvdtrain import files, lock
+from hvdtrain.datasets.base import SHOWN
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line
 
@@ -77,72 +83,69 @@ def _locked(dest: Path) -> Iterator[Callable[[], None]]:
 
 
 def _fetch_and_unpack(url: str, expected: str, folder: Path, progress: Callable[[], None]) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cifar-100-") as scratch:
-        archive, unpacked = Path(scratch, "archive"), Path(scratch, folder.name)
-        _fetch(url, archive, progress)
-        _check(archive, expected, url)
-        _unpack(archive, unpacked, progress)
-        try:
-            unpacked.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another machine was first
-                raise
+    try:
+        with files.new_folder(folder) as unfinished, tempfile.TemporaryFile(dir=unfinished) as archive:
+            found = _fetch(url, archive, folder.parent, progress)
+            if found != expected:
+                raise DataError(f"{url} has the SHA-256 {found}, not {expected}: try again, or fetch it by hand")
+            archive.seek(0)
+            _unpack(archive, unfinished, progress)
+    except OSError:
+        if not folder.is_dir():  # else another machine was first
+            raise
 
 
-def _fetch(url: str, archive: Path, progress: Callable[[], None]) -> None:
+def _fetch(url: str, archive: IO[bytes], dest: Path, progress: Callable[[], None]) -> str:
+    """Into the open archive; its SHA-256."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
-            _receive(answer, archive, progress)
+            return _receive(answer, archive, progress)
     except NETWORK_ERRORS as error:
         reason = one_line(getattr(error, "reason", None) or error, SHOWN)
-        remedy = f"fetch it where there is a network, and unpack it into {archive.parents[1]}"
+        remedy = f"fetch it where there is a network, and unpack it into {dest}"
         raise DataError(f"{url} cannot be fetched ({reason}): {remedy}") from None
 
 
-def _receive(answer: http.client.HTTPResponse, archive: Path, progress: Callable[[], None]) -> None:
+def _receive(answer: http.client.HTTPResponse, archive: IO[bytes], progress: Callable[[], None]) -> str:
     """A server that sends a byte now and then never runs into a timeout."""
-    end, received = time.monotonic() + FETCH_SECONDS, 0
-    with archive.open("wb") as file:
-        while block := answer.read1(BLOCK):
-            received += file.write(block)
-            progress()
-            if time.monotonic() > end:
-                raise TimeoutError(f"{received:,} bytes came in {FETCH_SECONDS:,} s")
-            if received > MOST_BYTES:
-                raise http.client.HTTPException(f"it sends more than {MOST_BYTES:,} bytes")
+    end, received, digest = time.monotonic() + FETCH_SECONDS, 0, hashlib.sha256()
+    while block := answer.read1(BLOCK):
+        received += archive.write(block)
+        digest.update(block)
+        progress()
+        if time.monotonic() > end:
+            raise TimeoutError(f"{received:,} bytes came in {FETCH_SECONDS:,} s")
+        if received > MOST_BYTES:
+            raise http.client.HTTPException(f"it sends more than {MOST_BYTES:,} bytes")
+    return digest.hexdigest()
 
 
-def _check(archive: Path, expected: str, url: str) -> None:
-    if (found := sha256(archive)) != expected:
-        raise DataError(f"{url} has the SHA-256 {found}, not {expected}: try again, or fetch it by hand")
-
-
-def _unpack(archive: Path, folder: Path, progress: Callable[[], None]) -> None:
+def _unpack(archive: IO[bytes], folder: Path, progress: Callable[[], None]) -> None:
     """Only the three expected files: a member's own path is never used to write, nor a link followed."""
-    folder.mkdir()
     try:
-        with tarfile.open(_inflated(archive, progress), "r:") as tar:
-            members = {member.name: member for member in itertools.islice(tar, MOST_MEMBERS)}
-            for name in MEMBERS:
-                _extract(tar, members[f"cifar-100-python/{name}"], folder / name)
+        with tempfile.TemporaryFile(dir=folder) as plain:
+            _inflate(archive, plain, progress)
+            with tarfile.open(fileobj=plain, mode="r:") as tar:
+                members = {member.name: member for member in itertools.islice(tar, MOST_MEMBERS)}
+                for name in MEMBERS:
+                    _extract(tar, members[f"cifar-100-python/{name}"], folder / name)
     except Exception as error:  # a damaged archive raises nearly any exception there is
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
             raise  # the disk's
-        raise DataError(
-            f"The archive of CIFAR-100 is not as published ({one_line(error, SHOWN)}): fetch it by hand"
-        ) from None
+        reason = one_line(error, SHOWN)
+        raise DataError(f"The archive of CIFAR-100 is not as published ({reason}): fetch it by hand") from None
 
 
-def _inflated(archive: Path, progress: Callable[[], None]) -> Path:
-    """The archive as a file beside it: nothing in it can then announce more than there is."""
-    plain, size = archive.with_suffix(".tar"), 0
-    with gzip.open(archive) as packed, plain.open("wb") as file:
+def _inflate(archive: IO[bytes], plain: IO[bytes], progress: Callable[[], None]) -> None:
+    """Into a file, so that nothing in the archive can announce more than there is."""
+    size = 0
+    with gzip.open(archive) as packed:
         while block := packed.read(BLOCK):
-            size += file.write(block)
+            size += plain.write(block)
             progress()
             if size > MOST_BYTES:
                 raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
-    return plain
+    plain.seek(0)
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, dest: Path) -> None:

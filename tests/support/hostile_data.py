@@ -249,7 +249,7 @@ def packed_bombs() -> dict[str, bytes]:
     def about(text: str) -> bytes:
         return npz({**good, "about": npy(np.array(text))})
 
-    def told(**changes: object) -> bytes:
+    def changed_about(**changes: object) -> bytes:
         return about(json.dumps({**json.loads(str(packed_arrays()["about"])), **changes}))
 
     def rows(**changes: int) -> bytes:
@@ -264,7 +264,7 @@ def packed_bombs() -> dict[str, bytes]:
         )
 
     def named(name: object) -> bytes:
-        return told(shards={split: {name: 4096} for split in shards.SPLITS})
+        return changed_about(shards={split: {name: 4096} for split in shards.SPLITS})
 
     return {
         "zeros, compressed": npz({**good, "about": npy(np.zeros(10**8, np.uint8))}, zipfile.ZIP_DEFLATED),
@@ -281,20 +281,22 @@ def packed_bombs() -> dict[str, bytes]:
         "JSON nested 10 ** 5 deep": about("[" * 10**5),
         "objects nested 10 ** 5 deep": about('{"a":' * 10**5),
         "5,000 digits": about('{"version": 1, "classes": ' + "9" * 5000 + "}"),
-        "10 ** 30 classes": told(classes=10**30),
-        "10 ** 9 classes": told(classes=10**9),
-        "no classes": told(classes=-1),
+        "10 ** 30 classes": changed_about(classes=10**30),
+        "10 ** 9 classes": changed_about(classes=10**9),
+        "no classes": changed_about(classes=-1),
         "infinitely many classes": about(json.dumps({**ABOUT, "classes": float("inf")})),
-        "a flag as version": told(version=True),
+        "a flag as version": changed_about(version=True),
         "a list": about("[]"),
         "a number": about("1"),
-        "names of numbers": told(names=[1, 2]),
-        "names of none": told(names=None),
-        "shards of none": told(shards=dict.fromkeys(shards.SPLITS)),
-        "a length below 0": told(shards={split: {"a": -1} for split in shards.SPLITS}),
-        "a length of 10 ** 30": told(shards={split: {"a": 10**30} for split in shards.SPLITS}),
-        "a flag as length": told(shards={split: {"a": True} for split in shards.SPLITS}),
-        "10 ** 5 shards": told(shards={split: {str(number): 0 for number in range(10**5)} for split in shards.SPLITS}),
+        "names of numbers": changed_about(names=[1, 2]),
+        "names of none": changed_about(names=None),
+        "shards of none": changed_about(shards=dict.fromkeys(shards.SPLITS)),
+        "a length below 0": changed_about(shards={split: {"a": -1} for split in shards.SPLITS}),
+        "a length of 10 ** 30": changed_about(shards={split: {"a": 10**30} for split in shards.SPLITS}),
+        "a flag as length": changed_about(shards={split: {"a": True} for split in shards.SPLITS}),
+        "10 ** 5 shards": changed_about(
+            shards={split: {str(number): 0 for number in range(10**5)} for split in shards.SPLITS}
+        ),
         "a shard above": named("../../../../etc/passwd"),
         "a shard elsewhere": named("/etc/passwd"),
         "the folder as shard": named("."),
@@ -396,8 +398,10 @@ def archive_bombs() -> dict[str, bytes]:
 def read_archive(folder: Path, content: bytes) -> None:
     archive, unpacked = folder / "archive", folder / "unpacked"
     archive.write_bytes(content)
+    unpacked.mkdir()
     try:
-        download._unpack(archive, unpacked, lambda: None)
+        with archive.open("rb") as file:
+            download._unpack(file, unpacked, lambda: None)
     finally:
         shutil.rmtree(unpacked, ignore_errors=True)
 
