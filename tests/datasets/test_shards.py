@@ -60,9 +60,9 @@ def test_a_copy_in_another_process_reads_the_same(packed):
 def test_each_shard_is_opened_once_and_closed_with_the_split(packed, monkeypatch):
     opened = []
     real = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags: opened.append(path.name) or real(path, flags))
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     split = load(packed).train
+    monkeypatch.setattr(os, "open", lambda path, flags: opened.append(path.name) or real(path, flags))
     for _ in range(2):
         split.read(np.arange(16), None)
     assert sorted(opened) == [f"train-00000{k}.tar" for k in range(4)]
