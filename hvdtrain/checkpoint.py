@@ -80,11 +80,8 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     try:
         files.make_folder(folder)
         old = final.with_name(f"{final.name}.old")
-        with files.new_folder(final) as unfinished:
+        with files.new_folder(final, aside=old) as unfinished:  # the old one counts until the new one does
             _write(unfinished, checkpoint)
-            if final.exists() or final.is_symlink():  # it counts until the new one does
-                files.remove(old)
-                files.move(final, old)
         files.remove(old)
     except (OSError, SafetensorError) as error:
         raise OutputError(

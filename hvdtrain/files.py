@@ -59,14 +59,19 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
-    """A folder to fill with files, which becomes `path` once the block ends well. Raises OSError, also where a file or
-    a filled folder is there by then."""
+def new_folder(path: Path, mode: int = 0o777, *, aside: Path | None = None) -> Iterator[Path]:
+    """A folder to fill with files, which becomes `path` once the block ends well; what was there becomes `aside`.
+
+    Raises OSError, also where a file or a filled folder is there by then and `aside` is None.
+    """
     unfinished = temporary(path)
     try:
         unfinished.mkdir(mode)
         yield unfinished
         sync(*unfinished.iterdir(), unfinished)
+        if aside and (path.exists() or path.is_symlink()):
+            remove(aside)
+            path.rename(aside)  # not synced: for a reader, the name is missing as briefly as can be
         move(unfinished, path)
     finally:
         remove(unfinished)
