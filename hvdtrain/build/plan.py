@@ -11,12 +11,9 @@ from typing import Annotated, Literal
 import pydantic
 import tyro
 
-from hvdtrain.build.launcher_secrets import LAUNCHER_SECRETS
-from hvdtrain.build.native_edits import Release, native_edits
+from hvdtrain.build import patching
+from hvdtrain.build.patching import Patch, Release, Target
 from hvdtrain.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
-from hvdtrain.build.rendezvous_edits import RENDEZVOUS
-from hvdtrain.build.runner_edits import ELASTIC, LAUNCHER, controller_edits
-from hvdtrain.build.table import Edit
 from hvdtrain.errors import BuildError
 
 VERSION = "0.28.1"
@@ -67,7 +64,7 @@ class BuildPlan:
     mpi: str
     mpi_is: str
     gpu: str
-    edits: tuple[Edit, ...]
+    patches: tuple[Patch, ...]
     environment: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...]
     prepare: tuple[Command, ...]
@@ -99,16 +96,11 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     frameworks = _frameworks(here, options)
     mpi, mpi_is = _mpi(here, options)
     gpu = _gpu(here, options, frameworks)
-    edits = (
-        *native_edits(_releases(frameworks), _release(here.torch_cuda) if gpu == "nccl" else None),
-        *LAUNCHER,
-        *controller_edits(mpi != "none"),
-        *ELASTIC,
-        *LAUNCHER_SECRETS,
-        *RENDEZVOUS,
-    )
+    releases = {name: _release(version) for name, version in frameworks.items()}
+    target = Target(releases.get("torch", ()), releases.get("tensorflow", ()), mpi != "none", gpu == "nccl")
+    chosen = patching.chosen(target)
     environment = {**_environment(here, tuple(frameworks), mpi), **(_nccl_environment() if gpu == "nccl" else {})}
-    key = _key(here, frameworks, mpi_is, gpu, edits, environment)
+    key = _key(here, frameworks, mpi_is, gpu, chosen, environment)
     version = f"{VERSION}+hvdtrain.k{key}"
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
@@ -118,7 +110,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         mpi=mpi,
         mpi_is=mpi_is,
         gpu=gpu,
-        edits=edits,
+        patches=chosen,
         environment=tuple(environment.items()),
         links=_cuda_links(here) if gpu == "nccl" else (),
         prepare=_prepare(here, mpi),
@@ -199,10 +191,6 @@ def _release(version: str | None) -> Release:
     return tuple(int(part) for part in re.findall(r"\d+", (version or "").partition("+")[0])[:3])
 
 
-def _releases(frameworks: dict[str, str]) -> dict[str, Release]:
-    return {name: _release(version) for name, version in frameworks.items()}
-
-
 def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> dict[str, str]:
     switch = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
     path = ["{work}/tools/bin", *([f"{here.prefix}/bin"] if mpi in MPI_WHEELS else []), "{PATH}"]
@@ -252,13 +240,16 @@ def _key(
     frameworks: dict[str, str],
     mpi_is: str,
     gpu: str,
-    edits: tuple[Edit, ...],
+    chosen: tuple[Patch, ...],
     environment: dict[str, str],
 ) -> str:
-    """A name for everything that goes into the wheel; the environment's own folder does not."""
+    """A name for everything that goes into the wheel; the environment's own folder does not.
+
+    Its first half is that of the patches alone: the doctor compares it with those of this hvdtrain.
+    """
     parts = {
         "sdist": SDIST_SHA256,
-        "edits": [(e.file, e.pattern, e.replacement, e.count) for e in edits],
+        "patches": [patch.name for patch in chosen],
         "environment": {name: value.replace(here.prefix, "{prefix}") for name, value in environment.items()},
         "frameworks": frameworks,
         "mpi": mpi_is,
@@ -267,7 +258,7 @@ def _key(
         "tag": here.tag,
         "tools": [_version(name) for name in TOOLS],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    return patching.digest() + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _pip(here: Surroundings) -> tuple[str, ...]:
@@ -320,12 +311,13 @@ def tools(python: str) -> Command:
 
 
 def describe(it: BuildPlan) -> str:
-    """The plan as text: what, edits with their reasons, environment, commands."""
+    """The plan as text: what, patches with their reasons, environment, commands."""
     lines = [f"Horovod {it.version} for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {it.gpu}"]
-    lines += [f"wheel  {it.wheel}", "", f"{len(it.edits)} edits"]
-    for edit in it.edits:
-        upstream = f" [{edit.upstream}]" if edit.upstream else ""
-        lines += [f"  {edit.name} ({edit.file}, {edit.count}x){upstream}", f"      {edit.reason}"]
+    lines += [f"wheel  {it.wheel}", "", f"{len(it.patches)} patches, in {patching.PATCHES}"]
+    for patch in it.patches:
+        lines += [f"  {patch.name}: {patch.subject} ({', '.join(patch.files)}) [{patch.upstream}]"]
+        lines += [f"      {patch.reason}"]
+    lines += [f"  new file {path.relative_to(patching.SOURCES)}" for path in patching.sources()]
     lines += ["", "environment", *(f"  {name}={value}" for name, value in it.environment)]
     lines += [f"  link {link} -> {target}" for link, target in it.links]
     lines += ["", "commands"]

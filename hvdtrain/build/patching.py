@@ -1,0 +1,138 @@
+"""What a build changes in Horovod's source: patches and whole new files, when each is wanted, how they are applied.
+
+A file under patches/ has the headers Subject, Reason and Upstream, an empty line, and a diff as git makes it; their
+numbers are their order. A file under sources/ lies at its path in Horovod, which lacks it.
+"""
+
+import email
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import BuildError
+
+PATCHES = Path(__file__).with_name("patches")
+SOURCES = Path(__file__).with_name("sources")
+SUFFIXES = (".h", ".py")  # of sources: pip compiles their folder too, and leaves bytecode there
+
+# Both take a diff as it is, without searching for a similar place; neither reads the user's settings.
+PROGRAMS = {
+    "patch": ("-p1", "--batch", "--forward", "--fuzz=0", "--no-backup-if-mismatch"),
+    "git": ("-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", "-"),
+}
+FAILED_FILE = re.compile(r"rejects to file (.+)\.rej|^\|\+\+\+ b/(.+)|^error: (.+): (?:patch does not|No such)", re.M)
+
+Release = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What Horovod is built for. A framework's release is () where it is left out."""
+
+    torch: Release
+    tensorflow: Release
+    mpi: bool
+    nccl: bool
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One subject: why Horovod is changed, where that is discussed upstream, and the diff."""
+
+    name: str
+    subject: str
+    reason: str
+    upstream: str
+    diff: str
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths in Horovod's source."""
+        return tuple(re.findall(r"^\+\+\+ b/(.+)$", self.diff, re.M))
+
+
+WHEN: Mapping[str, Callable[[Target], bool]] = {  # all others: always
+    "0006-torch-cxx17": lambda it: () < it.torch < (2, 14),
+    "0007-torch-cxx20": lambda it: it.torch >= (2, 14),
+    "0008-torch-shares-the-core": lambda it: it.torch > (),
+    "0009-torch-headers": lambda it: it.torch > (),
+    "0010-torch-queried-once": lambda it: it.torch > (),
+    "0011-torch-cpu-only": lambda it: it.torch > () and not it.nccl,
+    "0012-tensorflow-shares-the-core": lambda it: it.tensorflow > (),
+    "0013-tensorflow-shares-gloo": lambda it: it.tensorflow > (),
+    "0014-tensorflow-without-xla": lambda it: it.tensorflow >= (2, 20),
+    "0015-cuda-cxx17": lambda it: it.nccl,
+    "0016-controllers-with-mpi": lambda it: it.mpi,
+    "0017-controllers-without-mpi": lambda it: not it.mpi,
+}
+
+
+def chosen(target: Target) -> tuple[Patch, ...]:
+    """The patches for this target, in order."""
+    return tuple(patch for patch in _all() if WHEN.get(patch.name, lambda it: True)(target))
+
+
+def digest() -> str:
+    """Eight hexadecimal digits that change with any diff or source, and not with a patch's headers."""
+    new = {str(path.relative_to(SOURCES)): path.read_text() for path in sources()}
+    return hashlib.sha256(repr(([patch.diff for patch in _all()], new)).encode()).hexdigest()[:8]
+
+
+def sources() -> list[Path]:
+    """The whole files that Horovod gets."""
+    return sorted(path for path in SOURCES.rglob("*") if path.suffix in SUFFIXES)
+
+
+def _all() -> list[Patch]:
+    return [parse(path.stem, path.read_text()) for path in sorted(PATCHES.glob("*.patch"))]
+
+
+def parse(name: str, text: str) -> Patch:
+    """The patch of a file's text."""
+    message = email.message_from_string(text)
+    subject, reason, upstream = (" ".join(message[header].split()) for header in ("Subject", "Reason", "Upstream"))
+    return Patch(name, subject, reason, upstream, str(message.get_payload()))
+
+
+def program(environ: Mapping[str, str]) -> str:
+    """The path of what applies patches here. Raises BuildError where there is none."""
+    for name in PROGRAMS:
+        if found := shutil.which(name, path=environ.get("PATH")):
+            return found
+    raise BuildError("no patch and no git found: install one, as with `apt install patch` or `conda install patch`.")
+
+
+def add_sources(root: Path) -> None:
+    """Adds the whole files to the source tree. Raises BuildError where one of them is there already."""
+    for source in sources():
+        path = root / source.relative_to(SOURCES)
+        if path.exists():
+            raise BuildError(f"{path.relative_to(root)} is in Horovod already: build the pinned version.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, path)
+
+
+def apply(root: Path, patches: Sequence[Patch], program: str) -> None:
+    """Applies the patches to the source tree, in order.
+
+    Raises BuildError, with the patch and the file, where one does not apply exactly; the tree is then to be thrown
+    away, since the patches before it are in it.
+    """
+    environ = {**os.environ, "LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}
+    for patch in patches:
+        words = [program, *PROGRAMS[Path(program).name]]
+        ran = subprocess.run(
+            words, input=patch.diff, cwd=root, env=environ, capture_output=True, text=True, check=False
+        )
+        if ran.returncode:
+            failed = FAILED_FILE.search(ran.stdout + ran.stderr)
+            file = next(filter(None, failed.groups())) if failed else " ".join(ran.stderr.split())
+            raise BuildError(
+                f"patch {patch.name} does not apply to {file}: "
+                "this is not the source that it was made for; build the pinned version."
+            )
