@@ -2,6 +2,7 @@
 
 import re
 
+from hvdtrain.build import patching
 from hvdtrain.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.doctor import launch
 from hvdtrain.doctor.findings import Check, Findings, Framework, Status, Verdict, over_ranks
@@ -54,6 +55,8 @@ def _horovod(findings: Findings) -> Verdict:
     found = f"{version}, built against {against}" if against else version
     if "+hvdtrain." not in version:
         return Verdict("warn", found, "one built by hvdtrain: others lack its fixes for these frameworks", REBUILD)
+    if f"+hvdtrain.k{patching.digest()}" not in version:
+        return Verdict("warn", f"{found}, by an older hvdtrain", "one with the patches of this hvdtrain", REBUILD)
     return Verdict("ok", found)
 
 

@@ -14,6 +14,7 @@ from ranks import CONTROLLERS, NEEDS, clean_environ, lacking, run
 from rich.console import Console
 
 from hvdtrain import hostlist
+from hvdtrain.build import patching
 from hvdtrain.doctor import gather, host, judge, launch, report
 from hvdtrain.doctor.expected import EXPECTED
 from hvdtrain.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
@@ -63,16 +64,17 @@ def place(launcher: str, size: int = 4, local_size: int = 2) -> Topology:
     return Topology(0, size, 0, local_size, 0, "nid001", launcher, "22")
 
 
+OURS = f"0.28.1+hvdtrain.k{patching.digest()}89abcdef"  # as a build of today names it
 HEALTHY = Findings(
     software=Software(
         frameworks=(torch(), tensorflow()),
-        horovod="0.28.1+hvdtrain.k0123",
+        horovod=OURS,
         built_against={"torch": "2.15.0+cu132", "tensorflow": "2.21.0"},
         mpi=OPENMPI,
         programs=(HORO, MPIRUN),
         slurm_plugins=("cray_shasta", "none", "pmi2", "pmix", "pmix_v4"),
         packages=frozenset({"torch", "openmpi", "triton"}),
-        cached_wheels=("horovod-0.28.1+hvdtrain.k0123-cp311-cp311-linux_x86_64.whl",),
+        cached_wheels=(f"horovod-{OURS}-cp311-cp311-linux_x86_64.whl",),
     ),
     ranks=tuple(map(healthy_rank, range(4))),
     step=Step(
@@ -152,6 +154,14 @@ WRONG = {  # findings, name: status, found, expected, fix
         "warn",
         "0.28.1, built against torch 2.15.0+cu132, tensorflow 2.21.0",
         "one built by hvdtrain: others lack its fixes for these frameworks",
+        "python -m hvdtrain build",
+    ),
+    "a Horovod with other patches": (
+        software(horovod="0.28.1+hvdtrain.k0ea4c9041ff3"),
+        "horovod",
+        "warn",
+        "0.28.1+hvdtrain.k0ea4c9041ff3, built against torch 2.15.0+cu132, tensorflow 2.21.0, by an older hvdtrain",
+        "one with the patches of this hvdtrain",
         "python -m hvdtrain build",
     ),
     "framework changed since": (
