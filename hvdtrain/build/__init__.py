@@ -22,16 +22,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     started = time.monotonic()
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         print(f"{time.monotonic() - started:5.0f} s  {line}", flush=True)
 
     print(f"Horovod for {', '.join(it.frameworks)}; MPI: {it.mpi_is}; GPU: {it.gpu}", flush=True)
-    run(it, os.environ, tell)
-    tell(f"ready: {it.version}")
+    run(it, os.environ, report)
+    report(f"ready: {it.version}")
     return 0
 
 
-def wheel_dir(asked: Path | None, environ: Mapping[str, str]) -> Path:
-    """Where finished wheels are kept: as asked, or hvdtrain/wheels under the user's cache."""
+def wheel_dir(requested: Path | None, environ: Mapping[str, str]) -> Path:
+    """Where finished wheels are kept: as requested, or hvdtrain/wheels under the user's cache."""
     cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (asked or Path(cache, "hvdtrain", "wheels")).expanduser().absolute()
+    return (requested or Path(cache, "hvdtrain", "wheels")).expanduser().absolute()

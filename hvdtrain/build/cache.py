@@ -1,4 +1,4 @@
-"""Finished wheels, which may lie where others write, and this user's own folder, which says which of them are right."""
+"""Finished wheels, which may lie where others write, and the hashes of the right ones, in this user's own folder."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ def own_folder(folder: Path) -> None:
         )
 
 
-def finished(plan: BuildPlan, tell: Callable[[str], None]) -> bytes | None:
+def finished(plan: BuildPlan, report: Callable[[str], None]) -> bytes | None:
     """The plan's wheel, with a hash that this user has recorded or given; None where it is to be built.
 
     What is returned is what was hashed: the file may change at any time. Raises BuildError for a wheel of unknown hash
@@ -40,16 +40,16 @@ def finished(plan: BuildPlan, tell: Callable[[str], None]) -> bytes | None:
         return None
     found = hashlib.sha256(wheel).hexdigest()
     if found == (plan.wheel_sha256 or _recorded(plan)):
-        tell(f"a finished wheel is there: {plan.wheel}")
+        report(f"a finished wheel is there: {plan.wheel}")
         return wheel
     if plan.wheel_sha256:
         raise BuildError(f"{plan.wheel} has not the SHA-256 of --wheel-sha256: do not use it, and ask its builder.")
     if owner != os.geteuid():
         raise BuildError(
-            f"{plan.wheel} belongs to user {owner} and could hold anything: give --wheel-sha256 as its builder was "
-            "told it, or leave --wheel-dir out to build your own."
+            f"{plan.wheel} belongs to user {owner} and could hold anything: give --wheel-sha256 as its builder's "
+            "build printed it, or leave --wheel-dir out to build your own."
         )
-    tell(f"{plan.wheel} is not the one that you built: building it again")
+    report(f"{plan.wheel} is not the one that you built: building it again")
     return None
 
 
@@ -62,13 +62,13 @@ def _recorded(plan: BuildPlan) -> str | None:
 
 
 def keep(wheel: bytes, plan: BuildPlan) -> None:
-    """Records a wheel's hash, then puts the wheel into its place."""
+    """Records a wheel's hash, then puts the wheel where it belongs."""
     _write(plan.own / "sha256", hashlib.sha256(wheel).hexdigest().encode())
     _write(plan.wheel, wheel)
 
 
 def _read(path: Path) -> tuple[bytes, int]:
-    """A plain file's bytes and its owner; nothing in its place keeps the reader waiting. Raises BuildError."""
+    """A plain file's bytes and its owner; a pipe or a device instead of it keeps nobody waiting. Raises BuildError."""
     refused = BuildError(f"{path} is not a plain file of at most {MOST >> 20} MiB: choose another --wheel-dir.")
     if not stat.S_ISREG(path.lstat().st_mode):
         raise refused

@@ -49,7 +49,7 @@ class Options:
 class Command:
     """One program to run; {work} in its words stands for the build's temporary folder."""
 
-    says: str
+    title: str
     words: tuple[str, ...]
 
 
@@ -57,7 +57,7 @@ class Command:
 class BuildPlan:
     """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with.
 
-    `wheel` may lie where others write, `wheel_sha256` says which one of them to trust; `own` is this user's alone.
+    `wheel` may lie where others write, `wheel_sha256` is that of the one to trust; `own` is this user's alone.
     """
 
     frameworks: tuple[str, ...]
@@ -134,18 +134,18 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
 
 def _frameworks(here: Surroundings, options: Options) -> dict[str, str]:
     found = dict(here.frameworks)
-    asked = list(found) if options.frameworks == "auto" else options.frameworks.split(",")
-    if unknown := [name for name in asked if name not in FRAMEWORK_WHEELS]:
+    requested = list(found) if options.frameworks == "auto" else options.frameworks.split(",")
+    if unknown := [name for name in requested if name not in FRAMEWORK_WHEELS]:
         raise BuildError(
             f"--frameworks knows {', '.join(FRAMEWORK_WHEELS)} (with commas, or auto), got {unknown[0]!r}."
         )
-    if not asked:
+    if not requested:
         raise BuildError("no framework found in this environment: pip install torch, or tensorflow, then build again.")
-    if absent := [name for name in asked if name not in found]:
+    if absent := [name for name in requested if name not in found]:
         raise BuildError(
             f"{absent[0]} is not installed in {here.prefix}: pip install {absent[0]}, or leave it out of --frameworks."
         )
-    return {name: found[name] for name in FRAMEWORK_WHEELS if name in asked}
+    return {name: found[name] for name in FRAMEWORK_WHEELS if name in requested}
 
 
 def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
@@ -161,7 +161,7 @@ def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
             raise BuildError(
                 "--mpi system found no mpicxx on the PATH: load your cluster's MPI module, or leave --mpi out."
             )
-        return kind, f"{here.system_mpi.mpicxx}: {here.system_mpi.says}"
+        return kind, f"{here.system_mpi.mpicxx}: {here.system_mpi.version}"
     if others := [name for name in wheels if name != kind]:
         wanted, other = MPI_WHEELS[kind], MPI_WHEELS[others[0]]
         raise BuildError(
@@ -254,7 +254,7 @@ def _key(
         "frameworks": frameworks,
         "mpi": mpi_is,
         "gpu": [gpu, here.torch_cuda if gpu == "nccl" else None],
-        "compiler": here.compiler_says,
+        "compiler": here.compiler_version,
         "tag": here.tag,
         "tools": [_version(name) for name in TOOLS],
     }
@@ -322,6 +322,6 @@ def describe(it: BuildPlan) -> str:
     lines += [f"  link {link} -> {target}" for link, target in it.links]
     lines += ["", "commands"]
     for command in (*it.prepare, *it.toolkit, tools(it.python), it.download, it.compile, it.install):
-        lines += [f"  # {command.says}", "  " + " ".join(command.words)]
+        lines += [f"  # {command.title}", "  " + " ".join(command.words)]
     lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}"]
     return "\n".join(lines)

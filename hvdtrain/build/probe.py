@@ -26,16 +26,16 @@ RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycparser") 
 
 @dataclass(frozen=True)
 class SystemMpi:
-    """An MPI found on the PATH: where its compiler lies, and what its launcher says it is."""
+    """An MPI found on the PATH: where its compiler lies, and its launcher's version."""
 
     mpicxx: str
     mpirun: str | None
-    says: str
+    version: str
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Everything the plan depends on. Versions are as the packages' metadata say."""
+    """Everything the plan depends on. Versions are those of the packages' metadata."""
 
     python: str
     prefix: str
@@ -46,7 +46,7 @@ class Surroundings:
     cuda_toolkit: str | None
     gpu_visible: bool
     compiler: str | None
-    compiler_says: str
+    compiler_version: str
     system_mpi: SystemMpi | None
     mpi_wheels: tuple[tuple[str, str], ...]
     arch_flags: str
@@ -69,7 +69,7 @@ def probe(environ: Mapping[str, str]) -> Surroundings:
         cuda_toolkit=version_of("cuda-toolkit"),
         gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
         compiler=compiler,
-        compiler_says=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
+        compiler_version=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
         system_mpi=_system_mpi(environ),
         mpi_wheels=tuple((kind, version) for kind, name in MPI_WHEELS.items() if (version := version_of(name))),
         arch_flags=_arch_flags(),
@@ -98,7 +98,7 @@ def _wheel_tag() -> str:
 
 
 def _torch_cuda(site: Path) -> str | None:
-    """The CUDA release torch was built with, as its version file says; importing torch takes seconds."""
+    """The CUDA release torch was built with, as its version file has it; importing torch takes seconds."""
     version_file = site / "torch" / "version.py"
     text = version_file.read_text() if version_file.is_file() else ""
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)

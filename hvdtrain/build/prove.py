@@ -18,39 +18,39 @@ SECONDS = 240  # two cold imports of TensorFlow on two busy cores take about 40
 REPORTED = {"torch": "PyTorch", "tensorflow": "TensorFlow", "mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
 
 
-def prove(plan: BuildPlan, environ: Mapping[str, str], tell: Callable[[str], None]) -> None:
+def prove(plan: BuildPlan, environ: Mapping[str, str], report: Callable[[str], None]) -> None:
     """Raises BuildError where the report lacks the GPU library asked for, or an allreduce does not come out right."""
     horovodrun = str(Path(plan.python).parent / "horovodrun")
     environ = _rank_environment(environ)
     if plan.gpu != "none":  # which no rank of the proof uses, while each uses its framework and its controller
-        _report(plan.gpu, plan, horovodrun, environ, tell)
+        _check_report(plan.gpu, plan, horovodrun, environ, report)
     for framework in plan.frameworks:
         for controller in plan.controllers:
             command = [horovodrun, f"--{controller}", "-np", str(RANKS), plan.python]
             command += ["-m", "hvdtrain.build.allreduce", framework]
-            code, said = _run(command, environ)
-            check(framework, controller, code, said)
-            tell(f"allreduce of {RANKS} ranks: {framework} over {controller}")
+            code, output = _run(command, environ)
+            check(framework, controller, code, output)
+            report(f"allreduce of {RANKS} ranks: {framework} over {controller}")
 
 
-def _report(
-    wanted: str, plan: BuildPlan, horovodrun: str, environ: Mapping[str, str], tell: Callable[[str], None]
+def _check_report(
+    wanted: str, plan: BuildPlan, horovodrun: str, environ: Mapping[str, str], report: Callable[[str], None]
 ) -> None:
-    code, report = _run([horovodrun, "--check-build"], environ)
-    if f"[X] {REPORTED[wanted]}" not in report:
+    code, built = _run([horovodrun, "--check-build"], environ)
+    if f"[X] {REPORTED[wanted]}" not in built:
         raise BuildError(
             f"the installed Horovod reports no {REPORTED[wanted]} (horovodrun --check-build, exit code {code}): "
             f"see {plan.own / 'build.log'}."
         )
-    tell(f"report: {REPORTED[wanted]}")
+    report(f"report: {REPORTED[wanted]}")
 
 
-def check(framework: str, controller: str, code: int, said: str) -> None:
-    """Raises BuildError unless every rank has said its proof and the launcher has ended well."""
-    missing = [rank for rank in range(RANKS) if proof_line(rank, RANKS, controller) not in said]
+def check(framework: str, controller: str, code: int, output: str) -> None:
+    """Raises BuildError unless every rank has printed its proof and the launcher has ended well."""
+    missing = [rank for rank in range(RANKS) if proof_line(rank, RANKS, controller) not in output]
     if code == 0 and not missing:
         return
-    last = next(iter(_telling(said)), "no output")
+    last = next(iter(_likeliest(output)), "no output")
     raise BuildError(
         f"Horovod does not add over {RANKS} ranks with {framework} over {controller} (exit code {code}): {last} "
         "See it whole with: "
@@ -58,9 +58,9 @@ def check(framework: str, controller: str, code: int, said: str) -> None:
     )
 
 
-def _telling(said: str) -> list[str]:
-    """The lines that may say what went wrong, the likeliest first."""
-    lines = [line.strip() for line in said.splitlines()]
+def _likeliest(output: str) -> list[str]:
+    """The lines that may explain what went wrong, the likeliest first."""
+    lines = [line.strip() for line in output.splitlines()]
     lines = [line for line in lines if re.search("[a-z]{3}", line) and "allreduce proved" not in line]
     return sorted(lines, key=lambda line: not re.search(r"Error|\*\*\*|gave|no end within", line))
 
@@ -88,8 +88,8 @@ def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int, str]:
     except OSError as error:
         raise BuildError(f"cannot start {command[0]}: {error.strerror}; build again to install it.") from None
     try:
-        said, _ = process.communicate(timeout=SECONDS)
-        return process.returncode, said
+        output, _ = process.communicate(timeout=SECONDS)
+        return process.returncode, output
     except subprocess.TimeoutExpired:
         return 124, f"no end within {SECONDS} seconds"
     finally:  # also when the user interrupts: the ranks are in a session of their own

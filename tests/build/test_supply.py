@@ -119,8 +119,8 @@ def test_a_wheel_that_another_user_put_there_is_not_installed(here, shared):
         built(shared)
     assert installed(here) is None
     assert str(refused.value) == (
-        f"{wheel} belongs to user {STRANGER} and could hold anything: give --wheel-sha256 as its builder was told it, "
-        "or leave --wheel-dir out to build your own."
+        f"{wheel} belongs to user {STRANGER} and could hold anything: give --wheel-sha256 as its builder's "
+        "build printed it, or leave --wheel-dir out to build your own."
     )
 
 
@@ -152,7 +152,7 @@ def test_a_hash_without_a_wheel_builds_nothing(here, shared, monkeypatch):
         built(shared, "--wheel-sha256", "0" * 64)
 
 
-def test_what_this_user_built_is_installed_again_and_others_are_told_its_hash(here, shared, monkeypatch, capsys):
+def test_what_this_user_built_is_installed_again_and_its_hash_is_printed_for_others(here, shared, monkeypatch, capsys):
     wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
     digest = wheel_at(shared / "made" / wheel.name, "mine")
     monkeypatch.setattr(running, "_make_wheel", lambda *args: (shared / "made" / wheel.name).read_bytes())
