@@ -20,7 +20,7 @@ PATCHES = Path(__file__).with_name("patches")
 SOURCES = Path(__file__).with_name("sources")
 SUFFIXES = (".h", ".py")  # of sources: pip compiles their folder too, and leaves bytecode there
 
-# Both take a diff as it is, without searching for a similar place; neither reads the user's settings.
+# Neither accepts lines that are merely similar, nor changes line ends; patch leaves no backups.
 PROGRAMS = {
     "patch": ("-p1", "--batch", "--forward", "--fuzz=0", "--no-backup-if-mismatch"),
     "git": ("-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", "-"),
@@ -123,7 +123,9 @@ def apply(root: Path, patches: Sequence[Patch], program: str) -> None:
     Raises BuildError, with the patch and the file, where one does not apply exactly; the tree is then to be thrown
     away, since the patches before it are in it.
     """
-    environ = {**os.environ, "LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}
+    # Inside a repository git takes paths from its top, and skips without a word what is not there.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environ |= {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}
     for patch in patches:
         words = [program, *PROGRAMS[Path(program).name]]
         ran = subprocess.run(

@@ -288,16 +288,16 @@ each_program = pytest.mark.parametrize("program", PROGRAMS)
 
 
 def patch_of(file, old, new):
-    """A patch of a file's only line."""
-    header = "Subject: ones\nReason: they are.\nUpstream: none: ours\n"
-    return parse("0001-ones", f"{header}\n--- a/{file}\n+++ b/{file}\n@@ -1 +1 @@\n-{old}\n+{new}\n")
+    """A patch of a file's second line, which it expects a line further down."""
+    header = f"Subject: ones\nReason: they are.\nUpstream: none: ours\n\ndiff --git a/{file} b/{file}\n"
+    return parse("0001-ones", f"{header}--- a/{file}\n+++ b/{file}\n@@ -2,2 +2,2 @@\n first\n-{old}\n+{new}\n")
 
 
 @each_program
 def test_patches_are_applied_in_order(tmp_path, program):
-    (tmp_path / "a.txt").write_text("one two one\n")
+    (tmp_path / "a.txt").write_text("first\none two one\n")
     apply(tmp_path, [patch_of("a.txt", "one two one", "1 two 1"), patch_of("a.txt", "1 two 1", "2 1")], program)
-    assert (tmp_path / "a.txt").read_text() == "2 1\n"
+    assert (tmp_path / "a.txt").read_text() == "first\n2 1\n"
     assert list(tmp_path.iterdir()) == [tmp_path / "a.txt"]
 
 
@@ -318,8 +318,14 @@ def test_sources_are_new_files_and_replace_none(tmp_path):
 @each_program
 @pytest.mark.parametrize(
     ("file", "now"),
-    [("a.txt", "one two one\n"), ("a.txt", "1 two 1\n"), ("a.txt", ""), ("gone.txt", None)],
-    ids=["other text", "applied already", "empty", "no file"],
+    [
+        ("a.txt", "first\none two one\n"),
+        ("a.txt", "other\none two\n"),
+        ("a.txt", "first\n1 two 1\n"),
+        ("a.txt", ""),
+        ("gone.txt", None),
+    ],
+    ids=["other text", "other context", "applied already", "empty", "no file"],
 )
 def test_a_patch_that_does_not_apply_stops_the_build_with_its_name(tmp_path, program, file, now):
     (tmp_path / "a.txt").write_text(now or "")
@@ -334,18 +340,20 @@ def test_a_patch_that_does_not_apply_stops_the_build_with_its_name(tmp_path, pro
 
 @each_program
 def test_patches_are_applied_inside_another_repository_too(tmp_path, program, monkeypatch):
-    """TMPDIR may lie in one, whose settings and ignored files are none of the build's."""
+    """TMPDIR may lie in one, and a hook of one may start the build."""
     if not shutil.which("git"):
         pytest.skip("needs git: apt install git")
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("work/\n")
-    (tmp_path / ".git" / "config").write_text("[core]\nautocrlf = true\n[apply]\nwhitespace = error\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / ".git" / "config"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".gitconfig").write_text("[core]\nautocrlf = true\n[apply]\nwhitespace = error\n")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
     source = tmp_path / "work" / "source"
     source.mkdir(parents=True)
-    (source / "a.txt").write_text("one\n")
+    (source / "a.txt").write_text("first\none\n")
     apply(source, [patch_of("a.txt", "one", "two ")], program)
-    assert (source / "a.txt").read_bytes() == b"two \n"
+    assert (source / "a.txt").read_bytes() == b"first\ntwo \n"
 
 
 def test_without_a_program_that_applies_patches_nothing_is_fetched(tmp_path):
