@@ -28,7 +28,7 @@ class HvdtrainError(Exception):
     exit_code = 2
     everywhere = False
     """Whether every rank raises it alike, so that one rank's word is enough."""
-    told = False
+    reported = False
     """Whether it has been printed already."""
 
 
@@ -107,7 +107,7 @@ class AbortedError(TrainingError):
 
     def __init__(self, reason: str | None = None, exit_code: int = TrainingError.exit_code) -> None:
         why = reason or "another rank ended, and this one with it; the first message of another rank tells why"
-        super().__init__(f"{why}. The same command goes on from the last checkpoint.")
+        super().__init__(f"{why}. The same command continues from the last checkpoint.")
         self.exit_code = exit_code
 
 
@@ -118,7 +118,7 @@ class StoppedError(TrainingError):
 
     def __init__(self, step: int, signal_name: str, exit_code: int) -> None:
         super().__init__(
-            f"{signal_name}: stopped after step {step}, with a checkpoint; the same command goes on from it."
+            f"{signal_name}: stopped after step {step}, with a checkpoint; the same command continues from it."
         )
         self.exit_code = exit_code
 

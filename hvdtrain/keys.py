@@ -154,24 +154,24 @@ def _refused(found: Path, wanted: str, status: os.stat_result) -> WorldError:
 
 def wrapped(key: bytes) -> str | None:
     """The key as munge's credential, which this user's processes alone can read; None where there is no munge."""
-    # A site may have told munge not to encrypt, or to forget after seconds.
+    # A site may have configured munge not to encrypt, or to forget after seconds.
     return _munge("munge", f"--restrict-uid={os.geteuid()}", "--cipher=aes128", "--ttl=-1", given=key.hex())
 
 
 def unwrapped(credential: str) -> bytes | None:
     """The key in another rank's credential; None where munge has not encrypted it for this user, by this user."""
-    told = _munge("unmunge", "--numeric", "--keys=UID", given=credential)
-    found = re.fullmatch(rf"UID:\s+{os.geteuid()}\s+([0-9a-f]{{{2 * BYTES}}})", told or "")
+    read = _munge("unmunge", "--numeric", "--keys=UID", given=credential)
+    found = re.fullmatch(rf"UID:\s+{os.geteuid()}\s+([0-9a-f]{{{2 * BYTES}}})", read or "")
     return bytes.fromhex(found[1]) if found else None
 
 
-def _munge(program: str, *words: str, given: str) -> str | None:
+def _munge(program: str, *options: str, given: str) -> str | None:
     """What the program prints, also where it only finds that a credential was read before."""
     if not (found := shutil.which(program)):
         return None
     try:
         done = subprocess.run(
-            [found, *words], input=given, capture_output=True, text=True, timeout=MUNGE_SECONDS, check=False
+            [found, *options], input=given, capture_output=True, text=True, timeout=MUNGE_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired, UnicodeError):
         return None
@@ -179,16 +179,16 @@ def _munge(program: str, *words: str, given: str) -> str | None:
 
 
 def boot_id() -> str:
-    """What tells this host from others, and its containers do not."""
+    """What distinguishes this host from others, and does not its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
-def derived(key: bytes, *words: object) -> bytes:
-    """A key for one purpose, which the words name."""
-    return hmac.digest(key, os.fsencode("\0".join(map(str, words))), hashlib.sha256)
+def derived(key: bytes, *purpose: object) -> bytes:
+    """A key for one purpose."""
+    return hmac.digest(key, os.fsencode("\0".join(map(str, purpose))), hashlib.sha256)
 
 
 def _of_this_host(text: str) -> WorldError:

@@ -1,12 +1,12 @@
-"""What ranks send to one another: a frozen value each, checked when it is read for its type, its bounds, and whether
-its sender may send it. A text is for a person's terminal: control characters become escapes."""
+"""The messages between ranks: a frozen value each, checked when it is read for its type, its bounds, and whether its
+sender may send it. A text is for a person's terminal: control characters become escapes."""
 
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from hvdtrain.meeting import Port, Seat
-from hvdtrain.signals import ASKING_TO_STOP
+from hvdtrain.rendezvous import Endpoint, Port
+from hvdtrain.signals import STOP_SIGNALS
 from hvdtrain.untrusted import printable
 
 LONGEST_TEXT = 1000
@@ -18,9 +18,9 @@ def cut(text: str) -> str:
     return printable(text, LONGEST_TEXT)[:LONGEST_TEXT]
 
 
-def _asks_to_stop(number: int) -> int:
-    if number not in ASKING_TO_STOP:
-        raise ValueError("no signal that asks to stop")
+def _requests_stop(number: int) -> int:
+    if number not in STOP_SIGNALS:
+        raise ValueError("no signal that requests a stop")
     return number
 
 
@@ -28,17 +28,17 @@ Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator
 Name = Annotated[str, StringConstraints(max_length=255, pattern=r"^[\w.:-]+$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
-Signal = Annotated[int, AfterValidator(_asks_to_stop)]
+Signal = Annotated[int, AfterValidator(_requests_stop)]
 
 
 class Message(BaseModel):
-    """One line between two ranks."""
+    """One line of JSON between two ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Hello(Message):
-    """The first word, of a rank to who may be rank 0."""
+    """A rank's first message to what may be rank 0."""
 
     kind: Literal["hello"] = "hello"
     nonce: Annotated[str, StringConstraints(pattern=f"^[0-9a-f]{{{NONCE_DIGITS}}}$")]
@@ -52,68 +52,68 @@ class Challenge(Hello):
     credential: Annotated[str, StringConstraints(max_length=2000)] | None
 
 
-class Here(Message):
-    """A rank says which it is. From here on every line is signed."""
+class Identity(Message):
+    """Which rank the sender is. From here on every message is signed."""
 
-    kind: Literal["here"] = "here"
+    kind: Literal["identity"] = "identity"
     rank: Count
-    seat: Seat
+    endpoint: Endpoint
 
 
 class Welcome(Message):
-    """Rank 0 knows the rank now."""
+    """Rank 0 has admitted the rank."""
 
     kind: Literal["welcome"] = "welcome"
-    seat: Seat
+    endpoint: Endpoint
 
 
 class Ready(Message):
-    """A rank may start its collective library."""
+    """The sender may start its collective library."""
 
     kind: Literal["ready"] = "ready"
 
 
-class Go(Message):
+class AllReady(Message):
     """All are ready: what they need to start it."""
 
-    kind: Literal["go"] = "go"
-    rendezvous: Port | None
+    kind: Literal["all_ready"] = "all_ready"
+    horovod_port: Port | None
     interface: Name | None
-    seats: list[Seat]
+    endpoints: list[Endpoint]
 
 
-class Doing(Message):
-    """Why the sender lets the others wait."""
+class Busy(Message):
+    """Why the sender lets the others wait; no longer where the text is empty."""
 
-    kind: Literal["doing"] = "doing"
+    kind: Literal["busy"] = "busy"
     text: Text
 
 
-class Beat(Message):
-    """A sign of life."""
+class Heartbeat(Message):
+    """The sender lives."""
 
-    kind: Literal["beat"] = "beat"
+    kind: Literal["heartbeat"] = "heartbeat"
 
 
-class Wish(Message):
-    """A signal has asked a rank to stop."""
+class StopRequest(Message):
+    """A signal has requested the sender to stop."""
 
-    kind: Literal["wish"] = "wish"
+    kind: Literal["stop_request"] = "stop_request"
     signal: Signal
 
 
-class Stop(Message):
+class StopAt(Message):
     """All stop after that step."""
 
-    kind: Literal["stop"] = "stop"
+    kind: Literal["stop_at"] = "stop_at"
     step: Count
     signal: Signal
 
 
-class Stopping(Message):
-    """A rank has read the Stop."""
+class StopAcknowledged(Message):
+    """The sender has read the StopAt."""
 
-    kind: Literal["stopping"] = "stopping"
+    kind: Literal["stop_acknowledged"] = "stop_acknowledged"
 
 
 class Left(Message):
@@ -131,16 +131,16 @@ class Failed(Message):
 
 
 class Lost(Message):
-    """Rank 0 knows of a rank that failed or was lost."""
+    """A rank failed or was lost."""
 
     kind: Literal["lost"] = "lost"
     text: Text
     code: ExitCode
 
 
-_FromRank = Ready | Doing | Beat | Wish | Stopping | Left | Failed
-_FromChief = Go | Doing | Beat | Stop | Left | Failed | Lost
+_FromRank = Ready | Busy | Heartbeat | StopRequest | StopAcknowledged | Left | Failed
+_FromRank0 = AllReady | Busy | Heartbeat | StopAt | Left | Failed | Lost
 HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
-HERE, WELCOME = TypeAdapter(Here), TypeAdapter(Welcome)
+IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
 FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])
-FROM_CHIEF: TypeAdapter[_FromChief] = TypeAdapter(Annotated[_FromChief, Field(discriminator="kind")])
+FROM_RANK_0: TypeAdapter[_FromRank0] = TypeAdapter(Annotated[_FromRank0, Field(discriminator="kind")])

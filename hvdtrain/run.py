@@ -10,26 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from hvdtrain import datasets, devices, engines, flags, guard, keys, launch, meeting, output, untrusted
+from hvdtrain import datasets, devices, engines, flags, guard, keys, launch, output, rendezvous, slurm_job, untrusted
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
 from hvdtrain.engines import ENGINES, Adapter
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
-from hvdtrain.lifeline import Lifeline
 from hvdtrain.metrics import Events, Reporter
 from hvdtrain.output import Start
 from hvdtrain.plan import Plan
 from hvdtrain.progress import Progress
 from hvdtrain.recipe import Recipe
-from hvdtrain.signals import NEAR
+from hvdtrain.signals import TIME_LIMIT_SIGNALS
 from hvdtrain.topology import Topology, discover
+from hvdtrain.world import World, joined
 
 Framework = Literal["torch", "tensorflow"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything an adapter needs; `start` is the chief's alone, `line` this rank's end of the lifeline."""
+    """Everything an adapter needs; `start` is the chief's alone, `world` the ranks of the run."""
 
     framework: Framework
     recipe: Recipe
@@ -40,7 +40,7 @@ class Run:
     dataset: datasets.Dataset
     plan: Plan
     start: Start | None
-    line: Lifeline
+    world: World
 
     def reporter(
         self, step: int, device: str, events: Callable[[Path, int], Events], notes: tuple[str, ...] = ()
@@ -80,10 +80,10 @@ class Run:
         reporter.note(f"finished at step {step}; everything is in {self.start.folder.path}")
 
 
-def prepare(adapter: Adapter, argv: Sequence[str], line: Lifeline) -> Run:
+def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
-    topology, framework = line.topology, framework_of(adapter)
-    line.on_vanished = lambda: launch.cancel_step(os.environ)
+    topology, framework = world.topology, framework_of(adapter)
+    world.liveness.on_vanished = lambda: slurm_job.cancel_step(os.environ)
     recipe, options = flags.parse_run(f"python -m hvdtrain.{adapter}", argv)
     recipes.check_framework(recipe, framework)
     engine = engines.choose(options.engine, adapter, topology.launcher)
@@ -95,18 +95,18 @@ def prepare(adapter: Adapter, argv: Sequence[str], line: Lifeline) -> Run:
         launch.check_plugin(topology, framework, os.environ)
     if recipe.cache_dir and topology.is_chief:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
-    line.doing(f"prepares the data set {recipe.dataset}")
+    world.busy(f"prepares the data set {recipe.dataset}")
     dataset = load_dataset(recipe)
-    line.doing("")
+    world.busy("")
     replicas = len(own_devices) if ENGINES[engine].replicas else 1
     shares = 1 if ENGINES[engine].asynchronous else topology.size * replicas
     plan = plans.make(recipe, replace(topology, size=shares), dataset)
-    if ENGINES[engine].meets and topology.size > 1 and not line.place:
-        line.settle(meeting.beside(topology, os.environ))
+    if ENGINES[engine].meets and topology.size > 1 and not world.rendezvous:
+        world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
     start = output.start(plan, topology, framework, options.output, options.resume) if topology.is_chief else None
     if start:
-        line.on_lost = lambda reason: start.folder.write_status("failed", error=reason)
-    return Run(framework, recipe, engine, own_devices, topology, dataset, plan, start, line)
+        world.liveness.on_lost = lambda reason: start.folder.write_status("failed", error=reason)
+    return Run(framework, recipe, engine, own_devices, topology, dataset, plan, start, world)
 
 
 def framework_of(adapter: Adapter) -> Framework:
@@ -138,16 +138,16 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
     try:
         topology = discover(os.environ)
         insecure = keys.INSECURE in {word.replace("_", "-") for word in argv}
-        line = Lifeline(topology, meeting.of(topology, os.environ), insecure=insecure)
-        line.begin()
+        world = World(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
+        world.start()
     except HvdtrainError as error:
         return _fail(error, topology, None)
     try:
-        code = _prepare_and_train(adapter, argv, line, train)
+        code = _prepare_and_train(adapter, argv, world, train)
     except BaseException as error:  # a fault of ours, or --help's exit
-        line.leave(None if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
+        world.leave(None if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
         raise
-    line.leave()
+    world.leave()
     return code
 
 
@@ -158,56 +158,56 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _prepare_and_train(adapter: Adapter, argv: Sequence[str], line: Lifeline, train: Callable[[Run], None]) -> int:
+def _prepare_and_train(adapter: Adapter, argv: Sequence[str], world: World, train: Callable[[Run], None]) -> int:
     run = None
     try:
-        run = prepare(adapter, argv, line)
-        with launch.joined(line, run.framework, run.engine, os.environ):
+        run = prepare(adapter, argv, world)
+        with joined(world, run.framework, run.engine, os.environ):
             if run.recipe.device == "cpu" or not devices.visible_gpus(os.environ):
                 devices.keep_memory(os.environ)
             train(run)
     except HvdtrainError as error:
-        return _fail(error, line.topology, run, line)
+        return _fail(error, world.topology, run, world)
     except KeyboardInterrupt:
-        if line.topology.is_chief:
+        if world.topology.is_chief:
             print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-        line.leave("interrupted", 128 + signal.SIGINT)
+        world.leave("interrupted", 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
         full = OutputError(f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again.")
-        return _fail(full, line.topology, run, line)
+        return _fail(full, world.topology, run, world)
     return 0
 
 
-def _fail(error: HvdtrainError, topology: Topology, run: Run | None, line: Lifeline | None = None) -> int:
+def _fail(error: HvdtrainError, topology: Topology, run: Run | None, world: World | None = None) -> int:
     if run and run.start:
         state: output.State = "stopped" if isinstance(error, StoppedError) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
             run.start.folder.write_status(state, error=str(error))
     # Before training a host's first rank speaks for the host; later, a damaged file may be one rank's alone.
     speaks = topology.is_chief or (not error.everywhere and (run is not None or topology.local_rank == 0))
-    if speaks and not error.told:
+    if speaks and not error.reported:
         print(one_line(error, topology), file=sys.stderr, flush=True)
-    if line:
+    if world:
         if topology.is_chief and isinstance(error, StoppedError):
-            _go_on_later(line)  # before the farewell: srun ends the chief as soon as another rank has ended
+            _go_on_later(world)  # before the farewell: srun ends the chief as soon as another rank has ended
         if not speaks:
-            line.outlast_chief()
-        line.leave(str(error), error.exit_code)
+            world.wait_for_rank_0()
+        world.leave(str(error), error.exit_code)
     return error.exit_code
 
 
-def _go_on_later(line: Lifeline) -> None:
+def _go_on_later(world: World) -> None:
     """Queues a job again that was warned of its time limit; whoever cancels a job wants it gone."""
-    job_id = line.topology.job_id
-    if not job_id or line.signal not in NEAR:
+    job_id = world.topology.job_id
+    if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS:
         return
-    if line.too_early:  # else it would be queued again for ever, one step a time
+    if world.stop.too_early:  # else it would be queued again for ever, one step a time
         told = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
     else:
-        told = launch.requeue(job_id)
+        told = slurm_job.requeue(job_id)
     print(told, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Values that ranks tell one another by sums of whole numbers, which every engine has.
+"""Values that ranks share by sums of whole numbers, which every engine has.
 
 As JSON, never pickled: no key has signed what comes over a collective library's own connections.
 """
@@ -14,12 +14,12 @@ Sum = Callable[[np.ndarray], np.ndarray]
 WORD = 8  # bytes of what is added
 
 
-def from_chief(value: Any, rank: int, sum_over_ranks: Sum) -> Any:
+def from_rank_0(value: Any, rank: int, sum_over_ranks: Sum) -> Any:
     """Rank 0's value, on every rank; every rank calls it."""
-    return json.loads(bytes_from_chief(json.dumps(value).encode() if rank == 0 else b"", sum_over_ranks))
+    return json.loads(bytes_from_rank_0(json.dumps(value).encode() if rank == 0 else b"", sum_over_ranks))
 
 
-def bytes_from_chief(content: bytes, sum_over_ranks: Sum) -> bytes:
+def bytes_from_rank_0(content: bytes, sum_over_ranks: Sum) -> bytes:
     """Rank 0's bytes, on every rank; the others give none."""
     length = int(sum_over_ranks(np.array([len(content)]))[0])
     return sum_over_ranks(_words(content, length)).tobytes()[:length] if length else b""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from hvdtrain.meeting import Seat
+from hvdtrain.rendezvous import Endpoint
 
 Cluster = dict[str, list[str]]
 """Every task's host:port by job, in the order of the tasks' indices."""
@@ -14,33 +14,33 @@ def of(cluster: Cluster, job: str, index: int) -> str:
     return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
 
 
-def workers(seats: Sequence[Seat]) -> Cluster:
+def workers(endpoints: Sequence[Endpoint]) -> Cluster:
     """A cluster in which every rank is a worker; of one rank alone there is none."""
-    return {"worker": [f"{seat.address}:{seat.port}" for seat in seats]} if len(seats) > 1 else {}
+    return {"worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints]} if len(endpoints) > 1 else {}
 
 
-def with_servers(seats: Sequence[Seat]) -> Cluster:
+def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
     """A cluster in which every rank is a worker, some have a parameter server beside it, and rank 0 leads."""
-    places = [seats[rank] for rank in servers(seats)]
+    places = [endpoints[rank] for rank in servers(endpoints)]
     return {
-        "chief": [f"{seats[0].address}:{seats[0].port + 2}"],
-        "worker": [f"{seat.address}:{seat.port}" for seat in seats],
-        "ps": [f"{seat.address}:{seat.port + 1}" for seat in places],
+        "chief": [f"{endpoints[0].address}:{endpoints[0].port + 2}"],
+        "worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints],
+        "ps": [f"{endpoint.address}:{endpoint.port + 1}" for endpoint in places],
     }
 
 
-def servers(seats: Sequence[Seat]) -> list[int]:
+def servers(endpoints: Sequence[Endpoint]) -> list[int]:
     """The ranks whose processes hold a parameter server too: the first one of each host."""
     first: dict[str, int] = {}
-    for rank, seat in enumerate(seats):
-        first.setdefault(seat.address, rank)
+    for rank, endpoint in enumerate(endpoints):
+        first.setdefault(endpoint.address, rank)
     return list(first.values())
 
 
-def placement(seats: Sequence[Seat]) -> list[str]:
+def placement(endpoints: Sequence[Endpoint]) -> list[str]:
     """For the log: which host has which workers and servers."""
     lines = []
-    for index, first in enumerate(servers(seats)):
-        here = [str(rank) for rank, seat in enumerate(seats) if seat.address == seats[first].address]
-        lines.append(f"host        {seats[first].host}: workers {', '.join(here)}; parameter server {index}")
+    for index, first in enumerate(servers(endpoints)):
+        here = [str(rank) for rank, endpoint in enumerate(endpoints) if endpoint.address == endpoints[first].address]
+        lines.append(f"host        {endpoints[first].host}: workers {', '.join(here)}; parameter server {index}")
     return lines

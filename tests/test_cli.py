@@ -13,9 +13,9 @@ from hvdtrain.flags import Options, parse_run
 PROG = "python -m hvdtrain.torch"
 TRAIN = """
 import sys
-from hvdtrain import errors, lifeline, run
+from hvdtrain import errors, run, timeouts
 
-lifeline.SPEAKING = lifeline.FAREWELL = 0.5
+timeouts.RANK_0_REPORT = timeouts.FAREWELL = 0.5
 
 def train(prepared):
     print("training", prepared.engine, prepared.plan.worker_batch, prepared.start and prepared.start.folder.path)

@@ -1,17 +1,17 @@
-"""What Horovod's Gloo is told, as horovodrun would tell it."""
+"""What Horovod's Gloo is given, as horovodrun would give it."""
 
 import pytest
 from ranks import needs_horovod
 
 from hvdtrain import gloo
-from hvdtrain.meeting import Seat
+from hvdtrain.rendezvous import Endpoint
 from hvdtrain.topology import Topology
 
 KEY = bytes(range(32))
 
 
-def seats(*ranks_a_host):
-    return [Seat(f"h{node}", node, local) for node, ranks in enumerate(ranks_a_host) for local in range(ranks)]
+def endpoints(*ranks_a_host):
+    return [Endpoint(f"h{node}", node, local) for node, ranks in enumerate(ranks_a_host) for local in range(ranks)]
 
 
 CROSS = {  # ranks a host: by rank, local rank of local size, cross rank of cross size
@@ -23,19 +23,19 @@ CROSS = {  # ranks a host: by rank, local rank of local size, cross rank of cros
 }
 
 
-@pytest.mark.parametrize(("hosts", "told"), CROSS.values(), ids=CROSS.keys())
-def test_places(hosts, told):
-    there = seats(*hosts)
-    for rank, seat in enumerate(there):
-        topology = Topology(rank, len(there), seat.local_rank, hosts[seat.node], seat.node, seat.host, "srun", "1")
+@pytest.mark.parametrize(("hosts", "expected"), CROSS.values(), ids=CROSS.keys())
+def test_ranks_of_hosts(hosts, expected):
+    there = endpoints(*hosts)
+    for rank, own in enumerate(there):
+        topology = Topology(rank, len(there), own.local_rank, hosts[own.node], own.node, own.host, "srun", "1")
         given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0", KEY)
         local = f"{given['HOROVOD_LOCAL_RANK']}/{given['HOROVOD_LOCAL_SIZE']}"
-        assert f"{local} {given['HOROVOD_CROSS_RANK']}/{given['HOROVOD_CROSS_SIZE']}" == told[rank]
+        assert f"{local} {given['HOROVOD_CROSS_RANK']}/{given['HOROVOD_CROSS_SIZE']}" == expected[rank]
         assert (given["HOROVOD_RANK"], given["HOROVOD_SIZE"]) == (str(rank), str(len(there)))
 
 
 def test_variables():
-    there = seats(1, 1)
+    there = endpoints(1, 1)
     topology = Topology(1, 2, 0, 1, 1, "h1", "srun", "1")
     given = gloo.variables(topology, there, "10.0.0.1", 4321, "ib0", KEY)
     assert given == {
@@ -60,7 +60,7 @@ def test_variables():
 def test_the_rendezvous_answers_who_has_its_key_at_rank_0s_address():
     from horovod.runner.http.http_auth import request
 
-    port = gloo.serve([Seat("h0", 0, 0, "127.0.0.2"), Seat("h1", 1, 0, "127.0.0.3")], KEY)
+    port = gloo.serve([Endpoint("h0", 0, 0, "127.0.0.2"), Endpoint("h1", 1, 0, "127.0.0.3")], KEY)
     assert request(KEY, "127.0.0.2", port, "PUT", "global", "0", b"an address")[0] == 200
     assert request(KEY, "127.0.0.2", port, "GET", "global", "0") == (200, b"an address")
     with pytest.raises(RuntimeError, match="refused the key of this run"):

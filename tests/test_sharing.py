@@ -1,4 +1,4 @@
-"""Values told by sums: the same on every rank, whatever their size, and never a pickle."""
+"""Values shared by sums: the same on every rank, whatever their size, and never a pickle."""
 
 import threading
 
@@ -35,18 +35,18 @@ def in_ranks(size, program):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_all_have_rank_0s_value(value, size):
-    told = in_ranks(size, lambda rank, add: sharing.from_chief(value if rank == 0 else "another", rank, add))
-    assert told == [value] * size
+    results = in_ranks(size, lambda rank, add: sharing.from_rank_0(value if rank == 0 else "another", rank, add))
+    assert results == [value] * size
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_all_have_every_ranks_value(size):
     values = [VALUES[-1 - rank] for rank in range(size)]
-    told = in_ranks(size, lambda rank, add: sharing.of_ranks(values[rank], rank, size, add))
-    assert told == [values] * size
+    results = in_ranks(size, lambda rank, add: sharing.of_ranks(values[rank], rank, size, add))
+    assert results == [values] * size
 
 
 @pytest.mark.parametrize("content", [b"", b"1", b"12345678", bytes(range(256)) * 3])
 def test_bytes_come_as_they_were(content):
-    told = in_ranks(2, lambda rank, add: sharing.bytes_from_chief(content if rank == 0 else b"", add))
-    assert told == [content] * 2
+    results = in_ranks(2, lambda rank, add: sharing.bytes_from_rank_0(content if rank == 0 else b"", add))
+    assert results == [content] * 2

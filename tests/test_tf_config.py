@@ -1,47 +1,47 @@
-"""The cluster that TensorFlow is told, from the ranks' seats."""
+"""The cluster that TensorFlow is given, from the ranks' endpoints."""
 
 import json
 import socket
 
 import pytest
 
-from hvdtrain import engines, meeting, recipe, tf_config
+from hvdtrain import engines, recipe, rendezvous, tf_config
 from hvdtrain.errors import RecipeError
-from hvdtrain.meeting import Seat
+from hvdtrain.peers import Peer, endpoints_of
+from hvdtrain.rendezvous import Endpoint, own_endpoint
 from hvdtrain.topology import Topology
-from hvdtrain.wire import Peer, Wires
 
-SEATS = [
-    Seat("a", 0, 0, "10.0.0.1", 12000),
-    Seat("a", 0, 1, "10.0.0.1", 12010),
-    Seat("b", 1, 0, "10.0.0.2", 12000),
-    Seat("b", 1, 1, "10.0.0.2", 12020),
+ENDPOINTS = [
+    Endpoint("a", 0, 0, "10.0.0.1", 12000),
+    Endpoint("a", 0, 1, "10.0.0.1", 12010),
+    Endpoint("b", 1, 0, "10.0.0.2", 12000),
+    Endpoint("b", 1, 1, "10.0.0.2", 12020),
 ]
 WORKERS = ["10.0.0.1:12000", "10.0.0.1:12010", "10.0.0.2:12000", "10.0.0.2:12020"]
 
 
 def test_every_rank_is_a_worker():
-    told = tf_config.of(tf_config.workers(SEATS), "worker", 2)
-    assert json.loads(told) == {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "index": 2}}
+    given = tf_config.of(tf_config.workers(ENDPOINTS), "worker", 2)
+    assert json.loads(given) == {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "index": 2}}
 
 
 def test_one_rank_alone_is_no_cluster():
-    assert tf_config.workers(SEATS[:1]) == {}
+    assert tf_config.workers(ENDPOINTS[:1]) == {}
 
 
 def test_the_first_rank_of_a_host_has_a_server_and_the_first_of_all_leads():
-    assert tf_config.servers(SEATS) == [0, 2]
+    assert tf_config.servers(ENDPOINTS) == [0, 2]
     cluster = {"chief": ["10.0.0.1:12002"], "worker": WORKERS, "ps": ["10.0.0.1:12001", "10.0.0.2:12001"]}
-    assert tf_config.with_servers(SEATS) == cluster
+    assert tf_config.with_servers(ENDPOINTS) == cluster
 
 
-def test_hosts_of_one_name_are_told_apart_by_their_addresses():
-    alike = [Seat("localhost", 0, 0, "10.0.0.1", 1), Seat("localhost", 0, 0, "10.0.0.2", 1)]
+def test_hosts_of_one_name_are_distinguished_by_their_addresses():
+    alike = [Endpoint("localhost", 0, 0, "10.0.0.1", 1), Endpoint("localhost", 0, 0, "10.0.0.2", 1)]
     assert tf_config.servers(alike) == [0, 1]
 
 
-def test_the_log_says_who_is_where():
-    assert tf_config.placement(SEATS) == [
+def test_the_log_shows_who_is_where():
+    assert tf_config.placement(ENDPOINTS) == [
         "host        a: workers 0, 1; parameter server 0",
         "host        b: workers 2, 3; parameter server 1",
     ]
@@ -53,7 +53,7 @@ ENDS = {
         [("127.0.1.1", "127.0.0.1"), ("10.0.0.1", "10.0.0.2")],
         ["10.0.0.1", "10.0.0.1", "10.0.0.2"],
     ),
-    "ranks beside the chief that call it by its address": (
+    "ranks beside rank 0 that call it by its address": (
         [("10.0.0.2", "10.0.0.3"), ("10.0.0.1", "10.0.0.1")],
         ["10.0.0.2", "10.0.0.3", "10.0.0.2"],
     ),
@@ -62,27 +62,27 @@ ENDS = {
 
 @pytest.mark.parametrize(("ends", "addresses"), ENDS.values(), ids=ENDS)
 def test_the_address_at_which_all_ranks_reach_a_rank(ends, addresses):
-    wires = Wires(Topology(0, 3, 0, 1, 0, "a", "srun", None), 1.0, print)
-    wires.peers = [
-        Peer(socket.socket(), 0.0, 0.0, rank, Seat("b", 1, 0, port=7), ends=ends[rank - 1]) for rank in (2, 1)
-    ]
-    seats = wires.seats()
-    wires.close()
-    assert [seat.address for seat in seats] == addresses
-    assert [seat.port for seat in seats[1:]] == [7, 7]
+    ranks = [Peer(socket.socket(), 0.0, 0.0, rank, Endpoint("b", 1, 0, port=7), ends=ends[rank - 1]) for rank in (2, 1)]
+    endpoints = endpoints_of(own_endpoint(Topology(0, 3, 0, 1, 0, "a", "srun", None)), ranks)
+    for peer in ranks:
+        peer.socket.close()
+    assert [each.address for each in endpoints] == addresses
+    assert [each.port for each in endpoints[1:]] == [7, 7]
 
 
 def test_ranks_of_a_host_take_ports_of_their_own():
     first = [
-        meeting.free_ports(Topology(rank, 3, rank, 3, 0, "a", "srun", None)) for rank in range(3) for _ in range(50)
+        rendezvous.free_ports(Topology(rank, 3, rank, 3, 0, "a", "srun", None)) for rank in range(3) for _ in range(50)
     ]
-    lanes = {rank: {(port - meeting.FIRST_PORT) % 9 for port in first[50 * rank : 50 * rank + 50]} for rank in range(3)}
+    lanes = {
+        rank: {(port - rendezvous.FIRST_PORT) % 9 for port in first[50 * rank : 50 * rank + 50]} for rank in range(3)
+    }
     assert lanes == {0: {0}, 1: {3}, 2: {6}}
     assert all(10_000 <= port < 30_000 for port in first)
 
 
 def test_a_rank_alone_serves_itself():
-    assert meeting.seat_alone(Topology.alone("a")).address == "127.0.0.1"
+    assert rendezvous.endpoint_alone(Topology.alone("a")).address == "127.0.0.1"
 
 
 FAR = "XLA has no access to variables on another device (tensorflow.org/xla/known_issues); drop it."

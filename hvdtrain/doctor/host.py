@@ -15,7 +15,7 @@ from hvdtrain.devices import visible_gpus
 from hvdtrain.doctor import gather, launch
 from hvdtrain.doctor.findings import Interface, Rank, Step
 from hvdtrain.errors import WorldError
-from hvdtrain.meeting import address_of
+from hvdtrain.rendezvous import address_of
 from hvdtrain.topology import Topology
 from hvdtrain.untrusted import printable, whole_number
 

@@ -6,10 +6,10 @@ import sys
 import time
 from typing import Any
 
-from hvdtrain import launch, meeting, sharing
+from hvdtrain import rendezvous, sharing
 from hvdtrain.doctor.framework import imported, say
-from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
+from hvdtrain.world import World, joined
 
 MEGABYTES = (1, 16, 64)
 SECONDS_PER_SIZE = 0.3
@@ -20,11 +20,11 @@ def main(framework: str) -> None:
     """Prints rank and size as soon as Horovod has them; then all ranks join, and rank 0 prints what they measured."""
     mine = json.load(sys.stdin)
     topology = discover(os.environ)
-    line = Lifeline(topology, meeting.of(topology, os.environ))
-    line.begin()
-    with launch.joined(line, framework, "horovod", os.environ):
+    world = World(topology, rendezvous.from_launcher(topology, os.environ))
+    world.start()
+    with joined(world, framework, "horovod", os.environ):
         _measured(framework, mine)
-    line.leave()
+    world.leave()
 
 
 def _measured(framework: str, mine: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class RunCallback(Callback):
         return Progress.of(facts)
 
     def on_train_start(self, *_: Any) -> None:
-        # Lightning's own handler would broadcast in the middle of a step; the lifeline has heard the signal already.
+        # Lightning's own handler would broadcast in the middle of a step; the world has noticed the signal already.
         if callable(self._terminate):
             signal.signal(signal.SIGTERM, self._terminate)
             signal.siginterrupt(signal.SIGTERM, False)
@@ -69,7 +69,7 @@ class RunCallback(Callback):
         self._told = progress.step
         done = progress.is_done(self.plan)
         last = done or progress.is_epoch_done(self.plan)
-        stopping = self.run.line.stops_at(progress.step)
+        stopping = self.run.world.stops_at(progress.step)
         checkpoint_due = stopping or due(progress.step, recipe.checkpoint_every_steps)
         if last or checkpoint_due or due(progress.sample // self.plan.global_batch, recipe.log_every_steps):
             self._tell()
@@ -80,7 +80,7 @@ class RunCallback(Callback):
         if checkpoint_due and not last:
             self._checkpoint(None)
         if stopping and not last:
-            raise self.run.line.stopped(progress.step)
+            raise self.run.world.stopped(progress.step)
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """After validation."""

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 
-from hvdtrain import meeting
+from hvdtrain import rendezvous
 from hvdtrain.errors import DeviceError
 from hvdtrain.topology import Topology, discover
 
@@ -28,11 +28,11 @@ class RankEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR") or self._meeting().host
+        return os.environ.get("MASTER_ADDR") or self._rendezvous().host
 
     @property
     def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT") or self._meeting().ports[-1])
+        return int(os.environ.get("MASTER_PORT") or self._rendezvous().ports[-1])
 
     @staticmethod
     def detect() -> bool:
@@ -66,8 +66,9 @@ class RankEnvironment(ClusterEnvironment):
                 f"devices={local_size}."
             )
 
-    def _meeting(self) -> meeting.Meeting:
-        return meeting.of(self.topology, os.environ) or meeting.beside(self.topology, os.environ)
+    def _rendezvous(self) -> rendezvous.Rendezvous:
+        found = rendezvous.from_launcher(self.topology, os.environ)
+        return found or rendezvous.from_host_or_mpi(self.topology, os.environ)
 
 
 class OneDevice(ParallelStrategy):

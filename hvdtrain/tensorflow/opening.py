@@ -5,7 +5,7 @@ import os
 
 import tensorflow as tf
 
-from hvdtrain import meeting
+from hvdtrain import rendezvous
 from hvdtrain.devices import gpu_index, threads
 from hvdtrain.run import Run
 from hvdtrain.settings import has_timeline
@@ -16,7 +16,7 @@ from hvdtrain.tensorflow.engines.local import LocalEngine
 def open_engine(run: Run) -> Engine:
     """The engine of the run, joined with the other ranks and bound to its device."""
     _take_threads(run)
-    seats = run.line.seats or [meeting.seat_alone(run.topology)]
+    endpoints = run.world.endpoints or [rendezvous.endpoint_alone(run.topology)]
     match run.engine:
         case "local":
             return LocalEngine(_device(run, gpu_operations=True))
@@ -31,11 +31,11 @@ def open_engine(run: Run) -> Engine:
         case "multiworker":
             from hvdtrain.tensorflow.engines.multiworker import MultiWorkerEngine
 
-            return MultiWorkerEngine(run.recipe, run.topology, seats, _device(run, gpu_operations=True))
+            return MultiWorkerEngine(run.recipe, run.topology, endpoints, _device(run, gpu_operations=True))
         case "parameter-server":
             from hvdtrain.tensorflow.engines.parameter_server import ParameterServerEngine
 
-            return ParameterServerEngine(run.topology, seats, _device(run, gpu_operations=True))
+            return ParameterServerEngine(run.topology, endpoints, _device(run, gpu_operations=True))
     return _horovod(run)
 
 

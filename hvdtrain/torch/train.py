@@ -38,12 +38,12 @@ def engine_of(run: Run, *, fuses: bool = False) -> Iterator[Engine]:
     engine = open_engine(run, fuses=fuses)
     try:
         guard.check_world(run.topology, engine.rank, engine.size, ENGINES[run.engine].title)
-        run.line.exchange(engine.sum)
+        run.world.exchange(engine.sum)
         yield engine
     except RuntimeError as error:
         if not engine.is_lost(error):
             raise
-        raise run.line.aborted() from None
+        raise run.world.aborted() from None
     finally:
         engine.close()
 
@@ -168,7 +168,7 @@ class Training:
             progress.sample = start + plan.global_batch
             done = progress.is_done(plan)
             last = done or progress.is_epoch_done(plan)
-            stopping = self.run.line.stops_at(progress.step)
+            stopping = self.run.world.stops_at(progress.step)
             checkpoint_due = stopping or due(progress.step, recipe.checkpoint_every_steps)
             iteration = progress.sample // plan.global_batch
             if last or checkpoint_due or due(iteration, recipe.log_every_steps):
@@ -184,7 +184,7 @@ class Training:
             if checkpoint_due and not last:
                 self._checkpoint(None)
             if stopping and not last:
-                raise self.run.line.stopped(progress.step)
+                raise self.run.world.stopped(progress.step)
             yield
             if done:
                 break

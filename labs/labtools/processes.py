@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain import meeting, pmi
+from hvdtrain import pmi, rendezvous
 from hvdtrain.errors import LabError
 from labtools.admission import Listener
 
@@ -167,7 +167,7 @@ def _host_for(client: Path) -> str:
         engine = client.with_name(client.name.replace("-client", "-engine"))
         if json.loads(engine.read_text())["interface"].endswith("://127.0.0.1"):
             return LOOPBACK
-    return meeting.addresses()[0]
+    return rendezvous.addresses()[0]
 
 
 def _beside_engine(given: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain import gloo, keys
 from hvdtrain.errors import EngineUnavailable, LabError
-from hvdtrain.meeting import Seat
+from hvdtrain.rendezvous import Endpoint
 from hvdtrain.topology import Topology
 from labtools import processes
 from labtools.processes import Rank
@@ -37,7 +37,7 @@ class Ranks:
         engines = processes.engines_of(size)
         self._processes = processes.beside(engines, preload) if engines else processes.local(size, preload)
         self._key = secrets.token_bytes(keys.BYTES)
-        self._rendezvous: gloo.Rendezvous | None = None
+        self._rendezvous: gloo.RendezvousServer | None = None
 
     def run(
         self,
@@ -69,7 +69,7 @@ class Ranks:
 
     def _joined(self, there: list[Rank]) -> list[dict[str, str]]:
         """What joins these ranks in hvd.init(): each one's variables."""
-        self._rendezvous = self._rendezvous or gloo.Rendezvous(self._key, self._processes.host)
+        self._rendezvous = self._rendezvous or gloo.RendezvousServer(self._key, self._processes.host)
         seats = _seats([rank.host for rank in there])
         self._rendezvous.expect(seats)
         topologies = [replace(Topology.alone(), rank=number, size=len(there)) for number in range(len(there))]
@@ -198,10 +198,10 @@ def _let_go(there: list[Rank], word: tuple[str]) -> None:
                 pass
 
 
-def _seats(hosts: list[str]) -> list[Seat]:
+def _seats(hosts: list[str]) -> list[Endpoint]:
     """Every rank's seat, from its host's name."""
     names = list(dict.fromkeys(hosts))
-    return [Seat(host, names.index(host), hosts[:rank].count(host)) for rank, host in enumerate(hosts)]
+    return [Endpoint(host, names.index(host), hosts[:rank].count(host)) for rank, host in enumerate(hosts)]
 
 
 def _dumps(task: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:

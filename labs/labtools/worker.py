@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hvdtrain import meeting
+from hvdtrain import rendezvous
 from hvdtrain.errors import LabError
 
 _pipe: list[Connection] = []
@@ -153,4 +153,4 @@ def _place(trace: TracebackType | None) -> tuple[str, int, str] | None:
 def _interface(notebook: Connection) -> str | None:
     """The network interface over which this rank reached the notebook: the loopback's where both are on one machine."""
     with socket.socket(fileno=os.dup(notebook.fileno())) as twin:
-        return meeting.interface_of(twin.getsockname()[0] if twin.family == socket.AF_INET else "127.0.0.1")
+        return rendezvous.interface_of(twin.getsockname()[0] if twin.family == socket.AF_INET else "127.0.0.1")

@@ -24,12 +24,12 @@ from ranks import needs_our_horovod
 
 from hvdtrain import gloo
 from hvdtrain.build.patching import SOURCES
-from hvdtrain.meeting import Seat
+from hvdtrain.rendezvous import Endpoint
 
 pytestmark = [pytest.mark.launched, needs_our_horovod]
 
 KEY, OTHER = bytes(range(32)), bytes(32)
-SEATS = [Seat("localhost", 0, rank, "127.0.0.1") for rank in (0, 1)]
+SEATS = [Endpoint("localhost", 0, rank, "127.0.0.1") for rank in (0, 1)]
 NONCE = "0123456789abcdef" * 2
 INPUTS = 1000
 MEGABYTE = b"x" * (1 << 20)
@@ -47,7 +47,7 @@ class Touch:
 
 @pytest.fixture(scope="module")
 def rendezvous():
-    rendezvous = gloo.Rendezvous(KEY)
+    rendezvous = gloo.RendezvousServer(KEY)
     yield rendezvous
     rendezvous._server.stop()
 

@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named(cluster):
         for name, (ranks, folder) in runs.items():
             ended = end(ranks)
             assert ended.code != 0, name
-            assert "rank 1 on nid002 ended without a word" in said(ended), name
+            assert "rank 1 on nid002 ended without a message" in said(ended), name
             assert status(folder)["state"] == "failed"
             assert "rank 1 on nid002" in status(folder)["error"]
             assert ended.left == [], name

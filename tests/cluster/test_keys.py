@@ -17,13 +17,13 @@ HOMES = {
 
 
 @pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
-def test_the_ranks_of_two_nodes_meet(cluster, tmp_path_factory, home):
-    folder = tmp_path_factory.mktemp("seats", numbered=True)
-    program = f"{home} XDG_CONFIG_HOME= exec {sys.executable} {SUPPORT / 'seat.py'} {folder}"
+def test_the_ranks_of_two_nodes_join(cluster, tmp_path_factory, home):
+    folder = tmp_path_factory.mktemp("ranks", numbered=True)
+    program = f"{home} XDG_CONFIG_HOME= exec {sys.executable} {SUPPORT / 'endpoint.py'} {folder}"
     ended = cluster.run(*SRUN, "bash", "-c", program, limit=60).good()
     assert ended.err == ""
-    seats = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
-    assert [seat["rank"] for seat in seats] == [0, 1, 2, 3]
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
 
 
 def test_without_home_and_munge_a_run_is_refused(cluster):

@@ -1,4 +1,4 @@
-"""Every launcher on a SLURM of four nodes: the right seats, the same losses to the bit, wrong plugins refused."""
+"""Every launcher on a SLURM of four nodes: the right ranks, the same losses to the bit, wrong plugins refused."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from paths import SUPPORT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-SEAT = SUPPORT / "seat.py"
+ENDPOINT = SUPPORT / "endpoint.py"
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ STARTS = starts(2)
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_every_rank_knows_its_seat(cluster, tmp_path_factory, start):
-    folder = tmp_path_factory.mktemp("seats", numbered=True)
-    cluster.run(*start.command(SEAT, folder), build=start.build, limit=120).good()
-    seats = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
-    for rank, seat in enumerate(seats):
-        assert (seat["launcher"], seat["rank"], seat["size"]) == (start.says, rank, 8)
-        assert (seat["host"], seat["local_rank"], seat["local_size"]) == (f"nid00{rank // 2 + 1}", rank % 2, 2)
-        assert seat["node"] == (None if start.says in {"mpirun", "mpiexec"} else rank // 2)
-        told = seat["told"]
-        assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
-        assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
-        assert seat["restored"] or start.says == "torchrun"
+def test_every_rank_knows_its_endpoint(cluster, tmp_path_factory, start):
+    folder = tmp_path_factory.mktemp("ranks", numbered=True)
+    cluster.run(*start.command(ENDPOINT, folder), build=start.build, limit=120).good()
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
+    for rank, own in enumerate(ranks):
+        assert (own["launcher"], own["rank"], own["size"]) == (start.says, rank, 8)
+        assert (own["host"], own["local_rank"], own["local_size"]) == (f"nid00{rank // 2 + 1}", rank % 2, 2)
+        assert own["node"] == (None if start.says in {"mpirun", "mpiexec"} else rank // 2)
+        variables = own["variables"]
+        assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(rank), "8")
+        assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
+        assert own["restored"] or start.says == "torchrun"
     if start.says in {"srun", "torchrun"}:
-        assert {seat["told"]["MASTER_ADDR"] for seat in seats} == {"nid001"}
-        assert len({seat["told"]["MASTER_PORT"] for seat in seats}) == 1
+        assert {own["variables"]["MASTER_ADDR"] for own in ranks} == {"nid001"}
+        assert len({own["variables"]["MASTER_PORT"] for own in ranks}) == 1
 
 
 # Eight ranks once, four elsewhere: two cores take their time to start more.
@@ -162,7 +162,7 @@ def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, words):
     )
 
 
-def test_nobody_waits_for_a_chief_that_refuses(cluster):
+def test_nobody_waits_for_rank_0_that_refuses(cluster):
     train = (sys.executable, "-m", "hvdtrain.torch", "linear", "--output", "/proc/forbidden")
     ended = cluster.run("srun", "-N2", "-n4", "--mpi=pmix", *train, limit=60)
     assert ended.code == 2

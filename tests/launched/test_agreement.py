@@ -188,8 +188,8 @@ def test_a_rank_that_is_gone_ends_the_other(world, framework, start):
     assert gone is None
     assert told["code"] == 1
     assert told["err"] == (
-        f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a word: killed, out of memory, or crashed; "
-        "all ranks end. The same command goes on from the last checkpoint.\n"
+        f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a message: killed, out of memory, or "
+        "crashed; all ranks end. The same command continues from the last checkpoint.\n"
     )
     assert [line["step"] for line in records(ranks.folder / "abandoned") if line["kind"] == "step"][-1] == 26
 

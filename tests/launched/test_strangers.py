@@ -23,7 +23,7 @@ jobs = itertools.count(os.getpid() * 7 + 1_000_000)
 @pytest.fixture(scope="module")
 def starter():
     with subprocess.Popen(
-        [sys.executable, SUPPORT / "line_ranks.py"],
+        [sys.executable, SUPPORT / "world_ranks.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -38,7 +38,7 @@ def start(starter, tmp_path):
     """`start(3, steps=50)`: how those ranks ended."""
 
     def start(size, job, **spec):
-        constants = {"BEAT": 0.2, "SILENCE": 10, "GRACE": 1, "WELCOME": 1, **spec.pop("constants", {})}
+        constants = {"HEARTBEAT": 0.2, "SILENCE": 10, "GRACE": 1, "HANDSHAKE": 1, **spec.pop("constants", {})}
         given = {"folder": str(tmp_path), "size": size, "job": job, "constants": constants, **spec}
         print(json.dumps(given), file=starter.stdin, flush=True)
         return json.loads(starter.stdout.readline())
@@ -53,9 +53,9 @@ def ports_of(job):
 
 
 @contextlib.contextmanager
-def stranger(what, **words):
+def stranger(what, **options):
     """Another user at work."""
-    command = [sys.executable, "-IS", SUPPORT / "stranger.py", what, json.dumps({"uid": NOBODY, **words})]
+    command = [sys.executable, "-IS", SUPPORT / "stranger.py", what, json.dumps({"uid": NOBODY, **options})]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/", env={})
     try:
         assert process.stdout.readline() == "ready\n"
@@ -109,7 +109,7 @@ def test_nobody_comes_between_a_rank_and_rank_0(start):
 def test_many_idle_connections_hold_nobody_up(start, tmp_path):
     job = next(jobs)
     with stranger("idles", port=ports_of(job)[0], count=1500, hosts=HOSTS):
-        ended = start(3, job, steps=600, delay={"2": 2}, constants={"WELCOME": 5})
+        ended = start(3, job, steps=600, delay={"2": 2}, constants={"HANDSHAKE": 5})
     undisturbed(ended)
     assert max(ended["files"]) < 100
 
@@ -118,7 +118,7 @@ def test_many_idle_connections_hold_nobody_up(start, tmp_path):
 def test_a_flood_of_connections_keeps_no_rank_out(start):
     job = next(jobs)
     with stranger("floods", port=ports_of(job)[0], hosts=HOSTS):
-        ended = start(3, job, steps=20, delay={"1": 2, "2": 2}, constants={"WELCOME": 5})
+        ended = start(3, job, steps=20, delay={"1": 2, "2": 2}, constants={"HANDSHAKE": 5})
     undisturbed(ended)
     assert max(ended["seconds"]) < 15
 
@@ -127,20 +127,22 @@ def test_a_flood_of_connections_keeps_no_rank_out(start):
 def test_ports_that_a_stranger_has_taken_cost_no_time(start):
     job = next(jobs)
     with stranger("squats", ports=list(ports_of(job)[:6])):
-        ended = start(3, job, steps=20, constants={"WELCOME": 5})
+        ended = start(3, job, steps=20, constants={"HANDSHAKE": 5})
     undisturbed(ended)
     assert max(ended["seconds"]) < 5
 
 
 def test_a_name_that_no_host_can_have_is_named(start):
-    ended = start(2, next(jobs), nodelist="x..y", nodes=[0, 1], constants={"ARRIVAL": 1, "FAREWELL": 1, "SPEAKING": 1})
+    ended = start(
+        2, next(jobs), nodelist="x..y", nodes=[0, 1], constants={"ARRIVAL": 1, "FAREWELL": 1, "RANK_0_REPORT": 1}
+    )
     assert ended["codes"] == [2, 2], ended
     assert "rank 1 of 2 did not come within 1 seconds" in ended["err"][0]
     assert ended["err"][1] == ""
     assert max(ended["seconds"]) < 10
 
 
-def test_a_rank_that_says_what_it_does_is_waited_for(start):
+def test_a_rank_that_reports_what_it_is_busy_with_is_waited_for(start):
     ended = start(3, next(jobs), steps=20, reads={"1": 4}, constants={"ARRIVAL": 1.5})
     assert ended["codes"] == [0, 0, 0], ended
     waiting = f"warning (rank 0 on {HOST}): waiting for rank 1 on {HOST}, which prepares the data set linear."
@@ -149,7 +151,7 @@ def test_a_rank_that_says_what_it_does_is_waited_for(start):
 
 
 def test_a_rank_that_lives_but_is_not_ready_is_named(start):
-    ended = start(3, next(jobs), steps=20, idles={"1": 60}, constants={"ARRIVAL": 1.5, "SPEAKING": 1})
+    ended = start(3, next(jobs), steps=20, idles={"1": 60}, constants={"ARRIVAL": 1.5, "RANK_0_REPORT": 1})
     assert ended["codes"][0] == 2
     assert f"rank 1 on {HOST} was not ready within 2 seconds" in ended["err"][0]
 
@@ -180,16 +182,18 @@ def test_without_a_key_a_run_is_refused_at_once(start):
     assert len(ended["err"][0].splitlines()) == 1
 
 
-def test_ranks_with_another_key_do_not_meet(start, tmp_path):
+def test_ranks_with_another_key_do_not_join(start, tmp_path):
     """As where nodes share no home."""
     keys = {"0": {"HVDTRAIN_KEY": "ab" * 32}, "1": {"HVDTRAIN_KEY": "cd" * 32}}
-    ended = start(2, next(jobs), nodes=[0, 1], environs=keys, constants={"ARRIVAL": 2, "FAREWELL": 1, "SPEAKING": 1})
+    ended = start(
+        2, next(jobs), nodes=[0, 1], environs=keys, constants={"ARRIVAL": 2, "FAREWELL": 1, "RANK_0_REPORT": 1}
+    )
     assert ended["codes"] == [2, 2], ended
     assert "rank 1 of 2 did not come" in ended["err"][0]
     assert "has another key than this rank" in ended["err"][1]
 
 
-def test_what_a_rank_says_is_printed_without_escape_codes(start):
+def test_what_a_rank_reports_is_printed_without_escape_codes(start):
     ended = start(3, next(jobs), acts=[[2, 20, "escape"]])
     assert r"\x1b[31mred" in ended["err"][0]
     assert "\x1b" not in ended["err"][0]

@@ -167,7 +167,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(start, stopped):
 def test_a_signal_stops_all_ranks_with_a_checkpoint(start):
     _, told = start("mpi-2")
     assert "StoppedError" in told["recipes"][0]["signalled"]["err"]
-    assert "with a checkpoint; the same command goes on from it." in told["recipes"][0]["signalled"]["err"]
+    assert "with a checkpoint; the same command continues from it." in told["recipes"][0]["signalled"]["err"]
 
 
 def test_the_log_is_the_chiefs_and_lightning_is_silent(start):

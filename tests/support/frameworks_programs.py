@@ -16,8 +16,8 @@ import numpy as np
 import small
 
 from hvdtrain import run as runs
-from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
+from hvdtrain.world import World
 
 FRAMEWORK = sys.argv[1]
 small.shrink(FRAMEWORK)
@@ -26,7 +26,7 @@ small.shrink(FRAMEWORK)
 def prepared(argv: list[str]) -> Any:
     """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
     adapter = importlib.import_module(f"hvdtrain.{FRAMEWORK}.train")
-    run = runs.prepare(FRAMEWORK, argv, Lifeline(discover(os.environ)))
+    run = runs.prepare(FRAMEWORK, argv, World(discover(os.environ)))
     return adapter.Training(run, adapter.open_engine(run))
 
 

@@ -48,14 +48,14 @@ def _trained(name: str, argv: list[str]) -> dict[str, Any]:
 def _lightning(run: runs.Run) -> None:
     """As hvdtrain.lightning.train does, but the ranks stay joined for the next run."""
     engine = open_engine(run)
-    run.line.exchange(engine.sum)
+    run.world.exchange(engine.sum)
     with quiet():
         fit(run, engine)
 
 
 def _torch(run: runs.Run) -> None:
     engine = open_engine(run)
-    run.line.exchange(engine.sum)
+    run.world.exchange(engine.sum)
     Training(run, engine).run_to_end()
 
 

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import small
 
-from hvdtrain import launch
 from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.lifeline import Lifeline
 from hvdtrain.topology import discover
+from hvdtrain.world import World, variables
 
 FRAMEWORK = sys.argv[1]
 framework: Any = importlib.import_module(f"{FRAMEWORK}_programs")
@@ -33,8 +32,8 @@ told: dict[str, Any] = {}
 
 def prepared(argv: list[str]) -> Any:
     """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
-    run = runs.prepare(FRAMEWORK, argv, Lifeline(discover(os.environ)))
-    os.environ.update(launch.variables(run.line, FRAMEWORK, os.environ))
+    run = runs.prepare(FRAMEWORK, argv, World(discover(os.environ)))
+    os.environ.update(variables(run.world, FRAMEWORK, os.environ))
     return framework.Training(run, framework.open_engine(run))
 
 
@@ -112,7 +111,7 @@ def parted(argv: list[str], step: int) -> dict[str, Any]:
 
     def train(run: runs.Run) -> None:
         training = framework.Training(run, framework.open_engine(run))
-        run.line.exchange(training.engine.sum)
+        run.world.exchange(training.engine.sum)
         update = training.update
 
         def flip_then_update(*given: Any) -> None:

@@ -1,9 +1,9 @@
 """Another user of the same node, who knows what all users may know: `stranger.py WHAT JSON`; `uid` says who.
 
 `joins`: calls himself a rank of the run and ends it. `leads`: takes rank 0's port before it does and hands out a
-rendezvous of his own. `relays`: takes it and passes on what rank 0 and the rank send. `squats`: takes some ports and
-says nothing. `idles`: connects, and sends nothing or reads nothing. `floods`: the same as fast as he can. Prints a line
-when it is ready, and one for whatever comes of it.
+rendezvous server of his own. `relays`: takes it and passes on what rank 0 and the rank send. `squats`: takes some
+ports and sends nothing. `idles`: connects, and sends nothing or reads nothing. `floods`: the same as fast as he can.
+Prints a line when it is ready, and one for whatever comes of it.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 
-SEAT = {"host": "evil\x1b[2Jhost", "node": 0, "local_rank": 1, "address": "127.0.0.1", "port": 1}
-WORDS = "\x1b[31mYou have been hacked\x1b[0m"
+ENDPOINT = {"host": "evil\x1b[2Jhost", "node": 0, "local_rank": 1, "address": "127.0.0.1", "port": 1}
+MESSAGE = "\x1b[31mYou have been hacked\x1b[0m"
 NONCE = "0" * 32
 
 
@@ -26,41 +26,40 @@ def lines(*messages):
 
 
 def member(token):
-    """What a rank says, in the words of before there were keys and of today, unsigned and signed by no key."""
+    """What a rank sends, in the protocol of before there were keys and of today, unsigned and signed by no key."""
     before = [
         {"is": "hello", "token": token},
-        {"is": "here", "token": token, "rank": 1, "seat": SEAT},
+        {"is": "here", "token": token, "rank": 1, "seat": ENDPOINT},
         {"is": "ready"},
-        {"is": "failed", "text": WORDS, "code": 0},
+        {"is": "failed", "text": MESSAGE, "code": 0},
     ]
-    here = {"kind": "here", "rank": 1, "seat": SEAT}
-    failed = {"kind": "failed", "text": WORDS, "code": 0}
-    today = lines({"kind": "hello", "nonce": NONCE}) + b"0" * 32 + lines(here) + b"0" * 32 + lines(failed)
-    return [lines(*before), today, lines({"kind": "hello", "nonce": NONCE}, here, failed)]
+    identity = {"kind": "identity", "rank": 1, "endpoint": ENDPOINT}
+    failed = {"kind": "failed", "text": MESSAGE, "code": 0}
+    today = lines({"kind": "hello", "nonce": NONCE}) + b"0" * 32 + lines(identity) + b"0" * 32 + lines(failed)
+    return [lines(*before), today, lines({"kind": "hello", "nonce": NONCE}, identity, failed)]
 
 
 def joins(port, token, hosts):
     print("ready", flush=True)
     while True:
         for host in hosts:
-            for words in member(token):
+            for content in member(token):
                 with contextlib.suppress(OSError), socket.create_connection((host, port), 1) as connection:
                     print("connected", flush=True)
                     connection.settimeout(0.2)
-                    connection.sendall(words)
+                    connection.sendall(content)
                     with contextlib.suppress(OSError):
                         connection.recv(1000)
         time.sleep(0.01)
 
 
 def leads(port, token, size):
-    seats = [SEAT] * size
-    go = {"rendezvous": 6666, "interface": "lo", "seats": seats}
-    before = lines({"is": "welcome", "seat": SEAT}, {"is": "go", **go})
+    go = {"rendezvous": 6666, "interface": "lo", "seats": [ENDPOINT] * size}
+    before = lines({"is": "welcome", "seat": ENDPOINT}, {"is": "go", **go})
+    ready = {"kind": "all_ready", "horovod_port": 6666, "interface": "lo", "endpoints": [ENDPOINT] * size}
     proof = {"kind": "challenge", "nonce": NONCE, "proof": "0" * 64, "credential": "MUNGE:AwQFAAB:"}
-    today = (
-        lines(proof) + b"0" * 32 + lines({"kind": "welcome", "seat": SEAT}) + b"0" * 32 + lines({"kind": "go", **go})
-    )
+    signed = [lines({"kind": "welcome", "endpoint": ENDPOINT}), lines(ready)]
+    today = lines(proof) + b"".join(b"0" * 32 + line for line in signed)
     listener = socket.create_server(("", port), backlog=100)
     print("ready", flush=True)
     answers = [before, today]
@@ -70,10 +69,10 @@ def leads(port, token, size):
         answers.append(answers.pop(0))
 
 
-def answered(connection, words):
+def answered(connection, content):
     with contextlib.suppress(OSError), connection:
         connection.recv(1000)
-        connection.sendall(words)
+        connection.sendall(content)
         connection.settimeout(3)
         while connection.recv(1000):
             pass

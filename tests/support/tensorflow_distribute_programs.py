@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import launch, meeting
+from hvdtrain import rendezvous
 from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.lifeline import Lifeline
 from hvdtrain.tensorflow import data, models, variables
 from hvdtrain.tensorflow.engines import Engine, distribute
 from hvdtrain.tensorflow.opening import open_engine
 from hvdtrain.tensorflow.train import Training
 from hvdtrain.topology import discover
+from hvdtrain.world import World, joined
 
 
 def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[str, Any]:
@@ -31,32 +31,32 @@ def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[st
 def of_engine(name: str, chosen: dict[str, list[str]], folder: Path) -> dict[str, Any]:
     engine_name, _, devices = name.partition(" ")
     flags = ["--engine", engine_name, *(["--devices", devices] if devices else [])]
-    with joined(["linear", *flags, "--output", str(folder / "first")]) as run:
+    with run_of(["linear", *flags, "--output", str(folder / "first")]) as run:
         engine = open_engine(run)
         if engine.serves:
-            run.line.serve_chief()
+            run.world.serve_rank_0()
             return {"served": engine.place}
         told: dict[str, Any] = {"verbs": verbs(engine)}
         for title, argv in chosen.items():
-            prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], run.line)
+            prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], run.world)
             told[title] = PROGRAMS.get(title, trained)(prepared, engine)
     return told
 
 
 @contextlib.contextmanager
-def joined(argv: list[str]) -> Iterator[runs.Run]:
-    """A run whose ranks have met, as `run.main` makes it."""
+def run_of(argv: list[str]) -> Iterator[runs.Run]:
+    """A run whose ranks are ready, as `run.main` makes it."""
     topology = discover(os.environ)
-    line = Lifeline(topology, meeting.of(topology, os.environ))
-    line.begin()
+    world = World(topology, rendezvous.from_launcher(topology, os.environ))
+    world.start()
     try:
-        run = runs.prepare("tensorflow", argv, line)
-        with launch.joined(line, "tensorflow", run.engine, os.environ):
+        run = runs.prepare("tensorflow", argv, world)
+        with joined(world, "tensorflow", run.engine, os.environ):
             yield run
     except BaseException as error:
-        line.leave(f"{type(error).__name__}: {error}")
+        world.leave(f"{type(error).__name__}: {error}")
         raise
-    line.leave()
+    world.leave()
 
 
 def training_of(run: runs.Run, engine: Engine) -> Training:

@@ -288,7 +288,7 @@ def test_a_lost_rank_ends_the_others(engine, tmp_path):
     assert time.monotonic() - began < 45
     assert ended.left == []
     host = socket.gethostname()
-    assert ended.lines[0].startswith(f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a word")
+    assert ended.lines[0].startswith(f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a message")
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 

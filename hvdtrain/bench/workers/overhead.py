@@ -20,9 +20,9 @@ from hvdtrain import output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
 from hvdtrain.bench import ranks
-from hvdtrain.lifeline import Lifeline
 from hvdtrain.run import Framework, Run, load_dataset
 from hvdtrain.topology import discover
+from hvdtrain.world import World
 
 Steps = Iterator[None]
 """A loop that trains without end, and gives way after every step."""
@@ -61,7 +61,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
     plan = plans.make(recipe, topology, dataset)
     with tempfile.TemporaryDirectory() as folder:
         start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
-        run = Run(framework, recipe, engine, (), topology, dataset, plan, start, Lifeline(topology))
+        run = Run(framework, recipe, engine, (), topology, dataset, plan, start, World(topology))
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
     if topology.is_chief:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hvdtrain import launch, meeting
+from hvdtrain import rendezvous
 from hvdtrain.bench import allreduce, measure, ranks
 from hvdtrain.devices import gpu_index
 from hvdtrain.errors import HvdtrainError, WorldError
-from hvdtrain.lifeline import Lifeline
 from hvdtrain.run import end, one_line
 from hvdtrain.topology import Topology, discover
+from hvdtrain.world import World, joined
 
 MOST_REPEATS = 20
 SECONDS = 0.5  # of one measurement, where a single allreduce does not take longer
@@ -27,20 +27,20 @@ Reduce = Callable[[torch.Tensor], object]
 def main(argv: list[str]) -> int:
     """Measures with all ranks; the chief prints the result, or leaves it to whoever started the ranks."""
     topology = discover(os.environ)
-    line = Lifeline(topology, meeting.of(topology, os.environ))
-    line.begin()
+    world = World(topology, rendezvous.from_launcher(topology, os.environ))
+    world.start()
     try:
         options = allreduce.parse(argv)
-        if not line.place:
-            line.settle(meeting.beside(topology, os.environ))
-        with launch.joined(line, "torch", "horovod", os.environ):
+        if not world.rendezvous:
+            world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
+        with joined(world, "torch", "horovod", os.environ):
             found = _measure(options, topology)
     except HvdtrainError as error:
         if topology.is_chief:
             print(one_line(error, topology), file=sys.stderr, flush=True)
-        line.leave(str(error), error.exit_code)
+        world.leave(str(error), error.exit_code)
         return error.exit_code
-    line.leave()
+    world.leave()
     if topology.is_chief and not ranks.keep(found):
         allreduce.report(found, topology.size, options.output)
     return 0

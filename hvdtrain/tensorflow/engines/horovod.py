@@ -62,7 +62,7 @@ class HorovodEngine(OneReplica):
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
         if variables:
             hvd.broadcast_variables(list(variables.values()), root_rank=0)
-        return sharing.from_chief(facts, self.rank, self.sum)
+        return sharing.from_rank_0(facts, self.rank, self.sum)
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import sharing, tf_config
-from hvdtrain.meeting import Seat
 from hvdtrain.recipe import Recipe
+from hvdtrain.rendezvous import Endpoint
 from hvdtrain.tensorflow.engines import LOST
 from hvdtrain.tensorflow.engines.distribute import SUM, Distributed
 from hvdtrain.tensorflow.engines.one_replica import graph
@@ -22,8 +22,8 @@ Implementation = tf.distribute.experimental.CommunicationImplementation
 class MultiWorkerEngine(Distributed):
     """Ranks joined by TensorFlow: over gRPC on the CPU, over NCCL on GPUs; see `Engine` for the verbs."""
 
-    def __init__(self, recipe: Recipe, topology: Topology, seats: Sequence[Seat], device: str) -> None:
-        cluster = tf_config.workers(seats)
+    def __init__(self, recipe: Recipe, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
+        cluster = tf_config.workers(endpoints)
         # The strategy reads it from the process environment, and nowhere else.
         os.environ["TF_CONFIG"] = tf_config.of(cluster, "worker", topology.rank) if cluster else "{}"
         way = Implementation.NCCL if "GPU" in device else Implementation.RING
@@ -40,11 +40,11 @@ class MultiWorkerEngine(Distributed):
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
         held = [variable.numpy() for variable in variables.values()]
         told = b"".join(array.tobytes() for array in held) if self.rank == 0 else b""
-        told, start = sharing.bytes_from_chief(told, self.sum), 0
+        told, start = sharing.bytes_from_rank_0(told, self.sum), 0
         for variable, array in zip(variables.values(), held, strict=True):
             variable.assign(np.frombuffer(told, array.dtype, array.size, start).reshape(array.shape))
             start += array.nbytes
-        return sharing.from_chief(facts, self.rank, self.sum)
+        return sharing.from_rank_0(facts, self.rank, self.sum)
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return self._summed(tf.constant(array)).numpy()  # type: ignore[no-any-return]

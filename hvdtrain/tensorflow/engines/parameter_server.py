@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import tf_config
-from hvdtrain.meeting import Seat
+from hvdtrain.rendezvous import Endpoint
 from hvdtrain.tensorflow.engines import LOST, Share
 from hvdtrain.tensorflow.engines.one_replica import OneReplica, graph
 from hvdtrain.topology import Topology
@@ -24,13 +24,13 @@ class ParameterServerEngine(OneReplica):
     """Every rank's process is a worker, the first of a host a parameter server too, rank 0's the one that leads; see
     `Engine` for the verbs. An update is one worker's; of the world that the loop sees, the chief is all."""
 
-    def __init__(self, topology: Topology, seats: Sequence[Seat], device: str) -> None:
+    def __init__(self, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
         self.topology, self.device, self.serves = topology, device, not topology.is_chief
-        self.notes = tuple(tf_config.placement(seats))
-        cluster = tf_config.with_servers(seats)
+        self.notes = tuple(tf_config.placement(endpoints))
+        cluster = tf_config.with_servers(endpoints)
         self._servers = [self._server(cluster, "worker", topology.rank)]
-        if topology.rank in tf_config.servers(seats):
-            self._servers.append(self._server(cluster, "ps", tf_config.servers(seats).index(topology.rank)))
+        if topology.rank in tf_config.servers(endpoints):
+            self._servers.append(self._server(cluster, "ps", tf_config.servers(endpoints).index(topology.rank)))
         if topology.is_chief:
             self._lead(cluster)
 

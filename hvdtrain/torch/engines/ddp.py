@@ -58,7 +58,7 @@ class DdpEngine:
     def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
         for tensor in tensors.values():
             dist.broadcast(tensor, 0, group=self._own)
-        return sharing.from_chief(facts, self.rank, self.sum)
+        return sharing.from_rank_0(facts, self.rank, self.sum)
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -96,7 +96,7 @@ class HorovodEngine:
 
     def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
         hvd.broadcast_parameters({name: flat(tensor) for name, tensor in tensors.items()}, root_rank=0)
-        return sharing.from_chief(facts, self.rank, self.sum)
+        return sharing.from_rank_0(facts, self.rank, self.sum)
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         passes = self._recipe.accumulation_steps
@@ -111,7 +111,7 @@ class HorovodEngine:
         if self.size == 1:
             return model, optimizer
         # Rank 0 decides: another environment on another host would stall all of them.
-        together = sharing.from_chief(self._side_by_side, self.rank, self.sum)
+        together = sharing.from_rank_0(self._side_by_side, self.rank, self.sum)
         self._buckets = Buckets(
             model.parameters(),
             together or 0,

@@ -1,4 +1,4 @@
-"""Where the ranks of a run find one another before any collective library has started: host and ports."""
+"""Where the ranks of a run find one another before any collective library has started: host, ports and token."""
 
 import contextlib
 import fcntl
@@ -31,11 +31,11 @@ Port = Annotated[int, Field(ge=1, lt=2**16)]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Rank 0's host, a block of ports of this step's own, and the name of the step.
+class Rendezvous:
+    """Rank 0's host, a block of ports of this step's own, and the step's name as the token.
 
-    The chief listens on the first free one of the ports but the last, which is MASTER_PORT for libraries of ranks that
-    have not met. `key` is what MPI has carried to all ranks; empty where they have to know it (see hvdtrain.keys).
+    Rank 0 listens on the first free one of the ports but the last, which is MASTER_PORT for libraries of ranks that
+    are not connected. `key` is what MPI has carried to all ranks; empty where they must know it (see hvdtrain.keys).
     """
 
     host: str
@@ -45,11 +45,11 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank sits: its host's name and index, and its place on it.
+class Endpoint:
+    """Where a rank is: its host's name and index, and its local rank.
 
     `address` is its host's, as the other ranks reach it, and `port` the first of three on which it may serve them:
-    known once the ranks have met.
+    known once all ranks are connected.
     """
 
     host: Annotated[str, Field(max_length=255), AfterValidator(printable)]
@@ -64,8 +64,8 @@ class Seat:
         return f"{self.host}-{self.node}"
 
 
-def of(topology: Topology, environ: Mapping[str, str]) -> Meeting | None:
-    """Where the ranks of an srun step or a torchrun meet; None where the launcher tells no host, or for one rank.
+def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous | None:
+    """The rendezvous of an srun step or a torchrun; None where the launcher names no host, or for one rank.
 
     The ports follow from job and step: neighbouring steps have neighbouring blocks, and no variable has to be
     exported by the job script.
@@ -74,50 +74,50 @@ def of(topology: Topology, environ: Mapping[str, str]) -> Meeting | None:
         return None
     if topology.launcher == "srun" and "SLURM_STEP_NODELIST" in environ:
         job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
-        return Meeting(
+        return Rendezvous(
             hostlist.first(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
         )
     if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
         # Every torchrun that is given no id has the same; two on one host differ by their port.
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         token = "-".join(environ.get(name, "") for name in names)
-        return Meeting(environ["MASTER_ADDR"], _block(zlib.crc32(os.fsencode(token))), token)
+        return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(os.fsencode(token))), token)
     return None
 
 
-# In what each launcher says of itself, the word that only the ranks of one start share.
-WORDS = {"horovodrun": "HOROVOD_GLOO_RENDEZVOUS_PORT", "mpirun": "PMIX_NAMESPACE", "mpiexec": "PMI_PORT"}
+# By launcher, the variable whose value only the ranks of one launch share.
+TOKENS = {"horovodrun": "HOROVOD_GLOO_RENDEZVOUS_PORT", "mpirun": "PMIX_NAMESPACE", "mpiexec": "PMI_PORT"}
 
 
-def beside(topology: Topology, environ: Mapping[str, str]) -> Meeting:
-    """Where ranks meet whose launcher tells no host: on the one host they share, or where MPI says that rank 0 is.
+def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvous:
+    """The rendezvous of ranks whose launcher names no host: the one host they share, or where rank 0 is by MPI.
 
-    Raises EngineUnavailable or WorldError where they can learn of no place.
+    Raises EngineUnavailable or WorldError where they can learn of none.
     """
     if topology.local_size == topology.size:
-        word = environ.get(WORDS.get(topology.launcher, ""), str(os.getppid()))
-        return Meeting("127.0.0.1", _block(zlib.crc32(os.fsencode(word))), word)
+        token = environ.get(TOKENS.get(topology.launcher, ""), str(os.getppid()))
+        return Rendezvous("127.0.0.1", _block(zlib.crc32(os.fsencode(token))), token)
     if topology.launcher == "horovodrun":
         raise WorldError(
-            "horovodrun --gloo tells its ranks no host to meet on, and they are on several; start them with srun, "
-            "torchrun or horovodrun --mpi."
+            "horovodrun --gloo gives its ranks no host for a rendezvous, and they are on several; start them with "
+            "srun, torchrun or horovodrun --mpi."
         )
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise EngineUnavailable(
-            f"ranks of {topology.launcher} on several hosts meet through mpi4py, which cannot be imported "
+            f"ranks of {topology.launcher} on several hosts find one another by mpi4py, which cannot be imported "
             f"({error}); install it: pip install --no-binary mpi4py mpi4py"
         ) from None
     ranks = MPI.COMM_WORLD
     if ranks.size != topology.size:
         raise WorldError(
-            f"{topology.launcher} started {topology.size} ranks, but mpi4py says {ranks.size}: it was built for "
+            f"{topology.launcher} started {topology.size} ranks, but mpi4py reports {ranks.size}: it was built for "
             "another MPI; build it for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
         )
-    word = f"{topology.host} {os.getpid()}"
-    place = Meeting(addresses()[0], _block(zlib.crc32(os.fsencode(word))), word, secrets.token_bytes(keys.BYTES))
-    return ranks.bcast(place)
+    token = f"{topology.host} {os.getpid()}"
+    own = Rendezvous(addresses()[0], _block(zlib.crc32(os.fsencode(token))), token, secrets.token_bytes(keys.BYTES))
+    return ranks.bcast(own)
 
 
 def addresses() -> list[str]:
@@ -141,9 +141,14 @@ def address_of(interface: str) -> str | None:
             return None
 
 
-def seat_alone(topology: Topology) -> Seat:
-    """The seat of a rank that has none to meet."""
-    return Seat(topology.host, 0, 0, "127.0.0.1", free_ports(topology))
+def own_endpoint(topology: Topology) -> Endpoint:
+    """This rank's endpoint, before the others have found its address. Raises WorldError."""
+    return Endpoint(topology.host, topology.node or 0, topology.local_rank, port=free_ports(topology))
+
+
+def endpoint_alone(topology: Topology) -> Endpoint:
+    """The endpoint of a run's only rank. Raises WorldError."""
+    return Endpoint(topology.host, 0, 0, "127.0.0.1", free_ports(topology))
 
 
 def free_ports(topology: Topology) -> int:
@@ -157,7 +162,7 @@ def free_ports(topology: Topology) -> int:
 
 
 def _is_free(port: int) -> bool:
-    # Only bound: a rank that looks for the chief must find nobody listening here.
+    # Only bound: a rank that looks for rank 0 must find nobody listening here.
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", port))

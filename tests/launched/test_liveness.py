@@ -1,4 +1,4 @@
-"""The line between the ranks: every rank ends when one does, with its name, and all stop at one step."""
+"""The ranks of a run: every one ends when one does, with its name, and all stop at one step."""
 
 import contextlib
 import itertools
@@ -15,25 +15,25 @@ import pytest
 from paths import SUPPORT
 from ranks import clean_environ
 
-from hvdtrain import lifeline
 from hvdtrain.errors import AbortedError
-from hvdtrain.lifeline import Lifeline
+from hvdtrain.signals import TIME_LIMIT_SIGNALS
 from hvdtrain.topology import Topology
+from hvdtrain.world import World
 
-PROGRAM = SUPPORT / "line_ranks.py"
+PROGRAM = SUPPORT / "world_ranks.py"
 HOST = socket.gethostname()
 pytestmark = pytest.mark.launched
 SLOW = (
     "does not come",
     "many_ranks",
-    "told[srun]",
+    "signalled[srun]",
     "longer than a collective",
     "while all wait for another",
     "C code holds",
     "all are suspended",
 )
-QUICK = {"BEAT": 0.2, "SILENCE": 10, "GRACE": 1, "STOPPING": 1.5, "FAREWELL": 4}
-GO_ON = "The same command goes on from the last checkpoint."
+QUICK = {"HEARTBEAT": 0.2, "SILENCE": 10, "GRACE": 1, "CHECKPOINT": 1.5, "FAREWELL": 4}
+CONTINUE = "The same command continues from the last checkpoint."
 USR2, TERM, STOP, CONT = signal.SIGUSR2, signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT
 
 
@@ -69,7 +69,7 @@ def start(starter, tmp_path):
 
 @pytest.fixture
 def calls(tmp_path):
-    """What was asked of SLURM."""
+    """What was requested of SLURM."""
     return lambda: (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
 
 
@@ -77,52 +77,52 @@ def status(folder):
     return json.loads((folder / "run" / "status.json").read_text())
 
 
-def said(rank, text, kind="AbortedError"):
+def printed(rank, text, kind="AbortedError"):
     return f"{kind} (rank {rank} on {HOST}): {text}\n"
 
 
-WORDLESS = f"rank 2 on {HOST} ended without a word: killed, out of memory, or crashed; all ranks end. {GO_ON}"
-SILENT = f"no sign of life from rank 2 on {HOST} for 2 seconds: its node is down or cut off, or it hangs"
+VANISHED = f"rank 2 on {HOST} ended without a message: killed, out of memory, or crashed; all ranks end. {CONTINUE}"
+SILENT = f"no heartbeat from rank 2 on {HOST} for 2 seconds: its node is down or cut off, or it hangs"
 DAMAGED = "part 3 is damaged; copy it again"
-REFUSED = f"rank 1 on {HOST} failed: {DAMAGED}. {GO_ON}"
+REFUSED = f"rank 1 on {HOST} failed: {DAMAGED}. {CONTINUE}"
 EARLY_ELSEWHERE = f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): no step was made yet."
-STUCK = f"SIGTERM, and no step ended within 2 seconds. {GO_ON}"
+STUCK = f"SIGTERM, and no step ended within 2 seconds. {CONTINUE}"
 
-ENDS = {  # what happens: exit codes, what each rank says
+ENDS = {  # what happens: exit codes, what each rank prints
     "nothing": ({"steps": 30}, [0, 0, 0], ["", "", ""]),
     "over a collective library": ({"steps": 30, "launcher": "horovodrun"}, [0, 0, 0], ["", "", ""]),
-    "a rank is killed": ({"acts": [[2, 20, "kill"]]}, [1, 1, -9], [said(0, WORDLESS), "", ""]),
+    "a rank is killed": ({"acts": [[2, 20, "kill"]]}, [1, 1, -9], [printed(0, VANISHED), "", ""]),
     "killed, and the library waits for ever": (
         {"acts": [[2, 20, "kill"]], "breaks": False},
         [1, 1, -9],
-        [said(0, WORDLESS), "", ""],
+        [printed(0, VANISHED), "", ""],
     ),
     "killed, on another host": (
         {"acts": [[2, 20, "kill"]], "nodes": [0, 1, 1]},
         [1, 1, -9],
-        [said(0, WORDLESS), "", ""],
+        [printed(0, VANISHED), "", ""],
     ),
     "killed, while a child of it lives": (
         {"acts": [[2, 19, "fork"], [2, 20, "kill"]], "breaks": False},
         [1, 1, -9],
-        [said(0, WORDLESS), "", ""],
+        [printed(0, VANISHED), "", ""],
     ),
     "killed, over a collective library": (
         {"acts": [[2, 20, "kill"]], "launcher": "horovodrun"},
         [1, 1, -9],
-        [said(0, WORDLESS), "", ""],
+        [printed(0, VANISHED), "", ""],
     ),
-    "killed before the first step": ({"acts": [[2, 0, "kill"]]}, [1, 1, -9], [said(0, WORDLESS), "", ""]),
-    "the chief is killed, on another host": (
+    "killed before the first step": ({"acts": [[2, 0, "kill"]]}, [1, 1, -9], [printed(0, VANISHED), "", ""]),
+    "rank 0 is killed, on another host": (
         {"acts": [[0, 20, "kill"]], "nodes": [0, 1, 1], "breaks": False},
         [-9, 1, 1],
-        ["", said(1, WORDLESS.replace("rank 2", "rank 0")), ""],
+        ["", printed(1, VANISHED.replace("rank 2", "rank 0")), ""],
     ),
-    "a rank ends as if all were well": ({"acts": [[2, 20, "return"]]}, [1, 1, 0], [said(0, WORDLESS), "", ""]),
+    "a rank ends as if all were well": ({"acts": [[2, 20, "return"]]}, [1, 1, 0], [printed(0, VANISHED), "", ""]),
     "a rank is suspended": (
         {"orders": [[20, 2, STOP, 0]], "stopped": [2], "breaks": False, "constants": {"SILENCE": 1.5}},
         [1, 1, -9],
-        [said(0, f"{SILENT}; all ranks end. {GO_ON}"), "", ""],
+        [printed(0, f"{SILENT}; all ranks end. {CONTINUE}"), "", ""],
     ),
     "all are suspended": (
         {"steps": 400, "orders": [[20, "all", STOP, 0], [20, "all", CONT, 2.5]], "constants": {"SILENCE": 1.5}},
@@ -137,12 +137,12 @@ ENDS = {  # what happens: exit codes, what each rank says
     "a rank fails": (
         {"acts": [[1, 20, "refuse"]]},
         [2, 2, 2],
-        [said(0, REFUSED), said(1, f"{DAMAGED}.", "DataError"), ""],
+        [printed(0, REFUSED), printed(1, f"{DAMAGED}.", "DataError"), ""],
     ),
     "a rank fails, and the library waits for ever": (
         {"acts": [[1, 20, "refuse"]], "breaks": False},
         [2, 2, 2],
-        [said(0, REFUSED), said(1, f"{DAMAGED}.", "DataError"), ""],
+        [printed(0, REFUSED), printed(1, f"{DAMAGED}.", "DataError"), ""],
     ),
     "a rank refuses before the others have come": (
         {"argv": {"1": ["cifar100", "--data-dir", "/none"]}, "delay": {"0": 1, "2": 1.5}, "nodes": [0, 1, 1]},
@@ -150,16 +150,16 @@ ENDS = {  # what happens: exit codes, what each rank says
         None,
     ),
     "a rank alone has another recipe": (
-        {"argv": {"1": ["linear", "--epochs", "-1"]}, "constants": {"SPEAKING": 1}},
+        {"argv": {"1": ["linear", "--epochs", "-1"]}, "constants": {"RANK_0_REPORT": 1}},
         [2, 2, 2],
         None,
     ),
-    "the chief refuses before the others have come": (
+    "rank 0 refuses before the others have come": (
         {"argv": {"0": ["linear", "--output", "/proc/1/none"]}, "delay": {"1": 1, "2": 1.5}},
         [2, 2, 2],
         [
-            said(0, "cannot write to the run folder /proc/1/none: No such file or directory; give a writable --output.",
-                 "OutputError"),
+            printed(0, "cannot write to the run folder /proc/1/none: No such file or directory; give a "
+                 "writable --output.", "OutputError"),
             "",
             "",
         ],
@@ -168,8 +168,8 @@ ENDS = {  # what happens: exit codes, what each rank says
         {"constants": {"ARRIVAL": 2}, "delay": {"2": 600}, "orders": [[0, 2, 9, 4]]},
         [2, 2, -9],
         [
-            said(0, "rank 2 of 3 did not come within 2 seconds; look at what that rank or its node said, and whether "
-                 "the nodes may talk to one another by TCP.", "WorldError"),
+            printed(0, "rank 2 of 3 did not come within 2 seconds; read the messages of that rank and of its node, "
+                 "and see whether the nodes may communicate by TCP.", "WorldError"),
             "",
             "",
         ],
@@ -178,8 +178,8 @@ ENDS = {  # what happens: exit codes, what each rank says
         {"acts": [[1, 0, "sleep"]], "orders": [[0, 1, TERM, 1.5]], "breaks": False},
         [143, 143, 143],
         [
-            said(0, EARLY_ELSEWHERE, "StoppedError")
-            + said(0, f"rank 1 on {HOST} failed: SIGTERM before the first step. {GO_ON}"),
+            printed(0, EARLY_ELSEWHERE, "StoppedError")
+            + printed(0, f"rank 1 on {HOST} failed: SIGTERM before the first step. {CONTINUE}"),
             "",
             "",
         ],
@@ -198,9 +198,9 @@ ENDS = {  # what happens: exit codes, what each rank says
         {"acts": [[2, 20, "sleep"]], "orders": [[19, 1, TERM, 0.1]], "breaks": False},
         [143, 143, 143],
         [
-            said(0, f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): a checkpoint after this step, "
+            printed(0, f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): a checkpoint after this step, "
                  "then the end.", "StoppedError")
-            + said(0, f"rank 1 on {HOST} failed: {STUCK}"),
+            + printed(0, f"rank 1 on {HOST} failed: {STUCK}"),
             "",
             "",
         ],
@@ -218,24 +218,24 @@ ENDS = {  # what happens: exit codes, what each rank says
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "codes", "words"), ENDS.values(), ids=ENDS.keys())
-def test_how_a_run_ends(spec, codes, words, start):
+@pytest.mark.parametrize(("spec", "codes", "messages"), ENDS.values(), ids=ENDS.keys())
+def test_how_a_run_ends(spec, codes, messages, start):
     ended = start(len(codes), **spec)
     assert ended["codes"] == codes, ended
-    if words is not None:
-        assert ended["err"] == words
+    if messages is not None:
+        assert ended["err"] == messages
     assert max(ended["seconds"]) < 20
 
 
 def test_an_error_of_ours_reaches_all_in_one_line(start):
     ended = start(3, acts=[[2, 20, "crash"]])
     assert ended["codes"] == [1, 1, 1]
-    assert ended["err"][0] == said(0, f"rank 2 on {HOST} failed: RuntimeError: two lines. {GO_ON}")
+    assert ended["err"][0] == printed(0, f"rank 2 on {HOST} failed: RuntimeError: two lines. {CONTINUE}")
     assert ended["err"][2].startswith("Traceback")
 
 
 @pytest.mark.parametrize("launcher", ["srun", "horovodrun"])
-def test_all_stop_at_one_step_whoever_was_told(launcher, start, tmp_path):
+def test_all_stop_at_one_step_whoever_was_signalled(launcher, start, tmp_path):
     steps = set()
     for number in range(6):
         pause = 0.023 * number
@@ -243,16 +243,18 @@ def test_all_stop_at_one_step_whoever_was_told(launcher, start, tmp_path):
         assert ended["codes"] == [140] * 4, ended
         assert len(set(ended["steps"])) == 1
         assert -ended["steps"][0] >= 5 + number
-        told = f"SIGUSR2: stopped after step {-ended['steps'][0]}, with a checkpoint; the same command goes on from it."
-        assert ended["err"][0].endswith(said(0, told, "StoppedError")) or launcher == "srun"
-        assert told in ended["err"][0]
+        stopped = (
+            f"SIGUSR2: stopped after step {-ended['steps'][0]}, with a checkpoint; the same command continues from it."
+        )
+        assert ended["err"][0].endswith(printed(0, stopped, "StoppedError")) or launcher == "srun"
+        assert stopped in ended["err"][0]
         assert ended["err"][1:] == [""] * 3
         assert status(tmp_path)["state"] == "stopped"
         steps.add(ended["steps"][0])
     assert len(steps) > 3
 
 
-def test_all_are_told_at_once_and_again(start):
+def test_all_are_signalled_at_once_and_again(start):
     ended = start(4, orders=[[5, "all", USR2, 0], [5, "all", USR2, 0]])
     assert ended["codes"] == [140] * 4
     assert ended["err"][0].count("the time limit is near") == 1
@@ -270,20 +272,20 @@ REQUEUED = {
 }
 
 
-@pytest.mark.parametrize(("number", "after", "asked", "words"), REQUEUED.values(), ids=REQUEUED.keys())
-def test_a_job_is_queued_again(number, after, asked, words, start, calls):
+@pytest.mark.parametrize(("number", "after", "requested", "message"), REQUEUED.values(), ids=REQUEUED.keys())
+def test_a_job_is_queued_again(number, after, requested, message, start, calls):
     ended = start(2, orders=[[after, 0, number, 0.7 if not after else 0]], acts=[[1, 0, "nap"]])
     assert ended["codes"] == [128 + number] * 2
-    assert calls() == asked.format(job=ended["job"])
+    assert calls() == requested.format(job=ended["job"])
     last = ended["err"][0].splitlines()[-1]
-    assert last == words.format(job=ended["job"]) if words else last.startswith("StoppedError")
+    assert last == message.format(job=ended["job"]) if message else last.startswith("StoppedError")
 
 
 def test_a_rank_that_vanished_has_its_step_cancelled(start, calls, tmp_path):
     ended = start(3, acts=[[2, 20, "kill"]], breaks=False)
     assert calls() == f"scancel {ended['job']}.0\n"
     assert status(tmp_path)["state"] == "failed"
-    assert "ended without a word" in status(tmp_path)["error"]
+    assert "ended without a message" in status(tmp_path)["error"]
 
 
 def test_many_ranks(start):
@@ -293,14 +295,14 @@ def test_many_ranks(start):
     assert ended["steps"][0] < 0
 
 
-STRANGE = [  # what a scanner says, and a rank that knows no word
+STRANGE = [  # what a scanner sends, and a rank without a key
     b"",
     b"\0\xff\n",
     b"[" * 100_000 + b"\n",
     b"x" * 3_000_000,
-    b'{"is": "stop", "step": 1, "signal": 12}\n',
-    b'{"is": "lost", "text": "", "code": 3}\n',
-    b'{"is": "here", "rank": 1, "token": "0.0", "seat": {"host": "", "node": 0, "local_rank": 0}}\n',
+    b'{"kind": "stop_at", "step": 1, "signal": 12}\n',
+    b'{"kind": "lost", "text": "", "code": 3}\n',
+    b'{"kind": "identity", "rank": 1, "endpoint": {"host": "", "node": 0, "local_rank": 0}}\n',
 ]
 
 
@@ -310,24 +312,24 @@ def test_strangers_and_taken_ports(start):
     with socket.create_server(("", ports[0])) as mute, socket.create_server(("", ports[1])) as rude:
         done = threading.Event()
 
-        def talk():
+        def answer():
             rude.settimeout(0.2)
             while not done.is_set():
                 with contextlib.suppress(OSError):
                     rude.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         def disturb():
-            for word in itertools.cycle(STRANGE):
+            for line in itertools.cycle(STRANGE):
                 if done.wait(0.02):
                     return
                 with contextlib.suppress(OSError), socket.create_connection(("localhost", ports[2]), 1) as stranger:
-                    stranger.sendall(word)
+                    stranger.sendall(line)
 
-        threads = [threading.Thread(target=work) for work in (talk, disturb)]
+        threads = [threading.Thread(target=work) for work in (answer, disturb)]
         for thread in threads:
             thread.start()
         try:
-            ended = start(3, job=job, steps=1500, constants={"WELCOME": 0.5, "SILENCE": 20})
+            ended = start(3, job=job, steps=1500, constants={"HANDSHAKE": 0.5, "SILENCE": 20})
         finally:
             done.set()
             for thread in threads:
@@ -338,38 +340,38 @@ def test_strangers_and_taken_ports(start):
 
 
 def test_nothing_is_left_of_many_runs():
-    handlers = [signal.getsignal(number) for number in lifeline.NEAR]
+    handlers = [signal.getsignal(number) for number in TIME_LIMIT_SIGNALS]
     for warm in range(12):
         if warm == 2:
             open_before = os.listdir("/proc/self/fd")  # noqa: PTH208
             threads_before = threading.active_count()
-        line = Lifeline(Topology.alone())
-        line.begin()
+        world = World(Topology.alone())
+        world.start()
         os.kill(os.getpid(), USR2)
-        while not line.stops_at(3):
+        while not world.stops_at(3):
             time.sleep(0.001)
-        line.leave()
+        world.leave()
     assert os.listdir("/proc/self/fd") == open_before  # noqa: PTH208
     assert threading.active_count() == threads_before
-    assert [signal.getsignal(number) for number in lifeline.NEAR] == handlers
+    assert [signal.getsignal(number) for number in TIME_LIMIT_SIGNALS] == handlers
 
 
 def test_the_last_signal_counts():
-    line = Lifeline(Topology.alone())
-    line.begin()
-    assert not line.stops_at(1)
+    world = World(Topology.alone())
+    world.start()
+    assert not world.stops_at(1)
     os.kill(os.getpid(), USR2)
-    while not line.stops_at(2):
+    while not world.stops_at(2):
         time.sleep(0.001)
-    error = line.stopped(2)
-    line.leave()
+    error = world.stopped(2)
+    world.leave()
     assert (str(error), error.exit_code) == (
-        "SIGUSR2: stopped after step 2, with a checkpoint; the same command goes on from it.",
+        "SIGUSR2: stopped after step 2, with a checkpoint; the same command continues from it.",
         140,
     )
 
 
 def test_a_broken_library_without_a_reason():
     assert str(AbortedError()) == (
-        f"another rank ended, and this one with it; the first message of another rank tells why. {GO_ON}"
+        f"another rank ended, and this one with it; the first message of another rank tells why. {CONTINUE}"
     )

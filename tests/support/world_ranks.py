@@ -1,11 +1,11 @@
-"""Ranks without a framework, for tests of the line between them: `python line_ranks.py` reads what to start, a JSON
-object a line, and answers each with how its ranks ended.
+"""Ranks without a framework, for tests of their world: `python world_ranks.py` reads what to start, a JSON object a
+line, and answers each with how its ranks ended.
 
 The ranks are forked from here, which saves them the start. They go through `run.main` as those of a framework do, and
 add by a file that they share. `steps`: how many; `acts`: by rank, what it does to itself before a step; `orders`: what
 is done to a rank once all have made a step; `argv`, `delay`, `environs`: by rank, and so `reads` and `idles`, seconds
-that its data take and that it waits after them; `constants`: of the lifeline. A rank that stopped in order tells its
-last step as a negative number.
+that its data take and that it waits after them; `constants`: of hvdtrain.timeouts. A rank that stopped in order gives
+its last step as a negative number.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import lifeline
 from hvdtrain import run as runs
+from hvdtrain import timeouts
 from hvdtrain.errors import DataError
 
 LIMIT = 120
@@ -32,19 +32,19 @@ class Together:
     """Adds over ranks, which all call it equally often. Where a rank has ended it raises, or waits for ever."""
 
     def __init__(self, folder: Path, rank: int, size: int, breaks: bool) -> None:
-        self.rank, self.turn, self.broken = rank, 0, folder / "broken" if breaks else None
+        self.rank, self.round, self.broken = rank, 0, folder / "broken" if breaks else None
         self.rows = np.memmap(folder / "rows", np.int64, "r+", shape=(2, size, WIDTH))
-        self.turns = np.memmap(folder / "turns", np.int64, "r+", shape=(size,))
+        self.rounds = np.memmap(folder / "rounds", np.int64, "r+", shape=(size,))
         self.steps = np.memmap(folder / "steps", np.int64, "r+", shape=(size,))
 
     def sum(self, array: np.ndarray) -> np.ndarray:
-        self.turn += 1
-        rows = self.rows[self.turn % 2]  # nobody comes to the turn after the next before all have read this one
+        self.round += 1
+        rows = self.rows[self.round % 2]  # nobody comes to the round after the next before all have read this one
         rows[self.rank, : array.size] = array
-        self.turns[self.rank] = self.turn
-        while self.turns.min() < self.turn:
-            time.sleep(0.0002 * len(self.turns))
-            if self.broken and self.broken.exists() and self.turns.min() < self.turn:
+        self.rounds[self.rank] = self.round
+        while self.rounds.min() < self.round:
+            time.sleep(0.0002 * len(self.rounds))
+            if self.broken and self.broken.exists() and self.rounds.min() < self.round:
                 raise BrokenPipeError
         return rows[:, : array.size].sum(axis=0)
 
@@ -77,24 +77,24 @@ def act(name: str) -> None:
 
 
 def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
-    topology, line = run.topology, run.line
+    topology, world = run.topology, run.world
     together = Together(folder, topology.rank, topology.size, spec.get("breaks", True))
     acts = {step: name for rank, step, name in spec.get("acts", ()) if rank == topology.rank}
     try:
         act(acts.get(0, ""))
         if spec.get("exchange", True):
-            line.exchange(together.sum)
+            world.exchange(together.sum)
         for step in range(1, spec.get("steps", 100_000) + 1):
             act(acts.get(step, ""))
             together.sum(np.ones(1, np.int64))
             together.steps[topology.rank] = step
-            if line.stops_at(step):
+            if world.stops_at(step):
                 together.steps[topology.rank] = -step
                 time.sleep(spec.get("checkpoint", 0) if topology.is_chief else 0)
-                raise line.stopped(step)
+                raise world.stopped(step)
         act(acts.get(-1, ""))
     except BrokenPipeError:
-        raise line.aborted() from None
+        raise world.aborted() from None
 
 
 def environment(spec: dict[str, Any], rank: int) -> dict[str, str]:
@@ -104,19 +104,19 @@ def environment(spec: dict[str, Any], rank: int) -> dict[str, str]:
     if spec.get("launcher") == "alone":
         return {}
     if spec.get("launcher") == "horovodrun":
-        told = {"SIZE": len(nodes), "LOCAL_RANK": local_rank, "LOCAL_SIZE": nodes.count(nodes[rank])}
+        given = {"SIZE": len(nodes), "LOCAL_RANK": local_rank, "LOCAL_SIZE": nodes.count(nodes[rank])}
         return {
-            f"HOROVOD_{name}": str(value) for name, value in {**told, "RANK": rank, "CROSS_RANK": nodes[rank]}.items()
+            f"HOROVOD_{name}": str(value) for name, value in {**given, "RANK": rank, "CROSS_RANK": nodes[rank]}.items()
         }
     tasks = ",".join(str(nodes.count(node)) for node in sorted(set(nodes)))
-    told = {"PROCID": rank, "LOCALID": local_rank, "NODEID": nodes[rank], "STEP_NUM_TASKS": len(nodes)}
-    told |= {
+    given = {"PROCID": rank, "LOCALID": local_rank, "NODEID": nodes[rank], "STEP_NUM_TASKS": len(nodes)}
+    given |= {
         "JOB_ID": spec["job"],
         "STEP_ID": 0,
         "STEP_TASKS_PER_NODE": tasks,
         "STEP_NODELIST": spec.get("nodelist", "localhost"),
     }
-    return {f"SLURM_{name}": str(value) for name, value in told.items()}
+    return {f"SLURM_{name}": str(value) for name, value in given.items()}
 
 
 def slowly(function: Any, seconds: float) -> Any:
@@ -136,7 +136,7 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
         os.dup2(err.fileno(), 2)
     own = {name: spec[name].get(str(rank)) for name in ("environs", "delay", "argv", "reads", "idles") if name in spec}
     os.environ.update({**environment(spec, rank), **spec.get("environ", {}), **(own.get("environs") or {})})
-    vars(lifeline).update(spec.get("constants", {}))
+    vars(timeouts).update(spec.get("constants", {}))
     time.sleep(own.get("delay") or 0)
     argv = own.get("argv") or ["linear", "--output", str(folder / "run")]
     runs.load_dataset = slowly(runs.load_dataset, own.get("reads") or 0)
@@ -163,7 +163,7 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
     folder, size = Path(spec["folder"]), spec["size"]
     (folder / "broken").unlink(missing_ok=True)
     np.zeros((2, size, WIDTH), np.int64).tofile(folder / "rows")
-    for name in ("turns", "steps"):
+    for name in ("rounds", "steps"):
         np.zeros(size, np.int64).tofile(folder / name)
     pids = {}
     for rank in range(size):
