@@ -166,6 +166,8 @@ def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[
         )
     # Else Open MPI, when a rank is killed, now and then ends its peers before one can be named.
     found["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{timeouts.GRACE + 2:.0f}")
+    # Else Gloo gives up after 30 seconds a rank that is still importing its framework, and that one is refused then.
+    found["HOROVOD_GLOO_TIMEOUT_SECONDS"] = environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", f"{timeouts.ARRIVAL:.0f}")
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":
         found["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
     library = mpi.of_horovod(framework) if mpi.plugin_of(environ) == "pmi2" else None

@@ -18,7 +18,10 @@ OPEN_MPI_5 = Mpi("openmpi", "5.0.11", Path("/opt/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.0.2", Path("/opt/libmpich.so.12"))
 CRAY_MPICH = Mpi("mpich", "8.1.28", Path("/opt/libmpi_cray.so.12"), cray=True)
 
-RANK = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMPI_MCA_mpi_abort_delay": "10"}
+RANK = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMPI_MCA_mpi_abort_delay": "10",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",
+}  # fmt: skip
 MASTER = {"MASTER_ADDR": "nid001", "MASTER_PORT": "10007"}
 FOUND = {
     "srun": (PMIX, OPEN_MPI_5, {**RANK, **MASTER}),
@@ -34,6 +37,11 @@ FOUND = {
         f"{PMIX} OMPI_MCA_mpi_abort_delay=0",
         OPEN_MPI_5,
         {**RANK, **MASTER, "OMPI_MCA_mpi_abort_delay": "0"},
+    ),
+    "a timeout, chosen": (
+        f"{PMIX} HOROVOD_GLOO_TIMEOUT_SECONDS=60",
+        OPEN_MPI_5,
+        {**RANK, **MASTER, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"},
     ),
     "torchrun has set them": (f"{TORCHRUN} RANK=3 WORLD_SIZE=4", None, RANK),
 }
