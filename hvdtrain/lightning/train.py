@@ -20,7 +20,8 @@ from hvdtrain.recipe import Recipe
 from hvdtrain.run import Run
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.train import _events, engine_of
+from hvdtrain.torch.opening import engine_of
+from hvdtrain.torch.train import _events
 
 
 def train(run: Run) -> None:

@@ -2,15 +2,34 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 import tensorflow as tf
 
-from hvdtrain import rendezvous
+from hvdtrain import guard, meeting
 from hvdtrain.devices import gpu_index, threads
+from hvdtrain.engines import ENGINES
 from hvdtrain.run import Run
 from hvdtrain.settings import has_timeline
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
+
+
+@contextlib.contextmanager
+def engine_of(run: Run) -> Iterator[Engine]:
+    """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
+    where the block finds another rank gone."""
+    engine = open_engine(run)
+    try:
+        guard.check_world(run.topology, *engine.place, ENGINES[run.engine].title)
+        run.world.exchange(engine.sum)
+        yield engine
+    except tf.errors.OpError as error:
+        if not engine.is_lost(error):
+            raise
+        raise run.world.aborted() from None
+    finally:
+        engine.close()
 
 
 def open_engine(run: Run) -> Engine:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from hvdtrain import checkpoint, guard
-from hvdtrain.engines import ENGINES
 from hvdtrain.metrics import Totals, check_finite
 from hvdtrain.progress import Progress, due, train_requests, valid_requests
 from hvdtrain.run import Run
@@ -18,7 +17,7 @@ from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.one_replica import graph
 from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.meter import Meter, Trace
-from hvdtrain.tensorflow.opening import open_engine
+from hvdtrain.tensorflow.opening import engine_of
 from hvdtrain.tensorflow.sgd import SGD, Scaler, clipped, zeros_like
 
 
@@ -29,23 +28,6 @@ def train(run: Run) -> None:
             run.world.serve_rank_0()
         else:
             Training(run, engine).run_to_end()
-
-
-@contextlib.contextmanager
-def engine_of(run: Run) -> Iterator[Engine]:
-    """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
-    where the block finds another rank gone."""
-    engine = open_engine(run)
-    try:
-        guard.check_world(run.topology, *engine.place, ENGINES[run.engine].title)
-        run.world.exchange(engine.sum)
-        yield engine
-    except tf.errors.OpError as error:
-        if not engine.is_lost(error):
-            raise
-        raise run.world.aborted() from None
-    finally:
-        engine.close()
 
 
 class Training:

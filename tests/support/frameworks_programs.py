@@ -25,9 +25,9 @@ small.shrink(FRAMEWORK)
 
 def prepared(argv: list[str]) -> Any:
     """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
-    adapter = importlib.import_module(f"hvdtrain.{FRAMEWORK}.train")
+    adapter, opening = (importlib.import_module(f"hvdtrain.{FRAMEWORK}.{name}") for name in ("train", "opening"))
     run = runs.prepare(FRAMEWORK, argv, World(discover(os.environ)))
-    return adapter.Training(run, adapter.open_engine(run))
+    return adapter.Training(run, opening.open_engine(run))
 
 
 def initial(argv: list[str]) -> None:

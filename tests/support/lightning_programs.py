@@ -24,7 +24,8 @@ from hvdtrain.lightning.gradients import Averager
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
 from hvdtrain.lightning.train import fit, quiet
-from hvdtrain.torch.train import Training, open_engine
+from hvdtrain.torch.opening import open_engine
+from hvdtrain.torch.train import Training
 
 CLASSES = 3
 STRATEGIES: dict[str, Any] = {"horovod": lambda: "horovod", "ddp": RankDDPStrategy}

@@ -14,7 +14,8 @@ from hvdtrain.tensorflow import models, sgd
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.events import EventWriter
-from hvdtrain.tensorflow.train import Training, open_engine, train  # noqa: F401
+from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
+from hvdtrain.tensorflow.train import Training, train  # noqa: F401
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:

@@ -13,7 +13,8 @@ from hvdtrain.topology import discover
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.train import Training, open_engine, train  # noqa: F401
+from hvdtrain.torch.opening import open_engine  # noqa: F401
+from hvdtrain.torch.train import Training, train  # noqa: F401
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:

@@ -26,8 +26,8 @@ from hvdtrain.topology import Topology  # noqa: E402
 from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
+from hvdtrain.torch.opening import is_one_graph  # noqa: E402
 from hvdtrain.torch.step import Step, mean_loss  # noqa: E402
-from hvdtrain.torch.train import is_one_graph  # noqa: E402
 
 SLOW = ("a_compiled_run", "a_compiled_network", "compiled_in_parts")
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ with without_banner():
 
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
-from hvdtrain.tensorflow.train import Training, engine_of
+from hvdtrain.tensorflow.opening import engine_of
+from hvdtrain.tensorflow.train import Training
 
 WIRE = {"none": tf.float32, "fp16": tf.float16, "fp64": tf.float64}
 

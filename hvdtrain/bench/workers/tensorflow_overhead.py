@@ -14,8 +14,9 @@ import tensorflow as tf
 from hvdtrain.bench.workers import overhead
 from hvdtrain.run import Run
 from hvdtrain.tensorflow.models import resnet50
+from hvdtrain.tensorflow.opening import open_engine
 from hvdtrain.tensorflow.sgd import SGD
-from hvdtrain.tensorflow.train import Training, open_engine
+from hvdtrain.tensorflow.train import Training
 
 
 def hand_written(run: Run) -> overhead.Steps:

@@ -10,7 +10,8 @@ from hvdtrain.bench.workers import limits
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.train import Training, engine_of
+from hvdtrain.torch.opening import engine_of
+from hvdtrain.torch.train import Training
 
 WIRE = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 

@@ -21,7 +21,8 @@ from hvdtrain.bench.workers import overhead
 from hvdtrain.run import Run
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.models import resnet50
-from hvdtrain.torch.train import Training, open_engine
+from hvdtrain.torch.opening import open_engine
+from hvdtrain.torch.train import Training
 
 
 def parts(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
