@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hvdtrain import flags, plan
 from hvdtrain.errors import RecipeError
 from hvdtrain.run import load_dataset
-from hvdtrain.topology import Topology
 from hvdtrain.untrusted import quoted
 
 
@@ -17,8 +15,7 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(rest):
         print("--ranks N   the number of ranks to plan for (default: 1); beside it, the flags of a run:\n")
     recipe, _ = flags.parse_run("python -m hvdtrain plan", rest)
-    topology = replace(Topology.alone(), size=ranks)
-    print("\n".join(plan.make(recipe, topology, load_dataset(recipe)).lines()))
+    print("\n".join(plan.make(recipe, ranks, load_dataset(recipe)).lines()))
     return 0
 
 

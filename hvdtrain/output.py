@@ -42,18 +42,18 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where a run begins: its folder, the checkpoint it goes on from, and lines to tell the user."""
+class ResumePoint:
+    """What a run resumes from; without a checkpoint it begins."""
 
-    folder: RunFolder
-    checkpoint: Checkpoint | None
-    notes: tuple[str, ...]
+    checkpoint: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
+    """Lines for the log."""
 
 
-def start(
+def open_run(
     plan: Plan, topology: Topology, framework: str, output: Path | None, resume: Literal["auto", "never"]
-) -> Start:
-    """Makes or takes up the run folder and reads the checkpoint to go on from.
+) -> tuple[RunFolder, ResumePoint]:
+    """Makes or takes up the run folder and reads the checkpoint to resume from.
 
     Without `output`, takes up the newest unfinished, unlocked run of the same recipe, or makes a new folder.
     Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
@@ -64,15 +64,15 @@ def start(
         found, passed_over = _unfinished(place, plan, framework, topology.job_id)
     folder = found or hold(output or _fresh(place, topology))
     try:
-        return _begin(folder, plan, framework, resume, passed_over)
+        return folder, _resume_point(folder, plan, framework, resume, passed_over)
     except HvdtrainError:
         folder.lock.close()
         raise
 
 
-def _begin(
+def _resume_point(
     folder: RunFolder, plan: Plan, framework: str, resume: Literal["auto", "never"], passed_over: list[str]
-) -> Start:
+) -> ResumePoint:
     if resume == "never" and checkpoint.committed(folder.checkpoints):
         raise OutputError(
             f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
@@ -81,7 +81,7 @@ def _begin(
     notes = [*passed_over, *damaged, *_notes(folder, plan, state, damaged)]
     _reserve(folder, plan)
     describe(folder, plan, framework, state.meta["step"] if state else 0)
-    return Start(folder, state, tuple(notes))
+    return ResumePoint(state, tuple(notes))
 
 
 def _take_up(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint | None, list[str]]:

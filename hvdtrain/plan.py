@@ -8,7 +8,6 @@ from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.recipe import Recipe
 from hvdtrain.schedule import Schedule, peak_lr
-from hvdtrain.topology import Topology
 
 # He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.
 RESNET50_BODY = 23_508_032
@@ -102,9 +101,10 @@ class Plan:
         return f"{peak}; {warmup}{decay}"
 
 
-def make(recipe: Recipe, topology: Topology, dataset: Dataset) -> Plan:
-    """The plan. Raises PlanError where the batch does not go into ranks, parts or examples."""
-    examples, size, parts = len(dataset.train), topology.size, recipe.accumulation_steps
+def make(recipe: Recipe, shares: int, dataset: Dataset) -> Plan:
+    """The plan of a batch that is divided into so many shares. Raises PlanError where it does not go into shares,
+    micro-batches or examples."""
+    examples, size, parts = len(dataset.train), shares, recipe.accumulation_steps
     global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
     if global_batch % (size * parts) and not _may_be_uneven(recipe, global_batch, size):
         raise PlanError(_indivisible(recipe, size))

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,7 +16,7 @@ from hvdtrain import recipe as recipes
 from hvdtrain.engines import ENGINES, Adapter
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
 from hvdtrain.metrics import Events, Reporter
-from hvdtrain.output import Start
+from hvdtrain.output import ResumePoint, RunFolder
 from hvdtrain.plan import Plan
 from hvdtrain.progress import Progress
 from hvdtrain.recipe import Recipe
@@ -29,7 +29,7 @@ Framework = Literal["torch", "tensorflow"]
 
 @dataclass(frozen=True)
 class Run:
-    """Everything an adapter needs; `start` is the chief's alone, `world` the ranks of the run."""
+    """Everything an adapter needs; `world` is the ranks of the run, as this one knows them."""
 
     framework: Framework
     recipe: Recipe
@@ -39,7 +39,10 @@ class Run:
     topology: Topology
     dataset: datasets.Dataset
     plan: Plan
-    start: Start | None
+    folder: RunFolder | None
+    """Rank 0's alone."""
+    resume: ResumePoint
+    """Rank 0's; elsewhere there is no checkpoint."""
     world: World
 
     def reporter(
@@ -47,14 +50,14 @@ class Run:
     ) -> Reporter | None:
         """On the chief the run's voice, which has told the plan and the engine's notes; else None. `events` makes, for
         the run folder and the first step to come, the writer of TensorBoard's events."""
-        if not self.start:
+        if not self.folder:
             return None
-        folder = self.start.folder.path
+        folder = self.folder.path
         # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
         live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
         reporter = Reporter(folder, events(folder, step + 1), self.plan, step, live)
         where = f"{self.topology.size} ranks, {self.topology.launcher}, {self.engine} on {device} ({self.framework})"
-        for line in (*self.plan.lines(), f"ranks       {where}", f"output      {folder}", *notes, *self.start.notes):
+        for line in (*self.plan.lines(), f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
             reporter.note(line)
         return reporter
 
@@ -72,12 +75,12 @@ class Run:
 
     def finish(self, reporter: Reporter | None, step: int, line: tuple[float, float] | None) -> None:
         """The chief's last words; `line` is the fitted slope and intercept of a linear model."""
-        if not (reporter and self.start):
+        if not (reporter and self.folder):
             return
         if line:
             reporter.note(f"fitted line: y = {line[0]:.4f} x + {line[1]:.4f}")
-        self.start.folder.write_status("finished", step=step)
-        reporter.note(f"finished at step {step}; everything is in {self.start.folder.path}")
+        self.folder.write_status("finished", step=step)
+        reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
 
 
 def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
@@ -100,13 +103,22 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     world.busy("")
     replicas = len(own_devices) if ENGINES[engine].replicas else 1
     shares = 1 if ENGINES[engine].asynchronous else topology.size * replicas
-    plan = plans.make(recipe, replace(topology, size=shares), dataset)
+    plan = plans.make(recipe, shares, dataset)
     if ENGINES[engine].meets and topology.size > 1 and not world.rendezvous:
         world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
-    start = output.start(plan, topology, framework, options.output, options.resume) if topology.is_chief else None
-    if start:
-        world.liveness.on_lost = lambda reason: start.folder.write_status("failed", error=reason)
-    return Run(framework, recipe, engine, own_devices, topology, dataset, plan, start, world)
+    folder, resume = _open_folder(plan, framework, options, world)
+    return Run(framework, recipe, engine, own_devices, topology, dataset, plan, folder, resume, world)
+
+
+def _open_folder(
+    plan: Plan, framework: str, options: flags.Options, world: World
+) -> tuple[RunFolder | None, ResumePoint]:
+    """Rank 0's run folder and resume point; nothing elsewhere."""
+    if not world.topology.is_chief:
+        return None, ResumePoint()
+    folder, resume = output.open_run(plan, world.topology, framework, options.output, options.resume)
+    world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
+    return folder, resume
 
 
 def framework_of(adapter: Adapter) -> Framework:
@@ -182,10 +194,10 @@ def _prepare_and_train(adapter: Adapter, argv: Sequence[str], world: World, trai
 
 
 def _fail(error: HvdtrainError, topology: Topology, run: Run | None, world: World | None = None) -> int:
-    if run and run.start:
+    if run and run.folder:
         state: output.State = "stopped" if isinstance(error, StoppedError) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
-            run.start.folder.write_status(state, error=str(error))
+            run.folder.write_status(state, error=str(error))
     # Before training a host's first rank speaks for the host; later, a damaged file may be one rank's alone.
     speaks = topology.is_chief or (not error.everywhere and (run is not None or topology.local_rank == 0))
     if speaks and not error.reported:

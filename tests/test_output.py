@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import odd_json
@@ -15,7 +16,7 @@ import pytest
 from hvdtrain import recipe
 from hvdtrain.checkpoint import ARRAYS, Checkpoint, commit
 from hvdtrain.errors import CheckpointError, OutputError
-from hvdtrain.output import _is_finished, _metadata, model_identity, start
+from hvdtrain.output import _is_finished, _metadata, model_identity, open_run
 from hvdtrain.progress import Progress
 from hvdtrain.topology import Topology
 
@@ -26,6 +27,11 @@ IN_JOB = replace(ALONE, job_id="22")
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def start(plan, topology=IN_JOB, framework="torch", output=None, resume="auto"):
+    folder, resumed = open_run(plan, topology, framework, output, resume)
+    return SimpleNamespace(folder=folder, checkpoint=resumed.checkpoint, notes=resumed.notes)
 
 
 def begin(plan, topology=IN_JOB, output=None, resume="auto"):

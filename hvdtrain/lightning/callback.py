@@ -38,10 +38,10 @@ class RunCallback(Callback):
 
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
-        start, facts = self.run.start, None
-        if start and start.checkpoint:
-            state.load(self.state, start.checkpoint)
-            facts = dict(start.checkpoint.meta)
+        found, facts = self.run.resume.checkpoint, None
+        if found:
+            state.load(self.state, found)
+            facts = dict(found.meta)
         facts = self.engine.broadcast(self.state, facts)
         if facts is None:
             return Progress()
@@ -114,9 +114,9 @@ class RunCallback(Callback):
 
     def _checkpoint(self, valid_score: float | None) -> None:
         """Commits the whole state, which hvdtrain.torch reads too."""
-        start = self.run.start
-        if not start:
+        folder = self.run.folder
+        if not folder:
             return
         facts = self.run.facts(self.progress, self.scaler.state_dict() if self.scaler else {}, valid_score)
-        checkpoint.commit(start.folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
-        start.folder.write_status("running", step=self.progress.step)
+        checkpoint.commit(folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
+        folder.write_status("running", step=self.progress.step)

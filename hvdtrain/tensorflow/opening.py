@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from hvdtrain import guard, meeting
+from hvdtrain import guard, rendezvous
 from hvdtrain.devices import gpu_index, threads
 from hvdtrain.engines import ENGINES
 from hvdtrain.run import Run
@@ -61,7 +61,7 @@ def open_engine(run: Run) -> Engine:
 def _horovod(run: Run) -> Engine:
     from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 
-    timeline = run.start.folder.path / "timeline.json" if run.start and has_timeline(run.recipe) else None
+    timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
     engine = HorovodEngine(run.recipe, timeline)
     engine.device = _device(run, engine.gpu_operations)
     return engine

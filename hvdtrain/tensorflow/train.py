@@ -52,7 +52,7 @@ class Training:
         self.loader = Loader(self.recipe, run.dataset, engine.device)
         device = ",".join(run.devices) or engine.device.strip("/").lower()
         self.reporter = run.reporter(self.progress.step, device, EventWriter, engine.notes)
-        self._trace = Trace(run.start.folder.path if run.start and self.recipe.profile else None)
+        self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
 
     @property
     def _in_parts(self) -> bool:
@@ -69,11 +69,10 @@ class Training:
 
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
-        start = self.run.start
-        facts = None
-        if start and start.checkpoint:
-            state.load(self.state, start.checkpoint)
-            facts = dict(start.checkpoint.meta)
+        found, facts = self.run.resume.checkpoint, None
+        if found:
+            state.load(self.state, found)
+            facts = dict(found.meta)
         facts = self.engine.broadcast(self.state, facts)
         if facts is None:
             return Progress()
@@ -260,12 +259,12 @@ class Training:
         """Commits the whole state. BatchNorm's statistics are averaged first, as every rank then holds them."""
         if valid_score is None:
             models.average_statistics(self.model, self.engine)
-        start = self.run.start
-        if not start:
+        folder = self.run.folder
+        if not folder:
             return
         facts = self.run.facts(self.progress, self.scaler.state_dict(), valid_score)
-        checkpoint.commit(start.folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
-        start.folder.write_status("running", step=self.progress.step)
+        checkpoint.commit(folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
+        folder.write_status("running", step=self.progress.step)
 
     def _check_replicas(self) -> None:
         shared_statistics = self.recipe.batch_norm != "local"

@@ -59,7 +59,7 @@ def open_engine(run: Run, *, fuses: bool = False) -> Engine:
 def _horovod(run: Run, fuses: bool) -> Engine:
     from hvdtrain.torch.engines.horovod import HorovodEngine
 
-    timeline = run.start.folder.path / "timeline.json" if run.start and has_timeline(run.recipe) else None
+    timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
     engine = HorovodEngine(run.recipe, timeline, fuses=fuses)
     engine.device = _device(run, engine.gpu_operations)
     return engine

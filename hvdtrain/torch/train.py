@@ -33,8 +33,7 @@ class Training:
         self.run, self.recipe, self.plan, self.engine = run, run.recipe, run.plan, engine
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         self.model = models.build(self.recipe, run.dataset.classes, engine)
-        start = run.start
-        self.profiler = Profiler(start.folder.path, engine.device) if start and self.recipe.profile else None
+        self.profiler = Profiler(run.folder.path, engine.device) if run.folder and self.recipe.profile else None
         self.step = Step(
             self.recipe,
             engine,
@@ -69,11 +68,10 @@ class Training:
 
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
-        start = self.run.start
-        facts = None
-        if start and start.checkpoint:
-            state.load(self.state, start.checkpoint)
-            facts = dict(start.checkpoint.meta)
+        found, facts = self.run.resume.checkpoint, None
+        if found:
+            state.load(self.state, found)
+            facts = dict(found.meta)
         facts = self.engine.broadcast(self.state, facts)
         if facts is None:
             return Progress()
@@ -173,12 +171,12 @@ class Training:
         """Commits the whole state. BatchNorm's statistics are averaged first, as every rank then holds them."""
         if valid_score is None:
             models.average_statistics(self.model, self.engine)
-        start = self.run.start
-        if not start:
+        folder = self.run.folder
+        if not folder:
             return
         facts = self.run.facts(self.progress, self.scaler.state_dict(), valid_score)
-        checkpoint.commit(start.folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
-        start.folder.write_status("running", step=self.progress.step)
+        checkpoint.commit(folder.checkpoints, state.snapshot(self.state, facts), self.recipe.keep_checkpoints)
+        folder.write_status("running", step=self.progress.step)
 
     def _check_replicas(self) -> None:
         shared_statistics = self.recipe.batch_norm != "local"

@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from hvdtrain import plan as plans
 from hvdtrain.datasets import cache, shards
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.progress import Progress, train_requests
-from hvdtrain.topology import Topology
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 REMEDY = "pack the set again, or copy it whole."
@@ -195,7 +193,7 @@ def test_by_shard_each_shard_is_read_ahead_as_it_is_begun(packed, monkeypatch):
 def test_by_shard_ranks_take_equal_steps_and_no_image_twice(packed, size, global_batch):
     keys = {"data_dir": packed, "shuffle": "shards", "batch_norm": "frozen", "batch_size_per_rank": None}
     chosen = recipe.load("imagenet", {**keys, "batch_size": global_batch})
-    plan = plans.make(chosen, replace(Topology.alone(), size=size), load(packed, is_by_shard=True))
+    plan = plans.make(chosen, size, load(packed, is_by_shard=True))
     told = [train_requests(plan, Progress(epoch=2), rank) for rank in range(size)]
     assert {starts for starts, _ in told} == {range(0, 16 - global_batch + 1, global_batch)}
     read = np.concatenate([part for _, requests in told for part, _ in requests])

@@ -13,7 +13,6 @@ from hvdtrain import plan as plans
 from hvdtrain.datasets import linear
 from hvdtrain.progress import Progress, train_requests
 from hvdtrain.run import load_dataset
-from hvdtrain.topology import Topology
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
@@ -100,7 +99,7 @@ def test_a_process_holds_one_framework(trained, framework, ranks):
 def reference(steps):
     """The losses of `line`, by NumPy in float64."""
     loaded = recipe.load("linear", {"epochs": 5})
-    plan = plans.make(loaded, Topology.alone(), load_dataset(loaded))
+    plan = plans.make(loaded, 1, load_dataset(loaded))
     points, (slope, intercept), told = linear.load(0).train, (0.0, 0.0), []
     for epoch in range(5):
         progress = Progress(epoch=epoch)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from hvdtrain import plan as plans
 from hvdtrain import recipe
 from hvdtrain.plan import Plan
 from hvdtrain.run import load_dataset
-from hvdtrain.topology import Topology
 
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PRTE", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_")
 
@@ -24,7 +22,7 @@ def make_plan() -> Callable[..., Plan]:
 
     def make(name: str = "linear", size: int = 1, **overrides: object) -> Plan:
         loaded = recipe.load(name, overrides)
-        return plans.make(loaded, replace(Topology.alone(), size=size), load_dataset(loaded))
+        return plans.make(loaded, size, load_dataset(loaded))
 
     return make
 

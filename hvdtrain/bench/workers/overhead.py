@@ -58,10 +58,14 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
     dataset = load_dataset(recipe)
-    plan = plans.make(recipe, topology, dataset)
+    plan = plans.make(recipe, topology.size, dataset)
     with tempfile.TemporaryDirectory() as folder:
-        start = output.start(plan, topology, framework, Path(folder, "run"), "never") if topology.is_chief else None
-        run = Run(framework, recipe, engine, (), topology, dataset, plan, start, World(topology))
+        of_run = None
+        if topology.is_chief:
+            of_run, _ = output.open_run(plan, topology, framework, Path(folder, "run"), "never")
+        run = Run(
+            framework, recipe, engine, (), topology, dataset, plan, of_run, output.ResumePoint(), World(topology)
+        )
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
     if topology.is_chief:

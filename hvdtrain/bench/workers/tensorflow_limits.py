@@ -33,7 +33,7 @@ def sides(run: Run) -> Iterator[limits.Sides]:
             communicate = _allreduce(engine, gradients)
             by_itself = LocalEngine(engine.device)
             by_itself.rank = engine.rank
-            alone = _drive(Training(replace(run, engine="local", start=None), by_itself))
+            alone = _drive(Training(replace(run, engine="local", folder=None), by_itself))
         sent = count * gradients.dtype.size
         yield limits.Sides(_drive(training), alone, communicate, engine.sum, sent)
 

@@ -27,7 +27,7 @@ def sides(run: Run) -> Iterator[limits.Sides]:
         if engine.size > 1 and communicate:
             by_itself = LocalEngine(engine.device)
             by_itself.rank = engine.rank
-            alone = _drive(Training(replace(run, engine="local", start=None), by_itself))
+            alone = _drive(Training(replace(run, engine="local", folder=None), by_itself))
         yield limits.Sides(_drive(training), alone, communicate, engine.sum, gradients.nbytes)
 
 
