@@ -9,7 +9,7 @@ import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import pydantic
 import tyro
@@ -24,6 +24,11 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import Recipe
 from hvdtrain.untrusted import printable, quoted
 
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[("auto", *engines.ENGINES)]
+
 MOST_WORDS = 1000
 LONGEST_WORD = 4096  # a path's, on Linux
 ALIASES = {"base_lr": ["--lr"], "engine": ["--strategy"]}
@@ -36,7 +41,7 @@ class Options:
 
     output: Path | None = Field(None, description="run folder; left out: runs/RECIPE/JOB, or the unfinished run")
     resume: Literal["auto", "never"] = Field("auto", description="auto continues from the newest whole checkpoint")
-    engine: engines.Name = Field("auto", description="what joins the ranks; auto: local for one process, else horovod")
+    engine: EngineName = Field("auto", description="what joins the ranks; auto: local for one process, else horovod")
     devices: str | None = Field(
         None, description="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"
     )
