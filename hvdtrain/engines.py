@@ -1,143 +1,149 @@
-"""The engines that a run may ask for by name, and what each of them cannot do: told before a framework is loaded."""
+"""The engines that a run may ask for by name: one row each, whose class is loaded when a run opens it."""
 
-import re
-from collections.abc import Mapping
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
-from hvdtrain.errors import DeviceError, RecipeError
+from hvdtrain.compatibility import Adapter, EngineSpec
 from hvdtrain.recipe import Recipe
+from hvdtrain.rendezvous import Endpoint
+from hvdtrain.topology import Topology
 
-Adapter = Literal["torch", "tensorflow", "lightning"]
-Name = Literal[
-    "auto", "horovod", "local", "ddp", "dataparallel", "modelparallel",
-    "mirrored", "multiworker", "central", "parameter-server",
-]  # fmt: skip
-
-DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+ENGINES = {
+    row.name: row
+    for row in (
+        EngineSpec(
+            "horovod",
+            "Horovod",
+            {
+                "torch": "hvdtrain.torch.engines.horovod:HorovodEngine",
+                "tensorflow": "hvdtrain.tensorflow.engines.horovod:HorovodEngine",
+                "lightning": "hvdtrain.lightning.strategies:horovod",
+            },
+            "any launcher, any MPI, both frameworks",
+            launcher="horovodrun",
+            horovod_keys=True,
+            compressions=("none", "fp16", "fp64"),
+        ),
+        EngineSpec(
+            "local",
+            "one process",
+            {
+                "torch": "hvdtrain.torch.engines.local:LocalEngine",
+                "tensorflow": "hvdtrain.tensorflow.engines.local:LocalEngine",
+                "lightning": "hvdtrain.lightning.strategies:local",
+            },
+            "one device; the reference of all others",
+            horovod_keys=True,
+            compressions=("none", "fp16", "fp64"),
+        ),
+        EngineSpec(
+            "ddp",
+            "torch.distributed",
+            {
+                "torch": "hvdtrain.torch.engines.ddp:DdpEngine",
+                "lightning": "hvdtrain.lightning.strategies:ddp",
+            },
+            "PyTorch alone, with nothing to build",
+            launcher="torchrun",
+            needs_address=True,
+            compressions=("none", "fp16", "bf16", "fp64"),
+        ),
+        EngineSpec(
+            "dataparallel",
+            "DataParallel",
+            {"torch": "hvdtrain.torch.engines.dataparallel:DataParallelEngine"},
+            "a script that must stay one process; slower than ddp",
+            devices=2,
+            gpus_only=True,
+            splits_network=True,
+            splits_statistics=True,
+        ),
+        EngineSpec(
+            "modelparallel",
+            "the split model",
+            {"torch": "hvdtrain.torch.engines.modelparallel:ModelParallelEngine"},
+            "a model that does not fit into one device",
+            devices=2,
+            splits_network=True,
+        ),
+        EngineSpec(
+            "mirrored",
+            "MirroredStrategy",
+            {"tensorflow": "hvdtrain.tensorflow.engines.mirrored:MirroredEngine"},
+            "the GPUs of one node, without a launcher",
+            devices=1,
+            replicas=True,
+        ),
+        EngineSpec(
+            "multiworker",
+            "MultiWorkerMirroredStrategy",
+            {"tensorflow": "hvdtrain.tensorflow.engines.multiworker:MultiWorkerEngine"},
+            "TensorFlow alone, with nothing to build",
+            launcher="horovodrun",
+            needs_address=True,
+        ),
+        EngineSpec(
+            "central",
+            "CentralStorageStrategy",
+            {"tensorflow": "hvdtrain.tensorflow.engines.central:CentralEngine"},
+            "variables too large for every GPU",
+            devices=1,
+            replicas=True,
+            remote_variables=True,
+        ),
+        EngineSpec(
+            "parameter-server",
+            "ParameterServerStrategy",
+            {"tensorflow": "hvdtrain.tensorflow.engines.parameter_server:ParameterServerEngine"},
+            "workers of unequal speed: asynchronous, not the same numbers",
+            launcher="horovodrun",
+            remote_variables=True,
+            asynchronous=True,
+            needs_address=True,
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One row of the table: a library that joins ranks or devices."""
+class Setup:
+    """What every engine is opened with."""
 
-    title: str
-    """What the library is called in a message."""
-    adapters: tuple[Adapter, ...]
-    one_process: bool = False
-    """Whether one process holds everything: several ranks are then refused."""
-    devices: int = 0
-    """How many devices of its one process it needs at least; 0 where it takes a rank's own."""
-    gpus_only: bool = False
-    """Whether these devices can be nothing else than GPUs."""
-    replicas: bool = False
-    """Whether each of these devices trains on a share of its own."""
-    asynchronous: bool = False
-    """Whether each update is one rank's, of a batch that no other shares."""
-    meets: bool = False
-    """Whether its ranks must know the chief's address before it starts."""
-    compressions: tuple[str, ...] = ("none", "fp64")
-    """What its gradients may travel as. In one process nothing travels, and fp64 changes nothing."""
+    recipe: Recipe
+    topology: Topology
+    devices: tuple[str, ...]
+    """Of an engine of one process that takes several; () elsewhere."""
+    endpoints: Sequence[Endpoint]
+    """Where each rank can be reached, by rank."""
+    timeline: Path | None = None
+    """Where Horovod is to write its timeline; the chief's alone."""
+    fuses: bool = False
+    """Whether Horovod puts gradients together by itself, as another loop than ours hands it each alone."""
 
 
-ENGINES: Mapping[str, Engine] = {
-    "horovod": Engine("Horovod", ("torch", "tensorflow", "lightning"), compressions=("none", "fp16", "fp64")),
-    "local": Engine(
-        "one process", ("torch", "tensorflow", "lightning"), one_process=True, compressions=("none", "fp16", "fp64")
-    ),
-    "ddp": Engine(
-        "torch.distributed", ("torch", "lightning"), meets=True, compressions=("none", "fp16", "bf16", "fp64")
-    ),
-    "dataparallel": Engine("DataParallel", ("torch",), one_process=True, devices=2, gpus_only=True),
-    "modelparallel": Engine("the split model", ("torch",), one_process=True, devices=2),
-    "mirrored": Engine("MirroredStrategy", ("tensorflow",), one_process=True, devices=1, replicas=True),
-    "multiworker": Engine("MultiWorkerMirroredStrategy", ("tensorflow",), meets=True),
-    "central": Engine("CentralStorageStrategy", ("tensorflow",), one_process=True, devices=1, replicas=True),
-    "parameter-server": Engine("ParameterServerStrategy", ("tensorflow",), asynchronous=True, meets=True),
-}
-
-# Keys of a recipe that only Horovod heeds, and what they are where they ask for nothing.
-HOROVODS = {
-    "reduction": "average", "autotune": False, "horovod_timeline": False, "fusion_threshold_mb": None,
-    "cycle_time_ms": None,
-}  # fmt: skip
-
-# Engines that put one process's network on several devices.
-SEVERAL_DEVICES = ("dataparallel", "modelparallel")
-
-# Engines whose replicas compute with variables that lie on another device.
-FAR_VARIABLES = ("central", "parameter-server")
+def choose(name: str, launcher: str) -> EngineSpec:
+    """The engine that is meant; "auto" is local for one process, else Horovod."""
+    auto = "local" if launcher == "alone" else "horovod"
+    return ENGINES[auto if name == "auto" else name]
 
 
-def choose(name: Name, adapter: Adapter, launcher: str) -> str:
-    """The engine's name; "auto" is local for one process, else Horovod. Raises RecipeError."""
-    if name == "auto":
-        return "local" if launcher == "alone" else "horovod"
-    known = [engine for engine, row in ENGINES.items() if adapter in row.adapters]
-    if name not in known:
-        raise RecipeError(f"engine {name} is none of hvdtrain.{adapter}'s; take one of {', '.join(known)}.")
-    return name
+def devices_of(engine: EngineSpec, flag: str | None, visible: int, wanted: str) -> tuple[str, ...]:
+    """The devices of an engine of one process: those of the flag, as in cpu,cpu, else the `visible` GPUs, else the CPU.
 
-
-def check(name: str, recipe: Recipe) -> None:
-    """Refuses what the recipe asks of the engine and the engine has not. Raises RecipeError."""
-    engine = ENGINES[name]
-    if name not in {"horovod", "local"}:
-        for key, nothing in HOROVODS.items():
-            if (asked := getattr(recipe, key)) != nothing:
-                raise RecipeError(f"{key} {asked} is Horovod's alone, this run takes engine {name}; drop it.")
-    if name == "dataparallel" and recipe.batch_norm == "sync":
-        raise RecipeError(
-            "batch_norm sync needs ranks, which engine dataparallel has not; take local, or --engine ddp."
-        )
-    if recipe.compile and name in SEVERAL_DEVICES:
-        raise RecipeError(f"compile cannot be with engine {name}, whose network lies on several devices; drop it.")
-    if recipe.xla and name in FAR_VARIABLES:
-        raise RecipeError(
-            f"xla cannot be with engine {name}: XLA has no access to variables on another device "
-            "(tensorflow.org/xla/known_issues); drop it."
-        )
-    if engine.asynchronous:
-        _check_asynchronous(name, recipe)
-    if recipe.compression not in engine.compressions:
-        raise RecipeError(
-            f"compression must be one of {', '.join(engine.compressions)} with engine {name}, got {recipe.compression}."
-        )
-
-
-def _check_asynchronous(name: str, recipe: Recipe) -> None:
-    if recipe.accumulation_steps > 1:
-        raise RecipeError(
-            f"accumulation_steps must be 1 with engine {name}, whose workers update by themselves, got "
-            f"{recipe.accumulation_steps}; take a smaller batch_size."
-        )
-    if recipe.precision == "float16":
-        raise RecipeError(
-            f"precision float16 cannot be with engine {name}: its workers would change the loss scale under one "
-            "another; take bfloat16."
-        )
-
-
-def devices(name: str, said: str | None, visible: int, wanted: str) -> tuple[str, ...]:
-    """The devices of an engine of one process: those `said`, as in cpu,cpu, else the `visible` GPUs, else the CPU.
-
-    `wanted` is the recipe's device; () for an engine that takes a rank's own. Raises DeviceError.
+    `wanted` is the recipe's device; () for an engine that takes a rank's own.
     """
-    engine = ENGINES[name]
     if not engine.devices:
-        if said is not None:
-            several = [other for other, row in ENGINES.items() if row.devices]
-            raise DeviceError(f"--devices goes with engine {', '.join(several)}, got engine {name}; drop it.")
         return ()
+    if flag is not None:
+        return tuple(flag.split(","))
     gpus = 0 if wanted == "cpu" else visible
-    found = tuple(said.split(",")) if said is not None else tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu",)
-    if wrong := [device for device in found if not DEVICE.fullmatch(device)]:
-        raise DeviceError(f"--devices must list devices such as cuda:0,cuda:1 or cpu,cpu, got {wrong[0]!r}.")
-    if len(found) < engine.devices:
-        raise DeviceError(
-            f"engine {name} needs at least {engine.devices} devices, this process has {len(found)} ({found[0]}); "
-            "ask for more GPUs, or name them: --devices cuda:0,cuda:1"
-        )
-    if engine.gpus_only and "cpu" in found:
-        raise DeviceError(f"engine {name} knows GPUs only, got --devices {said}; take --engine modelparallel or ddp.")
-    return found
+    return tuple(f"cuda:{index}" for index in range(gpus)) or ("cpu",)
+
+
+def load(name: str, adapter: Adapter) -> Any:
+    """The class of the engine's row for that adapter. Raises EngineUnavailable where its library is missing."""
+    module, _, attribute = ENGINES[name].classes[adapter].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.engines import ENGINES
 from hvdtrain.errors import ReplicaError, WorldError
 from hvdtrain.sharing import Sum, gather
 from hvdtrain.topology import Topology
@@ -22,15 +21,6 @@ REMEDIES = {
     "horovodrun": "build Horovod with the controller that horovodrun used: python -m hvdtrain build",
     "alone": "take --engine local, or start with horovodrun, mpirun or srun",
 }
-
-
-def check_launcher(topology: Topology, engine: str) -> None:
-    """Refuses, before any framework is loaded, a launcher that the engine cannot hear."""
-    if ENGINES[engine].one_process and topology.size > 1:
-        raise WorldError(
-            f"engine {engine} trains one rank alone, but {topology.launcher} started {topology.size}; "
-            f"drop --engine {engine}, or start one process."
-        )
 
 
 def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod") -> None:

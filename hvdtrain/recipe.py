@@ -168,18 +168,6 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def check_framework(recipe: Recipe, framework: str) -> None:
-    """Refuses what the framework has not."""
-    if framework == "torch" and recipe.xla:
-        raise RecipeError("xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.")
-    if framework == "torch" and recipe.reduction == "adasum" and recipe.channels_last:
-        raise RecipeError("reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one.")
-    if framework == "tensorflow" and recipe.compile:
-        raise RecipeError("compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.")
-    if framework == "tensorflow" and recipe.data_on_device:
-        raise RecipeError("data_on_device is PyTorch's, this run is TensorFlow's; drop it.")
-
-
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load` reads back to an equal recipe."""
     text = io.StringIO()

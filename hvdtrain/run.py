@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from hvdtrain import datasets, devices, engines, flags, guard, keys, launch, output, rendezvous, slurm_job, untrusted
+from hvdtrain import compatibility, datasets, devices, engines, flags, keys, output, rendezvous, slurm_job, untrusted
 from hvdtrain import plan as plans
-from hvdtrain import recipe as recipes
-from hvdtrain.engines import ENGINES, Adapter
+from hvdtrain.compatibility import Adapter, Choice, Framework, framework_of
+from hvdtrain.engines import ENGINES
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
 from hvdtrain.metrics import Events, Reporter
 from hvdtrain.output import ResumePoint, RunFolder
@@ -23,8 +23,6 @@ from hvdtrain.recipe import Recipe
 from hvdtrain.signals import TIME_LIMIT_SIGNALS
 from hvdtrain.topology import Topology, discover
 from hvdtrain.world import World, joined
-
-Framework = Literal["torch", "tensorflow"]
 
 
 @dataclass(frozen=True)
@@ -88,26 +86,23 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     topology, framework = world.topology, framework_of(adapter)
     world.liveness.on_vanished = lambda: slurm_job.cancel_step(os.environ)
     recipe, options = flags.parse_run(f"python -m hvdtrain.{adapter}", argv)
-    recipes.check_framework(recipe, framework)
-    engine = engines.choose(options.engine, adapter, topology.launcher)
-    engines.check(engine, recipe)
-    guard.check_launcher(topology, engine)
-    visible = devices.visible_gpus(os.environ) if ENGINES[engine].devices else 0
-    own_devices = engines.devices(engine, options.devices, visible, recipe.device)
-    if engine == "horovod":
-        launch.check_plugin(topology, framework, os.environ)
+    engine = engines.choose(options.engine, topology.launcher)
+    visible = devices.visible_gpus(os.environ) if engine.devices else 0
+    own_devices = engines.devices_of(engine, options.devices, visible, recipe.device)
+    choice = Choice(recipe, adapter, engine, topology, own_devices, options.devices, ENGINES.values())
+    compatibility.check(choice, os.environ)
     if recipe.cache_dir and topology.is_chief:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     world.busy(f"prepares the data set {recipe.dataset}")
     dataset = load_dataset(recipe)
     world.busy("")
-    replicas = len(own_devices) if ENGINES[engine].replicas else 1
-    shares = 1 if ENGINES[engine].asynchronous else topology.size * replicas
+    replicas = len(own_devices) if engine.replicas else 1
+    shares = 1 if engine.asynchronous else topology.size * replicas
     plan = plans.make(recipe, shares, dataset)
-    if ENGINES[engine].meets and topology.size > 1 and not world.rendezvous:
+    if engine.needs_address and topology.size > 1 and not world.rendezvous:
         world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
     folder, resume = _open_folder(plan, framework, options, world)
-    return Run(framework, recipe, engine, own_devices, topology, dataset, plan, folder, resume, world)
+    return Run(framework, recipe, engine.name, own_devices, topology, dataset, plan, folder, resume, world)
 
 
 def _open_folder(
@@ -119,11 +114,6 @@ def _open_folder(
     folder, resume = output.open_run(plan, world.topology, framework, options.output, options.resume)
     world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
     return folder, resume
-
-
-def framework_of(adapter: Adapter) -> Framework:
-    """What the adapter trains with."""
-    return "torch" if adapter == "lightning" else adapter
 
 
 def load_dataset(recipe: Recipe) -> datasets.Dataset:

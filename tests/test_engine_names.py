@@ -1,8 +1,9 @@
 """Engines by name: who has them, what they refuse, which devices they take; before any framework is loaded."""
 
 import pytest
+from choices import choice
 
-from hvdtrain import engines, recipe
+from hvdtrain import compatibility, engines, recipe
 from hvdtrain.errors import DeviceError, RecipeError
 
 
@@ -17,7 +18,9 @@ from hvdtrain.errors import DeviceError, RecipeError
     ],
 )
 def test_the_engine_that_is_meant(name, adapter, launcher, chosen):
-    assert engines.choose(name, adapter, launcher) == chosen
+    engine = engines.choose(name, launcher)
+    assert engine.name == chosen
+    compatibility.check(choice(engine.name, adapter), {})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_the_engine_that_is_meant(name, adapter, launcher, chosen):
 )
 def test_the_other_frameworks_engine_is_refused(name, adapter, message):
     with pytest.raises(RecipeError) as refused:
-        engines.choose(name, adapter, "srun")
+        compatibility.check(choice(name, adapter), {})
     assert str(refused.value) == message
 
 
@@ -85,14 +88,15 @@ ASKED_TOO_MUCH = {
 @pytest.mark.parametrize(("engine", "keys", "message"), ASKED_TOO_MUCH.values(), ids=ASKED_TOO_MUCH)
 def test_what_an_engine_has_not_is_refused(engine, keys, message):
     with pytest.raises(RecipeError) as refused:
-        engines.check(engine, recipe.load("digits", keys))
+        compatibility.check(choice(engine, recipe=recipe.load("digits", keys)), {})
     assert str(refused.value) == message
 
 
 @pytest.mark.parametrize("name", engines.ENGINES)
 @pytest.mark.parametrize("of", ["linear", "digits", "cifar100", "imagenet"])
 def test_every_engine_takes_the_shipped_recipes(name, of):
-    engines.check(name, recipe.load(of))
+    for adapter in engines.ENGINES[name].classes:
+        compatibility.check(choice(name, adapter, recipe.load(of)), {})
 
 
 DEVICES = {
@@ -107,7 +111,13 @@ DEVICES = {
 
 @pytest.mark.parametrize(("asked", "given"), DEVICES.values(), ids=DEVICES)
 def test_the_devices_that_are_meant(asked, given):
-    assert engines.devices(*asked) == given
+    name, *rest = asked
+    assert engines.devices_of(engines.ENGINES[name], *rest) == given
+
+
+def check_devices(name, flag, visible, wanted):
+    devices = engines.devices_of(engines.ENGINES[name], flag, visible, wanted)
+    compatibility.check(choice(name, devices=devices, devices_flag=flag), {})
 
 
 TOO_FEW = {
@@ -129,6 +139,14 @@ TOO_FEW = {
         ("modelparallel", "gpu0,gpu1", 2, "auto"),
         "--devices must list devices such as cuda:0,cuda:1 or cpu,cpu, got 'gpu0'.",
     ),
+    "a mixture": (
+        ("mirrored", "cuda:0,cpu", 0, "auto"),
+        "--devices must be different GPUs, or cpu several times, got cuda:0,cpu.",
+    ),
+    "a GPU twice": (
+        ("central", "cuda:0,cuda:0", 0, "auto"),
+        "--devices must be different GPUs, or cpu several times, got cuda:0,cuda:0.",
+    ),
     "a rank's own": (
         ("horovod", "cpu,cpu", 0, "auto"),
         "--devices goes with engine dataparallel, modelparallel, mirrored, central, got engine horovod; drop it.",
@@ -139,5 +157,5 @@ TOO_FEW = {
 @pytest.mark.parametrize(("asked", "message"), TOO_FEW.values(), ids=TOO_FEW)
 def test_devices_that_are_not_there_are_refused(asked, message):
     with pytest.raises(DeviceError) as refused:
-        engines.devices(*asked)
+        check_devices(*asked)
     assert str(refused.value) == message

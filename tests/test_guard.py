@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from choices import choice
 
+from hvdtrain.compatibility import check
 from hvdtrain.errors import HvdtrainError, ReplicaError, WorldError
-from hvdtrain.guard import REMEDIES, check_launcher, check_replicas, check_world
+from hvdtrain.guard import REMEDIES, check_replicas, check_world
 from hvdtrain.topology import LAUNCHERS, Topology
 
 ALONE = Topology.alone("nid1")
@@ -122,7 +124,7 @@ DEAF = {
 @pytest.mark.parametrize(("promised", "engine", "message"), DEAF.values(), ids=DEAF)
 def test_a_launcher_the_engine_cannot_hear_is_refused(promised, engine, message):
     with pytest.raises(WorldError) as caught:
-        check_launcher(started(*promised), engine)
+        check(choice(engine, topology=started(*promised)), {})
     assert str(caught.value) == message
 
 
@@ -132,7 +134,7 @@ def test_a_launcher_the_engine_cannot_hear_is_refused(promised, engine, message)
     ids=["torchrun", "srun of one, local", "srun"],
 )
 def test_a_launcher_the_engine_hears_passes(promised, engine):
-    check_launcher(started(*promised), engine)
+    check(choice(engine, topology=started(*promised)), {})
 
 
 def compare(fingerprints: Sequence[int], hosts: Sequence[str] | None = None) -> list[Any]:

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+from choices import choice
 from environments import CRAY, HOROVODRUN, OPENMPI4, PMI2, PMIX, STEP, TORCHRUN, environment
 from paths import DUMPS
 
-from hvdtrain import launch, mpi
+from hvdtrain import compatibility, launch, mpi
 from hvdtrain.errors import WorldError
 from hvdtrain.mpi import Mpi
 from hvdtrain.topology import discover
@@ -48,7 +49,7 @@ STARTS = {  # environment, Horovod's MPI: the message
 def refused(environ, library, monkeypatch):
     monkeypatch.setattr(mpi, "of_horovod", lambda framework: library)
     try:
-        launch.check_plugin(discover(environ), "torch", environ)
+        compatibility.check(choice(topology=discover(environ)), environ)
     except WorldError as error:
         return str(error)
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from choices import choice
 from ruamel.yaml import YAML
 
-from hvdtrain import recipe
+from hvdtrain import compatibility, recipe
 from hvdtrain.errors import RecipeError
 from hvdtrain.recipe import Recipe, dump, load, nearest, validate
 
@@ -434,9 +435,9 @@ def test_nearest(word, hint):
 
 def test_horovods_adasum_has_no_channels_last():
     asked = recipe.load("digits", {"reduction": "adasum", "channels_last": True})
-    recipe.check_framework(asked, "tensorflow")
+    compatibility.check(choice(adapter="tensorflow", recipe=asked), {})
     with pytest.raises(RecipeError) as caught:
-        recipe.check_framework(asked, "torch")
+        compatibility.check(choice(adapter="torch", recipe=asked), {})
     refused = "reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one."
     assert str(caught.value) == refused
 
@@ -452,7 +453,7 @@ FOREIGN = {
 def test_each_framework_refuses_what_it_has_not(key):
     home, abroad, message = FOREIGN[key]
     asked = recipe.load("digits", {key: True})
-    recipe.check_framework(asked, home)
+    compatibility.check(choice(adapter=home, recipe=asked), {})
     with pytest.raises(RecipeError) as caught:
-        recipe.check_framework(asked, abroad)
+        compatibility.check(choice(adapter=abroad, recipe=asked), {})
     assert str(caught.value) == message

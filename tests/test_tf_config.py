@@ -4,8 +4,9 @@ import json
 import socket
 
 import pytest
+from choices import choice
 
-from hvdtrain import engines, recipe, rendezvous, tf_config
+from hvdtrain import compatibility, recipe, rendezvous, tf_config
 from hvdtrain.errors import RecipeError
 from hvdtrain.peers import Peer, endpoints_of
 from hvdtrain.rendezvous import Endpoint, own_endpoint
@@ -107,5 +108,5 @@ REFUSED = {
 @pytest.mark.parametrize(("engine", "keys", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_an_engine_cannot_do_is_refused(engine, keys, said):
     with pytest.raises(RecipeError) as caught:
-        engines.check(engine, recipe.load("linear", keys))
+        compatibility.check(choice(engine, recipe=recipe.load("linear", keys)), {})
     assert str(caught.value) == said

@@ -18,8 +18,9 @@ import tyro
 from hvdtrain import errors, flags
 from hvdtrain import recipe as recipes
 from hvdtrain.bench import measure
+from hvdtrain.compatibility import Adapter
 from hvdtrain.devices import visible_gpus
-from hvdtrain.engines import ENGINES, Adapter
+from hvdtrain.engines import ENGINES
 from hvdtrain.untrusted import printable, read_bytes
 
 WARM_UP = 3  # steps
@@ -39,21 +40,6 @@ class Options(measure.Kept):
     steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
 
 
-GOOD_FOR = {
-    "local": "one device; the reference of all others",
-    "horovod": "any launcher, any MPI, both frameworks",
-    "ddp": "PyTorch alone, with nothing to build",
-    "dataparallel": "a script that must stay one process; slower than ddp",
-    "modelparallel": "a model that does not fit into one device",
-    "mirrored": "the GPUs of one node, without a launcher",
-    "multiworker": "TensorFlow alone, with nothing to build",
-    "central": "variables too large for every GPU",
-    "parameter-server": "workers of unequal speed: asynchronous, not the same numbers",
-}
-LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun", "multiworker": "horovodrun", "parameter-server": "horovodrun"}
-"""How an engine with several ranks is started here."""
-
-
 @dataclass(frozen=True)
 class Contender:
     """One engine under one adapter, and the processes and devices it gets."""
@@ -64,7 +50,7 @@ class Contender:
 
     @property
     def launcher(self) -> str:
-        return LAUNCHERS.get(self.engine, "python")
+        return ENGINES[self.engine].launcher or "python"
 
     def command(self, gpus: int, run_flags: Sequence[str]) -> list[str]:
         """What a user would type."""
@@ -100,7 +86,7 @@ def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
         Contender(adapter, name, ranks)
         for adapter in adapters
         for name, engine in ENGINES.items()
-        if adapter in engine.adapters
+        if adapter in engine.classes
     ]
 
 
@@ -166,7 +152,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
         if measured.seconds:
             step = measure.summary(measured.seconds, 1e3, 0)
             rate = f"{measured.batch / statistics.median(measured.seconds):.1f}"
-        good_for = GOOD_FOR[contender.engine] if not measured.reason else measured.reason
+        good_for = ENGINES[contender.engine].good_for if not measured.reason else measured.reason
         lines.append(f"| `{contender.engine}` | {start} | {contender.adapter} | {step} | {rate} | {good_for} |")
     return lines
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain.bench.engines import reason
+from hvdtrain.engines import ENGINES
 from hvdtrain.errors import EngineUnavailable
 
 KEPT = "HVDTRAIN_BENCH_KEPT"
@@ -47,7 +48,7 @@ def _launcher(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
     beside = Path(sys.executable).parent
     if ranks == 1:
         return [sys.executable]
-    if engine == "ddp":
+    if ENGINES[engine].launcher == "torchrun":
         return [str(beside / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
     if not (beside / "horovodrun").exists():
         raise EngineUnavailable(f"{beside / 'horovodrun'} is missing; build Horovod first: python -m hvdtrain build")

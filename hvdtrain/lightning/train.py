@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from hvdtrain import engines
 from hvdtrain.lightning.callback import RunCallback
 from hvdtrain.lightning.data import RecipeDataModule
-from hvdtrain.lightning.ddp import RankDDPStrategy
-from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.recipe import Recipe
 from hvdtrain.run import Run
@@ -56,7 +54,7 @@ def trainer_of(
     return Trainer(
         accelerator="cpu" if engine.device.type == "cpu" else "gpu",
         devices=1 if engine.device.type == "cpu" else [engine.device.index],
-        strategy=strategy_of(run, engine),
+        strategy=engines.load(run.engine, "lightning")(run, engine),
         plugins=[precision_of(recipe, engine.device, scaler)],
         max_epochs=recipe.epochs - progress.epoch,
         max_steps=recipe.max_steps - progress.step if recipe.max_steps else -1,
@@ -73,43 +71,6 @@ def trainer_of(
         enable_model_summary=False,
         default_root_dir=os.devnull,  # else a job of SLURM's looks there for a checkpoint of Lightning's to begin with
     )
-
-
-def strategy_of(run: Run, engine: Engine) -> Strategy:
-    """Lightning's strategy over the engine's ranks and device."""
-    place: dict[str, Any] = {
-        "parallel_devices": [engine.device],
-        "cluster_environment": RankEnvironment(run.topology),
-    }
-    match run.engine:
-        case "local":
-            return SingleDeviceStrategy(device=engine.device)
-        case "ddp":
-            return _RunDDP(engine, **place)
-    from hvdtrain.lightning.strategy import HorovodStrategy
-
-    class RunHorovod(HorovodStrategy):
-        """Without a collective around validation, which a rank without examples for it does not come by."""
-
-        def on_validation_start(self) -> None:
-            """The callback has averaged BatchNorm's statistics."""
-
-    return RunHorovod(compression=run.recipe.compression, **place)
-
-
-class _RunDDP(RankDDPStrategy):
-    """The DistributedDataParallel of the engine, with its compression; and no collective around validation."""
-
-    def __init__(self, engine: Engine, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._engine = engine
-
-    def _setup_model(self, model: torch.nn.Module) -> Any:
-        network, _ = self._engine.wrap(model, torch.optim.SGD(model.parameters()))
-        return network
-
-    def on_validation_start(self) -> None:
-        """The callback has averaged BatchNorm's statistics."""
 
 
 def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradScaler | None) -> Precision:

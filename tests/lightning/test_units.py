@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from choices import choice
 from ranks import clean_environ, lacking
 
 pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
@@ -48,13 +49,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_lightning_cannot_do_is_refused(case):
+    from hvdtrain.compatibility import check
     from hvdtrain.errors import RecipeError
-    from hvdtrain.lightning.__main__ import check
     from hvdtrain.recipe import load
 
     overrides, words = REFUSED[case]
     with pytest.raises(RecipeError) as refused:
-        check(load("linear", overrides))
+        check(choice("horovod", "lightning", load("linear", overrides)), {})
     assert str(refused.value) == words
 
 

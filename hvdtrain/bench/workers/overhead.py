@@ -20,7 +20,8 @@ from hvdtrain import output
 from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
 from hvdtrain.bench import ranks
-from hvdtrain.run import Framework, Run, load_dataset
+from hvdtrain.compatibility import Framework
+from hvdtrain.run import Run, load_dataset
 from hvdtrain.topology import discover
 from hvdtrain.world import World
 
@@ -63,9 +64,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
         of_run = None
         if topology.is_chief:
             of_run, _ = output.open_run(plan, topology, framework, Path(folder, "run"), "never")
-        run = Run(
-            framework, recipe, engine, (), topology, dataset, plan, of_run, output.ResumePoint(), World(topology)
-        )
+        run = Run(framework, recipe, engine, (), topology, dataset, plan, of_run, output.ResumePoint(), World(topology))
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
     if topology.is_chief:

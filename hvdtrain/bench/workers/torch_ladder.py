@@ -27,7 +27,6 @@ from hvdtrain.bench.ladder import TRAINED
 from hvdtrain.datasets import Split, cifar100
 from hvdtrain.progress import Progress, train_requests, valid_requests
 from hvdtrain.recipe import Recipe
-from hvdtrain.topology import Topology
 from hvdtrain.torch import compiling, models, resnet
 from hvdtrain.torch.data import AHEAD, Loader
 from hvdtrain.torch.engines.local import LocalEngine
@@ -136,7 +135,7 @@ class Rung:
             dataset = dataclasses.replace(
                 dataset, train=first(dataset.train, TRIAL_TRAIN), valid=first(dataset.valid, TRIAL_VALID)
             )
-        self.dataset, self.plan = dataset, plans.make(self.recipe, Topology.alone(), dataset)
+        self.dataset, self.plan = dataset, plans.make(self.recipe, 1, dataset)
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         engine = LocalEngine(device)
         self.model = models.build(self.recipe, dataset.classes, engine)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import tensorflow as tf
+
+from hvdtrain.engines import Setup
 
 Share = tuple[tf.Tensor, ...]
 """What one replica computes on."""
@@ -30,9 +32,13 @@ class Engine(Protocol):
     replicas: int
     """How many this rank has; each reads a share of the plan's."""
     notes: tuple[str, ...]
-    """What the run tells of this engine at its start."""
+    """What the run reports of this engine at its start."""
     serves: bool
     """Whether this rank only computes what the chief asks for, and has no loop of its own."""
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -66,7 +72,7 @@ class Engine(Protocol):
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the replicas' tensors, inside a graph."""
 
-    def is_lost(self, error: tf.errors.OpError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         """Whether the error says that another rank is gone."""
 
     def close(self) -> None:

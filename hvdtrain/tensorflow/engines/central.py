@@ -2,11 +2,12 @@
 copy of every variable, on the CPU or on the only GPU."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.engines import Setup
 from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow.engines.distribute import MEAN, Distributed, take
 
@@ -17,6 +18,10 @@ class CentralEngine(Distributed):
     def __init__(self, recipe: Recipe, devices: Sequence[str]) -> None:
         strategy = tf.distribute.experimental.CentralStorageStrategy(take(devices))
         super().__init__(recipe, strategy, len(devices))
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(setup.recipe, setup.devices)
 
     @property
     def place(self) -> tuple[int, int]:

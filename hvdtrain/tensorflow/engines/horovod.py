@@ -3,14 +3,16 @@
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import settings, sharing
+from hvdtrain import compatibility, settings, sharing
+from hvdtrain.engines import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
+from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines.one_replica import OneReplica
 
 try:
@@ -26,7 +28,7 @@ FAILURE = re.compile(r"Horovod|hvdtrain\.(gradient|sum|facts)")
 
 
 class Widened(hvd.Compression.none):
-    """Gradients that travel as float64: the sum of float32 numbers is then exact, whatever the order."""
+    """Gradients that are communicated as float64: the sum of float32 numbers is then exact, whatever the order."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
@@ -48,11 +50,17 @@ class HorovodEngine(OneReplica):
         os.environ.update(settings.variables(recipe, os.environ))
         hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
-        settings.check_reduction(recipe, self.size, hvd.mpi_enabled())
+        compatibility.check_adasum(recipe, self.size, hvd.mpi_enabled())
         self._op = hvd.Adasum if recipe.reduction == "adasum" else hvd.Average
         self._compression = COMPRESSIONS[recipe.compression]
         if timeline:
             hvd.start_timeline(str(timeline))
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        engine = cls(setup.recipe, setup.timeline)
+        engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
+        return engine
 
     @property
     def gpu_operations(self) -> bool:
@@ -78,8 +86,8 @@ class HorovodEngine(OneReplica):
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         return hvd.allreduce(tensor, op=hvd.Sum)
 
-    def is_lost(self, error: tf.errors.OpError) -> bool:
-        return bool(FAILURE.search(str(error)))
+    def is_lost(self, error: Exception) -> bool:
+        return isinstance(error, tf.errors.OpError) and bool(FAILURE.search(str(error)))
 
     def close(self) -> None:
         hvd.shutdown()

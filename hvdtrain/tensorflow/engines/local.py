@@ -1,10 +1,12 @@
 """The engine of one process: every verb is the identity."""
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.engines import Setup
+from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines.one_replica import OneReplica
 
 
@@ -13,6 +15,10 @@ class LocalEngine(OneReplica):
 
     def __init__(self, device: str) -> None:
         self.device = device
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(devices.take(setup))
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
         return facts

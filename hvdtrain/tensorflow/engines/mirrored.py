@@ -1,11 +1,12 @@
 """tf.distribute.MirroredStrategy behind the engine's verbs: one process, several devices, one step for all."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.engines import Setup
 from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow.engines.distribute import Distributed, take
 
@@ -15,6 +16,10 @@ class MirroredEngine(Distributed):
 
     def __init__(self, recipe: Recipe, devices: Sequence[str]) -> None:
         super().__init__(recipe, tf.distribute.MirroredStrategy(take(devices)), len(devices))
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(setup.recipe, setup.devices)
 
     @property
     def place(self) -> tuple[int, int]:

@@ -3,14 +3,16 @@ collectives."""
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain import sharing, tf_config
+from hvdtrain.engines import Setup
 from hvdtrain.recipe import Recipe
 from hvdtrain.rendezvous import Endpoint
+from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import LOST
 from hvdtrain.tensorflow.engines.distribute import SUM, Distributed
 from hvdtrain.tensorflow.engines.one_replica import graph
@@ -33,6 +35,10 @@ class MultiWorkerEngine(Distributed):
         self.notes = (f"workers     {', '.join(cluster.get('worker', ['this process alone']))}",)
         self._summed = graph(self._sum_of_ranks)
 
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(setup.recipe, setup.topology, setup.endpoints, devices.take(setup))
+
     @property
     def place(self) -> tuple[int, int]:
         return self.rank, self.strategy.num_replicas_in_sync
@@ -49,8 +55,9 @@ class MultiWorkerEngine(Distributed):
     def sum(self, array: np.ndarray) -> np.ndarray:
         return self._summed(tf.constant(array)).numpy()  # type: ignore[no-any-return]
 
-    def is_lost(self, error: tf.errors.OpError) -> bool:
-        return isinstance(error, LOST) or "Collective ops is aborted" in str(error)
+    def is_lost(self, error: Exception) -> bool:
+        lost = isinstance(error, LOST) or "Collective ops is aborted" in str(error)
+        return lost and isinstance(error, tf.errors.OpError)
 
     def _sum_of_ranks(self, array: tf.Tensor) -> tf.Tensor:
         return self.strategy.reduce(SUM, self.strategy.run(tf.identity, (array,)), axis=None)

@@ -50,5 +50,5 @@ class OneReplica:
     def keep(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
         change(tensors)
 
-    def is_lost(self, error: tf.errors.OpError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         return False

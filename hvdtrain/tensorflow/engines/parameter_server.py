@@ -5,13 +5,15 @@ import collections
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain import tf_config
+from hvdtrain.engines import Setup
 from hvdtrain.rendezvous import Endpoint
+from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import LOST, Share
 from hvdtrain.tensorflow.engines.one_replica import OneReplica, graph
 from hvdtrain.topology import Topology
@@ -33,6 +35,10 @@ class ParameterServerEngine(OneReplica):
             self._servers.append(self._server(cluster, "ps", tf_config.servers(endpoints).index(topology.rank)))
         if topology.is_chief:
             self._lead(cluster)
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(setup.topology, setup.endpoints, devices.take(setup))
 
     def _server(self, cluster: tf_config.Cluster, job: str, index: int) -> tf.distribute.Server:
         # A step that waits for another task holds a thread: with too few of them they would wait for each other.
@@ -84,7 +90,7 @@ class ParameterServerEngine(OneReplica):
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor
 
-    def is_lost(self, error: tf.errors.OpError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         return isinstance(error, LOST)
 
     def close(self) -> None:

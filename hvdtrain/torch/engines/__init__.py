@@ -1,10 +1,12 @@
 """Engines: one collective library each, behind the same few verbs."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+
+from hvdtrain.engines import Setup
 
 
 class Engine(Protocol):
@@ -14,17 +16,21 @@ class Engine(Protocol):
     size: int
     device: torch.device
     notes: tuple[str, ...]
-    """What the run tells of this engine at its start."""
+    """What the run reports of this engine at its start."""
 
-    def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
-        """Overwrites `tensors` in place with rank 0's; returns rank 0's picklable `facts`."""
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
+
+    def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
+        """Overwrites `tensors` in place with rank 0's; returns rank 0's `metadata`, which JSON can hold."""
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         """The network to call and the optimizer to step: gradients are averaged over the ranks while backward runs."""
 
     def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The outputs of each part of this rank's share, in turn; backward through one comes before the next is
-        asked for. Gradients are averaged with the last one's."""
+        """The outputs of each micro-batch of this rank's local batch, one by one; backward through one comes before the
+        next is requested. Gradients are averaged with the last one's."""
 
     def finish(self) -> None:
         """Waits until every gradient is the averaged one; only then may they be clipped."""
@@ -32,10 +38,13 @@ class Engine(Protocol):
     def sum(self, array: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, on every rank."""
 
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        """Adds the tensor over the ranks, in place, as one message: what a benchmark times."""
+
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """The ranks' rows [n] as [size, n], on every rank; no gradient flows through."""
 
-    def is_lost(self, error: RuntimeError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         """Whether the error says that another rank is gone."""
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
 """torch.nn.DataParallel over the GPUs of one process."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import nn
 
+from hvdtrain.engines import Setup
 from hvdtrain.torch.engines.local import LocalEngine
 
 ADVICE = (
@@ -24,6 +26,10 @@ class DataParallelEngine(LocalEngine):
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = [torch.device(device) for device in devices]
         super().__init__(self._devices[0])
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(setup.devices)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.DataParallel, torch.optim.Optimizer]:
         return nn.DataParallel(model, self._devices), optimizer

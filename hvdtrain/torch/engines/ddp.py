@@ -2,16 +2,18 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import nn
 
 from hvdtrain import sharing
+from hvdtrain.engines import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
 from hvdtrain.topology import Topology
+from hvdtrain.torch import devices
 
 try:
     import torch.distributed as dist
@@ -30,7 +32,7 @@ MPI_LAUNCHERS = {"mpirun", "mpiexec"}
 
 
 def widened(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: gradients travel as float64, where no order of the ranks changes the sum."""
+    """A communication hook: gradients are communicated as float64, where no order of the ranks changes the sum."""
     buffer = bucket.buffer()
     sent = dist.all_reduce(buffer.double(), group=group, async_op=True).get_future()
     return sent.then(lambda done: buffer.copy_(done.value()[0] / dist.get_world_size(group)))
@@ -52,13 +54,17 @@ class DdpEngine:
         if not dist.is_initialized():
             _join(topology, _backend(topology, device))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Buckets set out while backward runs: what the loop itself adds up must not get between them.
+        # Buckets are sent while backward runs: what the loop itself adds up must not get between them.
         self._own = dist.new_group()
 
-    def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(setup.recipe, setup.topology, devices.take(setup))
+
+    def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         for tensor in tensors.values():
             dist.broadcast(tensor, 0, group=self._own)
-        return sharing.from_rank_0(facts, self.rank, self.sum)
+        return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -69,7 +75,7 @@ class DdpEngine:
             **NO_BUFFERS,
             init_sync=False,  # the loop broadcasts the whole state
             gradient_as_bucket_view=True,
-            static_graph=self._recipe.accumulation_steps == 1,  # no_sync makes another graph of the last part
+            static_graph=self._recipe.accumulation_steps == 1,  # no_sync makes another graph of the last micro-batch
         )
         if self._recipe.compression != "none":
             network.register_comm_hook(None, HOOKS[self._recipe.compression])
@@ -90,14 +96,17 @@ class DdpEngine:
         dist.all_reduce(total, group=self._own)
         return total.numpy()
 
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor)
+
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         rows = row.new_empty(self.size * len(row))
         dist.all_gather_into_tensor(rows, row, group=self._own)
         return rows.view(self.size, -1)
 
-    def is_lost(self, error: RuntimeError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         # Gloo's failures have no type of their own, but name the file they come from.
-        return isinstance(error, dist.DistError) or "gloo" in str(error)
+        return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -111,5 +120,5 @@ def _backend(topology: Topology, device: torch.device) -> str:
 
 def _join(topology: Topology, backend: str) -> None:
     """Starts torch.distributed with the launcher's numbers; one process needs no address."""
-    place = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
-    dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **place)
+    rendezvous = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
+    dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **rendezvous)

@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from hvdtrain import settings, sharing
+from hvdtrain import compatibility, settings, sharing
+from hvdtrain.engines import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
+from hvdtrain.torch import devices
 from hvdtrain.torch.engines.buckets import Buckets, flat
 
 try:
@@ -26,7 +28,7 @@ except ImportError as error:
 
 
 class Widened(hvd.Compression.none):
-    """Gradients that travel as float64: the sum of float32 numbers is then exact, whatever the order."""
+    """Gradients that are communicated as float64: the sum of float32 numbers is then exact, whatever the order."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
@@ -74,7 +76,7 @@ class HorovodEngine:
     notes: tuple[str, ...] = ()
 
     def __init__(self, recipe: Recipe, timeline: Path | None, *, fuses: bool = False) -> None:
-        """`fuses`: Horovod puts gradients together by itself, as another loop than ours hands it each alone."""
+        """`fuses`: see Setup."""
         self._side_by_side = None if fuses else settings.side_by_side(recipe, os.environ)
         variables = settings.variables(recipe, os.environ)
         if self._side_by_side is not None:
@@ -85,18 +87,24 @@ class HorovodEngine:
         self._recipe = recipe
         self._adasum = recipe.reduction == "adasum"
         self._buckets: Buckets | None = None
-        settings.check_reduction(recipe, self.size, hvd.mpi_enabled())
+        compatibility.check_adasum(recipe, self.size, hvd.mpi_enabled())
         if timeline:
             hvd.start_timeline(str(timeline))
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        engine = cls(setup.recipe, setup.timeline, fuses=setup.fuses)
+        engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
+        return engine
 
     @property
     def gpu_operations(self) -> bool:
         """Whether this Horovod averages tensors that lie on a GPU."""
         return bool(hvd.nccl_built() or hvd.cuda_built())
 
-    def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
+    def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         hvd.broadcast_parameters({name: flat(tensor) for name, tensor in tensors.items()}, root_rank=0)
-        return sharing.from_rank_0(facts, self.rank, self.sum)
+        return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         passes = self._recipe.accumulation_steps
@@ -123,7 +131,7 @@ class HorovodEngine:
         return model, optimizer
 
     def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return map(network, parts)  # the buckets count the parts by themselves
+        return map(network, parts)  # the buckets count the micro-batches by themselves
 
     def finish(self) -> None:
         if self._buckets:
@@ -132,10 +140,13 @@ class HorovodEngine:
     def sum(self, array: np.ndarray) -> np.ndarray:
         return wait(hvd.allreduce_async(torch.from_numpy(array), op=hvd.Sum, name="hvdtrain.sum")).numpy()
 
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        hvd.allreduce_(tensor, op=hvd.Sum, name="hvdtrain.allreduce")
+
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         return wait(hvd.allgather_async(row[None], name="hvdtrain.gather"), row.device.type)
 
-    def is_lost(self, error: RuntimeError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         return isinstance(error, HorovodInternalError)
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
 """The engine of one process: every verb is the identity."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
+
+from hvdtrain.engines import Setup
+from hvdtrain.torch import devices
 
 
 class LocalEngine:
@@ -17,8 +20,12 @@ class LocalEngine:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def broadcast(self, tensors: dict[str, torch.Tensor], facts: Any) -> Any:
-        return facts
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(devices.take(setup))
+
+    def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
+        return metadata
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         return model, optimizer
@@ -32,10 +39,13 @@ class LocalEngine:
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array
 
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        pass
+
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         return row[None]
 
-    def is_lost(self, error: RuntimeError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         return False
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
-"""A ResNet50 split over several devices of one process, the parts of a batch in a pipeline: for a model that does not
-fit into one."""
+"""A ResNet50 split over several devices of one process, the micro-batches in a pipeline: for a model that does not fit
+into one."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import nn
 
+from hvdtrain.engines import Setup
 from hvdtrain.errors import DeviceError
 from hvdtrain.torch import resnet
 from hvdtrain.torch.engines.local import LocalEngine
@@ -16,15 +17,19 @@ from hvdtrain.torch.engines.local import LocalEngine
 class ModelParallelEngine(LocalEngine):
     """One process whose devices hold consecutive layers; see `Engine` for the verbs.
 
-    The batch's parts (accumulation_steps) follow one another through the devices (GPipe: Huang et al. 2019,
-    arXiv:1811.06965): while one computes a part, the device before it computes the next. The first device takes the
-    pictures and the labels.
+    The micro-batches (accumulation_steps) follow one another through the devices (GPipe: Huang et al. 2019,
+    arXiv:1811.06965): while one computes a micro-batch, the device before it computes the next. The first device takes
+    the images and the labels.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = [torch.device(device) for device in devices]
         self.notes = (f"the layers are split over {', '.join(devices)}; --accumulation-steps N pipelines N parts",)
         super().__init__(self._devices[0])
+
+    @classmethod
+    def open(cls, setup: Setup) -> Self:
+        return cls(setup.devices)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:
         return Stages(model, self._devices), optimizer
@@ -46,7 +51,7 @@ class Stages:
         cuts = np.array_split(np.arange(len(layers)), len(devices))
         self._home = devices[0]
         self._stages = [
-            (device, nn.Sequential(*(layers[place] for place in cut)).to(device))
+            (device, nn.Sequential(*(layers[index] for index in cut)).to(device))
             for device, cut in zip(devices, cuts, strict=True)
         ]
 
@@ -55,12 +60,12 @@ class Stages:
         return self.pipelined([x])[0]
 
     def pipelined(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each part's outputs. GPUs compute what is asked of them in one tick at the same time."""
+        """Each micro-batch's outputs. GPUs compute what is queued in one tick at the same time."""
         values = list(parts)
         for tick in range(len(parts) + len(self._stages) - 1):
-            for place, (device, stage) in enumerate(self._stages):
-                if 0 <= tick - place < len(parts):
-                    values[tick - place] = stage(values[tick - place].to(device, non_blocking=True))
+            for index, (device, stage) in enumerate(self._stages):
+                if 0 <= tick - index < len(parts):
+                    values[tick - index] = stage(values[tick - index].to(device, non_blocking=True))
         return [value.to(self._home) for value in values]
 
 

@@ -1,0 +1,31 @@
+"""This rank's device and threads, as TensorFlow has them."""
+
+import contextlib
+import os
+
+import tensorflow as tf
+
+from hvdtrain.devices import gpu_index, threads
+from hvdtrain.engines import Setup
+from hvdtrain.topology import Topology
+
+
+def take(setup: Setup, *, gpu_operations: bool = True) -> str:
+    """The rank's own device, which it is bound to; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
+    gpus = tf.config.list_physical_devices("GPU")
+    index = gpu_index(setup.recipe.device, len(gpus), setup.topology, gpu_operations)
+    if index is None:
+        tf.config.set_visible_devices([], "GPU")
+        return "/CPU:0"
+    tf.config.set_visible_devices(gpus[index], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return "/GPU:0"
+
+
+def take_threads(topology: Topology) -> None:
+    """Computes with the rank's share of the host's processors."""
+    count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, topology, os.environ)
+    said = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
+    if count or said.isdecimal():
+        with contextlib.suppress(RuntimeError):  # in a notebook TensorFlow may have begun: it keeps its threads then
+            tf.config.threading.set_intra_op_parallelism_threads(count or int(said))

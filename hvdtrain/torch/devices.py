@@ -1,0 +1,25 @@
+"""This rank's device and threads, as PyTorch has them."""
+
+import os
+
+import torch
+
+from hvdtrain.devices import gpu_index, threads
+from hvdtrain.engines import Setup
+from hvdtrain.topology import Topology
+
+
+def take(setup: Setup, *, gpu_operations: bool = True) -> torch.device:
+    """The rank's own device, which it is bound to; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
+    index = gpu_index(setup.recipe.device, torch.cuda.device_count(), setup.topology, gpu_operations)
+    if index is None:
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def take_threads(topology: Topology) -> None:
+    """Computes with the rank's share of the host's processors."""
+    count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, topology, os.environ)
+    if count:
+        torch.set_num_threads(count)

@@ -1,0 +1,23 @@
+"""What a run is made of, with everything that a test leaves out."""
+
+from typing import Any
+
+from hvdtrain import recipe as recipes
+from hvdtrain.compatibility import Adapter, Choice
+from hvdtrain.engines import ENGINES
+from hvdtrain.recipe import Recipe
+from hvdtrain.topology import Topology
+
+
+def choice(
+    engine: str = "horovod", adapter: Adapter | None = None, recipe: Recipe | None = None, **rest: Any
+) -> Choice:
+    """Left out: the engine's first adapter, the recipe linear, one process, as many GPUs as the engine needs."""
+    row = ENGINES[engine]
+    given: dict[str, Any] = {
+        "topology": Topology.alone("here"),
+        "devices": tuple(f"cuda:{index}" for index in range(row.devices)),
+        "engines": ENGINES.values(),
+        **rest,
+    }
+    return Choice(recipe or recipes.load("linear"), adapter or next(iter(row.classes)), row, **given)
