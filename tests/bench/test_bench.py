@@ -99,6 +99,7 @@ def measured(*words):
         pytest.param("torch", "horovod", marks=needs_torch),
         pytest.param("torch", "ddp", marks=[needs_torch, pytest.mark.slow]),
         pytest.param("tensorflow", "horovod", marks=[needs_tensorflow, pytest.mark.slow]),
+        pytest.param("tensorflow", "multiworker", marks=[needs_tensorflow, pytest.mark.slow]),
     ],
 )
 def test_train_measures_the_parts_of_a_step(framework, engine):

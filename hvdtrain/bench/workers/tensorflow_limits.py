@@ -12,6 +12,7 @@ from hvdtrain.tensorflow.__main__ import without_banner
 with without_banner():
     import tensorflow as tf
 
+from hvdtrain.tensorflow import variables
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.opening import engine_of
@@ -29,7 +30,7 @@ def sides(run: Run) -> Iterator[limits.Sides]:
         with tf.device(engine.device):
             gradients = tf.zeros(count, WIRE[run.recipe.compression])
         communicate, alone = None, None
-        if run.engine == "horovod" and run.topology.size > 1:
+        if engine.size > 1:
             communicate = _allreduce(engine, gradients)
             by_itself = LocalEngine(engine.device)
             by_itself.rank = engine.rank
@@ -51,14 +52,16 @@ def _drive(training: Training) -> limits.Drive:
 
 
 def _allreduce(engine: Engine, gradients: tf.Tensor) -> Callable[[], None]:
-    import horovod.tensorflow as hvd
+    with engine.scope():
+        first = tf.Variable(0.0, dtype=gradients.dtype, trainable=False)
+    add = engine.replicate(lambda tensor: variables.put(first, engine.sum_tensor(tensor)[0]))
 
-    @tf.function
-    def add() -> tf.Tensor:
+    def communicate() -> None:
         with tf.device(engine.device):
-            return hvd.allreduce(gradients, op=hvd.Sum, name="bench")[0]
+            add([(gradients,)])
+        engine.copies(first)[0].numpy()
 
-    return lambda: add().numpy()
+    return communicate
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """One rank of `bench train` with PyTorch."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -23,8 +24,9 @@ def sides(run: Run) -> Iterator[limits.Sides]:
         training = Training(run, engine)
         count = sum(weight.numel() for weight in training.model.parameters())
         gradients = torch.zeros(count, dtype=WIRE[run.recipe.compression], device=engine.device)
-        communicate, alone = _allreduce(run.engine, gradients), None
-        if engine.size > 1 and communicate:
+        communicate, alone = None, None
+        if engine.size > 1:
+            communicate = partial(engine.allreduce, gradients)
             by_itself = LocalEngine(engine.device)
             by_itself.rank = engine.rank
             alone = _drive(Training(replace(run, engine="local", folder=None), by_itself))
@@ -43,18 +45,6 @@ def _drive(training: Training) -> limits.Drive:
         update=lambda parts: training.update(parts, 0.0),
         wait=lambda: torch.cuda.synchronize() if device.type == "cuda" else None,
     )
-
-
-def _allreduce(engine: str, gradients: torch.Tensor) -> Callable[[], None] | None:
-    if engine == "horovod":
-        import horovod.torch as hvd
-
-        return lambda: hvd.allreduce_(gradients, op=hvd.Sum, name="bench")
-    if engine == "ddp":
-        import torch.distributed as dist
-
-        return lambda: dist.all_reduce(gradients)
-    return None
 
 
 if __name__ == "__main__":
