@@ -1,0 +1,88 @@
+"""How an engine is added: one file and one row of the registry."""
+
+import json
+import subprocess
+import sys
+
+from ranks import clean_environ, needs_torch
+
+pytestmark = needs_torch
+
+FILE = '''
+from hvdtrain.torch import devices
+
+
+class IdleEngine:
+    """Joins nothing: every verb is the identity."""
+
+    rank, size, notes = 0, 1, ("the engine that does nothing",)
+
+    def __init__(self, device):
+        self.device = device
+
+    @classmethod
+    def open(cls, setup):
+        return cls(devices.take(setup))
+
+    def broadcast(self, tensors, metadata):
+        return metadata
+
+    def wrap(self, model, optimizer):
+        return model, optimizer
+
+    def outputs(self, network, parts):
+        return map(network, parts)
+
+    def finish(self):
+        pass
+
+    def sum(self, array):
+        return array
+
+    def allreduce(self, tensor):
+        pass
+
+    def gather_rows(self, row):
+        return row[None]
+
+    def is_lost(self, error):
+        return False
+
+    def close(self):
+        print("closed")
+'''
+ROW = 'EngineSpec("idle", "Idle", {"torch": "idle_engine:IdleEngine"}, "nothing")'
+MAIN = f"""
+from hvdtrain.compatibility import EngineSpec
+from hvdtrain.engines import ENGINES
+ENGINES["idle"] = {ROW}
+
+from hvdtrain import run
+from hvdtrain.torch.__main__ import train
+
+for engine in ("idle", "local"):
+    argv = ["linear", "--max-steps", "30", "--engine", engine, "--output", engine]
+    assert run.main("torch", argv, train) == 0
+"""
+
+
+def metrics(folder):
+    """What a run has recorded, but for times."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+
+
+def test_an_engine_is_added_by_one_file_and_one_row(tmp_path):
+    (tmp_path / "idle_engine.py").write_text(FILE)
+    (tmp_path / "main.py").write_text(MAIN)
+    done = subprocess.run(
+        [sys.executable, "main.py"],
+        cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "idle on cpu (torch)" in done.stdout
+    assert "the engine that does nothing" in done.stdout
+    assert "closed" in done.stdout
+    losses = metrics(tmp_path / "idle")
+    assert losses == metrics(tmp_path / "local")
+    assert any("loss" in line for line in losses)
