@@ -37,7 +37,7 @@ def has_timeline(recipe: Recipe) -> bool:
     return recipe.horovod_timeline or recipe.profile
 
 
-def side_by_side(recipe: Recipe, environ: Mapping[str, str]) -> int | None:
+def bytes_together(recipe: Recipe, environ: Mapping[str, str]) -> int | None:
     """How many bytes of gradients PyTorch's engine communicates together, larger ones alone; None leaves it to Horovod,
     for Adasum, where there are GPUs, or where autotune is to find out."""
     if recipe.autotune or recipe.reduction == "adasum" or _has_gpu(recipe, environ):

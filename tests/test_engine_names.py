@@ -67,7 +67,7 @@ ASKED_TOO_MUCH = {
         {"horovod_timeline": True},
         "horovod_timeline True is Horovod's alone, this run takes engine mirrored; drop it.",
     ),
-    "bfloat16 on Horovod's wire": (
+    "bfloat16 over Horovod": (
         "horovod",
         {"compression": "bf16"},
         "compression must be one of none, fp16, fp64 with engine horovod, got bf16.",

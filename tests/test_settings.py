@@ -59,5 +59,5 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize(("keys", "environ", "wanted"), TOGETHER.values(), ids=TOGETHER.keys())
-def test_what_travels_side_by_side(keys, environ, wanted):
-    assert settings.side_by_side(load("linear", keys), environ) == wanted
+def test_what_is_communicated_together(keys, environ, wanted):
+    assert settings.bytes_together(load("linear", keys), environ) == wanted

@@ -28,7 +28,7 @@ class Engine(Protocol):
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         """The network to call and the optimizer to step: gradients are averaged over the ranks while backward runs."""
 
-    def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def outputs(self, network: Any, micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The outputs of each micro-batch of this rank's local batch, one by one; backward through one comes before the
         next is requested. Gradients are averaged with the last one's."""
 

@@ -1,8 +1,8 @@
 """Gradients averaged over the ranks while backward runs, in messages whose content never changes.
 
-Horovod puts what is ready at one moment side by side in a buffer of its own, and copies it back: much is copied, and
-what a sum is made of depends on the moment. Here a large gradient travels from where it lies, and small ones side by
-side, without a way back: less copying than in PyTorch's DistributedDataParallel, too, whose buckets (Li et al. 2020,
+Horovod copies what is ready at one moment into a buffer of its own, and back: much is copied, and what a sum is made
+of depends on the moment. Here a large gradient is communicated from its own memory, and small ones in a bucket, which
+they stay in: less copying than in PyTorch's DistributedDataParallel, too, whose buckets (Li et al. 2020,
 arXiv:2006.15704, section 3.2) hold the large ones as well.
 """
 
@@ -32,17 +32,17 @@ class Buckets:
         self,
         parameters: Iterable[nn.Parameter],
         limit: int,
-        wire: torch.dtype | None,
+        dtype: torch.dtype | None,
         passes: int,
         send: Send,
         wait: Callable[[int], object],
     ) -> None:
-        """`limit`: the most bytes of parameters whose gradients travel side by side; 0 lets each travel alone. `wire`:
-        the type that travels, None for the parameter's own. `wait` returns once the tensor of a handle is averaged."""
+        """`limit`: the most bytes of parameters whose gradients share a bucket; 0 leaves each alone. `dtype`: what they
+        are communicated as, None for the parameter's own. `wait` returns once the tensor of a handle is averaged."""
         self._send, self._wait, self._passes = send, wait, passes
         learning = [parameter for parameter in parameters if parameter.requires_grad]
         self._messages = [
-            _Alone(group) if len(group) == 1 and wire is None else _SideBySide(group, wire)
+            _Alone(group) if len(group) == 1 and dtype is None else _Bucket(group, dtype)
             for group in grouped(learning, limit)
         ]
         for number, message in enumerate(self._messages):
@@ -65,7 +65,9 @@ class Buckets:
     def _computed(self, number: int, parameter: nn.Parameter) -> None:
         message = self._messages[number]
         if message.passes[parameter] == self._passes:
-            raise RuntimeError(f"a gradient of {tuple(parameter.shape)} was computed once more while it travels")
+            raise RuntimeError(
+                f"a gradient of {tuple(parameter.shape)} was computed once more while it is communicated"
+            )
         message.passes[parameter] += 1
         if message.passes[parameter] == self._passes:
             self._fill(number, parameter)
@@ -81,7 +83,7 @@ class Buckets:
 
 
 class _Message:
-    """What travels at once."""
+    """What is communicated at once."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -112,12 +114,12 @@ class _Alone(_Message):
         return flat(gradient)
 
 
-class _SideBySide(_Message):
-    """Gradients in one tensor, as the type that travels."""
+class _Bucket(_Message):
+    """Gradients in one tensor, as the type that is communicated."""
 
-    def __init__(self, parameters: list[nn.Parameter], wire: torch.dtype | None) -> None:
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype | None) -> None:
         first = parameters[0]
-        self._whole = first.new_zeros(sum(parameter.numel() for parameter in parameters), dtype=wire or first.dtype)
+        self._whole = first.new_zeros(sum(parameter.numel() for parameter in parameters), dtype=dtype or first.dtype)
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         begin = 0
         for parameter in parameters:

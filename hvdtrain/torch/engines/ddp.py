@@ -81,11 +81,13 @@ class DdpEngine:
             network.register_comm_hook(None, HOOKS[self._recipe.compression])
         return network, optimizer
 
-    def outputs(self, network: DistributedDataParallel, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        *first, last = parts
-        for part in first:
+    def outputs(
+        self, network: DistributedDataParallel, micro_batches: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        *first, last = micro_batches
+        for each in first:
             with network.no_sync():
-                yield network(part)
+                yield network(each)
         yield network(last)
 
     def finish(self) -> None:

@@ -40,7 +40,7 @@ class Widened(hvd.Compression.none):
 
 
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
-WIRE = {"none": None, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {"none": None, "fp16": torch.float16, "fp64": torch.float64}
 
 
 POLL_SECONDS = 0.0005
@@ -77,9 +77,9 @@ class HorovodEngine:
 
     def __init__(self, recipe: Recipe, timeline: Path | None, *, fuses: bool = False) -> None:
         """`fuses`: see Setup."""
-        self._side_by_side = None if fuses else settings.side_by_side(recipe, os.environ)
+        self._together = None if fuses else settings.bytes_together(recipe, os.environ)
         variables = settings.variables(recipe, os.environ)
-        if self._side_by_side is not None:
+        if self._together is not None:
             variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together
         with environment(variables):  # Horovod's core reads it when it starts, and nowhere else
             hvd.init()
@@ -119,19 +119,19 @@ class HorovodEngine:
         if self.size == 1:
             return model, optimizer
         # Rank 0 decides: another environment on another host would stall all of them.
-        together = sharing.from_rank_0(self._side_by_side, self.rank, self.sum)
+        together = sharing.from_rank_0(self._together, self.rank, self.sum)
         self._buckets = Buckets(
             model.parameters(),
             together or 0,
-            WIRE[self._recipe.compression],
+            DTYPES[self._recipe.compression],
             passes,
             lambda message, name: hvd.allreduce_async_(message, op=hvd.Average, name=name),
             partial(wait, where=self.device.type),
         )
         return model, optimizer
 
-    def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return map(network, parts)  # the buckets count the micro-batches by themselves
+    def outputs(self, network: Any, micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return map(network, micro_batches)  # the buckets count the micro-batches by themselves
 
     def finish(self) -> None:
         if self._buckets:

@@ -30,8 +30,8 @@ class LocalEngine:
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         return model, optimizer
 
-    def outputs(self, network: Any, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return map(network, parts)
+    def outputs(self, network: Any, micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return map(network, micro_batches)
 
     def finish(self) -> None:
         pass

@@ -24,7 +24,9 @@ class ModelParallelEngine(LocalEngine):
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = [torch.device(device) for device in devices]
-        self.notes = (f"the layers are split over {', '.join(devices)}; --accumulation-steps N pipelines N parts",)
+        self.notes = (
+            f"the layers are split over {', '.join(devices)}; --accumulation-steps N pipelines N micro-batches",
+        )
         super().__init__(self._devices[0])
 
     @classmethod
@@ -34,8 +36,8 @@ class ModelParallelEngine(LocalEngine):
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:
         return Stages(model, self._devices), optimizer
 
-    def outputs(self, network: "Stages", parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return iter(network.pipelined(parts))
+    def outputs(self, network: "Stages", micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(network.pipelined(micro_batches))
 
 
 class Stages:
@@ -59,12 +61,12 @@ class Stages:
         """Outputs on the first device."""
         return self.pipelined([x])[0]
 
-    def pipelined(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def pipelined(self, micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each micro-batch's outputs. GPUs compute what is queued in one tick at the same time."""
-        values = list(parts)
-        for tick in range(len(parts) + len(self._stages) - 1):
+        values = list(micro_batches)
+        for tick in range(len(micro_batches) + len(self._stages) - 1):
             for index, (device, stage) in enumerate(self._stages):
-                if 0 <= tick - index < len(parts):
+                if 0 <= tick - index < len(micro_batches):
                     values[tick - index] = stage(values[tick - index].to(device, non_blocking=True))
         return [value.to(self._home) for value in values]
 
