@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "flag of 4,000 digits": (
         lambda: flags.parse_run("x", ["linear", "--epochs", "9" * 4000]),
-        f"--epochs must be at most 1000000000, got '{'9' * 39}...{'9' * 38}'; --help lists the flags.",
+        f"--epochs must be at most 1000000000, got '{'9' * 37}...{'9' * 38}'; --help lists the flags.",
     ),
     "images larger than the memory": (
         lambda: dry_run.main(["synthetic", "--image-size", "100000"]),
