@@ -35,19 +35,20 @@ def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod"
         raise error
 
 
-def check_replicas(fingerprint: int, step: int, topology: Topology, sum_over_ranks: Sum) -> None:
-    """Compares the ranks' 64-bit fingerprints of their weights; takes part on every rank.
+def check_replicas(fingerprint: int, step: int, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
+    """Compares the ranks' 64-bit fingerprints of their weights. Every rank calls it; `ranks`: its own number, and how
+    many there are.
 
     Raises ReplicaError on every rank, naming each rank and host that differs from rank 0.
     """
-    prints = gather(np.array([fingerprint], dtype=np.int64), topology.rank, topology.size, sum_over_ranks)[:, 0]
+    prints = gather(np.array([fingerprint], dtype=np.int64), *ranks, sum_over_ranks)[:, 0]
     parted = np.flatnonzero(prints != prints[0])
     if not parted.size:
         return
     name = np.zeros(HOST_BYTES, dtype=np.int64)
-    encoded = os.fsencode(topology.host)[:HOST_BYTES]
+    encoded = os.fsencode(host)[:HOST_BYTES]
     name[: len(encoded)] = list(encoded)
-    hosts = gather(name, topology.rank, topology.size, sum_over_ranks).astype(np.uint8)
+    hosts = gather(name, *ranks, sum_over_ranks).astype(np.uint8)
     named = [f"rank {rank} on {bytes(hosts[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in parted]
     raise _parted(named, "rank 0's", "host", step)
 

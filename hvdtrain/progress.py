@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hvdtrain.checkpoint import Count, reason_of
 from hvdtrain.datasets import DRAWS
 from hvdtrain.errors import CheckpointError
-from hvdtrain.metrics import Totals
 from hvdtrain.plan import Plan
 from hvdtrain.schedule import Plateau
 from hvdtrain.sharding import Epoch, shard
+from hvdtrain.totals import Totals
 
 Request = tuple[np.ndarray, np.ndarray | None]
 """What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
@@ -105,9 +105,14 @@ class Progress:
         plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid_loss)
         return Progress(self.step, self.epoch + 1, plateau=plateau)
 
-    def lr(self, plan: Plan, start: int) -> float:
-        """The LR of the update whose batch begins at place `start` of this epoch's order."""
-        return plan.schedule.lr(self.epoch + start / (plan.steps_per_epoch * plan.global_batch), self.plateau)
+    def lr(self, plan: Plan) -> float:
+        """The LR of the next update."""
+        return plan.schedule.lr(self.epoch + self.sample / (plan.steps_per_epoch * plan.global_batch), self.plateau)
+
+    def advance(self, plan: Plan) -> None:
+        """Counts an update."""
+        self.step += 1
+        self.sample += plan.global_batch
 
 
 def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, list[Request]]:

@@ -15,11 +15,11 @@ from hvdtrain import plan as plans
 from hvdtrain.compatibility import Adapter, Choice, Framework, framework_of
 from hvdtrain.engines import ENGINES
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
-from hvdtrain.metrics import Events, Reporter
 from hvdtrain.output import ResumePoint, RunFolder
 from hvdtrain.plan import Plan
 from hvdtrain.progress import Progress
 from hvdtrain.recipe import Recipe
+from hvdtrain.reporter import Events, Reporter
 from hvdtrain.signals import TIME_LIMIT_SIGNALS
 from hvdtrain.topology import Topology, discover
 from hvdtrain.world import World, joined
@@ -44,22 +44,23 @@ class Run:
     world: World
 
     def reporter(
-        self, step: int, device: str, events: Callable[[Path, int], Events], notes: tuple[str, ...] = ()
+        self, step: int, device: object, events: Callable[[Path, int], Events], notes: tuple[str, ...]
     ) -> Reporter | None:
-        """On the chief the run's voice, which has told the plan and the engine's notes; else None. `events` makes, for
-        the run folder and the first step to come, the writer of TensorBoard's events."""
+        """Rank 0's log, with the plan and the engine's notes in it; None elsewhere. `events` makes, for the run folder
+        and the step to come, the writer of TensorBoard's events."""
         if not self.folder:
             return None
         folder = self.folder.path
         # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
         live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
         reporter = Reporter(folder, events(folder, step + 1), self.plan, step, live)
-        where = f"{self.topology.size} ranks, {self.topology.launcher}, {self.engine} on {device} ({self.framework})"
+        on = ",".join(self.devices) or str(device).strip("/").lower()
+        where = f"{self.topology.size} ranks, {self.topology.launcher}, {self.engine} on {on} ({self.framework})"
         for line in (*self.plan.lines(), f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
             reporter.note(line)
         return reporter
 
-    def facts(self, progress: Progress, scaler: dict[str, Any], valid_score: float | None) -> dict[str, Any]:
+    def metadata(self, progress: Progress, scaler: dict[str, Any], valid_score: float | None) -> dict[str, Any]:
         """A checkpoint's `meta`: all of the state that is no array. `scaler` is empty where there is none."""
         return {
             **progress.facts(),
@@ -136,7 +137,7 @@ def load_dataset(recipe: Recipe) -> datasets.Dataset:
 
 def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
-    topology = Topology.alone()
+    topology, run = Topology.alone(), None
     try:
         topology = discover(os.environ)
         insecure = keys.INSECURE in {word.replace("_", "-") for word in argv}
@@ -145,7 +146,15 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
     except HvdtrainError as error:
         return _fail(error, topology, None)
     try:
-        code = _prepare_and_train(adapter, argv, world, train)
+        code = 0
+        try:
+            run = prepare(adapter, argv, world)
+            with joined(world, run.framework, run.engine, os.environ):
+                if run.recipe.device == "cpu" or not devices.visible_gpus(os.environ):
+                    devices.keep_memory(os.environ)
+                train(run)
+        except (HvdtrainError, KeyboardInterrupt, OSError) as error:
+            code = _exit_code(error, run, world)
     except BaseException as error:  # a fault of ours, or --help's exit
         world.leave(None if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}")
         raise
@@ -160,27 +169,19 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _prepare_and_train(adapter: Adapter, argv: Sequence[str], world: World, train: Callable[[Run], None]) -> int:
-    run = None
-    try:
-        run = prepare(adapter, argv, world)
-        with joined(world, run.framework, run.engine, os.environ):
-            if run.recipe.device == "cpu" or not devices.visible_gpus(os.environ):
-                devices.keep_memory(os.environ)
-            train(run)
-    except HvdtrainError as error:
+def _exit_code(error: BaseException, run: Run | None, world: World) -> int:
+    """What ended the run, reported; raises a fault of ours again."""
+    if isinstance(error, HvdtrainError):
         return _fail(error, world.topology, run, world)
-    except KeyboardInterrupt:
-        if world.topology.is_chief:
-            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-        world.leave("interrupted", 128 + signal.SIGINT)
-        return 128 + signal.SIGINT
-    except OSError as error:
+    if isinstance(error, OSError):
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
+            raise error
         full = OutputError(f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again.")
         return _fail(full, world.topology, run, world)
-    return 0
+    if world.topology.is_chief:
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+    world.leave("interrupted", 128 + signal.SIGINT)
+    return 128 + signal.SIGINT
 
 
 def _fail(error: HvdtrainError, topology: Topology, run: Run | None, world: World | None = None) -> int:

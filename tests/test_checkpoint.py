@@ -340,7 +340,7 @@ def test_fuzzed_metadata_are_damage_or_can_be_worked_with(tmp_path, make_plan):
             if found:
                 read_well += 1
                 progress = Progress.of(dict(found.meta))
-                assert 0 <= progress.lr(plan, 0) < 1
+                assert 0 <= progress.lr(plan) < 1
                 assert progress.is_done(plan) in (True, False)
                 assert progress.next_epoch(plan, 1.0).epoch == found.meta["epoch"] + 1
                 (progress.train + progress.train).over_ranks(lambda array: array)

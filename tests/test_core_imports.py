@@ -51,5 +51,5 @@ def test_the_core_imports_no_framework():
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_an_adapter_imports_its_own_with_the_loop(framework):
-    package, loop = f"hvdtrain.{framework}", f"hvdtrain.{framework}.train"
+    package, loop = f"hvdtrain.{framework}", f"hvdtrain.{framework}.trainer"
     assert refused(package, f"{package}.__main__", loop) == [f"{loop} forbidden {framework}"]

@@ -142,7 +142,7 @@ def compare(fingerprints: Sequence[int], hosts: Sequence[str] | None = None) -> 
 
     def check(rank: int, sum_over_ranks: Callable[[np.ndarray], np.ndarray]) -> None:
         host = hosts[rank] if hosts else f"nid{rank // 2}"
-        check_replicas(fingerprints[rank], 7, started("srun", rank, size, host), sum_over_ranks)
+        check_replicas(fingerprints[rank], 7, (rank, size), host, sum_over_ranks)
 
     return on_ranks(size, check)
 

@@ -13,8 +13,9 @@ from event_files import scalars
 from tensorboardX import SummaryWriter
 
 from hvdtrain.errors import OutputError
-from hvdtrain.metrics import Reporter, Totals
+from hvdtrain.reporter import Reporter
 from hvdtrain.sharding import shard
+from hvdtrain.totals import Totals
 
 PASSED = Totals(loss=30.0, correct=6.0, count=8.0)
 VALID = Totals(loss=5.0, correct=3.0, count=4.0)

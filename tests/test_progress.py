@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.datasets import DRAWS
-from hvdtrain.metrics import Totals
 from hvdtrain.progress import Progress, due, train_requests, valid_requests
 from hvdtrain.schedule import Plateau
+from hvdtrain.totals import Totals
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_the_next_epoch_keeps_the_step_and_the_plateau(make_plan):
 
 def test_the_lr_follows_the_place_in_the_epoch(make_plan):
     plan = make_plan("linear", warmup_epochs=1.0)
-    assert Progress().lr(plan, 0) == pytest.approx(0.05)
-    assert Progress().lr(plan, 300) == pytest.approx(0.2)
-    assert Progress(epoch=1).lr(plan, 0) == pytest.approx(0.5)
+    assert Progress().lr(plan) == pytest.approx(0.05)
+    assert Progress(sample=300).lr(plan) == pytest.approx(0.2)
+    assert Progress(epoch=1).lr(plan) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("size", "parts"), [(1, 1), (2, 1), (4, 1), (1, 5), (2, 5), (4, 5), (3, 1), (8, 1)])

@@ -14,12 +14,13 @@ from hvdtrain import engines
 from hvdtrain.lightning.callback import RunCallback
 from hvdtrain.lightning.data import RecipeDataModule
 from hvdtrain.lightning.module import RecipeModule
+from hvdtrain.loop import Loop
 from hvdtrain.recipe import Recipe
 from hvdtrain.run import Run
-from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.opening import engine_of
-from hvdtrain.torch.train import _events
+from hvdtrain.torch.state import State
+from hvdtrain.torch.trainer import Replica
 
 
 def train(run: Run) -> None:
@@ -31,37 +32,33 @@ def train(run: Run) -> None:
 def fit(run: Run, engine: Engine) -> None:
     """Trains what is left of the run over an open engine."""
     module = RecipeModule(run.plan, run.dataset.classes, engine)
-    scaler = torch.amp.GradScaler(engine.device.type) if run.recipe.precision == "float16" else None
-    callback = RunCallback(run, engine, module, scaler)
+    scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
+    state = State(module.model, module.optimizer, scaler)
+    loop = Loop(run, Replica(run.recipe, engine, module.model, state, module.meter))
+    module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
-    reporter = run.reporter(module.progress.step, str(engine.device), _events)
-    callback.reporter = reporter
-    with contextlib.closing(reporter) if reporter else contextlib.nullcontext():
-        if module.progress.epoch < run.recipe.epochs and not module.progress.is_stopped(run.plan):
-            trainer = trainer_of(run, engine, module, callback, scaler)
+    with loop.reported():
+        if not loop.is_over:
             try:
-                trainer.fit(module, data)
+                trainer_of(loop, module).fit(module, data)
             except SystemExit:  # what Lightning makes of Ctrl-C
                 raise KeyboardInterrupt from None
-        run.finish(reporter, module.progress.step, models.fitted_line(module.model))
 
 
-def trainer_of(
-    run: Run, engine: Engine, module: RecipeModule, callback: RunCallback, scaler: torch.amp.GradScaler | None
-) -> Trainer:
-    """Lightning's Trainer for what is left of the run, with nothing that writes or speaks but the callback."""
-    recipe, progress = run.recipe, module.progress
+def trainer_of(loop: Loop[Replica], module: RecipeModule) -> Trainer:
+    """Lightning's Trainer for what is left of the run, with nothing that writes or speaks but the loop."""
+    run, recipe, progress, engine = loop.run, loop.recipe, loop.progress, loop.trainer.engine
     return Trainer(
         accelerator="cpu" if engine.device.type == "cpu" else "gpu",
         devices=1 if engine.device.type == "cpu" else [engine.device.index],
         strategy=engines.load(run.engine, "lightning")(run, engine),
-        plugins=[precision_of(recipe, engine.device, scaler)],
+        plugins=[precision_of(recipe, engine.device, loop.trainer.state.scaler)],
         max_epochs=recipe.epochs - progress.epoch,
         max_steps=recipe.max_steps - progress.step if recipe.max_steps else -1,
         accumulate_grad_batches=recipe.accumulation_steps,
         gradient_clip_val=recipe.clip_norm,
         benchmark=recipe.cudnn_benchmark,
-        callbacks=[callback],
+        callbacks=[RunCallback(loop, module)],
         reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from where the run stands
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
@@ -73,7 +70,7 @@ def trainer_of(
     )
 
 
-def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradScaler | None) -> Precision:
+def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradScaler) -> Precision:
     """Lightning's plugin for the recipe's precision."""
     match recipe.precision:
         case "bfloat16":

@@ -23,9 +23,16 @@ BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable t
 def train(prepared: run.Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     with without_banner(), interrupts.postponed():
-        from hvdtrain.tensorflow.train import train as train_with_tensorflow
+        from hvdtrain.loop import Loop
+        from hvdtrain.tensorflow.engines.replication import replication_of
+        from hvdtrain.tensorflow.opening import engine_of
+        from hvdtrain.tensorflow.trainer import Trainer
 
-    train_with_tensorflow(prepared)
+    with engine_of(prepared) as engine:
+        if replication_of(engine).serves:
+            prepared.world.serve_rank_0()
+        else:
+            Loop(prepared, Trainer(prepared, engine)).train()
 
 
 @contextlib.contextmanager

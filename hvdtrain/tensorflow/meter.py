@@ -1,18 +1,19 @@
 """What is measured while a run trains: sums kept on the devices, and TensorFlow's profiler."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tensorflow as tf
 
-from hvdtrain.metrics import Totals
-from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.variables import add
+from hvdtrain.totals import Totals
 
 
 class Meter:
     """Sums of loss, right answers and examples, kept on the device so that a step waits for nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies_of: Callable[[tf.Variable], Sequence[tf.Variable]]) -> None:
+        self._copies_of = copies_of
         self._sums = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
 
     def add(self, loss: tf.Tensor, correct: tf.Tensor, count: tf.Tensor | int, weight: tf.Tensor | float = 1.0) -> None:
@@ -21,9 +22,9 @@ class Meter:
         sums = tf.stack([tf.cast(loss, tf.float64) * count, tf.cast(correct, tf.float64), count])
         add(self._sums, sums * weight)
 
-    def take(self, engine: Engine) -> Totals:
+    def take(self) -> Totals:
         """The sums of all replicas of this rank so far; they start again at 0."""
-        copies = engine.copies(self._sums)
+        copies = self._copies_of(self._sums)
         totals = Totals(*sum(copy.numpy() for copy in copies).tolist())
         for copy in copies:
             copy.assign(tf.zeros_like(copy))

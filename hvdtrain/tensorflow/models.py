@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from hvdtrain.tensorflow.sync_batch_norm import global_moments
 from hvdtrain.tensorflow.variables import subtract
 
 Keep = Callable[[Callable[[list[tf.Tensor]], None], list[tf.Tensor]], None]
+Copies = Callable[[tf.Variable], Sequence[tf.Variable]]
 
 POLICIES = {
     "float32": "float32",
@@ -30,8 +31,13 @@ STAGES = ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2))
 EXPANSION = 4
 
 
-def build(recipe: Recipe, classes: int | None, engine: Engine) -> keras.Model:
-    """The recipe's network, its weights drawn from the recipe's seed alone.
+def keep_own(change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
+    """What one replica does."""
+    change(tensors)
+
+
+def build(recipe: Recipe, classes: int | None, engine: Engine, keep: Keep = keep_own) -> keras.Model:
+    """The recipe's network, its weights drawn from the recipe's seed alone; `keep` is a `Replication`'s.
 
     linear: [n, 1] -> [n, 1], starting at 0. resnet50: pictures [n, height, width, 3] -> logits [n, classes].
     Layers are named as torchvision names its modules.
@@ -41,7 +47,7 @@ def build(recipe: Recipe, classes: int | None, engine: Engine) -> keras.Model:
         x = keras.Input((1,), dtype=_real(policy))
         y = layers.Dense(1, kernel_initializer="zeros", dtype=policy, name="linear")(x)
         return keras.Model(x, y)
-    return resnet50(classes or 0, recipe.stem, recipe.seed, policy, _norm(recipe, engine))
+    return resnet50(classes or 0, recipe.stem, recipe.seed, policy, _norm(recipe, engine, keep))
 
 
 def _real(policy: str) -> str:
@@ -49,7 +55,7 @@ def _real(policy: str) -> str:
     return "float64" if policy == "float64" else "float32"
 
 
-def _norm(recipe: Recipe, engine: Engine) -> Callable[..., "BatchNorm"]:
+def _norm(recipe: Recipe, engine: Engine, keep: Keep) -> Callable[..., "BatchNorm"]:
     own = recipe.batch_norm == "sync" or recipe.precision == "float64"  # the fused kernel knows neither
     sum_over_ranks = engine.sum_tensor if recipe.batch_norm == "sync" else tf.identity
 
@@ -59,7 +65,7 @@ def _norm(recipe: Recipe, engine: Engine) -> Callable[..., "BatchNorm"]:
             start,
             frozen=recipe.batch_norm == "frozen",
             sum_over_ranks=sum_over_ranks if own else None,
-            keep=engine.keep,
+            keep=keep,
             dtype=POLICIES[recipe.precision],
         )
 
@@ -144,7 +150,7 @@ class BatchNorm(layers.Layer):
     running variance taken unbiased.
 
     `sum_over_ranks` None takes the fused kernel over this replica's own share. `start` initialises gamma; `keep` is
-    an engine's.
+    a `Replication`'s.
     """
 
     def __init__(
@@ -154,7 +160,7 @@ class BatchNorm(layers.Layer):
         *,
         frozen: bool = False,
         sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] | None = None,
-        keep: Keep = lambda change, tensors: change(tensors),
+        keep: Keep = keep_own,
         dtype: str = "float32",
     ) -> None:
         super().__init__(name=name, dtype=dtype)
@@ -207,18 +213,11 @@ class BatchNorm(layers.Layer):
             subtract(weight.value, (weight.value - tf.stop_gradient(new)) * (1 - BATCH_NORM_MOMENTUM))
 
 
-def fitted_line(model: keras.Model) -> tuple[float, float] | None:
-    """Slope and intercept of the linear model; None for another."""
-    if [weight.shape for weight in model.weights] != [(1, 1), (1,)]:
-        return None
-    slope, intercept = (float(weight.numpy().item()) for weight in model.weights)
-    return slope, intercept
-
-
-def average_statistics(model: keras.Model, engine: Engine) -> None:
-    """Sets BatchNorm's running statistics to the mean over the replicas, so that all of them hold one model."""
+def average_statistics(model: keras.Model, engine: Engine, copies_of: Copies = lambda variable: (variable,)) -> None:
+    """Sets BatchNorm's running statistics to the mean over the replicas, so that all of them hold one model;
+    `copies_of` is a `Replication`'s."""
     statistics = [weight.value for weight in model.non_trainable_weights]
-    copies = list(zip(*map(engine.copies, statistics), strict=True))
+    copies = list(zip(*map(copies_of, statistics), strict=True))
     if engine.size * len(copies) < 2:
         return
     flat = np.sum([np.concatenate([statistic.numpy() for statistic in copy]) for copy in copies], axis=0)

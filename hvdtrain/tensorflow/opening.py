@@ -6,13 +6,14 @@ from hvdtrain import engines, opening
 from hvdtrain.run import Run
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import Engine
+from hvdtrain.tensorflow.engines.replication import replication_of
 
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:
     """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
     where the block finds another rank gone."""
     engine = open_engine(run)
-    return opening.joined(run, engine, *engine.place)
+    return opening.joined(run, engine, *replication_of(engine).world)
 
 
 def open_engine(run: Run) -> Engine:

@@ -1,12 +1,11 @@
 """A training state as named variables: what a checkpoint holds and what rank 0 broadcasts."""
 
-from typing import Any
-
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint import Checkpoint
-from hvdtrain.tensorflow.sgd import SGD
+from hvdtrain.tensorflow.sgd import SGD, Scaler
 
 
 def variables(model: keras.Model, optimizer: SGD) -> dict[str, tf.Variable]:
@@ -20,12 +19,15 @@ def _name(weight: keras.Variable) -> str:
     return weight.path.replace("/", ".")
 
 
-def load(state: dict[str, tf.Variable], checkpoint: Checkpoint) -> None:
-    """Copies the checkpoint's arrays into the variables."""
-    for name, variable in state.items():
-        variable.assign(checkpoint.array(name, tuple(variable.shape)))
+class State:
+    """A training state; see `hvdtrain.loop.State`."""
 
+    def __init__(self, model: keras.Model, optimizer: SGD, scaler: Scaler) -> None:
+        self.tensors, self.scaler = variables(model, optimizer), scaler
 
-def snapshot(state: dict[str, tf.Variable], facts: dict[str, Any]) -> Checkpoint:
-    """A checkpoint of the state as it is now."""
-    return Checkpoint({name: variable.numpy() for name, variable in state.items()}, facts)
+    def load(self, checkpoint: Checkpoint) -> None:
+        for name, variable in self.tensors.items():
+            variable.assign(checkpoint.array(name, tuple(variable.shape)))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {name: variable.numpy() for name, variable in self.tensors.items()}

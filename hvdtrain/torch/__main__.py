@@ -11,9 +11,12 @@ from hvdtrain import run
 def train(prepared: run.Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     with interrupts.postponed():
-        from hvdtrain.torch.train import train as train_with_torch
+        from hvdtrain.loop import Loop
+        from hvdtrain.torch.opening import engine_of
+        from hvdtrain.torch.trainer import Trainer
 
-    train_with_torch(prepared)
+    with engine_of(prepared) as engine:
+        Loop(prepared, Trainer(prepared, engine)).train()
 
 
 if __name__ == "__main__":

@@ -32,11 +32,6 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     return model.to(engine.device, memory_format=memory_format)
 
 
-def fitted_line(model: nn.Module) -> tuple[float, float] | None:
-    """Slope and intercept of the linear model; None for another."""
-    return (model.weight.item(), model.bias.item()) if isinstance(model, nn.Linear) else None
-
-
 def training_mode(model: nn.Module, recipe: "Recipe") -> None:
     """Training mode, but for BatchNorm where its statistics are frozen."""
     model.train()

@@ -1,7 +1,8 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -24,15 +25,16 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def load(state: dict[str, torch.Tensor], checkpoint: "Checkpoint") -> None:
-    """Copies the checkpoint's arrays into the live tensors."""
-    with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(torch.from_numpy(checkpoint.array(name, tuple(tensor.shape))))
+class State:
+    """A training state; see `hvdtrain.loop.State`."""
 
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.tensors, self.scaler = tensors(model, optimizer), scaler
 
-def snapshot(state: dict[str, torch.Tensor], facts: dict[str, Any]) -> "Checkpoint":
-    """A checkpoint of the state as it is now."""
-    from hvdtrain.checkpoint import Checkpoint
+    def load(self, checkpoint: "Checkpoint") -> None:
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(torch.from_numpy(checkpoint.array(name, tuple(tensor.shape))))
 
-    return Checkpoint({name: tensor.detach().cpu().numpy() for name, tensor in state.items()}, facts)
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {name: tensor.detach().cpu().numpy() for name, tensor in self.tensors.items()}

@@ -77,26 +77,41 @@ class Step:
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.network, self.optimizer = engine.wrap(model, sgd(recipe, model, lr, fused))
         state.start_momentum(self.optimizer)
-        self._make: Callable[[list[Any]], list[Any]] = self._update
+        self.update: Callable[[list[Pair]], list[Seen]] = self._update
+        """The update of this rank's micro-batches (x, y); of each its mean loss, outputs and labels: where the update
+        is a graph, the same tensors in every call, with new values."""
         if record:
-            self._make = compiling.Captured(self._update, engine.device, record)
+            self.update = compiling.Captured(self._update, engine.device, record)
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(lr, device=engine.device)  # a number would be recorded with the kernels
 
     def __call__(self, parts: list[Pair], lr: float) -> list[Seen]:
-        """The update of this rank's parts (x, y) of the batch; of each its mean loss, outputs and labels.
+        """`update` at this LR."""
+        self.set_lr(lr)
+        return self.update(parts)
 
-        They are the same tensors in every call, with new values, where the update is a graph.
-        """
+    def set_lr(self, lr: float) -> None:
+        """The LR of the updates to come."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        return self._make(parts)
 
     def _update(self, parts: list[Pair]) -> list[Seen]:
         self.optimizer.zero_grad()
+        seen = self._differentiate(parts)
+        with self._phase("allreduce"):
+            self.engine.finish()
+        with self._phase("update"):
+            if self.recipe.clip_norm:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return seen
+
+    def _differentiate(self, parts: list[Pair]) -> list[Seen]:
         seen = []
         with self._phase("forward"):
             outputs = self.engine.outputs(self.network, [x for x, _ in parts])
@@ -107,18 +122,7 @@ class Step:
             with self._phase("backward"):
                 self.scaler.scale(loss * self._weight(len(y)) / len(parts)).backward()
             seen.append((loss.detach(), out.detach(), y))
-        with self._phase("allreduce"):
-            self.engine.finish()
-        with self._phase("update"):
-            self._apply()
         return seen
-
-    def _apply(self) -> None:
-        if self.recipe.clip_norm:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.SGD:

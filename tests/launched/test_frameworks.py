@@ -103,12 +103,13 @@ def reference(steps):
     points, (slope, intercept), told = linear.load(0).train, (0.0, 0.0), []
     for epoch in range(5):
         progress = Progress(epoch=epoch)
-        starts, requests = train_requests(plan, progress, 0)
-        for place, (indices, _) in zip(starts, requests, strict=True):
+        _, requests = train_requests(plan, progress, 0)
+        for indices, _ in requests:
             x, y = points.x[indices, 0].astype(float), points.y[indices, 0].astype(float)
             error = slope * x + intercept - y
             told.append(np.mean(error**2))
-            lr = progress.lr(plan, place)
+            lr = progress.lr(plan)
+            progress.advance(plan)
             slope, intercept = slope - lr * np.mean(2 * error * x), intercept - lr * np.mean(2 * error)
     return np.array(told[:steps])
 

@@ -16,6 +16,7 @@ import numpy as np
 import small
 
 from hvdtrain import run as runs
+from hvdtrain.loop import Loop
 from hvdtrain.topology import discover
 from hvdtrain.world import World
 
@@ -24,31 +25,31 @@ small.shrink(FRAMEWORK)
 
 
 def prepared(argv: list[str]) -> Any:
-    """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
-    adapter, opening = (importlib.import_module(f"hvdtrain.{FRAMEWORK}.{name}") for name in ("train", "opening"))
+    """A loop ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
+    adapter, opening = (importlib.import_module(f"hvdtrain.{FRAMEWORK}.{name}") for name in ("trainer", "opening"))
     run = runs.prepare(FRAMEWORK, argv, World(discover(os.environ)))
-    return adapter.Training(run, opening.open_engine(run))
+    return Loop(run, adapter.Trainer(run, opening.open_engine(run)))
 
 
 def initial(argv: list[str]) -> None:
     """Leaves a checkpoint of step 0."""
-    prepared(argv)._checkpoint(None)
+    prepared(argv).write_checkpoint(None)
 
 
 def train(argv: list[str]) -> list[str]:
     """Trains to the end; the frameworks that this process then holds."""
-    prepared(argv).run_to_end()
+    prepared(argv).train()
     return sorted({"torch", "tensorflow"} & set(sys.modules))
 
 
 def logits(argv: list[str]) -> list[list[float]]:
     """What the run's newest checkpoint answers to its first validation pictures."""
-    training = prepared(argv)
+    trainer = prepared(argv).trainer
     indices = np.arange(32)
-    x, _ = next(training.loader.batches(training.run.dataset.valid, [(indices, None)]))
+    x, _ = next(trainer.loader.batches(trainer.dataset.valid, [(indices, None)]))
     if FRAMEWORK == "tensorflow":
-        return training.model(training._inputs(x), training=False).numpy().tolist()
-    return training.model.eval()(x).detach().numpy().tolist()
+        return trainer.model(trainer.step.inputs(x), training=False).numpy().tolist()
+    return trainer.model.eval()(x).detach().numpy().tolist()
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from hvdtrain.lightning.gradients import Averager
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
 from hvdtrain.lightning.train import fit, quiet
+from hvdtrain.loop import Loop
 from hvdtrain.torch.opening import open_engine
-from hvdtrain.torch.train import Training
+from hvdtrain.torch.trainer import Trainer as TorchTrainer
 
 CLASSES = 3
 STRATEGIES: dict[str, Any] = {"horovod": lambda: "horovod", "ddp": RankDDPStrategy}
@@ -57,7 +58,7 @@ def _lightning(run: runs.Run) -> None:
 def _torch(run: runs.Run) -> None:
     engine = open_engine(run)
     run.world.exchange(engine.sum)
-    Training(run, engine).run_to_end()
+    Loop(run, TorchTrainer(run, engine)).train()
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ REST = 0.05  # seconds
 
 if __name__ == "__main__":
     sys.argv[:] = sys.argv[1:]
-    training = importlib.import_module(f"{sys.argv[0]}.train").Training
-    update = training.update
+    trainer = importlib.import_module(f"{sys.argv[0]}.trainer").Trainer
+    update = trainer.update
 
     def rest_and_update(*given):
         time.sleep(REST)
         update(*given)
 
-    training.update = rest_and_update
+    trainer.update = rest_and_update
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

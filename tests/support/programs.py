@@ -21,6 +21,7 @@ import small
 
 from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.loop import Loop
 from hvdtrain.topology import discover
 from hvdtrain.world import World, variables
 
@@ -31,10 +32,10 @@ told: dict[str, Any] = {}
 
 
 def prepared(argv: list[str]) -> Any:
-    """A training ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
+    """A loop ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
     run = runs.prepare(FRAMEWORK, argv, World(discover(os.environ)))
     os.environ.update(variables(run.world, FRAMEWORK, os.environ))
-    return framework.Training(run, framework.open_engine(run))
+    return Loop(run, framework.Trainer(run, framework.open_engine(run)))
 
 
 def digest(arrays: dict[str, np.ndarray]) -> str:
@@ -64,14 +65,15 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
     for name, argv in given.items():
         training = prepared(argv)
         if name.endswith("curve"):
-            training.train_epoch()
+            for _ in training.epoch():
+                pass
         else:
-            training.run_to_end()
+            training.train()
         told[name] = {
-            "state": digest(framework.state(training)),
+            "state": digest(framework.state(training.trainer)),
             "modules": sorted({name.partition(".")[0] for name in sys.modules}),
-            "line": framework.models.fitted_line(training.model),
-            "parameters": framework.parameters(training),
+            "line": training.fitted_line(),
+            "parameters": framework.parameters(training.trainer),
         }
         del training
         gc.collect()
@@ -93,16 +95,16 @@ def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
 def overflow(argv: list[str]) -> dict[str, Any]:
     """Three updates with float16's scaler; in the second one rank's input overflows. After each: state, scale."""
     training = prepared(argv)
+    trainer = training.trainer
     seen = []
-    for step, (_, own) in zip(range(3), training.batches(), strict=False):
+    for step, own in zip(range(3), trainer.batches(training.progress), strict=False):
         parts = own
-        if step == 1 and training.engine.rank == training.engine.size - 1:
+        if step == 1 and trainer.engine.rank == trainer.engine.size - 1:
             parts = [(x * 1e30, y) for x, y in own]
-        framework.update(training, parts, 0.01)
-        training.progress.step += 1
-        weights = framework.state(training)
+        trainer.update(parts, 0.01, step)
+        weights = framework.state(trainer)
         finite = all(bool(np.isfinite(array).all()) for array in weights.values())
-        seen.append([digest(weights), training.scaler.state_dict()["scale"], finite])
+        seen.append([digest(weights), trainer.state.scaler.state_dict()["scale"], finite])
     return {"seen": seen}
 
 
@@ -110,17 +112,17 @@ def parted(argv: list[str], step: int) -> dict[str, Any]:
     """A run in which one bit of the last rank's weights changes just before that step: exit code and stderr."""
 
     def train(run: runs.Run) -> None:
-        training = framework.Training(run, framework.open_engine(run))
-        run.world.exchange(training.engine.sum)
-        update = training.update
+        trainer = framework.Trainer(run, framework.open_engine(run))
+        run.world.exchange(trainer.engine.sum)
+        update = trainer.update
 
-        def flip_then_update(*given: Any) -> None:
-            if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
-                framework.flip_a_bit(training)
-            update(*given)
+        def flip_then_update(batch: Any, lr: float, made: int) -> None:
+            if made + 1 == step and trainer.engine.rank == trainer.engine.size - 1:
+                framework.flip_a_bit(trainer)
+            update(batch, lr, made)
 
-        training.update = flip_then_update
-        training.run_to_end()
+        trainer.update = flip_then_update
+        Loop(run, trainer).train()
 
     return main_told(argv, train)
 
@@ -130,16 +132,16 @@ def abandoned(argv: list[str], step: int) -> dict[str, Any]:
 
     The last program of a start, as the ranks are joined no more.
     """
-    update = framework.Training.update
+    update = framework.Trainer.update
 
-    def leave_or_update(training: Any, *given: Any) -> None:
-        if training.progress.step + 1 == step and training.engine.rank == training.engine.size - 1:
+    def leave_or_update(trainer: Any, batch: Any, lr: float, made: int) -> None:
+        if made + 1 == step and trainer.engine.rank == trainer.engine.size - 1:
             told["abandoned"] = None
-            write(training.engine.rank)
+            write(trainer.engine.rank)
             os._exit(0)
-        update(training, *given)
+        update(trainer, batch, lr, made)
 
-    framework.Training.update = leave_or_update
+    framework.Trainer.update = leave_or_update
     return main_told(argv, framework.train)
 
 

@@ -14,10 +14,12 @@ import tensorflow as tf
 from hvdtrain import rendezvous
 from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.tensorflow import data, models, variables
+from hvdtrain.loop import Loop
+from hvdtrain.tensorflow import data, variables
 from hvdtrain.tensorflow.engines import Engine, distribute
+from hvdtrain.tensorflow.engines.replication import replication_of
 from hvdtrain.tensorflow.opening import open_engine
-from hvdtrain.tensorflow.train import Training
+from hvdtrain.tensorflow.trainer import Trainer
 from hvdtrain.topology import discover
 from hvdtrain.world import World, joined
 
@@ -33,9 +35,9 @@ def of_engine(name: str, chosen: dict[str, list[str]], folder: Path) -> dict[str
     flags = ["--engine", engine_name, *(["--devices", devices] if devices else [])]
     with run_of(["linear", *flags, "--output", str(folder / "first")]) as run:
         engine = open_engine(run)
-        if engine.serves:
+        if replication_of(engine).serves:
             run.world.serve_rank_0()
-            return {"served": engine.place}
+            return {"served": replication_of(engine).world}
         told: dict[str, Any] = {"verbs": verbs(engine)}
         for title, argv in chosen.items():
             prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], run.world)
@@ -59,46 +61,48 @@ def run_of(argv: list[str]) -> Iterator[runs.Run]:
     world.leave()
 
 
-def training_of(run: runs.Run, engine: Engine) -> Training:
+def training_of(run: runs.Run, engine: Engine) -> Loop[Trainer]:
     engine._widened = run.recipe.compression == "fp64"
-    return Training(run, engine)
+    return Loop(run, Trainer(run, engine))
 
 
 def trained(run: runs.Run, engine: Engine) -> dict[str, Any]:
     """A run to its end; of ResNet50 the first epoch's updates alone, as validating and storing it takes far longer."""
     training = training_of(run, engine)
     if run.recipe.model == "resnet50":
-        training.train_epoch()
+        for _ in training.epoch():
+            pass
     else:
-        training.run_to_end()
-    copies = zip(*map(engine.copies, training.state.values()), strict=True)
+        training.train()
+    trainer = training.trainer
+    copies = zip(*map(trainer.replication.copies, trainer.state.tensors.values()), strict=True)
     states = [hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in copy)).hexdigest() for copy in copies]
-    return {"line": models.fitted_line(training.model), "states": states}
+    return {"line": training.fitted_line(), "states": states}
 
 
 def overflow(run: runs.Run, engine: Engine) -> list[Any]:
     """Three updates with float16's scaler; in the second one replica's input overflows. After each: weight, scale."""
     training = training_of(run, engine)
+    trainer = training.trainer
     seen = []
-    for step, (_, own) in zip(range(3), training.batches(), strict=False):
+    for step, own in zip(range(3), trainer.batches(training.progress), strict=False):
         *parts, (x, y) = own
         parts.append((x * (1e30 if step == 1 and engine.rank == engine.size - 1 else 1), y))
-        training.update(parts, 0.01)
-        training.progress.step += 1
-        weight = [copy.numpy().item() for copy in engine.copies(training.weights[0])]
-        seen.append([weight, training.scaler.state_dict()["scale"]])
+        trainer.update(parts, 0.01, step)
+        weight = [copy.numpy().item() for copy in trainer.replication.copies(trainer.weights[0])]
+        seen.append([weight, trainer.state.scaler.state_dict()["scale"]])
     return seen
 
 
 def parted(run: runs.Run, engine: Engine) -> str:
     """What is said once one bit of the last replica's weights has changed."""
     training = training_of(run, engine)
-    weight = engine.copies(training.weights[0])[-1]
+    weight = training.trainer.replication.copies(training.trainer.weights[0])[-1]
     bits = weight.numpy()
     bits.view(np.int32)[0] ^= engine.rank == engine.size - 1
     weight.assign(bits)
     try:
-        training._check_replicas()
+        training.check_replicas()
     except HvdtrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -118,8 +122,9 @@ def verbs(engine: Engine) -> dict[str, Any]:
         "sum of another shape": np.arange(7.0),
     }
     told: dict[str, Any] = {name: engine.sum(array).tolist() for name, array in arrays.items()}
-    told["place"] = [*engine.place, engine.replicas]
-    with engine.scope():
+    replication = replication_of(engine)
+    told["place"] = [*replication.world, replication.replicas]
+    with replication.scope():
         kept = {
             "scalar": tf.Variable(rank + 7, trainable=False),
             "counts": tf.Variable(tf.fill((3,), tf.constant(2**53 + 1 + rank, tf.int64)), trainable=False),
@@ -137,7 +142,8 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
     By copy of the variables: the sum of the numbers and the gradient of the replicas' own x sum, by the own one in a
     sum; the weight that the combined numbers x factor were subtracted from; and the numbers that were kept.
     """
-    with engine.scope():
+    replication = replication_of(engine)
+    with replication.scope():
         told = {
             name: tf.Variable(0.0, dtype=tf.float64, trainable=False) for name in ("sum", "gradient", "weight", "kept")
         }
@@ -149,15 +155,15 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
             loss = total * tf.stop_gradient(own)
         variables.put(told["sum"], total)
         variables.put(told["gradient"], tape.gradient(loss, own))
-        engine.update(lambda combined: variables.subtract(told["weight"], combined[0]), [own * factor])
-        engine.keep(lambda tensors: variables.add(told["kept"], tensors[0]), [own])
+        replication.update(lambda combined: variables.subtract(told["weight"], combined[0]), [own * factor])
+        replication.keep(lambda tensors: variables.add(told["kept"], tensors[0]), [own])
 
-    on_all = engine.replicate(step)
-    first = 1 + engine.rank * engine.replicas
-    shares = [(tf.constant(float(first + place), tf.float64),) for place in range(engine.replicas)]
+    on_all = replication.replicate(step)
+    first = 1 + engine.rank * replication.replicas
+    shares = [(tf.constant(float(first + place), tf.float64),) for place in range(replication.replicas)]
     for factor in (1.0, 10.0):
         on_all(shares, tf.constant(factor, tf.float64))
-    return {name: [float(copy) for copy in engine.copies(variable)] for name, variable in told.items()}
+    return {name: [float(copy) for copy in replication.copies(variable)] for name, variable in told.items()}
 
 
 def evened() -> list[Any]:

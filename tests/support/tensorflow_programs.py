@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,13 @@ import tensorflow as tf
 
 from hvdtrain.recipe import load
 from hvdtrain.tensorflow import models, sgd
+from hvdtrain.tensorflow.__main__ import train  # noqa: F401
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
-from hvdtrain.tensorflow.train import Training, train  # noqa: F401
+from hvdtrain.tensorflow.step import mean_loss
+from hvdtrain.tensorflow.trainer import Trainer
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
@@ -29,25 +30,21 @@ def local() -> Engine:
     return LocalEngine("/CPU:0")
 
 
-def state(training: Training) -> dict[str, np.ndarray]:
+def state(trainer: Trainer) -> dict[str, np.ndarray]:
     """A training's whole state, by name."""
-    return {name: variable.numpy() for name, variable in training.state.items()}
+    return trainer.state.arrays()
 
 
-def parameters(training: Training) -> int:
+def parameters(trainer: Trainer) -> int:
     """How many numbers it learns."""
-    return sum(int(np.prod(weight.shape)) for weight in training.weights)
+    return sum(int(np.prod(weight.shape)) for weight in trainer.weights)
 
 
-def flip_a_bit(training: Training) -> None:
+def flip_a_bit(trainer: Trainer) -> None:
     """Of the linear model's weight."""
-    weight = training.weights[0].numpy()
+    weight = trainer.weights[0].numpy()
     weight.view(np.int32)[0] ^= 1
-    training.weights[0].assign(weight)
-
-
-def update(training: Training, parts: list[Any], lr: float) -> None:
-    training.update(parts, lr)
+    trainer.weights[0].assign(weight)
 
 
 def told_by(engine: Engine) -> dict[str, Any]:
@@ -285,6 +282,5 @@ def events(folder: str) -> None:
 
 def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[float]) -> list[float]:
     """The training loss of the logits for each smoothing."""
-    classifier: Any = SimpleNamespace(run=SimpleNamespace(dataset=SimpleNamespace(classes=len(logits[0]))))
     out, y = tf.constant(logits, tf.float64), tf.constant(labels, tf.int64)
-    return [float(Training._loss(classifier, out, y, smoothing).numpy()) for smoothing in smoothings]
+    return [float(mean_loss(out, y, smoothing).numpy()) for smoothing in smoothings]

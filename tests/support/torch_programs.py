@@ -11,10 +11,11 @@ from torch import nn
 from hvdtrain.recipe import load
 from hvdtrain.topology import discover
 from hvdtrain.torch import models
+from hvdtrain.torch.__main__ import train  # noqa: F401
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.opening import open_engine  # noqa: F401
-from hvdtrain.torch.train import Training, train  # noqa: F401
+from hvdtrain.torch.trainer import Trainer
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
@@ -35,24 +36,19 @@ def local() -> Engine:
     return LocalEngine(torch.device("cpu"))
 
 
-def state(training: Training) -> dict[str, np.ndarray]:
+def state(trainer: Trainer) -> dict[str, np.ndarray]:
     """A training's whole state, by name."""
-    return {name: tensor.detach().numpy() for name, tensor in training.state.items()}
+    return trainer.state.arrays()
 
 
-def parameters(training: Training) -> int:
+def parameters(trainer: Trainer) -> int:
     """How many numbers it learns."""
-    return sum(parameter.numel() for parameter in training.model.parameters())
+    return sum(parameter.numel() for parameter in trainer.model.parameters())
 
 
-def flip_a_bit(training: Training) -> None:
+def flip_a_bit(trainer: Trainer) -> None:
     """Of the linear model's weight."""
-    training.model.weight.detach().view(torch.int32)[0] ^= 1
-
-
-def update(training: Training, parts: list[Any], lr: float) -> None:
-    models.training_mode(training.model, training.recipe)
-    training.update(parts, lr)
+    trainer.model.weight.detach().view(torch.int32)[0] ^= 1
 
 
 def told_by(engine: Engine) -> dict[str, Any]:

@@ -16,8 +16,8 @@ Any = object  # typing takes longer to load than the small process runs
 
 # What each kind loads, beside the framework: all that a training of that kind imports.
 KINDS = {
-    "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.train"],
-    "tensorflow": ["hvdtrain.tensorflow", "horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.train"],
+    "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.trainer"],
+    "tensorflow": ["hvdtrain.tensorflow", "horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.trainer"],
     "lightning": ["hvdtrain.lightning.train"],
 }
 KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]

@@ -22,10 +22,10 @@ Parts = list[Any]
 
 @dataclass(frozen=True)
 class Drive:
-    """One adapter's Training, driven step by step."""
+    """One framework's Trainer, driven step by step."""
 
-    batches: Callable[[Progress], Iterator[tuple[int, Parts]]]
-    """The rest of an epoch from there: where each batch begins, and this rank's parts of it, on the device."""
+    batches: Callable[[Progress], Iterator[Parts]]
+    """The rest of an epoch from there: this rank's micro-batches of each batch, on the device."""
     update: Callable[[Parts], None]
     """One update from them, at a learning rate of 0: the weights stay, so no step of many diverges."""
     wait: Callable[[], None]
@@ -86,9 +86,9 @@ def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], fl
     def batches(place: Progress = everywhere) -> Iterator[Parts]:
         if place.sample + steps * run.plan.global_batch > run.plan.train_examples:
             place.sample, place.epoch = 0, place.epoch + 1
-        for start, parts in itertools.islice(sides.whole.batches(place), steps):
+        for parts in itertools.islice(sides.whole.batches(place), steps):
             yield parts
-            place.sample = start + run.plan.global_batch
+            place.sample += run.plan.global_batch
 
     (still,) = itertools.islice(batches(), 1)
 

@@ -21,6 +21,7 @@ from hvdtrain import plan as plans
 from hvdtrain import recipe as recipes
 from hvdtrain.bench import ranks
 from hvdtrain.compatibility import Framework
+from hvdtrain.loop import Loop, Trainer
 from hvdtrain.run import Run, load_dataset
 from hvdtrain.topology import discover
 from hvdtrain.world import World
@@ -46,11 +47,11 @@ class Loops:
     lightning: Driver | None = None
 
 
-def ours(training: Any) -> Steps:
-    """hvdtrain's loop, with its log, metrics and guard; `training` is either adapter's Training."""
+def ours(loop: Loop[Trainer]) -> Steps:
+    """hvdtrain's loop, with its log, metrics and guard."""
     while True:
-        training.progress.sample = 0
-        yield from training.steps()
+        loop.progress.sample = 0
+        yield from loop.epoch()
 
 
 def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str]) -> None:

@@ -2,10 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from hvdtrain.bench.workers import limits
-from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.tensorflow.__main__ import without_banner
 
@@ -15,8 +13,9 @@ with without_banner():
 from hvdtrain.tensorflow import variables
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
+from hvdtrain.tensorflow.engines.replication import replication_of
 from hvdtrain.tensorflow.opening import engine_of
-from hvdtrain.tensorflow.train import Training
+from hvdtrain.tensorflow.trainer import Trainer
 
 WIRE = {"none": tf.float32, "fp16": tf.float16, "fp64": tf.float64}
 
@@ -25,8 +24,8 @@ WIRE = {"none": tf.float32, "fp16": tf.float16, "fp64": tf.float64}
 def sides(run: Run) -> Iterator[limits.Sides]:
     """The run's training, and one on each rank by itself."""
     with engine_of(run) as engine:
-        training = Training(run, engine)
-        count = sum(int(tf.size(weight)) for weight in training.weights)
+        trainer = Trainer(run, engine)
+        count = sum(int(tf.size(weight)) for weight in trainer.weights)
         with tf.device(engine.device):
             gradients = tf.zeros(count, WIRE[run.recipe.compression])
         communicate, alone = None, None
@@ -34,32 +33,29 @@ def sides(run: Run) -> Iterator[limits.Sides]:
             communicate = _allreduce(engine, gradients)
             by_itself = LocalEngine(engine.device)
             by_itself.rank = engine.rank
-            alone = _drive(Training(replace(run, engine="local", folder=None), by_itself))
+            alone = _drive(Trainer(run, by_itself))
         sent = count * gradients.dtype.size
-        yield limits.Sides(_drive(training), alone, communicate, engine.sum, sent)
+        yield limits.Sides(_drive(trainer), alone, communicate, engine.sum, sent)
 
 
-def _drive(training: Training) -> limits.Drive:
-    def batches(place: Progress) -> Iterator[tuple[int, limits.Parts]]:
-        training.progress.epoch, training.progress.sample = place.epoch, place.sample
-        return training.batches()
-
+def _drive(trainer: Trainer) -> limits.Drive:
     return limits.Drive(
-        batches=batches,
-        update=lambda parts: training.update(parts, 0.0),
-        wait=lambda: training.weights[-1].numpy() if training.engine.replicas == 1 else None,
+        batches=trainer.batches,
+        update=lambda parts: trainer.update(parts, 0.0, 0),
+        wait=lambda: trainer.weights[-1].numpy() if trainer.replication.replicas == 1 else None,
     )
 
 
 def _allreduce(engine: Engine, gradients: tf.Tensor) -> Callable[[], None]:
-    with engine.scope():
+    replication = replication_of(engine)
+    with replication.scope():
         first = tf.Variable(0.0, dtype=gradients.dtype, trainable=False)
-    add = engine.replicate(lambda tensor: variables.put(first, engine.sum_tensor(tensor)[0]))
+    add = replication.replicate(lambda tensor: variables.put(first, engine.sum_tensor(tensor)[0]))
 
     def communicate() -> None:
         with tf.device(engine.device):
             add([(gradients,)])
-        engine.copies(first)[0].numpy()
+        replication.copies(first)[0].numpy()
 
     return communicate
 

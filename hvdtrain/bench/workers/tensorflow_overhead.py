@@ -12,11 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.bench.workers import overhead
+from hvdtrain.loop import Loop
 from hvdtrain.run import Run
 from hvdtrain.tensorflow.models import resnet50
 from hvdtrain.tensorflow.opening import open_engine
 from hvdtrain.tensorflow.sgd import SGD
-from hvdtrain.tensorflow.train import Training
+from hvdtrain.tensorflow.trainer import Trainer
 
 
 def hand_written(run: Run) -> overhead.Steps:
@@ -50,7 +51,7 @@ def hand_written(run: Run) -> overhead.Steps:
 def loops(run: Run) -> overhead.Loops:
     """Both loops over one engine."""
     engine = open_engine(run)
-    return overhead.Loops(overhead.ours(Training(run, engine)), hand_written(run), engine.sum, engine.close)
+    return overhead.Loops(overhead.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close)
 
 
 if __name__ == "__main__":

@@ -193,9 +193,10 @@ class Rung:
 
     def _batches(self, progress: Progress) -> Iterator[tuple[float, Pair]]:
         """LR and batch of every update of an epoch, as a run of the recipe has them."""
-        starts, requests = train_requests(self.plan, progress, 0)
-        for start, pair in zip(starts, self.loader.batches(self.dataset.train, requests), strict=True):
-            yield progress.lr(self.plan, start), pair
+        _, requests = train_requests(self.plan, progress, 0)
+        for pair in self.loader.batches(self.dataset.train, requests):
+            yield progress.lr(self.plan), pair
+            progress.advance(self.plan)
 
     def _update(self, pair: Pair) -> torch.Tensor:
         """One update at an LR that changes little; its mean loss."""

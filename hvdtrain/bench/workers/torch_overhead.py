@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.bench.workers import overhead
+from hvdtrain.loop import Loop
 from hvdtrain.run import Run
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.models import resnet50
 from hvdtrain.torch.opening import open_engine
-from hvdtrain.torch.train import Training
+from hvdtrain.torch.trainer import Trainer
 
 
 def parts(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
@@ -83,7 +84,9 @@ def loops(run: Run) -> overhead.Loops:
         from hvdtrain.bench.workers.lightning_overhead import driver_of
 
         driver = driver_of(run, parts(run))
-    return overhead.Loops(overhead.ours(Training(run, engine)), hand_written(run), engine.sum, engine.close, driver)
+    return overhead.Loops(
+        overhead.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
+    )
 
 
 if __name__ == "__main__":

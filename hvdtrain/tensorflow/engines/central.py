@@ -1,8 +1,8 @@
 """tf.distribute's CentralStorageStrategy behind the engine's verbs: one process, several devices that compute, and one
 copy of every variable, on the CPU or on the only GPU."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.engines import Setup
 from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow.engines.distribute import MEAN, Distributed, take
+from hvdtrain.tensorflow.engines.replication import Change
 
 
 class CentralEngine(Distributed):
@@ -20,17 +21,17 @@ class CentralEngine(Distributed):
         super().__init__(recipe, strategy, len(devices))
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "CentralEngine":
         return cls(setup.recipe, setup.devices)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def world(self) -> tuple[int, int]:
         return self.rank, self.strategy.num_replicas_in_sync // self.replicas
 
-    def update(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
+    def update(self, change: Change, tensors: list[tf.Tensor]) -> None:
         self._once(change, self.combine(tensors))
 
-    def keep(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
+    def keep(self, change: Change, tensors: list[tf.Tensor]) -> None:
         self._once(change, self._reduced(MEAN, tensors) if tensors else [])
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
@@ -39,7 +40,7 @@ class CentralEngine(Distributed):
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def _once(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
+    def _once(self, change: Change, tensors: list[tf.Tensor]) -> None:
         # The replicas' parts of the graph are made one after the other, and in that order they use a variable.
         if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 0:
             change(tensors)

@@ -9,20 +9,18 @@ import tensorflow as tf
 
 from hvdtrain.errors import DeviceError
 from hvdtrain.recipe import Recipe
-from hvdtrain.tensorflow.engines import Share
-from hvdtrain.tensorflow.engines.one_replica import graph
+from hvdtrain.tensorflow.engines.replication import Replication, Share, graph
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 
 
-class Distributed:
-    """See `Engine` for the verbs. Every replica has its own copy of each variable."""
+class Distributed(Replication):
+    """See `Engine` and `Replication` for the verbs. Every replica has its own copy of each variable."""
 
     rank = 0
     size = 1
     device = "/CPU:0"
     notes: tuple[str, ...] = ()
-    serves = False
 
     def __init__(self, recipe: Recipe, strategy: tf.distribute.Strategy, replicas: int) -> None:
         self.strategy, self.replicas = strategy, replicas
@@ -49,12 +47,6 @@ class Distributed:
         if self._widened:  # the sum of float32 numbers is then exact, whatever the order
             tensors = [tf.cast(tensor, tf.float64) for tensor in tensors]
         return [tf.cast(mean, kind) for mean, kind in zip(self._reduced(MEAN, tensors), types, strict=True)]
-
-    def update(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
-        change(self.combine(tensors))
-
-    def keep(self, change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
-        change(tensors)
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._reduced(SUM, tensor)

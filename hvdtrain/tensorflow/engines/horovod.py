@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,6 @@ from hvdtrain.engines import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow import devices
-from hvdtrain.tensorflow.engines.one_replica import OneReplica
 
 try:
     import horovod.tensorflow as hvd
@@ -42,8 +41,10 @@ class Widened(hvd.Compression.none):
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
 
 
-class HorovodEngine(OneReplica):
+class HorovodEngine:
     """Ranks joined by Horovod; see `Engine` for the verbs."""
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
         # Horovod's core reads these from the process environment when it starts, and nowhere else.
@@ -57,7 +58,7 @@ class HorovodEngine(OneReplica):
             hvd.start_timeline(str(timeline))
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.recipe, setup.timeline)
         engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
         return engine

@@ -1,33 +1,42 @@
 """The engine of one process: every verb is the identity."""
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.engines import Setup
 from hvdtrain.tensorflow import devices
-from hvdtrain.tensorflow.engines.one_replica import OneReplica
 
 
-class LocalEngine(OneReplica):
+class LocalEngine:
     """One rank alone; see `Engine` for the verbs."""
+
+    rank = 0
+    size = 1
+    notes: tuple[str, ...] = ()
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "LocalEngine":
         return cls(devices.take(setup))
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
         return facts
+
+    def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return tensors
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor
+
+    def is_lost(self, error: tf.errors.OpError) -> bool:
+        return False
 
     def close(self) -> None:
         pass

@@ -1,7 +1,7 @@
 """tf.distribute.MirroredStrategy behind the engine's verbs: one process, several devices, one step for all."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,11 +18,11 @@ class MirroredEngine(Distributed):
         super().__init__(recipe, tf.distribute.MirroredStrategy(take(devices)), len(devices))
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "MirroredEngine":
         return cls(setup.recipe, setup.devices)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def world(self) -> tuple[int, int]:
         return self.rank, self.strategy.num_replicas_in_sync // self.replicas
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:

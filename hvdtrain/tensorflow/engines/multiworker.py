@@ -3,7 +3,7 @@ collectives."""
 
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,7 @@ from hvdtrain.rendezvous import Endpoint
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import LOST
 from hvdtrain.tensorflow.engines.distribute import SUM, Distributed
-from hvdtrain.tensorflow.engines.one_replica import graph
+from hvdtrain.tensorflow.engines.replication import graph
 from hvdtrain.topology import Topology
 
 Implementation = tf.distribute.experimental.CommunicationImplementation
@@ -36,11 +36,11 @@ class MultiWorkerEngine(Distributed):
         self._summed = graph(self._sum_of_ranks)
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "MultiWorkerEngine":
         return cls(setup.recipe, setup.topology, setup.endpoints, devices.take(setup))
 
     @property
-    def place(self) -> tuple[int, int]:
+    def world(self) -> tuple[int, int]:
         return self.rank, self.strategy.num_replicas_in_sync
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:

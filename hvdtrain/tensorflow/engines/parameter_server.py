@@ -5,7 +5,7 @@ import collections
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,17 +14,21 @@ from hvdtrain import tf_config
 from hvdtrain.engines import Setup
 from hvdtrain.rendezvous import Endpoint
 from hvdtrain.tensorflow import devices
-from hvdtrain.tensorflow.engines import LOST, Share
-from hvdtrain.tensorflow.engines.one_replica import OneReplica, graph
+from hvdtrain.tensorflow.engines import LOST
+from hvdtrain.tensorflow.engines.replication import Replication, Share, graph
 from hvdtrain.topology import Topology
 
 BEHIND = 2
 """Batches that wait for each worker while it computes."""
 
 
-class ParameterServerEngine(OneReplica):
+class ParameterServerEngine(Replication):
     """Every rank's process is a worker, the first of a host a parameter server too, rank 0's the one that leads; see
-    `Engine` for the verbs. An update is one worker's; of the world that the loop sees, the chief is all."""
+    `Engine` and `Replication` for the verbs. An update is one worker's; of the world that the loop sees, rank 0 is all.
+    """
+
+    rank = 0
+    size = 1
 
     def __init__(self, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
         self.topology, self.device, self.serves = topology, device, not topology.is_chief
@@ -37,7 +41,7 @@ class ParameterServerEngine(OneReplica):
             self._lead(cluster)
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "ParameterServerEngine":
         return cls(setup.topology, setup.endpoints, devices.take(setup))
 
     def _server(self, cluster: tf_config.Cluster, job: str, index: int) -> tf.distribute.Server:
@@ -57,8 +61,8 @@ class ParameterServerEngine(OneReplica):
         self._asked: collections.deque[Any] = collections.deque()
 
     @property
-    def place(self) -> tuple[int, int]:
-        """On the chief, the number of workers that it has reached."""
+    def world(self) -> tuple[int, int]:
+        """On rank 0, the number of workers that it has reached."""
         if self.serves:
             return self.topology.rank, self.topology.size
         return 0, sum("/job:worker/" in device.name for device in tf.config.list_logical_devices("CPU"))
@@ -80,6 +84,9 @@ class ParameterServerEngine(OneReplica):
         self._coordinator.join()
         self._asked.clear()
         return (variable,)
+
+    def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return tensors
 
     def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
         return facts

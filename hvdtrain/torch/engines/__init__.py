@@ -1,7 +1,7 @@
 """Engines: one collective library each, behind the same few verbs."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ class Engine(Protocol):
     """What the run reports of this engine at its start."""
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "Engine":
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:

@@ -1,7 +1,6 @@
 """torch.nn.DataParallel over the GPUs of one process."""
 
 from collections.abc import Sequence
-from typing import Self
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ class DataParallelEngine(LocalEngine):
         super().__init__(self._devices[0])
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "DataParallelEngine":
         return cls(setup.devices)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.DataParallel, torch.optim.Optimizer]:

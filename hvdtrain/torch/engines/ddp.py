@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class DdpEngine:
         self._own = dist.new_group()
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "DdpEngine":
         return cls(setup.recipe, setup.topology, devices.take(setup))
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:

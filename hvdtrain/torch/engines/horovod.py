@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class HorovodEngine:
             hvd.start_timeline(str(timeline))
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.recipe, setup.timeline, fuses=setup.fuses)
         engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
         return engine

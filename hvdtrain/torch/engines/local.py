@@ -1,7 +1,7 @@
 """The engine of one process: every verb is the identity."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class LocalEngine:
         self.device = device
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "LocalEngine":
         return cls(devices.take(setup))
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:

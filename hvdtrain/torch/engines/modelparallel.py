@@ -2,7 +2,7 @@
 into one."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class ModelParallelEngine(LocalEngine):
         super().__init__(self._devices[0])
 
     @classmethod
-    def open(cls, setup: Setup) -> Self:
+    def open(cls, setup: Setup) -> "ModelParallelEngine":
         return cls(setup.devices)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:

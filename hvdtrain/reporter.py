@@ -1,56 +1,19 @@
-"""What a run tells: exact means, a log for people, metrics.jsonl for programs, TensorBoard events for pictures."""
+"""What a run reports: a log for people, metrics.jsonl for programs, TensorBoard events for curves."""
 
 import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
-import numpy as np
-
 from hvdtrain import files
-from hvdtrain.errors import DivergedError, OutputError
+from hvdtrain.errors import OutputError
 from hvdtrain.plan import Plan
+from hvdtrain.totals import Totals
 
 LINE_LIMIT = 1 << 16
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over examples; divided once, after they were added over steps and ranks."""
-
-    loss: float
-    correct: float
-    count: float
-
-    def over_ranks(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray]) -> "Totals":
-        """The totals of all ranks. Every rank must call it."""
-        loss, correct, count = sum_over_ranks(np.array([self.loss, self.correct, self.count]))
-        return Totals(float(loss), float(correct), float(count))
-
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(self.loss + other.loss, self.correct + other.correct, self.count + other.count)
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / self.count
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of examples whose highest logit is the right one (top-1)."""
-        return self.correct / self.count
-
-
-def check_finite(totals: Totals, step: int, peak_lr: float) -> None:
-    """Raises DivergedError where the loss of all ranks is no longer a number."""
-    if not math.isfinite(totals.loss):
-        raise DivergedError(
-            f"the training loss is {totals.loss} at step {step}; lower the LR (peak {peak_lr:g}), lengthen the "
-            "warm-up, or set --clip-norm."
-        )
 
 
 class Events(Protocol):
@@ -67,7 +30,7 @@ class Events(Protocol):
 
 
 class Reporter:
-    """The chief's voice. On a terminal a progress bar, elsewhere lines; always metrics.jsonl and TensorBoard."""
+    """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl and TensorBoard."""
 
     def __init__(self, folder: Path, events: Events, plan: Plan, first_step: int, live: bool) -> None:
         """Appends to the run's files from `first_step` on; `live` shows a progress bar."""

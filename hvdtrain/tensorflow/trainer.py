@@ -1,0 +1,75 @@
+"""TensorFlow's part of a run on one rank: model, updates, data and validation."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import tensorflow as tf
+
+from hvdtrain.progress import Progress, train_requests, valid_requests
+from hvdtrain.run import Run
+from hvdtrain.tensorflow import models
+from hvdtrain.tensorflow.data import Loader, Pair, evened
+from hvdtrain.tensorflow.engines import Engine
+from hvdtrain.tensorflow.engines.replication import replication_of
+from hvdtrain.tensorflow.events import EventWriter
+from hvdtrain.tensorflow.meter import Trace
+from hvdtrain.tensorflow.state import State
+from hvdtrain.tensorflow.step import Step
+from hvdtrain.totals import Totals
+
+
+class Trainer:
+    """Trains a run's model; see `hvdtrain.loop.Trainer`."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        self.recipe, self.plan, self.dataset, self.engine = run.recipe, run.plan, run.dataset, engine
+        self.replication = replication_of(engine)
+        self.step = Step(run.recipe, run.dataset, engine, self.replication, run.plan.weight)
+        self.model, self.weights = self.step.model, self.step.weights
+        self.state = State(self.model, self.step.optimizer, self.step.scaler)
+        self.loader = Loader(self.recipe, run.dataset, engine.device)
+        self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
+        first = engine.rank * self.replication.replicas
+        self._shares = range(first, first + self.replication.replicas)
+        """Which of the plan's shares this rank's replicas read."""
+
+    def events(self, folder: Path, first_step: int) -> EventWriter:
+        return EventWriter(folder, first_step)
+
+    def batches(self, progress: Progress) -> Iterator[list[Pair]]:
+        """This rank's micro-batches of each update that is left of the epoch, each one's replicas side by side."""
+        of_each = [train_requests(self.plan, progress, share) for share in self._shares]
+        requests = [request for part in zip(*(own for _, own in of_each), strict=True) for request in part]
+        pairs = self.loader.batches(self.dataset.train, requests)
+        for _ in of_each[0][0]:
+            yield [next(pairs) for _ in range(self.recipe.accumulation_steps * len(self._shares))]
+
+    def update(self, batch: list[Pair], lr: float, step: int) -> None:
+        self.step(batch, lr)
+        self._trace.step()
+
+    def validate(self) -> Totals:
+        """Totals of this rank's part: every replica reads its own, no example counts twice."""
+        requests, counts = evened([valid_requests(self.plan, share) for share in self._shares])
+        pairs = self.loader.batches(self.dataset.valid, requests)
+        for weights in counts:
+            with tf.device(self.engine.device):
+                self.step.evaluate([(*next(pairs), tf.constant(weight, tf.float64)) for weight in weights])
+        return self.totals()
+
+    def totals(self) -> Totals:
+        return self.step.meter.take()
+
+    def average_statistics(self) -> None:
+        models.average_statistics(self.model, self.engine, self.replication.copies)
+
+    def fingerprints(self) -> list[int]:
+        with_statistics = self.recipe.batch_norm != "local"
+        watched = [weight.value for weight in self.model.weights] if with_statistics else self.weights
+        copies = zip(*map(self.replication.copies, watched), strict=True)
+        return [int(models.fingerprint(list(copy)).numpy()) for copy in copies]
+
+    def profiled(self, note: Callable[[str], None]) -> AbstractContextManager[object]:
+        return contextlib.closing(self._trace)

@@ -1,0 +1,109 @@
+"""PyTorch's part of a run on one rank: model, updates, data and validation."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from hvdtrain.progress import Progress, train_requests, valid_requests
+from hvdtrain.recipe import Recipe
+from hvdtrain.reporter import Events
+from hvdtrain.run import Run
+from hvdtrain.torch import models
+from hvdtrain.torch.compiling import record_cuda_graph
+from hvdtrain.torch.data import Loader
+from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.meter import Meter
+from hvdtrain.torch.opening import is_one_graph
+from hvdtrain.torch.profiling import Profiler
+from hvdtrain.torch.state import State
+from hvdtrain.torch.step import Pair, Step, autocast, mean_loss, unwatched
+from hvdtrain.totals import Totals
+
+
+class Replica:
+    """A rank's model, whoever makes the updates; see `hvdtrain.loop.Replica`."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, model: torch.nn.Module, state: State, meter: Meter) -> None:
+        self.recipe, self.engine, self.model, self.state, self.meter = recipe, engine, model, state, meter
+
+    def events(self, folder: Path, first_step: int) -> Events:
+        from tensorboardX import SummaryWriter  # a second of imports, and rank 0's alone
+
+        return SummaryWriter(str(folder), purge_step=first_step, write_to_disk=True)  # type: ignore[no-any-return]
+
+    def totals(self) -> Totals:
+        return self.meter.take()
+
+    def average_statistics(self) -> None:
+        models.average_statistics(self.model, self.engine)
+
+    def fingerprints(self) -> list[int]:
+        return [models.fingerprint(self.model, with_statistics=self.recipe.batch_norm != "local")]
+
+
+class Trainer(Replica):
+    """Trains a run's model; see `hvdtrain.loop.Trainer`."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        recipe, self.plan, self.dataset = run.recipe, run.plan, run.dataset
+        torch.backends.cudnn.benchmark = recipe.cudnn_benchmark
+        model = models.build(recipe, run.dataset.classes, engine)
+        name = "local" if type(engine) is LocalEngine else run.engine
+        self.profiler = Profiler(run.folder.path, engine.device) if run.folder and recipe.profile else None
+        self._phase = self.profiler.phase if self.profiler else unwatched
+        self._note: Callable[[str], None] = lambda text: None
+        self.step = Step(
+            recipe,
+            engine,
+            model,
+            self.plan.peak_lr,
+            self.plan.weight,
+            self._phase,
+            in_one=name == "local",
+            record=record_cuda_graph if is_one_graph(recipe, name, engine.device) else None,
+        )
+        state = State(model, self.step.optimizer, self.step.scaler)
+        super().__init__(recipe, engine, model, state, Meter(engine.device))
+        self.loader = Loader(recipe, run.dataset, engine.device)
+
+    def batches(self, progress: Progress) -> Iterator[list[Pair]]:
+        """This rank's micro-batches of each update that is left of the epoch."""
+        models.training_mode(self.model, self.recipe)
+        updates, requests = train_requests(self.plan, progress, self.engine.rank)
+        pairs = self.loader.batches(self.dataset.train, requests)
+        for _ in updates:
+            with self._phase("data"):
+                batch = [next(pairs) for _ in range(self.recipe.accumulation_steps)]
+            yield batch
+
+    def update(self, batch: list[Pair], lr: float, step: int) -> None:
+        # A function of the step, not of what ran before: a resumed run draws what the undisturbed one drew.
+        seed = hash((self.recipe.seed, step, self.engine.rank))
+        # torch.manual_seed formats a stack trace for GPUs that are not in use: 0.4 ms.
+        (torch.manual_seed if self.engine.device.type == "cuda" else torch.default_generator.manual_seed)(seed)
+        self.step.set_lr(lr)
+        for seen in self.step.update(batch):
+            self.meter.add(*seen)
+        if self.profiler:
+            for line in self.profiler.step():
+                self._note(line)
+
+    def validate(self) -> Totals:
+        """Totals of this rank's part: no example twice or padded."""
+        self.model.eval()
+        with torch.inference_mode(), autocast(self.recipe, self.engine.device):
+            for x, y in self.loader.batches(self.dataset.valid, valid_requests(self.plan, self.engine.rank)):
+                out = self.step.network(x)
+                self.meter.add(mean_loss(out, y), out, y)
+        return self.totals()
+
+    @contextlib.contextmanager
+    def profiled(self, note: Callable[[str], None]) -> Iterator[None]:
+        self._note = note
+        with self.profiler or contextlib.nullcontext():
+            yield
+        for line in self.profiler.lacking() if self.profiler else ():
+            note(line)
