@@ -66,5 +66,5 @@ def _parted(named: list[str], like: str, what: str, step: int) -> ReplicaError:
     listed = ", ".join(named[:MOST_NAMED] + more)
     return ReplicaError(
         f"after step {step} the weights of {listed} differ from {like}: the replicas have parted and "
-        f"training stops; continue from the last checkpoint with the same command, and check that {what}'s memory."
+        f"training stops; resume from the last checkpoint with the same command, and check that {what}'s memory."
     )

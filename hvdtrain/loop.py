@@ -33,16 +33,6 @@ class Engine(Protocol):
         """The sum of the ranks' arrays, on every rank."""
 
 
-class Scaler(Protocol):
-    """float16's loss scale."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty in another precision."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Changes nothing in another precision."""
-
-
 class State(Protocol):
     """A training state: weights, momentum and statistics by name, and the loss scale."""
 
@@ -51,7 +41,8 @@ class State(Protocol):
         """The live ones, not copies."""
 
     @property
-    def scaler(self) -> Scaler: ...
+    def scaler(self) -> Any:
+        """float16's loss scale, as torch.amp.GradScaler: its `state_dict` is empty in another precision."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Copies the checkpoint's arrays into the tensors. Raises CheckpointError."""

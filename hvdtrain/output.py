@@ -1,4 +1,4 @@
-"""The run folder `runs/<recipe>/<job or time>/`: found or made, locked, and its small files. The chief's alone."""
+"""The run folder `runs/<recipe>/<job or time>/`: found or made, locked, and its small files. Rank 0's alone."""
 
 import contextlib
 import errno
@@ -35,10 +35,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def write_status(self, state: State, **facts: Any) -> None:
-        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and the facts."""
+    def write_status(self, state: State, **more: Any) -> None:
+        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more."""
         write = files.write_last_words if state == "failed" else files.write  # a launcher ends it soon
-        write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **facts}, indent=1))
+        write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1))
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _take_up(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint 
 
 def _notes(folder: RunFolder, plan: Plan, state: Checkpoint | None, damaged: list[str]) -> list[str]:
     if state:
-        used = f"going on from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
+        used = f"resuming from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
         return [used, *_changes(folder, plan)]
     return [f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
 

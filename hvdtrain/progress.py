@@ -66,7 +66,7 @@ def check_resumable(meta: Mapping[str, Any]) -> None:
 
 @dataclass
 class Progress:
-    """How far a run has come. `sample` counts the places of this epoch's order that were used."""
+    """How far a run has come. `sample` counts the examples of this epoch's order that were used."""
 
     step: int = 0
     epoch: int = 0
@@ -74,18 +74,19 @@ class Progress:
     plateau: Plateau = field(default_factory=Plateau)
     train: Totals = field(default_factory=lambda: Totals(0.0, 0.0, 0.0))
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """As a JSON mapping; `Progress.of` reads it back."""
-        facts = asdict(self)
+        metadata = asdict(self)
         # JSON has no infinity.
-        facts["plateau"]["best"] = None if self.plateau.best == float("inf") else self.plateau.best
-        return facts
+        metadata["plateau"]["best"] = None if self.plateau.best == float("inf") else self.plateau.best
+        return metadata
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> "Progress":
-        plateau = dict(facts["plateau"])
+    def of(cls, metadata: dict[str, Any]) -> "Progress":
+        plateau = dict(metadata["plateau"])
         plateau["best"] = float("inf") if plateau["best"] is None else plateau["best"]
-        return cls(facts["step"], facts["epoch"], facts["sample"], Plateau(**plateau), Totals(**facts["train"]))
+        step, epoch, sample = (metadata[name] for name in ("step", "epoch", "sample"))
+        return cls(step, epoch, sample, Plateau(**plateau), Totals(**metadata["train"]))
 
     def is_epoch_done(self, plan: Plan) -> bool:
         """Whether what is left of the epoch's order is less than a batch."""
@@ -116,13 +117,13 @@ class Progress:
 
 
 def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, list[Request]]:
-    """What is left of the epoch: where each update's batch begins in the order, and the rank's parts of them all,
-    `accumulation_steps` an update."""
+    """What is left of the epoch: where each update's batch begins in the order, and the rank's micro-batches of them
+    all, `accumulation_steps` an update."""
     order = _epoch(plan, progress.epoch)
     starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
     shares = (order.share(start, plan.global_batch, rank, plan.size) for start in starts)
-    parts = (part for share in shares for part in np.split(share, plan.recipe.accumulation_steps))
-    return starts, [(part, order.draws[part]) for part in parts]
+    micro_batches = (indices for share in shares for indices in np.split(share, plan.recipe.accumulation_steps))
+    return starts, [(indices, order.draws[indices]) for indices in micro_batches]
 
 
 def _epoch(plan: Plan, epoch: int) -> Epoch:

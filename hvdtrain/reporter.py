@@ -67,17 +67,17 @@ class Reporter:
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """The end of an epoch: totals over all ranks."""
         seconds = time.monotonic() - self._epoch_began
-        facts = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
+        metrics = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
         self._scalar("loss/train", train.mean_loss, step)
         self._scalar("loss/valid", valid.mean_loss, step)
         self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
         self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
         if self._classifies:
-            facts |= {"train_acc1": train.accuracy, "valid_acc1": valid.accuracy}
+            metrics |= {"train_acc1": train.accuracy, "valid_acc1": valid.accuracy}
             self._scalar("acc1/train", train.accuracy, step)
             self._scalar("acc1/valid", valid.accuracy, step)
             self.note(f"train acc1={train.accuracy:.4f}, valid acc1={valid.accuracy:.4f}")
-        self._write("epoch", step, epoch, seconds=seconds, **facts)
+        self._write("epoch", step, epoch, seconds=seconds, **metrics)
         self._events.flush()
 
     def close(self) -> None:
@@ -87,9 +87,9 @@ class Reporter:
             self._jsonl.close()
             self._events.close()
 
-    def _write(self, kind: str, step: int, epoch: int, **facts: float) -> None:
+    def _write(self, kind: str, step: int, epoch: int, **metrics: float) -> None:
         # JSON has no NaN, which a diverged validation is.
-        numbers = {name: fact if math.isfinite(fact) else None for name, fact in facts.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._jsonl.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **numbers}) + "\n")
         self._jsonl.flush()
 

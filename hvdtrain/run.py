@@ -63,7 +63,7 @@ class Run:
     def metadata(self, progress: Progress, scaler: dict[str, Any], valid_score: float | None) -> dict[str, Any]:
         """A checkpoint's `meta`: all of the state that is no array. `scaler` is empty where there is none."""
         return {
-            **progress.facts(),
+            **progress.metadata(),
             "framework": self.framework,
             "model": output.model_identity(self.plan),
             "recipe": self.recipe.name,
@@ -73,7 +73,7 @@ class Run:
         }
 
     def finish(self, reporter: Reporter | None, step: int, line: tuple[float, float] | None) -> None:
-        """The chief's last words; `line` is the fitted slope and intercept of a linear model."""
+        """Rank 0's last lines of the log; `line` is the fitted slope and intercept of a linear model."""
         if not (reporter and self.folder):
             return
         if line:

@@ -150,7 +150,7 @@ def compare(fingerprints: Sequence[int], hosts: Sequence[str] | None = None) -> 
 def parted(named: str) -> str:
     return (
         f"after step 7 the weights of {named} differ from rank 0's: the replicas have parted and training stops; "
-        "continue from the last checkpoint with the same command, and check that host's memory."
+        "resume from the last checkpoint with the same command, and check that host's memory."
     )
 
 

@@ -32,4 +32,4 @@ def test_ctrl_c_twice_at_any_moment(words, seconds, tmp_path):
             time.sleep(0.02)
         _, said = process.communicate(timeout=30)
     assert process.returncode in {0, 130, -signal.SIGINT}  # the last where Python has ended already
-    assert said in {"", "interrupted\n", "interrupted; the same command goes on from the last checkpoint\n"}
+    assert said in {"", "interrupted\n", "interrupted; the same command resumes from the last checkpoint\n"}

@@ -42,7 +42,7 @@ def begin(plan, topology=IN_JOB, output=None, resume="auto"):
 
 def save(begun, plan, step: int, framework: str = "torch", keep: int = 2) -> None:
     """What the chief does at a checkpoint."""
-    meta = {"model": model_identity(plan), "framework": framework, "scaler": {}, **Progress(step).facts()}
+    meta = {"model": model_identity(plan), "framework": framework, "scaler": {}, **Progress(step).metadata()}
     commit(begun.folder.checkpoints, Checkpoint({"x": np.arange(3)}, meta), keep)
     begun.folder.write_status("finished" if step >= plan.total_steps else "running", step=step)
 
@@ -115,7 +115,7 @@ def test_the_same_command_goes_on(make_plan):
     again = begin(plan, replace(ALONE, job_id="23"))
     assert again.folder.path == first.folder.path
     assert again.checkpoint.meta["step"] == 40
-    assert again.notes == ("going on from step 40 of runs/linear/22 (--resume never starts anew without --output)",)
+    assert again.notes == ("resuming from step 40 of runs/linear/22 (--resume never starts anew without --output)",)
     assert json.loads((again.folder.path / "status.json").read_text())["step"] == 40
 
 
@@ -213,7 +213,7 @@ def test_fuzzed_statuses_are_read_or_made_up_for(make_plan):
 def test_a_run_that_ended_stays_ended_without_its_status(content, make_plan):
     plan = make_plan(epochs=1)
     begun = begin(plan)
-    facts = {**Progress(plan.total_steps, epoch=1).facts(), "scaler": {}, "framework": "torch"}
+    facts = {**Progress(plan.total_steps, epoch=1).metadata(), "scaler": {}, "framework": "torch"}
     commit(begun.folder.checkpoints, Checkpoint({}, {"model": model_identity(plan), **facts}), keep=2)
     lose(begun.folder.path / "status.json", content)
     assert begin(plan).folder.path == Path("runs/linear/22-2")
@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_is_told(make_plan):
     assert begun.checkpoint.meta["step"] == 40
     assert begun.notes == (
         f"checkpoint {damaged} is damaged: its checksum differs. It is kept as damaged-step-00000080 and not used.",
-        "going on from step 40 of runs/linear/22 (--resume never starts anew without --output)",
+        "resuming from step 40 of runs/linear/22 (--resume never starts anew without --output)",
     )
 
 

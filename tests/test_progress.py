@@ -17,7 +17,7 @@ from hvdtrain.totals import Totals
     ids=["at the start", "inside an epoch"],
 )
 def test_progress_survives_a_checkpoint(progress):
-    assert Progress.of(json.loads(json.dumps(progress.facts()))) == progress
+    assert Progress.of(json.loads(json.dumps(progress.metadata()))) == progress
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _real(policy: str) -> str:
     return "float64" if policy == "float64" else "float32"
 
 
-def _norm(recipe: Recipe, engine: Engine, keep: Keep) -> Callable[..., "BatchNorm"]:
+def _norm(recipe: Recipe, engine: Engine, keep: Keep = keep_own) -> Callable[..., "BatchNorm"]:
     own = recipe.batch_norm == "sync" or recipe.precision == "float64"  # the fused kernel knows neither
     sum_over_ranks = engine.sum_tensor if recipe.batch_norm == "sync" else tf.identity
 

@@ -45,7 +45,7 @@ def test_a_line_killed_again_and_again(world, framework, tmp_path):
             assert ended.left == [], (launcher, victim)
     assert json.loads((folder / "status.json").read_text())["state"] != "finished"
     ended = train(framework, "mpi", 2, *argv).good()
-    assert "going on from step" in ended.out
+    assert "resuming from step" in ended.out
     undisturbed = world("mpi-2", framework)
     assert arrays(folder) == arrays(undisturbed.folder / "line")
     assert steps_recorded(folder) == list(range(1, 201))
@@ -63,7 +63,7 @@ def test_resnet50_killed_inside_an_epoch(world, framework, tmp_path):
         wait_for_step(ranks, folder, 5)
         ranks.kill()
     ended = train(framework, "mpi", 2, *argv).good()
-    assert any(f"going on from step {step} " in ended.out for step in (3, 6))  # an epoch has 4
+    assert any(f"resuming from step {step} " in ended.out for step in (3, 6))  # an epoch has 4
     assert arrays(folder) == arrays(world("mpi-2", framework).folder / "inside")
     assert steps_recorded(folder) == list(range(1, 8))
 
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, fram
         f"{newest.parent} is damaged: its checksum differs. It is kept as damaged-step-00000020 and not used."
         in ended.out
     )
-    assert f"going on from step 10 of {folder}" in ended.out
+    assert f"resuming from step 10 of {folder}" in ended.out
     assert arrays(folder) == arrays(finished)
     assert steps_recorded(folder) == list(range(1, 21))
 

@@ -160,7 +160,7 @@ def test_precisions_and_statistics_are_those_of_the_horovod_engine(start, case):
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(start, stopped):
     folder, told = start("mpi-2")
     assert losses(folder, stopped).tolist() == losses(folder, "horovod line").tolist()
-    assert "going on from step" in told["recipes"][0][f"on from {stopped}"]["out"]
+    assert "resuming from step" in told["recipes"][0][f"on from {stopped}"]["out"]
     assert json.loads((folder / stopped / "status.json").read_text())["state"] == "finished"
 
 

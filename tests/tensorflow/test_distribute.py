@@ -232,7 +232,7 @@ def test_an_overflow_is_skipped_by_all_replicas(begun, start, engine, run):
 
 def test_a_parted_replica_is_found(begun):
     host = socket.gethostname()
-    stops = "the replicas have parted and training stops; continue from the last checkpoint with the same command, and"
+    stops = "the replicas have parted and training stops; resume from the last checkpoint with the same command, and"
     (mirrored,) = begun("two").of(f"{MIRRORED},cpu")
     assert mirrored["parted"] == (
         f"ReplicaError: after step 0 the weights of replica 1 on cpu differ from replica 0's: {stops} check that "
@@ -268,7 +268,7 @@ def test_a_run_goes_on_under_another_engine(begun, tmp_path, train_here):
     argv = [*LINE, "--output", tmp_path / "moved"]
     train_here("tensorflow", *argv, "--max-steps", "105", "--engine", "local").good()
     ended = train("tensorflow", "gloo", 2, *argv, "--max-steps", "143", "--engine", "multiworker").good()
-    assert "going on from step 105" in ended.out
+    assert "resuming from step 105" in ended.out
     train_here("tensorflow", *argv, "--engine", "mirrored", "--devices", "cpu").good()
     losses = [line["loss"] for line in records(tmp_path / "moved") if line["kind"] == "step"]
     assert furthest(np.array(losses), begun("one").losses("local", "line")) < 1e-5

@@ -1,10 +1,10 @@
 """Engines: one collective library each, behind the same few verbs."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import tensorflow as tf
 
+from hvdtrain import loop
 from hvdtrain.engines import Setup
 
 LOST = (
@@ -13,31 +13,21 @@ LOST = (
 """What tf.distribute raises where another task is gone."""
 
 
-class Engine(Protocol):
+class Engine(loop.Engine, Protocol):
     """What training needs of a collective library.
 
     Every rank calls the same methods in the same order; `combine` and `sum_tensor` inside a graph.
     """
 
-    rank: int
-    size: int
     device: str
     """Where this rank's batches are put."""
-    notes: tuple[str, ...]
-    """Lines for the log."""
 
     @classmethod
     def open(cls, setup: Setup) -> "Engine":
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
 
-    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
-        """Overwrites `variables` in place with rank 0's; returns rank 0's JSON value `facts`."""
-
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The ranks' tensors, combined as the recipe's reduction says. Each sets out once it is ready."""
-
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, on every rank."""
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the ranks' tensors."""
