@@ -6,7 +6,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs test test-all cluster-test minicluster check pins horovod clean
+.PHONY: train labs test test-all cluster-test minicluster check docs pins horovod clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -27,11 +27,15 @@ cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SL
 minicluster: .venv/installed
 	$(BIN)/python slurm/minicluster install
 
-check: .venv/installed  ## format, lint, types, known vulnerabilities of what is installed
+check: .venv/installed docs  ## format, lint, types, the site, known vulnerabilities of what is installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python tests/support/audit.py
+
+# Not --quiet, which hides warnings from --strict.
+docs: .venv/installed  ## the site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pins: .venv/installed  ## the newest build tools, with their hashes
 	$(BIN)/python tests/support/renew_pins.py
@@ -54,7 +58,7 @@ horovod: .venv/installed
 	touch $@
 
 .venv/installed: .venv/train
-	$(PIP_INSTALL) --editable '.[torch,lightning,test]' $(TENSORFLOW)
+	$(PIP_INSTALL) --editable '.[torch,lightning,test,docs]' $(TENSORFLOW)
 	touch $@
 
 .venv/labs: .venv/installed

@@ -16,7 +16,7 @@ from paths import REPOSITORY, SUPPORT
 from ranks import run
 
 PROGRAMS = SUPPORT / "tensorflow_keras_programs.py"
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "keras.md"
 
 
 def missing() -> str | None:
@@ -371,8 +371,7 @@ def test_no_process_holds_both_frameworks(world):
 
 
 def examples() -> list[str]:
-    section = README.read_text().partition("## Your own Keras code\n")[2].partition("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 CHECK = """
@@ -387,13 +386,13 @@ OUTCOMES = ["assert model.history.history['accuracy'][-1] > 0.95", "assert loss 
 
 @needs_tensorflow
 @pytest.mark.parametrize("number", range(2), ids=["fit", "loop"])
-def test_the_readmes_examples_train_one_model(number, tmp_path):
+def test_the_pages_examples_train_one_model(number, tmp_path):
     program = tmp_path / "mine.py"
     program.write_text(examples()[number] + CHECK + OUTCOMES[number] + "\n")
     run("mpi", 2, warm.command("tensorflow", program), cwd=tmp_path).good()
 
 
-def test_the_readmes_examples_use_every_name():
+def test_the_pages_examples_use_every_name():
     from hvdtrain.tensorflow import HOMES
 
     assert len(examples()) == 2
