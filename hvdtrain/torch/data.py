@@ -23,7 +23,17 @@ AHEAD = 2
 
 
 class Loader:
-    """Reads requests of a split into pairs (x, y) on the device: pictures normalised, NCHW."""
+    """Reads requests of a split into pairs (x, y) on the device: images normalised, NCHW.
+
+    Examples:
+        >>> import numpy as np
+        >>> from hvdtrain import datasets, recipe
+        >>> digits = datasets.load("digits")
+        >>> loader = Loader(recipe.load("digits"), digits, torch.device("cpu"))
+        >>> x, y = next(loader.batches(digits.valid, [(np.arange(4), None)]))  # the first four samples
+        >>> x.shape, y.shape
+        (torch.Size([4, 3, 8, 8]), torch.Size([4]))
+    """
 
     def __init__(self, recipe: "Recipe", dataset: Dataset, device: torch.device) -> None:
         self.recipe, self.dataset, self.device = recipe, dataset, device

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     """The recipe's network on the engine's device, its weights drawn from the recipe's seed alone.
 
-    linear: [n, 1] -> [n, 1], starting at 0. resnet50: pictures [n, 3, height, width] -> logits [n, classes].
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, 3, height, width] -> logits [n, classes].
+
+    Examples:
+        >>> from hvdtrain.recipe import load
+        >>> from hvdtrain.torch.engines.local import LocalEngine
+        >>> build(load("linear"), None, LocalEngine(torch.device("cpu")))
+        Linear(in_features=1, out_features=1, bias=True)
     """
     torch.manual_seed(recipe.seed)
     if recipe.model == "linear":
@@ -33,7 +39,15 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
 
 
 def training_mode(model: nn.Module, recipe: "Recipe") -> None:
-    """Training mode, but for BatchNorm where its statistics are frozen."""
+    """Training mode, but for BatchNorm where its statistics are frozen.
+
+    Examples:
+        >>> from hvdtrain.recipe import load
+        >>> model = nn.Sequential(nn.BatchNorm2d(8))
+        >>> training_mode(model, load("digits", {"batch_norm": "frozen"}))
+        >>> model.training, model[0].training
+        (True, False)
+    """
     model.train()
     if recipe.batch_norm == "frozen":
         for module in model.modules():
@@ -42,7 +56,14 @@ def training_mode(model: nn.Module, recipe: "Recipe") -> None:
 
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
-    """The model with every BatchNorm2d normalising by the statistics of the global batch."""
+    """The model with every BatchNorm2d normalising by the statistics of the global batch.
+
+    Examples:
+        >>> from hvdtrain.torch.engines.local import LocalEngine
+        >>> model = with_sync_batch_norm(nn.Sequential(nn.BatchNorm2d(8)), LocalEngine(torch.device("cpu")))
+        >>> type(model[0]).__name__
+        'SyncBatchNorm'
+    """
     for name, child in model.named_children():
         if isinstance(child, nn.BatchNorm2d):
             synced = SyncBatchNorm(child.num_features, child.eps, child.momentum, engine)
@@ -54,9 +75,15 @@ def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d whose training statistics are those of all ranks' pictures together.
+    """BatchNorm2d whose training statistics are those of all ranks' images together.
 
     Horovod's own and PyTorch's work on GPUs only; this one works wherever the engine does.
+
+    Examples:
+        >>> from hvdtrain.torch.engines.local import LocalEngine
+        >>> norm = SyncBatchNorm(3, 1e-5, 0.1, LocalEngine(torch.device("cpu")))
+        >>> norm(torch.randn(4, 3, 8, 8)).shape
+        torch.Size([4, 3, 8, 8])
     """
 
     def __init__(self, features: int, eps: float, momentum: float | None, engine: Engine) -> None:
@@ -116,7 +143,12 @@ def _channels(vector: torch.Tensor) -> torch.Tensor:
 
 
 def average_statistics(model: nn.Module, engine: Engine) -> None:
-    """Sets BatchNorm's running statistics to the mean over the ranks, so that all ranks hold one model."""
+    """Sets BatchNorm's running statistics to the mean over the ranks, so that all ranks hold one model.
+
+    Examples:
+        >>> from hvdtrain.torch.engines.local import LocalEngine
+        >>> average_statistics(nn.BatchNorm2d(3), LocalEngine(torch.device("cpu")))  # every rank calls it
+    """
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     if engine.size == 1 or not buffers:
         return
@@ -127,7 +159,15 @@ def average_statistics(model: nn.Module, engine: Engine) -> None:
 
 
 def fingerprint(model: nn.Module, with_statistics: bool) -> int:
-    """64 bits that change when any bit of the weights does (and of BatchNorm's statistics, where asked)."""
+    """64 bits that change when any bit of the weights does (and of BatchNorm's statistics, where asked).
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> before = fingerprint(model, with_statistics=False)
+        >>> _ = model.bias.data.add_(1e-3)
+        >>> fingerprint(model, with_statistics=False) == before
+        False
+    """
     tensors = list(model.state_dict().values()) if with_statistics else list(model.parameters())
     where = tensors[0].device
     block = 2**16 if where.type == "cpu" else 2**24  # on a CPU a block stays in the cache

@@ -8,7 +8,12 @@ EXPANSION = 4
 
 
 class ResNet(nn.Module):
-    """Pictures [n, 3, height, width] -> logits [n, classes]."""
+    """Images [n, 3, height, width] -> logits [n, classes].
+
+    Examples:
+        >>> ResNet(classes=10, stem="cifar").fc
+        Linear(in_features=2048, out_features=10, bias=True)
+    """
 
     def __init__(self, classes: int, stem: str) -> None:
         super().__init__()
@@ -38,7 +43,12 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut: [n, channels, h, w] -> [n, 4 width, h / stride, w / stride]."""
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut: [n, channels, h, w] -> [n, 4 width, h / stride, w / stride].
+
+    Examples:
+        >>> Bottleneck(64, 16, stride=2)(torch.zeros(1, 64, 8, 8)).shape
+        torch.Size([1, 64, 4, 4])
+    """
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -67,8 +77,12 @@ class Bottleneck(nn.Module):
 def resnet50(classes: int, stem: str) -> ResNet:
     """ResNet50 v1.5: He et al. 2016, arXiv:1512.03385, with the stride in the 3x3 convolution.
 
-    The stem cifar has stride 1 and no max-pool, for pictures of 8 to 64 pixels. Each residual branch starts at 0 (Goyal
+    The stem cifar has stride 1 and no max-pool, for images of 8 to 64 pixels. Each residual branch starts at 0 (Goyal
     et al. 2017, arXiv:1706.02677, section 5.1). With torchvision's default the first gradients are so large that
     rounding alone parts two float32 runs by percents in two steps.
+
+    Examples:
+        >>> sum(weights.numel() for weights in resnet50(10, "cifar").parameters())
+        23528522
     """
     return ResNet(classes, stem)

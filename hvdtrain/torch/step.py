@@ -30,12 +30,24 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 
 def unwatched(name: str) -> AbstractContextManager[None]:
-    """A phase of a step that nobody measures."""
+    """A phase of a step that nobody measures.
+
+    Examples:
+        >>> with unwatched("forward"):
+        ...     pass
+    """
     return NOTHING
 
 
 def autocast(recipe: "Recipe", device: torch.device) -> torch.autocast:
-    """Mixed precision where the recipe says so."""
+    """Mixed precision where the recipe says so.
+
+    Examples:
+        >>> from hvdtrain.recipe import load
+        >>> with autocast(load("digits", {"precision": "bfloat16"}), torch.device("cpu")):
+        ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.bfloat16
+    """
     mixed = recipe.precision in {"bfloat16", "float16"}
     return torch.autocast(device.type, DTYPES[recipe.precision] if mixed else None, enabled=mixed)
 
@@ -45,12 +57,25 @@ def mean_loss(out: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> tor
 
     Smoothing s: the target is 1 - s + s / classes, and s / classes of the others (Szegedy et al. 2015,
     arXiv:1512.00567, section 7).
+
+    Examples:
+        >>> mean_loss(torch.zeros(4, 10), torch.tensor([1, 2, 3, 4]))
+        tensor(2.3026)
     """
     return F.mse_loss(out, y) if y.is_floating_point() else F.cross_entropy(out, y, label_smoothing=smoothing)
 
 
 class Step:
-    """One rank's updates: its network, optimizer and loss scale, and the way from parts of a batch to new weights."""
+    """One rank's updates: its network, optimizer and loss scale, and the way from micro-batches to new weights.
+
+    Examples:
+        >>> from hvdtrain.recipe import load
+        >>> from hvdtrain.torch.engines.local import LocalEngine
+        >>> step = Step(load("linear"), LocalEngine(torch.device("cpu")), nn.Linear(1, 1), lr=0.1)
+        >>> seen = step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)  # one micro-batch
+        >>> [(loss.dim(), tuple(out.shape)) for loss, out, y in seen]
+        [(0, (8, 1))]
+    """
 
     def __init__(
         self,
@@ -126,7 +151,13 @@ class Step:
 
 
 def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.SGD:
-    """The recipe's optimizer of all parameters."""
+    """The recipe's optimizer of all parameters.
+
+    Examples:
+        >>> from hvdtrain.recipe import load
+        >>> sgd(load("digits"), nn.Linear(2, 1), lr=0.05, fused=False).defaults["momentum"]
+        0.9
+    """
     return (torch.optim.SGD if recipe.compile else SGD)(
         model.parameters(),
         lr=lr,
@@ -141,6 +172,10 @@ class SGD(torch.optim.SGD):
     """PyTorch's own, without what it tells PyTorch's compiler: to import that takes each rank more than a second.
 
     Where a release of PyTorch marks its methods in another way, the compiler is imported after all.
+
+    Examples:
+        >>> optimizer = SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> optimizer.zero_grad()
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
