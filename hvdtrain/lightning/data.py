@@ -21,6 +21,12 @@ class UnpaddedSampler(DistributedSampler):
     """Every example once over all ranks, in order: what validation needs to be exact.
 
     PyTorch's own repeats some where the ranks do not divide the examples. Lightning leaves this one as it is.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> examples = list("abcdefg")
+        >>> [len(hl.UnpaddedSampler(examples, rank, size=2)) for rank in range(2)]
+        [3, 4]
     """
 
     def __init__(self, dataset: Sized, rank: int, size: int) -> None:
@@ -50,7 +56,13 @@ class Batches:
 
 
 class RecipeDataModule(LightningDataModule):
-    """The data of a recipe's run, from where its module's `progress` stands: one epoch at a time."""
+    """The data of a recipe's run, from where its module's `progress` stands: one epoch at a time.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl  # `module` is a RecipeModule, `dataset` its data set
+        >>> data = hl.RecipeDataModule(module, dataset, rank=0, device=torch.device("cpu"))  # doctest: +SKIP
+        >>> trainer.fit(module, data)  # doctest: +SKIP
+    """
 
     def __init__(self, module: RecipeModule, dataset: Dataset, rank: int, device: torch.device) -> None:
         super().__init__()
@@ -74,8 +86,13 @@ class ImageNetDataModule(LightningDataModule):
     """ImageNet for any module: a packed set, index files train_data.pkl and val_data.pkl, or folders train/<class> and
     val/<class>.
 
-    Batches are (pictures [n, 3, crop, crop], labels [n]), normalised; the pictures a crop of their own in each epoch.
-    One global batch holds the same pictures whatever the number of ranks, and each is validated by one rank alone.
+    Batches are (images [n, 3, crop, crop], labels [n]), normalised; the images a crop of their own in each epoch.
+    One global batch holds the same images whatever the number of ranks, and each is validated by one rank alone.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> data = hl.ImageNetDataModule("/data/imagenet", batch_size=256)  # doctest: +SKIP
+        >>> trainer.fit(module, data)  # doctest: +SKIP
     """
 
     def __init__(

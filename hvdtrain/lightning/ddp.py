@@ -13,6 +13,11 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     Validation goes past DistributedDataParallel, which would exchange buffers in every batch: ranks may then have
     unequal numbers of batches, and no example has to be read twice.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(strategy=hl.RankDDPStrategy(), accelerator="cpu", logger=False)
     """
 
     strategy_name = "rank_ddp"

@@ -16,6 +16,12 @@ class RankEnvironment(ClusterEnvironment):
     """The ranks of any launcher that hvdtrain knows: horovodrun, mpirun, torchrun, mpiexec, an srun step, or none.
 
     Lightning's own environments would ask SLURM first, wherever an mpirun inside the step says otherwise.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> ranks = hl.RankEnvironment()
+        >>> ranks.global_rank(), ranks.world_size()  # with one process
+        (0, 1)
     """
 
     def __init__(self, topology: Topology | None = None) -> None:

@@ -11,6 +11,13 @@ class ExactAccuracy(Metric):
 
     Over the ranks of `strategy="horovod"` and of ddp alike; exact where no example is read twice, as UnpaddedSampler
     sees to.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> accuracy = hl.ExactAccuracy()
+        >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        >>> float(accuracy.compute())
+        0.5
     """
 
     higher_is_better = True

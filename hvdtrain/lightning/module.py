@@ -18,6 +18,10 @@ class RecipeModule(LightningModule):
     """The network of a plan's recipe on the engine's device, trained as hvdtrain.torch trains it.
 
     `progress` says which update comes next; its LR is set before each update, in the open.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl  # `plan` is a Plan, `engine` an open engine of hvdtrain.torch
+        >>> module = hl.RecipeModule(plan, classes=10, engine=engine)  # doctest: +SKIP
     """
 
     def __init__(self, plan: Plan, classes: int | None, engine: Engine) -> None:

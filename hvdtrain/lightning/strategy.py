@@ -35,6 +35,13 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     Weights, buffers and the optimizers' states are rank 0's when training begins; gradients are averaged while
     backward runs, before they are unscaled and clipped; with accumulation only the last part's backward
     communicates. Metrics of torchmetrics are added over the ranks. The learning rate stays the user's.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(strategy=hl.HorovodStrategy(compression="fp16"), accelerator="cpu", logger=False)
+        >>> trainer.world_size  # with one process
+        1
     """
 
     strategy_name = "horovod"

@@ -27,6 +27,13 @@ class BroadcastCallback(_Callback):
     A model that its first batch builds is sent after that batch. Random seeds stay each rank's own. What layers in
     training keep beside their trainable weights in floating point is averaged at the end of an epoch, before its
     validation. jit_compile="auto", which compiles by XLA on a GPU, is turned off.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        >>> _ = model.fit(np.ones((8, 4)), np.ones(8), callbacks=[hvd.BroadcastCallback()], verbose=0)
     """
 
     def __init__(self, root_rank: int = 0) -> None:
@@ -92,6 +99,16 @@ class MetricAverageCallback(_Callback):
     size; the metrics themselves stay as they are. What no metric stands behind is averaged. Callbacks that read
     the logs come after this one. A metric of your own must have states that may be added. Raises KerasError where
     the ranks' logs have different names.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", metrics=["mae"])
+        >>> callbacks = [hvd.BroadcastCallback(), hvd.MetricAverageCallback()]
+        >>> history = model.fit(np.ones((8, 4)), np.ones(8), callbacks=callbacks, verbose=0)
+        >>> sorted(history.history)
+        ['loss', 'mae']
     """
 
     def __init__(self) -> None:
@@ -165,6 +182,11 @@ class WarmupCallback(_Callback):
     arXiv:1706.02677), and prints so on rank 0.
 
     `steps_per_epoch` is Keras's own where that is known. Raises KerasError where neither is.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> warmup = hvd.WarmupCallback(peak_lr=0.05 * hvd.size(), warmup_epochs=2)
     """
 
     def __init__(self, peak_lr: float, warmup_epochs: int = 5, steps_per_epoch: int | None = None) -> None:

@@ -30,6 +30,12 @@ def init() -> None:
 
     Raises WorldError where Horovod sees another world than the launcher promised, TopologyError, DeviceError, and
     KerasError where TensorFlow has taken its GPUs already.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> hvd.rank(), hvd.size()  # with one process
+        (0, 1)
     """
     hvd.init()
     topology = discover(os.environ)
@@ -56,6 +62,13 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
     optimizer's `gradient_accumulation_steps`, ranks communicate once in so many steps, unless it stands inside a
     LossScaleOptimizer or there are `local_layers` or lists of `groups`: then at every step. In mixed_float16 wrap
     the LossScaleOptimizer. A saved model holds the plain optimizer. Raises KerasError.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+        >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer, loss="mse")
     """
     if isinstance(optimizer, _Distributed):
         raise KerasError("the optimizer is distributed already: wrap it once.")
@@ -138,6 +151,15 @@ def DistributedGradientTape(tape: tf.GradientTape, **options: Any) -> tf.Gradien
 
     Sources may be Keras's variables or TensorFlow's, nested or single. Eagerly every gradient is averaged on its
     own, which is slow: write the loop in a `tf.function`.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> weight = tf.Variable(3.0)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = weight**2
+        >>> float(hvd.DistributedGradientTape(tape).gradient(loss, weight))
+        6.0
     """
     reduction, plain = Reduction(**options), tape.gradient
 
@@ -152,7 +174,14 @@ def DistributedGradientTape(tape: tf.GradientTape, **options: Any) -> tf.Gradien
 
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
     """Gives every rank the root's values. `variables`: Keras's or TensorFlow's, nested or single; also within a
-    `tf.function`. Raises KerasError."""
+    `tf.function`. Raises KerasError.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        >>> hvd.broadcast_variables(model.weights, root_rank=0)  # every rank calls it
+    """
     refuse_xla()
     for index, variable in enumerate(tf.nest.flatten(variables)):
         # A name of our own: Keras numbers layers as each rank made them, and repeats names of variables.

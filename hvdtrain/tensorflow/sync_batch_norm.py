@@ -51,7 +51,15 @@ def global_moments(
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Keras's BatchNormalization with mean and variance of the batch over all ranks; for a custom `tf.function`
-    loop as for `fit`. XLA cannot compile it."""
+    loop as for `fit`. XLA cannot compile it.
+
+    Examples:
+        >>> import hvdtrain.tensorflow as hvd
+        >>> hvd.init()
+        >>> layer = hvd.SyncBatchNormalization()
+        >>> tuple(layer(tf.ones((2, 8, 8, 3)), training=True).shape)
+        (2, 8, 8, 3)
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
