@@ -1,0 +1,76 @@
+"""The documentation: every public name has an example, and examples are Python that runs."""
+
+import ast
+import doctest
+import importlib.util
+import re
+import subprocess
+
+import pytest
+import warm
+from paths import REPOSITORY, SUPPORT
+from ranks import clean_environ, lacking
+
+PAGES = {name: REPOSITORY / "docs" / "reference" / f"{name}.md" for name in ("torch", "lightning", "keras")}
+KINDS = {"torch": "torch", "lightning": "lightning", "keras": "tensorflow"}  # the warm process with the framework
+NAMES = {page: re.findall(r"^::: (\S+)$", file.read_text(), re.MULTILINE) for page, file in PAGES.items()}
+DOCUMENTS = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *(REPOSITORY / folder / "README.md" for folder in ("labs", "slurm")),
+]
+
+
+def docstring(name: str) -> str:
+    """Of a public class or function; read from the source, as the page does."""
+    module, _, attribute = name.rpartition(".")
+    tree = ast.parse((REPOSITORY / f"{module.replace('.', '/')}.py").read_text())
+    node = next(node for node in tree.body if getattr(node, "name", None) == attribute)
+    return ast.get_docstring(node) or ""
+
+
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+def test_every_public_name_has_an_example_that_compiles(name):
+    assert "\nExamples:\n" in docstring(name)
+    examples = doctest.DocTestParser().get_examples(docstring(name))
+    assert examples
+    for example in examples:
+        compile(example.source, name, "single")
+
+
+def test_the_reference_shows_all_of_the_packages():
+    from hvdtrain.tensorflow import HOMES
+
+    tree = ast.parse((REPOSITORY / "hvdtrain" / "lightning" / "__init__.py").read_text())
+    exported = next(
+        node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+    )
+    assert {name.rpartition(".")[2] for name in NAMES["keras"]} == set(HOMES)
+    assert {name.rpartition(".")[2] for name in NAMES["lightning"]} == set(ast.literal_eval(exported))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_run_in_one_process(page, tmp_path):
+    framework = "tensorflow" if page == "keras" else "torch"
+    if lacking(framework) or (page == "lightning" and not importlib.util.find_spec("lightning")):
+        pytest.skip(lacking(framework) or "needs Lightning: pip install -e .[lightning]")
+    command = warm.command(KINDS[page], SUPPORT / "run_examples.py", *NAMES[page])
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert int(done.stdout.split()[-3]) > len(NAMES[page])
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(REPOSITORY)))
+def test_the_pages_programs_compile(file):
+    for number, program in enumerate(re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)):
+        compile(program, f"{file}, program {number}", "exec")
+
+
+def test_the_readme_is_short_and_its_pages_exist():
+    readme = (REPOSITORY / "README.md").read_text()
+    assert len(readme.splitlines()) <= 130
+    targets = re.findall(r"\]\(([^)#]+)", readme)
+    assert targets
+    assert [target for target in targets if not (REPOSITORY / target).exists()] == []
