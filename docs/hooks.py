@@ -29,7 +29,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 EXTERNAL = re.compile(
     r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*\bstylesheet[^>]*href=\"?(?:https?:)?//"
 )
-WIDTH = "92"
+WIDTH = "78"
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -1,4 +1,4 @@
-"""Lightning's view of a rank's place: the same topology that every adapter reads."""
+"""Lightning's view of a rank: the same topology that every adapter reads."""
 
 import os
 from typing import Any

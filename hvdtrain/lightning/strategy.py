@@ -33,8 +33,8 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     """One process for each device, joined by Horovod; started by horovodrun, mpirun or srun, or alone.
 
     Weights, buffers and the optimizers' states are rank 0's when training begins; gradients are averaged while
-    backward runs, before they are unscaled and clipped; with accumulation only the last part's backward
-    communicates. Metrics of torchmetrics are added over the ranks. The learning rate stays the user's.
+    backward runs, before they are unscaled and clipped; with accumulation only the last micro-batch's
+    backward communicates. Metrics of torchmetrics are added over the ranks. The learning rate stays the user's.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -55,7 +55,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         precision_plugin: Precision | None = None,
         compression: str = "none",
     ) -> None:
-        """`compression` of the gradients on the wire: none, fp16 or fp64 (sums that no order of ranks changes)."""
+        """`compression` of the communicated gradients: none, fp16 or fp64 (sums that no order of ranks changes)."""
         if compression not in COMPRESSIONS:
             raise RecipeError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}.")
         environment = cluster_environment or RankEnvironment()
