@@ -13,9 +13,9 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from hvdtrain.bench import WHATS as BENCHMARKS
 from hvdtrain.cli import COMMANDS
-from hvdtrain.recipe import Recipe, known
+from hvdtrain.core.recipe import Recipe, known
+from hvdtrain.tools.bench import WHATS as BENCHMARKS
 
 REPOSITORY = Path(__file__).parents[1]
 ELSEWHERE = {  # page of the site: file of the repository

@@ -9,14 +9,17 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.untrusted import one_line, quoted
 
 COMMANDS = {
-    "plan": ("hvdtrain.dry_run", "what a recipe comes to on N ranks, without running it"),
-    "build": ("hvdtrain.build", "build Horovod against this environment's frameworks, and prove it"),
-    "doctor": ("hvdtrain.doctor", "what is wrong with this machine or job step, and the command that mends it"),
-    "convert": ("hvdtrain.convert", "a run's checkpoint for the other framework"),
-    "slurm": ("hvdtrain.slurm", "a site's job script: print, submit, or check one"),
-    "bench": ("hvdtrain.bench", "measure this machine: the step, the engines, the network, the data, how it scales"),
-    "pack": ("hvdtrain.pack", "images from a folder into a few large shards to train from"),
-    "predict": ("hvdtrain.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
+    "plan": ("hvdtrain.tools.plan", "what a recipe comes to on N ranks, without running it"),
+    "build": ("hvdtrain.tools.build", "build Horovod against this environment's frameworks, and prove it"),
+    "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and the command that mends it"),
+    "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
+    "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
+    "bench": (
+        "hvdtrain.tools.bench",
+        "measure this machine: the step, the engines, the network, the data, how it scales",
+    ),
+    "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
+    "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
 }
 
 HELP = """usage: python -m hvdtrain COMMAND [flags]

@@ -60,8 +60,8 @@ def train(batch, steps):
     import torch
     from torchvision.models import resnet18
 
+    from hvdtrain.core.sharding import Epoch
     from hvdtrain.datasets import load
-    from hvdtrain.sharding import Epoch
 
     hvd.init()
     torch.set_num_threads(1)

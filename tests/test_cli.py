@@ -6,14 +6,16 @@ import sys
 
 import pytest
 
-from hvdtrain import flags
+from hvdtrain.core import flags
+from hvdtrain.core.flags import Options, parse_run
 from hvdtrain.errors import RecipeError
-from hvdtrain.flags import Options, parse_run
 
 PROG = "python -m hvdtrain.torch"
 TRAIN = """
 import sys
-from hvdtrain import errors, run, timeouts
+from hvdtrain import errors
+from hvdtrain.run import run
+from hvdtrain.run import timeouts
 
 timeouts.RANK_0_REPORT = timeouts.FAREWELL = 0.5
 

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import dry_run, flags, hostlist, predict, recipe, topology, untrusted
-from hvdtrain.doctor import gather
+from hvdtrain import untrusted
+from hvdtrain.core import flags, recipe
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.job_check import check
+from hvdtrain.launch import hostlist, topology
+from hvdtrain.tools import plan as dry_run
+from hvdtrain.tools import predict
+from hvdtrain.tools.doctor import gather
+from hvdtrain.tools.slurm.job_check import check
 
 FUZZ = Path(__file__).parent / "support" / "fuzz.py"
 # A thousand inputs each; of those that take more than two milliseconds, make test has a hundred.

@@ -63,7 +63,8 @@ def load(
 
 
 def _imagenet(data_dir: Path | None, cache_dir: Path | None, is_by_shard: bool, sides: tuple[int, int, int]) -> Dataset:
-    from hvdtrain.datasets import cache, imagenet, index, shards
+    from hvdtrain.datasets import imagenet, index
+    from hvdtrain.datasets.packed import cache, shards
 
     if data_dir is not None and shards.is_in(data_dir):
         return shards.load(data_dir, *sides, is_by_shard, cache.on_node(data_dir, cache_dir) if cache_dir else None)

@@ -7,8 +7,8 @@ from hvdtrain import interrupts
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
-from hvdtrain import run
 from hvdtrain.errors import EngineUnavailable
+from hvdtrain.run import run
 
 
 def train(prepared: run.Run) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from hvdtrain.lightning.module import RecipeModule
-from hvdtrain.loop import Loop
+from hvdtrain.run.loop import Loop
 from hvdtrain.torch import models
 from hvdtrain.torch.trainer import Replica
 

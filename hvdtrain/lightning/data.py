@@ -7,13 +7,13 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DistributedSampler
 
-from hvdtrain import recipe as recipes
-from hvdtrain import run
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.progress import Request, train_requests, valid_requests
+from hvdtrain.core.sharding import Epoch, shard
 from hvdtrain.datasets import DRAWS, Dataset, Split
 from hvdtrain.errors import DataError, PlanError
 from hvdtrain.lightning.module import RecipeModule
-from hvdtrain.progress import Request, train_requests, valid_requests
-from hvdtrain.sharding import Epoch, shard
+from hvdtrain.run import run
 from hvdtrain.torch.data import Loader, Pair
 
 

@@ -7,9 +7,9 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 
-from hvdtrain import rendezvous
 from hvdtrain.errors import DeviceError
-from hvdtrain.topology import Topology, discover
+from hvdtrain.launch import rendezvous
+from hvdtrain.launch.topology import Topology, discover
 
 
 class RankEnvironment(ClusterEnvironment):

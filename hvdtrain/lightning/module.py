@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from hvdtrain.plan import Plan
-from hvdtrain.progress import Progress
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.progress import Progress
 from hvdtrain.torch import models, state
 from hvdtrain.torch.data import Pair
 from hvdtrain.torch.engines import Engine

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from hvdtrain.lightning.ddp import RankDDPStrategy
 from hvdtrain.lightning.environment import RankEnvironment
-from hvdtrain.run import Run
+from hvdtrain.run.run import Run
 from hvdtrain.torch.engines import Engine
 
 

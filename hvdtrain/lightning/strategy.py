@@ -15,11 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
-from hvdtrain import guard
-from hvdtrain.devices import gpu_index
 from hvdtrain.errors import RecipeError
+from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
 from hvdtrain.lightning.gradients import Averager
+from hvdtrain.run import guard
 from hvdtrain.torch.engines.buckets import flat
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd
 

@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 
-from hvdtrain import engines
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines import registry
 from hvdtrain.lightning.callback import RunCallback
 from hvdtrain.lightning.data import RecipeDataModule
 from hvdtrain.lightning.module import RecipeModule
-from hvdtrain.loop import Loop
-from hvdtrain.recipe import Recipe
-from hvdtrain.run import Run
+from hvdtrain.run.loop import Loop
+from hvdtrain.run.run import Run
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.opening import engine_of
 from hvdtrain.torch.state import State
@@ -51,7 +51,7 @@ def trainer_of(loop: Loop[Replica], module: RecipeModule) -> Trainer:
     return Trainer(
         accelerator="cpu" if engine.device.type == "cpu" else "gpu",
         devices=1 if engine.device.type == "cpu" else [engine.device.index],
-        strategy=engines.load(run.engine, "lightning")(run, engine),
+        strategy=registry.load(run.engine, "lightning")(run, engine),
         plugins=[precision_of(recipe, engine.device, loop.trainer.state.scaler)],
         max_epochs=recipe.epochs - progress.epoch,
         max_steps=recipe.max_steps - progress.step if recipe.max_steps else -1,

@@ -10,7 +10,7 @@ from hvdtrain import interrupts
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
-from hvdtrain import run
+from hvdtrain.run import run
 
 # Before the first import of TensorFlow or Keras: a log that a person can read, and never another backend.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -23,7 +23,7 @@ BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable t
 def train(prepared: run.Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     with without_banner(), interrupts.postponed():
-        from hvdtrain.loop import Loop
+        from hvdtrain.run.loop import Loop
         from hvdtrain.tensorflow.engines.replication import replication_of
         from hvdtrain.tensorflow.opening import engine_of
         from hvdtrain.tensorflow.trainer import Trainer

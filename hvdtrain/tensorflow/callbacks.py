@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import sharing
+from hvdtrain.core import sharing
 from hvdtrain.errors import KerasError
 from hvdtrain.tensorflow.distributed import broadcast_variables, check_called, check_distributed, hvd, sum_arrays
 

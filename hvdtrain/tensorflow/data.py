@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.core.progress import Request
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once
-from hvdtrain.progress import Request
-from hvdtrain.recipe import Recipe
 
 Pair = tuple[tf.Tensor, tf.Tensor]
 

@@ -5,9 +5,9 @@ import os
 
 import tensorflow as tf
 
-from hvdtrain.devices import gpu_index, threads
-from hvdtrain.engines import Setup
-from hvdtrain.topology import Topology
+from hvdtrain.engines.registry import Setup
+from hvdtrain.launch.devices import gpu_index, threads
+from hvdtrain.launch.topology import Topology
 
 
 def take(setup: Setup, *, gpu_operations: bool = True) -> str:

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from hvdtrain.devices import gpu_index
 from hvdtrain.errors import KerasError
-from hvdtrain.guard import check_world
+from hvdtrain.launch.devices import gpu_index
+from hvdtrain.launch.topology import discover
+from hvdtrain.run.guard import check_world
 from hvdtrain.tensorflow.engines.horovod import hvd
-from hvdtrain.topology import discover
 
 STOCK = "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
 # Horovod's arguments that have no place under Keras 3, and what to write instead.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from hvdtrain.core.totals import Totals
 from hvdtrain.tensorflow.variables import add
-from hvdtrain.totals import Totals
 
 
 class Meter:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain.recipe import Recipe
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.sync_batch_norm import global_moments
 from hvdtrain.tensorflow.variables import subtract

@@ -2,8 +2,9 @@
 
 from contextlib import AbstractContextManager
 
-from hvdtrain import engines, opening
-from hvdtrain.run import Run
+from hvdtrain.engines import registry
+from hvdtrain.run import opening
+from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import replication_of
@@ -19,5 +20,5 @@ def engine_of(run: Run) -> AbstractContextManager[Engine]:
 def open_engine(run: Run) -> Engine:
     """The engine of the run, joined with the other ranks and bound to its device."""
     devices.take_threads(run.topology)
-    engine: Engine = engines.load(run.engine, "tensorflow").open(opening.setup_of(run))
+    engine: Engine = registry.load(run.engine, "tensorflow").open(opening.setup_of(run))
     return engine

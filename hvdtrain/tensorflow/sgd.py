@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.recipe import Recipe
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.tensorflow.variables import put, subtract
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.checkpoint import Checkpoint
+from hvdtrain.run.checkpoint import Checkpoint
 from hvdtrain.tensorflow.sgd import SGD, Scaler
 
 
@@ -20,7 +20,7 @@ def _name(weight: keras.Variable) -> str:
 
 
 class State:
-    """A training state; see `hvdtrain.loop.State`."""
+    """A training state; see `hvdtrain.run.loop.State`."""
 
     def __init__(self, model: keras.Model, optimizer: SGD, scaler: Scaler) -> None:
         self.tensors, self.scaler = variables(model, optimizer), scaler

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
-from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow import models, variables
 from hvdtrain.tensorflow.data import Pair
 from hvdtrain.tensorflow.engines import Engine

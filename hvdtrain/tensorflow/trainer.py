@@ -7,8 +7,9 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from hvdtrain.progress import Progress, train_requests, valid_requests
-from hvdtrain.run import Run
+from hvdtrain.core.progress import Progress, train_requests, valid_requests
+from hvdtrain.core.totals import Totals
+from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models
 from hvdtrain.tensorflow.data import Loader, Pair, evened
 from hvdtrain.tensorflow.engines import Engine
@@ -17,11 +18,10 @@ from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.meter import Trace
 from hvdtrain.tensorflow.state import State
 from hvdtrain.tensorflow.step import Step
-from hvdtrain.totals import Totals
 
 
 class Trainer:
-    """Trains a run's model; see `hvdtrain.loop.Trainer`."""
+    """Trains a run's model; see `hvdtrain.run.loop.Trainer`."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
         self.recipe, self.plan, self.dataset, self.engine = run.recipe, run.plan, run.dataset, engine

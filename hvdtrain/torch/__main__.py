@@ -5,13 +5,13 @@ from hvdtrain import interrupts
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
-from hvdtrain import run
+from hvdtrain.run import run
 
 
 def train(prepared: run.Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     with interrupts.postponed():
-        from hvdtrain.loop import Loop
+        from hvdtrain.run.loop import Loop
         from hvdtrain.torch.opening import engine_of
         from hvdtrain.torch.trainer import Trainer
 

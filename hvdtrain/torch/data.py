@@ -16,8 +16,8 @@ from hvdtrain.datasets.base import is_read_at_once
 from hvdtrain.torch.resident import Held, Pair, hold
 
 if TYPE_CHECKING:
-    from hvdtrain.progress import Request
-    from hvdtrain.recipe import Recipe
+    from hvdtrain.core.progress import Request
+    from hvdtrain.core.recipe import Recipe
 
 AHEAD = 2
 

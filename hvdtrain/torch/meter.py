@@ -2,7 +2,7 @@
 
 import torch
 
-from hvdtrain.totals import Totals
+from hvdtrain.core.totals import Totals
 
 
 class Meter:

@@ -9,7 +9,7 @@ from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.resnet import resnet50
 
 if TYPE_CHECKING:
-    from hvdtrain.recipe import Recipe
+    from hvdtrain.core.recipe import Recipe
 
 
 def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
@@ -18,7 +18,7 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, 3, height, width] -> logits [n, classes].
 
     Examples:
-        >>> from hvdtrain.recipe import load
+        >>> from hvdtrain.core.recipe import load
         >>> from hvdtrain.torch.engines.local import LocalEngine
         >>> build(load("linear"), None, LocalEngine(torch.device("cpu")))
         Linear(in_features=1, out_features=1, bias=True)
@@ -42,7 +42,7 @@ def training_mode(model: nn.Module, recipe: "Recipe") -> None:
     """Training mode, but for BatchNorm where its statistics are frozen.
 
     Examples:
-        >>> from hvdtrain.recipe import load
+        >>> from hvdtrain.core.recipe import load
         >>> model = nn.Sequential(nn.BatchNorm2d(8))
         >>> training_mode(model, load("digits", {"batch_norm": "frozen"}))
         >>> model.training, model[0].training

@@ -4,9 +4,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hvdtrain import engines, opening
-from hvdtrain.recipe import Recipe
-from hvdtrain.run import Run
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines import registry
+from hvdtrain.run import opening
+from hvdtrain.run.run import Run
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
 
@@ -21,7 +22,7 @@ def engine_of(run: Run, *, fuses: bool = False) -> AbstractContextManager[Engine
 def open_engine(run: Run, *, fuses: bool = False) -> Engine:
     """The engine of the run, joined with the other ranks and bound to its device; `fuses`: see Setup."""
     devices.take_threads(run.topology)
-    engine: Engine = engines.load(run.engine, "torch").open(opening.setup_of(run, fuses=fuses))
+    engine: Engine = registry.load(run.engine, "torch").open(opening.setup_of(run, fuses=fuses))
     return engine
 
 

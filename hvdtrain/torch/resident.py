@@ -13,7 +13,7 @@ from hvdtrain.datasets.synthetic import Synthetic
 from hvdtrain.errors import RecipeError
 
 if TYPE_CHECKING:
-    from hvdtrain.progress import Request
+    from hvdtrain.core.progress import Request
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from hvdtrain.checkpoint import Checkpoint
+    from hvdtrain.run.checkpoint import Checkpoint
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -26,7 +26,7 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 class State:
-    """A training state; see `hvdtrain.loop.State`."""
+    """A training state; see `hvdtrain.run.loop.State`."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         self.tensors, self.scaler = tensors(model, optimizer), scaler

@@ -14,7 +14,7 @@ from hvdtrain.torch import compiling, state
 from hvdtrain.torch.engines import Engine
 
 if TYPE_CHECKING:
-    from hvdtrain.recipe import Recipe
+    from hvdtrain.core.recipe import Recipe
 
 DTYPES = {
     "float32": torch.float32,
@@ -43,7 +43,7 @@ def autocast(recipe: "Recipe", device: torch.device) -> torch.autocast:
     """Mixed precision where the recipe says so.
 
     Examples:
-        >>> from hvdtrain.recipe import load
+        >>> from hvdtrain.core.recipe import load
         >>> with autocast(load("digits", {"precision": "bfloat16"}), torch.device("cpu")):
         ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.bfloat16
@@ -69,7 +69,7 @@ class Step:
     """One rank's updates: its network, optimizer and loss scale, and the way from micro-batches to new weights.
 
     Examples:
-        >>> from hvdtrain.recipe import load
+        >>> from hvdtrain.core.recipe import load
         >>> from hvdtrain.torch.engines.local import LocalEngine
         >>> step = Step(load("linear"), LocalEngine(torch.device("cpu")), nn.Linear(1, 1), lr=0.1)
         >>> seen = step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)  # one micro-batch
@@ -154,7 +154,7 @@ def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.opt
     """The recipe's optimizer of all parameters.
 
     Examples:
-        >>> from hvdtrain.recipe import load
+        >>> from hvdtrain.core.recipe import load
         >>> sgd(load("digits"), nn.Linear(2, 1), lr=0.05, fused=False).defaults["momentum"]
         0.9
     """

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.progress import Progress, train_requests, valid_requests
-from hvdtrain.recipe import Recipe
-from hvdtrain.reporter import Events
-from hvdtrain.run import Run
+from hvdtrain.core.progress import Progress, train_requests, valid_requests
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.totals import Totals
+from hvdtrain.run.reporter import Events
+from hvdtrain.run.run import Run
 from hvdtrain.torch import models
 from hvdtrain.torch.compiling import record_cuda_graph
 from hvdtrain.torch.data import Loader
@@ -20,11 +21,10 @@ from hvdtrain.torch.opening import is_one_graph
 from hvdtrain.torch.profiling import Profiler
 from hvdtrain.torch.state import State
 from hvdtrain.torch.step import Pair, Step, autocast, mean_loss, unwatched
-from hvdtrain.totals import Totals
 
 
 class Replica:
-    """A rank's model, whoever makes the updates; see `hvdtrain.loop.Replica`."""
+    """A rank's model, whoever makes the updates; see `hvdtrain.run.loop.Replica`."""
 
     def __init__(self, recipe: Recipe, engine: Engine, model: torch.nn.Module, state: State, meter: Meter) -> None:
         self.recipe, self.engine, self.model, self.state, self.meter = recipe, engine, model, state, meter
@@ -45,7 +45,7 @@ class Replica:
 
 
 class Trainer(Replica):
-    """Trains a run's model; see `hvdtrain.loop.Trainer`."""
+    """Trains a run's model; see `hvdtrain.run.loop.Trainer`."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
         recipe, self.plan, self.dataset = run.recipe, run.plan, run.dataset

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain import pmi, rendezvous
 from hvdtrain.errors import LabError
+from hvdtrain.launch import pmi, rendezvous
 from labtools.admission import Listener
 
 START = 90.0  # seconds for the ranks to come: each loads a framework, on a laptop in turns

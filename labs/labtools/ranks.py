@@ -10,10 +10,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hvdtrain import gloo, keys
 from hvdtrain.errors import EngineUnavailable, LabError
-from hvdtrain.rendezvous import Endpoint
-from hvdtrain.topology import Topology
+from hvdtrain.launch import gloo, keys
+from hvdtrain.launch.rendezvous import Endpoint
+from hvdtrain.launch.topology import Topology
 from labtools import processes
 from labtools.processes import Rank
 

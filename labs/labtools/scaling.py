@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter, ScalarFormatter
 from numpy.typing import ArrayLike
 
-from hvdtrain.scaling import BACKWARD, Numbers, StepModel, gain_of_halving  # noqa: F401  # the lab's own
+from hvdtrain.tools.predict.scaling import BACKWARD, Numbers, StepModel, gain_of_halving  # noqa: F401  # the lab's own
 from labtools.style import COLOURS
 
 IMAGES = 10 * 1_281_167

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hvdtrain import rendezvous
 from hvdtrain.errors import LabError
+from hvdtrain.launch import rendezvous
 
 _pipe: list[Connection] = []
 """The way to the notebook, in a process that runs a rank's function."""

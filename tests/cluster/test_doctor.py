@@ -10,7 +10,7 @@ import pytest
 from cluster import ENVIRONMENTS, Minicluster
 from ranks import Ended
 
-from hvdtrain.doctor.findings import Check
+from hvdtrain.tools.doctor.findings import Check
 
 pytestmark = [
     pytest.mark.cluster,

@@ -38,6 +38,6 @@ def test_without_home_and_munge_a_run_is_refused(cluster):
 
 
 def test_munge_itself(cluster):
-    tests = (sys.executable, "-m", "pytest", "-q", "-k", "munge_carries", "tests/test_keys.py")
+    tests = (sys.executable, "-m", "pytest", "-q", "-k", "munge_carries", "tests/launch/test_keys.py")
     ended = cluster.run("exec", "nid001", *tests, cwd=REPOSITORY, limit=60).good()
     assert "2 passed" in ended.out

@@ -12,9 +12,9 @@ from cluster import Minicluster, losses, minicluster
 from paths import REPOSITORY
 from ranks import Ended
 
-from hvdtrain.job_check import check
-from hvdtrain.sites import SITES
-from hvdtrain.slurm import Options, render
+from hvdtrain.tools.slurm import Options, render
+from hvdtrain.tools.slurm.job_check import check
+from hvdtrain.tools.slurm.sites import SITES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -218,7 +218,7 @@ def test_submit_says_in_one_line_what_slurm_refuses(generic):
 
 SHOW = """\
 import json, os, sys
-from hvdtrain.topology import discover
+from hvdtrain.launch.topology import discover
 seat = discover(os.environ)
 print(json.dumps([seat.rank, seat.size, sys.argv[1], os.environ["SLURM_CPUS_ON_NODE"]]))
 """

@@ -18,9 +18,11 @@ import pytest
 from images import write_tree
 from paths import REPOSITORY
 
-from hvdtrain import datasets, lock, pack
-from hvdtrain.datasets import cache, download, shards
+from hvdtrain import datasets, lock
+from hvdtrain.datasets import download
+from hvdtrain.datasets.packed import cache, shards
 from hvdtrain.errors import DataError
+from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 NOBODY, OTHER = 65534, 12345

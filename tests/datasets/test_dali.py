@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from images import scene, write_tree
 
-from hvdtrain import datasets, pack
+from hvdtrain import datasets
 from hvdtrain.errors import DataError, EngineUnavailable
+from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 48, "valid_resize": 72, "valid_crop": 64}
 

@@ -15,9 +15,10 @@ import pytest
 from paths import DATA, REPOSITORY
 from PIL import Image
 
-from hvdtrain import datasets, pack
+from hvdtrain import datasets
 from hvdtrain.datasets import imagenet
 from hvdtrain.errors import DataError
+from hvdtrain.tools import pack
 
 ARCHIVE = DATA / "imagenette_4k.tar"
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}

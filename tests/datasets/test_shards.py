@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from images import write_tree
 
-from hvdtrain import cli, datasets, pack, recipe
-from hvdtrain import plan as plans
-from hvdtrain.datasets import cache, shards
+from hvdtrain import cli, datasets
+from hvdtrain.core import plan as plans
+from hvdtrain.core import recipe
+from hvdtrain.core.progress import Progress, train_requests
+from hvdtrain.datasets.packed import cache, shards
 from hvdtrain.errors import DataError, RecipeError
-from hvdtrain.progress import Progress, train_requests
+from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 REMEDY = "pack the set again, or copy it whole."

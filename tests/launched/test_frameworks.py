@@ -8,11 +8,12 @@ import warm
 from paths import SUPPORT
 from ranks import needs_horovod, needs_tensorflow, needs_torch, run
 
-from hvdtrain import convert, recipe
-from hvdtrain import plan as plans
+from hvdtrain.core import plan as plans
+from hvdtrain.core import recipe
+from hvdtrain.core.progress import Progress, train_requests
 from hvdtrain.datasets import linear
-from hvdtrain.progress import Progress, train_requests
-from hvdtrain.run import load_dataset
+from hvdtrain.run.run import load_dataset
+from hvdtrain.tools import convert
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 

@@ -13,8 +13,8 @@ from ranks import FRAMEWORKS, cold_command, programs, run, train
 from worlds import records
 
 from hvdtrain import datasets
+from hvdtrain.core.sharding import Epoch
 from hvdtrain.datasets import DRAWS
-from hvdtrain.sharding import Epoch
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
 SLOW = ("writes_its_traces", "on_two_ranks[tensorflow]")

@@ -75,7 +75,7 @@ def place(tmp_path_factory):
     (folder / "line" / "checkpoints" / "step-00000001").mkdir(parents=True)
     import numpy as np
 
-    from hvdtrain import checkpoint
+    from hvdtrain.run import checkpoint
 
     checkpoint.commit(
         folder / "line" / "checkpoints",

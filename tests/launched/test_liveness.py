@@ -16,9 +16,9 @@ from paths import SUPPORT
 from ranks import clean_environ
 
 from hvdtrain.errors import AbortedError
-from hvdtrain.signals import TIME_LIMIT_SIGNALS
-from hvdtrain.topology import Topology
-from hvdtrain.world import World
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
+from hvdtrain.run.world import World
 
 PROGRAM = SUPPORT / "world_ranks.py"
 HOST = socket.gethostname()

@@ -49,9 +49,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_lightning_cannot_do_is_refused(case):
-    from hvdtrain.compatibility import check
+    from hvdtrain.core.compatibility import check
+    from hvdtrain.core.recipe import load
     from hvdtrain.errors import RecipeError
-    from hvdtrain.recipe import load
 
     overrides, words = REFUSED[case]
     with pytest.raises(RecipeError) as refused:
@@ -65,8 +65,8 @@ def test_what_lightning_cannot_do_is_refused(case):
 )
 def test_a_trainer_must_fit_the_ranks(devices, nodes, fits):
     from hvdtrain.errors import DeviceError
+    from hvdtrain.launch.topology import Topology
     from hvdtrain.lightning import RankEnvironment
-    from hvdtrain.topology import Topology
 
     environment = RankEnvironment(Topology(5, 8, 1, 4, 1, "n1", "srun", "7"))
     place = environment.global_rank(), environment.world_size(), environment.local_rank(), environment.node_rank()
@@ -83,8 +83,8 @@ def test_a_trainer_must_fit_the_ranks(devices, nodes, fits):
 
 
 def test_the_chief_is_found_where_the_run_or_the_launcher_says(monkeypatch):
+    from hvdtrain.launch.topology import Topology
     from hvdtrain.lightning import RankEnvironment
-    from hvdtrain.topology import Topology
 
     environment = RankEnvironment(Topology(1, 2, 1, 2, None, "n0", "mpirun", None))
     for name in ("MASTER_ADDR", "MASTER_PORT"):

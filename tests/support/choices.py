@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from hvdtrain import recipe as recipes
-from hvdtrain.compatibility import Adapter, Choice
-from hvdtrain.engines import ENGINES
-from hvdtrain.recipe import Recipe
-from hvdtrain.topology import Topology
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.compatibility import Adapter, Choice
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines.registry import ENGINES
+from hvdtrain.launch.topology import Topology
 
 
 def choice(

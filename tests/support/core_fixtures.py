@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import plan as plans
-from hvdtrain import recipe
-from hvdtrain.plan import Plan
-from hvdtrain.run import load_dataset
+from hvdtrain.core import plan as plans
+from hvdtrain.core import recipe
+from hvdtrain.core.plan import Plan
+from hvdtrain.run.run import load_dataset
 
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PRTE", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_")
 

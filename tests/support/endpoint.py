@@ -6,10 +6,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from hvdtrain import rendezvous
-from hvdtrain.devices import threads
-from hvdtrain.topology import discover
-from hvdtrain.world import World, joined
+from hvdtrain.launch import rendezvous
+from hvdtrain.launch.devices import threads
+from hvdtrain.launch.topology import discover
+from hvdtrain.run.world import World, joined
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

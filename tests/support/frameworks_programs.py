@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import small
 
-from hvdtrain import run as runs
-from hvdtrain.loop import Loop
-from hvdtrain.topology import discover
-from hvdtrain.world import World
+from hvdtrain.launch.topology import discover
+from hvdtrain.run import run as runs
+from hvdtrain.run.loop import Loop
+from hvdtrain.run.world import World
 
 FRAMEWORK = sys.argv[1]
 small.shrink(FRAMEWORK)

@@ -19,11 +19,15 @@ from pathlib import Path
 
 from memory import peak_mib
 
-from hvdtrain import cli, dry_run, flags, hostlist, mpi, predict, recipe, slurm, topology
-from hvdtrain.doctor import gather
+from hvdtrain import cli
+from hvdtrain.core import flags, recipe
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.job_check import check
-from hvdtrain.sites import SITES
+from hvdtrain.launch import hostlist, mpi, topology
+from hvdtrain.tools import plan as dry_run
+from hvdtrain.tools import predict, slurm
+from hvdtrain.tools.doctor import gather
+from hvdtrain.tools.slurm.job_check import check
+from hvdtrain.tools.slurm.sites import SITES
 from hvdtrain.untrusted import one_line
 
 SECONDS = 2

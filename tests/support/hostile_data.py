@@ -28,7 +28,8 @@ from memory import peak_mib
 from PIL import Image
 
 from hvdtrain import datasets
-from hvdtrain.datasets import download, index, shards
+from hvdtrain.datasets import download, index
+from hvdtrain.datasets.packed import shards
 from hvdtrain.errors import DataError
 
 SECONDS = 2

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from hvdtrain import run as runs
 from hvdtrain.lightning import ExactAccuracy, HorovodStrategy, RankDDPStrategy, RankEnvironment, UnpaddedSampler
 from hvdtrain.lightning.gradients import Averager
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
 from hvdtrain.lightning.train import fit, quiet
-from hvdtrain.loop import Loop
+from hvdtrain.run import run as runs
+from hvdtrain.run.loop import Loop
 from hvdtrain.torch.opening import open_engine
 from hvdtrain.torch.trainer import Trainer as TorchTrainer
 

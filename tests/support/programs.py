@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import small
 
-from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.loop import Loop
-from hvdtrain.topology import discover
-from hvdtrain.world import World, variables
+from hvdtrain.launch.topology import discover
+from hvdtrain.run import run as runs
+from hvdtrain.run.loop import Loop
+from hvdtrain.run.world import World, variables
 
 FRAMEWORK = sys.argv[1]
 framework: Any = importlib.import_module(f"{FRAMEWORK}_programs")

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import rendezvous
-from hvdtrain import run as runs
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.loop import Loop
+from hvdtrain.launch import rendezvous
+from hvdtrain.launch.topology import discover
+from hvdtrain.run import run as runs
+from hvdtrain.run.loop import Loop
+from hvdtrain.run.world import World, joined
 from hvdtrain.tensorflow import data, variables
 from hvdtrain.tensorflow.engines import Engine, distribute
 from hvdtrain.tensorflow.engines.replication import replication_of
 from hvdtrain.tensorflow.opening import open_engine
 from hvdtrain.tensorflow.trainer import Trainer
-from hvdtrain.topology import discover
-from hvdtrain.world import World, joined
 
 
 def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.recipe import load
+from hvdtrain.core.recipe import load
 from hvdtrain.tensorflow import models, sgd
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
 from hvdtrain.tensorflow.engines import Engine

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.recipe import load
-from hvdtrain.topology import discover
+from hvdtrain.core.recipe import load
+from hvdtrain.launch.topology import discover
 from hvdtrain.torch import models
 from hvdtrain.torch.__main__ import train  # noqa: F401
 from hvdtrain.torch.engines import Engine

@@ -4,7 +4,7 @@ line, and answers each with how its ranks ended.
 The ranks are forked from here, which saves them the start. They go through `run.main` as those of a framework do, and
 add by a file that they share. `steps`: how many; `acts`: by rank, what it does to itself before a step; `orders`: what
 is done to a rank once all have made a step; `argv`, `delay`, `environs`: by rank, and so `reads` and `idles`, seconds
-that its data take and that it waits after them; `constants`: of hvdtrain.timeouts. A rank that stopped in order gives
+that its data take and that it waits after them; `constants`: of run/timeouts.py. A rank that stopped in order gives
 its last step as a negative number.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import run as runs
-from hvdtrain import timeouts
 from hvdtrain.errors import DataError
+from hvdtrain.run import run as runs
+from hvdtrain.run import timeouts
 
 LIMIT = 120
 WIDTH = 256

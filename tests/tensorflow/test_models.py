@@ -8,7 +8,7 @@ from networks import ENTRIES
 from ranks import needs_tensorflow
 from worlds import BATCH_NORM, CLASSES, CLIPPING, SCALING, SGD, records
 
-from hvdtrain import plan, recipe
+from hvdtrain.core import plan, recipe
 
 torch = pytest.importorskip("torch", reason="the reference is PyTorch's: pip install -e .[torch]")
 pytestmark = [pytest.mark.launched, needs_tensorflow, pytest.mark.timeout(900)]

@@ -19,10 +19,11 @@ pytestmark = needs_torch
 from functorch.compile import make_boxed_func  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
-from hvdtrain import datasets, recipe  # noqa: E402
+from hvdtrain import datasets  # noqa: E402
+from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
 from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
-from hvdtrain.topology import Topology  # noqa: E402
+from hvdtrain.launch.topology import Topology  # noqa: E402
 from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402

@@ -8,7 +8,7 @@ from ranks import needs_torch
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain import plan, recipe  # noqa: E402
+from hvdtrain.core import plan, recipe  # noqa: E402
 from hvdtrain.torch import models, state  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 

@@ -53,11 +53,11 @@ class IdleEngine:
 '''
 ROW = 'EngineSpec("idle", "Idle", {"torch": "idle_engine:IdleEngine"}, "nothing")'
 MAIN = f"""
-from hvdtrain.compatibility import EngineSpec
-from hvdtrain.engines import ENGINES
+from hvdtrain.core.compatibility import EngineSpec
+from hvdtrain.engines.registry import ENGINES
 ENGINES["idle"] = {ROW}
 
-from hvdtrain import run
+from hvdtrain.run import run
 from hvdtrain.torch.__main__ import train
 
 for engine in ("idle", "local"):

@@ -4,8 +4,8 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from hvdtrain import loop
-from hvdtrain.engines import Setup
+from hvdtrain.engines.registry import Setup
+from hvdtrain.run import loop
 
 LOST = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,

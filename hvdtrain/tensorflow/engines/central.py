@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.engines import Setup
-from hvdtrain.recipe import Recipe
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines.registry import Setup
 from hvdtrain.tensorflow.engines.distribute import MEAN, Distributed, take
 from hvdtrain.tensorflow.engines.replication import Change
 

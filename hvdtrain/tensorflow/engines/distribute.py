@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import DeviceError
-from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow.engines.replication import Replication, Share, graph
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import compatibility, settings, sharing
-from hvdtrain.engines import Setup
+from hvdtrain.core import compatibility, sharing
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines import horovod_settings
+from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
-from hvdtrain.recipe import Recipe
 from hvdtrain.tensorflow import devices
 
 try:
@@ -48,7 +49,7 @@ class HorovodEngine:
 
     def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
         # Horovod's core reads these from the process environment when it starts, and nowhere else.
-        os.environ.update(settings.variables(recipe, os.environ))
+        os.environ.update(horovod_settings.variables(recipe, os.environ))
         hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
         compatibility.check_adasum(recipe, self.size, hvd.mpi_enabled())

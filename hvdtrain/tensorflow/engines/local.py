@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.engines import Setup
+from hvdtrain.engines.registry import Setup
 from hvdtrain.tensorflow import devices
 
 

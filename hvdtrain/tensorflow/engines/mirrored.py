@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.engines import Setup
-from hvdtrain.recipe import Recipe
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines.registry import Setup
 from hvdtrain.tensorflow.engines.distribute import Distributed, take
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import sharing, tf_config
-from hvdtrain.engines import Setup
-from hvdtrain.recipe import Recipe
-from hvdtrain.rendezvous import Endpoint
+from hvdtrain.core import sharing
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines.registry import Setup
+from hvdtrain.launch import tf_config
+from hvdtrain.launch.rendezvous import Endpoint
+from hvdtrain.launch.topology import Topology
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import LOST
 from hvdtrain.tensorflow.engines.distribute import SUM, Distributed
 from hvdtrain.tensorflow.engines.replication import graph
-from hvdtrain.topology import Topology
 
 Implementation = tf.distribute.experimental.CommunicationImplementation
 

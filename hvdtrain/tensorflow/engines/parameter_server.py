@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import tf_config
-from hvdtrain.engines import Setup
-from hvdtrain.rendezvous import Endpoint
+from hvdtrain.engines.registry import Setup
+from hvdtrain.launch import tf_config
+from hvdtrain.launch.rendezvous import Endpoint
+from hvdtrain.launch.topology import Topology
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import LOST
 from hvdtrain.tensorflow.engines.replication import Replication, Share, graph
-from hvdtrain.topology import Topology
 
 BEHIND = 2
 """Batches that wait for each worker while it computes."""

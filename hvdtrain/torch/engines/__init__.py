@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hvdtrain.engines import Setup
+from hvdtrain.engines.registry import Setup
 
 
 class Engine(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hvdtrain.engines import Setup
+from hvdtrain.engines.registry import Setup
 from hvdtrain.torch.engines.local import LocalEngine
 
 ADVICE = (

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain import sharing
-from hvdtrain.engines import Setup
+from hvdtrain.core import sharing
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
-from hvdtrain.recipe import Recipe
-from hvdtrain.topology import Topology
+from hvdtrain.launch.topology import Topology
 from hvdtrain.torch import devices
 
 try:

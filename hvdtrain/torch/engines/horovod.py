@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain import compatibility, settings, sharing
-from hvdtrain.engines import Setup
+from hvdtrain.core import compatibility, sharing
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines import horovod_settings
+from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
-from hvdtrain.recipe import Recipe
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines.buckets import Buckets, flat
 
@@ -77,8 +78,8 @@ class HorovodEngine:
 
     def __init__(self, recipe: Recipe, timeline: Path | None, *, fuses: bool = False) -> None:
         """`fuses`: see Setup."""
-        self._together = None if fuses else settings.bytes_together(recipe, os.environ)
-        variables = settings.variables(recipe, os.environ)
+        self._together = None if fuses else horovod_settings.bytes_together(recipe, os.environ)
+        variables = horovod_settings.variables(recipe, os.environ)
         if self._together is not None:
             variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together
         with environment(variables):  # Horovod's core reads it when it starts, and nowhere else

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.engines import Setup
+from hvdtrain.engines.registry import Setup
 from hvdtrain.torch import devices
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.engines import Setup
+from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import DeviceError
 from hvdtrain.torch import resnet
 from hvdtrain.torch.engines.local import LocalEngine

@@ -1,0 +1,1 @@
+"""Values and arithmetic: no files but recipes, no clock, no framework."""

@@ -1,0 +1,213 @@
+"""Command lines: a pydantic dataclass of flags -> its validated, frozen value.
+
+tyro splits the words and draws the help; the values are pydantic's, so that a flag and a key of a recipe obey the same
+rules in the same words.
+"""
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+
+import pydantic
+import tyro
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines import registry
+from hvdtrain.errors import RecipeError
+from hvdtrain.untrusted import printable, quoted
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[("auto", *registry.ENGINES)]
+
+MOST_WORDS = 1000
+LONGEST_WORD = 4096  # a path's, on Linux
+ALIASES = {"base_lr": ["--lr"], "engine": ["--strategy"]}
+NUMBERS = ConfigDict(allow_inf_nan=False)
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run is started; no part of what is trained."""
+
+    output: Path | None = Field(None, description="run folder; left out: runs/RECIPE/JOB, or the unfinished run")
+    resume: Literal["auto", "never"] = Field("auto", description="auto continues from the newest whole checkpoint")
+    engine: EngineName = Field("auto", description="what joins the ranks; auto: local for one process, else horovod")
+    devices: str | None = Field(
+        None, description="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"
+    )
+    insecure_rendezvous: bool = Field(
+        False, description="ranks need not prove that they belong together; where no key can be shared"
+    )
+
+
+Model = TypeVar("Model")
+
+
+def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
+    """RECIPE and flags (dash or underscore) -> the validated recipe and the options.
+
+    Prints the help and exits on -h. Raises RecipeError, in one line, for anything that breaks a rule.
+    """
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(usage(prog))
+        raise SystemExit(0 if argv else 2)
+    _check_words(argv)
+    if argv[0].startswith("-"):
+        word = printable(argv[0])
+        raise RecipeError(f"the recipe comes first, got {word!r}; as in: {prog} {recipes.known()[0]} {word}")
+    name, *words = argv
+    base = recipes.load(name)
+    of_recipe = {key: field for key, field in Recipe.model_fields.items() if key != "name"}
+    defaults = {key: getattr(base, key) for key in of_recipe}
+    of_options = _fields(Options)
+    given = _given({**of_options, **of_recipe}, f"{prog} {name}", words, defaults)
+    options = Options(**{key: given.pop(key) for key in of_options if key in given})
+    return recipes.load(name, given), options
+
+
+def parse(model: type[Model], prog: str, argv: Sequence[str]) -> Model:
+    """The model's value from argv. Prints the help and exits on -h. Raises RecipeError for what it does not know."""
+    _check_words(argv)
+    return model(**_given(_fields(model), prog, argv, {}, model.__doc__ or ""))
+
+
+def _fields(model: type) -> dict[str, FieldInfo]:
+    fields: dict[str, FieldInfo] = model.__pydantic_fields__  # type: ignore[attr-defined]
+    return fields
+
+
+def usage(prog: str) -> str:
+    """The help of a run without a recipe."""
+    return (
+        f"usage: {prog} RECIPE [flags]\n\n"
+        f"recipes: {', '.join(recipes.known())}; an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
+        f"flags:   {prog} RECIPE --help lists them, with the recipe's values"
+    )
+
+
+def _check_words(argv: Sequence[str]) -> None:
+    if len(argv) > MOST_WORDS:
+        raise RecipeError(f"the command line must have at most {MOST_WORDS} words, got {len(argv)}.")
+    for word in argv:
+        if len(word) > LONGEST_WORD or not word.isprintable():
+            raise RecipeError(
+                f"a word of the command line must be printable and have at most {LONGEST_WORD} characters, "
+                f"got {quoted(word)}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The words given for a flag: one, or a list's."""
+
+    words: str | list[str]
+
+
+def _given(
+    fields: Mapping[str, FieldInfo],
+    prog: str,
+    argv: Sequence[str],
+    defaults: Mapping[str, Any],
+    description: str = "",
+) -> dict[str, Any]:
+    """The values of the flags that argv gives; `defaults` stand in the help where a field's own do not hold."""
+    _check_values(fields, argv)
+    shown = {name: defaults.get(name, field.default) for name, field in fields.items()}
+    drawn = [_drawn(name, field, shown[name]) for name, field in fields.items()]
+    flags = dataclasses.make_dataclass("Flags", drawn, kw_only=True)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            values, unknown = tyro.cli(  # type: ignore[var-annotated]
+                flags, prog=prog, description=description, args=list(argv), return_unknown_args=True
+            )
+    except SystemExit as stop:
+        if stop.code in {0, None}:
+            raise
+        required = " ".join(name.upper() for name, field in fields.items() if field.is_required())
+        raise RecipeError(f"{required} must be given; see {prog} --help.") from None
+    if unknown:
+        raise _unknown(unknown[0], list(fields), prog)
+    given = {name: value for name, value in vars(values).items() if value is not shown[name]}
+    return {
+        name: _value(name, fields[name], value) if isinstance(value, _Given) else value for name, value in given.items()
+    }
+
+
+def _drawn(name: str, field: FieldInfo, default: Any) -> tuple[str, Any, Any]:
+    """The flag as tyro draws it in the help. Of its words tyro makes no value, but for a switch's."""
+    marks = list(field.metadata)
+    if field.description:
+        marks.append(tyro.conf.arg(help=field.description, aliases=ALIASES.get(name)))
+    if field.annotation is not bool and tyro.conf.UseAppendAction not in marks:
+        marks.append(_words(field.annotation))
+    drawn = Annotated[(field.annotation, *marks)] if marks else field.annotation
+    return name, drawn, dataclasses.field(**({} if default is PydanticUndefined else {"default": default}))
+
+
+def _words(annotation: Any) -> PrimitiveConstructorSpec[Any]:
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
+    assert isinstance(spec, PrimitiveConstructorSpec)
+    return dataclasses.replace(
+        spec,
+        choices=None,
+        instance_from_str=lambda words: _Given(words[0] if spec.nargs == 1 else words),
+        is_instance=lambda value: True,
+    )
+
+
+def _check_values(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> None:
+    """Refuses a flag without its value, and a switch with one."""
+    spelt = {spelling: name for name in fields for spelling in (f"--{name.replace('_', '-')}", *ALIASES.get(name, ()))}
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
+        flag, equals, _ = word.replace("_", "-").partition("=")
+        name = spelt.get(flag)
+        if name is None:
+            continue
+        if fields[name].annotation is bool and equals:
+            raise RecipeError(f"{flag} takes no value; {flag.replace('--', '--no-', 1)} switches it off.")
+        if fields[name].annotation is not bool and not equals and following.startswith("--"):
+            raise RecipeError(f"{_spelt(name)} needs a value; --help lists the flags.")
+
+
+def _spelt(name: str) -> str:
+    return "/".join([*ALIASES.get(name, ()), f"--{name.replace('_', '-')}"])
+
+
+def _unknown(word: str, names: list[str], prog: str) -> RecipeError:
+    if not word.startswith("-"):
+        return RecipeError(f"{quoted(word)} belongs to no flag; see {prog} --help.")
+    flag = word.partition("=")[0]
+    known = [name.replace("_", "-") for name in names]
+    near = recipes.nearest(flag.lstrip("-").replace("_", "-"), known).replace("mean ", "mean --")
+    return RecipeError(f"unknown flag {quoted(flag)}.{near} See {prog} --help.")
+
+
+def _value(name: str, field: FieldInfo, given: _Given) -> Any:
+    """What the words of a flag stand for. Raises RecipeError."""
+    has_none = type(None) in get_args(field.annotation)
+    if has_none and given.words == "None":
+        return None
+    try:
+        kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        reads: TypeAdapter[Any] = TypeAdapter(kind, config=NUMBERS)
+        value = reads.validate_python(given.words)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        or_none = " or None" if has_none and first["type"].endswith("_parsing") else ""
+        rule = recipes.rule(first)
+        raise RecipeError(
+            f"{_spelt(name)} must {rule}{or_none}, got {quoted(first['input'])}; --help lists the flags."
+        ) from None
+    if isinstance(value, int) and abs(value) >= 2**64:  # no arithmetic on fractions takes it
+        raise RecipeError(f"{_spelt(name)} must be less than 2^64, got {quoted(value)}.")
+    return value

@@ -1,0 +1,182 @@
+"""The plan of a run: what recipe, ranks and data come to in numbers, before any framework is loaded."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.schedule import Schedule, peak_lr
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import PlanError
+
+# He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.
+RESNET50_BODY = 23_508_032
+RESNET50_FEATURES = 2048
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The derived numbers of one run. Batches and steps count examples and updates."""
+
+    recipe: Recipe
+    size: int
+    train_examples: int
+    valid_examples: int
+    global_batch: int
+    worker_batch: int
+    micro_batch: int
+    steps_per_epoch: int
+    total_steps: int
+    parameters: int
+    schedule: Schedule
+    shards: tuple[int, ...] = ()
+    """Training examples in each shard, where ranks read shard after shard; () where the whole set is shuffled."""
+
+    @property
+    def peak_lr(self) -> float:
+        return self.schedule.peak_lr
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What one rank hands to allreduce in one step."""
+        on_the_wire = {"none": self._parameter_bytes, "fp16": 2, "bf16": 2, "fp64": 8}[self.recipe.compression]
+        return self.parameters * on_the_wire
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights and momentum; BatchNorm's statistics are lost in the rounding."""
+        return self.parameters * self._parameter_bytes * (2 if self.recipe.momentum else 1)
+
+    @property
+    def _parameter_bytes(self) -> int:
+        return 8 if self.recipe.precision == "float64" else 4
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers, without the recipe (which has a file of its own)."""
+        numbers = asdict(self)
+        del numbers["recipe"], numbers["shards"]
+        return {**numbers, "gradient_bytes": self.gradient_bytes, "checkpoint_bytes": self.checkpoint_bytes}
+
+    def lines(self) -> list[str]:
+        """The plan for a reader: every number with where it comes from."""
+        r = self.recipe
+        left_out = self.train_examples - self.steps_per_epoch * self.global_batch
+        parts = f" in {r.accumulation_steps} parts of {self.micro_batch}" if r.accumulation_steps > 1 else ""
+        capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
+        return [
+            f"recipe      {r.name}: {r.model} ({self.parameters:,} parameters) on {r.dataset}, "
+            f"{self.train_examples:,} examples to train, {self.valid_examples:,} to validate",
+            f"batch       {self.global_batch} = {self.size} ranks x {self._shares()}{parts}",
+            f"steps       {self.steps_per_epoch} an epoch"
+            + (f" ({left_out} examples sit out, others each epoch)" if left_out else "")
+            + f", {r.epochs} epochs, {self.total_steps} in all{capped}",
+            f"LR          {self._lr_line()}",
+            f"precision   {r.precision}; gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
+            f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB",
+        ]
+
+    def _shares(self) -> str:
+        least = self.global_batch // self.size
+        return f"{least}" if least == self.worker_batch else f"{least} or {self.worker_batch}"
+
+    def weight(self, examples: int) -> float:
+        """What a mean over one rank's share of a batch counts in the mean over all ranks; 1 where shares are equal."""
+        return examples * self.recipe.accumulation_steps * self.size / self.global_batch
+
+    def _lr_line(self) -> str:
+        r, s = self.recipe, self.schedule
+        if r.lr_rule == "none":
+            peak = f"{s.peak_lr:g} (rule none: not scaled)"
+        else:
+            ratio = f"{self.global_batch}/{r.base_batch_size}"
+            factor = ratio if r.lr_rule == "linear" else f"sqrt({ratio})"
+            peak = f"{s.peak_lr:g} = {r.base_lr:g} x {factor} (rule {r.lr_rule})"
+        warmup = f"warm-up over {r.warmup_epochs:g} of {r.epochs} epochs, then " if r.warmup_epochs else ""
+        decay = {
+            "constant": "constant",
+            "step": f"x{r.lr_factor:g} at epochs {', '.join(map(str, r.lr_milestones))}",
+            "cosine": f"cosine to 0 at epoch {r.epochs}",
+            "plateau": f"x{r.lr_factor:g} after {r.plateau_patience} epochs without a better validation loss",
+        }[r.lr_schedule]
+        return f"{peak}; {warmup}{decay}"
+
+
+def make(recipe: Recipe, shares: int, dataset: Dataset) -> Plan:
+    """The plan of a batch that is divided into so many shares. Raises PlanError where it does not go into shares,
+    micro-batches or examples."""
+    examples, size, parts = len(dataset.train), shares, recipe.accumulation_steps
+    global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
+    if global_batch % (size * parts) and not _may_be_uneven(recipe, global_batch, size):
+        raise PlanError(_indivisible(recipe, size))
+    if global_batch > examples:
+        raise PlanError(
+            f"the global batch must be at most the {examples} training examples, got {global_batch}; "
+            f"give a smaller batch or fewer ranks than {size}."
+        )
+    _check_batch_norm(recipe, dataset, size, global_batch)
+    steps = examples // global_batch
+    schedule = Schedule(
+        peak_lr=peak_lr(recipe.base_lr, recipe.base_batch_size, global_batch, recipe.lr_rule),
+        steps_per_epoch=steps,
+        epochs=recipe.epochs,
+        warmup_epochs=recipe.warmup_epochs,
+        decay=recipe.lr_schedule,
+        milestones=recipe.lr_milestones,
+        factor=recipe.lr_factor,
+        patience=recipe.plateau_patience,
+    )
+    return Plan(
+        recipe=recipe,
+        size=size,
+        train_examples=examples,
+        valid_examples=len(dataset.valid),
+        global_batch=global_batch,
+        worker_batch=math.ceil(global_batch / size),
+        micro_batch=math.ceil(global_batch / size / parts),
+        steps_per_epoch=steps,
+        total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
+        parameters=parameters(recipe, dataset.classes),
+        schedule=schedule,
+        shards=dataset.shards,
+    )
+
+
+def parameters(recipe: Recipe, classes: int | None) -> int:
+    """Number of trainable parameters of the recipe's network."""
+    if recipe.model == "linear":
+        return 2
+    return RESNET50_BODY + (RESNET50_FEATURES + 1) * (classes or 0)
+
+
+def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch: int) -> None:
+    """BatchNorm has no variance of one value: the last, smallest feature map needs more in a part of a batch."""
+    if recipe.model == "linear" or recipe.batch_norm == "frozen":
+        return
+    side = math.ceil(dataset.sample_shape[0] / (8 if recipe.stem == "cifar" else 32))
+    together = size if recipe.batch_norm == "sync" else 1
+    part = global_batch // (size * recipe.accumulation_steps) * together
+    if part * side * side < 2:
+        raise PlanError(
+            f"BatchNorm needs at least 2 examples in a part of a batch, got {part} (batch {global_batch} over {size} "
+            f"ranks in {recipe.accumulation_steps} parts); take a larger batch or batch_norm frozen."
+        )
+
+
+def _may_be_uneven(recipe: Recipe, global_batch: int, size: int) -> bool:
+    """Whether ranks may have shares that differ by one example: where nothing but the mean gradient is shared."""
+    alone = recipe.model == "linear" or recipe.batch_norm == "frozen"
+    plain = recipe.accumulation_steps == 1 and recipe.reduction == "average"
+    return alone and plain and recipe.batch_size is not None and global_batch >= size
+
+
+def _indivisible(recipe: Recipe, size: int) -> str:
+    parts = recipe.accumulation_steps
+    if recipe.batch_size_per_rank:
+        key, batch, factors = "batch_size_per_rank", recipe.batch_size_per_rank, {"accumulation steps": parts}
+    else:
+        key, batch, factors = "batch_size", recipe.batch_size or 0, {"ranks": size, "accumulation steps": parts}
+    step = math.prod(factors.values())
+    low, high = batch // step * step, (batch // step + 1) * step
+    choices = f"{low} or {high}" if low else f"{high}"
+    rule = " x ".join(f"{count} {what}" for what, count in factors.items() if count > 1)
+    return f"{key} must be a multiple of {rule}, got {batch}; take {choices}."

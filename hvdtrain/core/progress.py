@@ -1,0 +1,144 @@
+"""How far a run has come and what it reads next: the arithmetic under every training loop."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.schedule import Plateau
+from hvdtrain.core.sharding import Epoch, shard
+from hvdtrain.core.totals import Totals
+from hvdtrain.datasets import DRAWS
+from hvdtrain.errors import CheckpointError
+from hvdtrain.run.checkpoint import Count, reason_of
+
+Request = tuple[np.ndarray, np.ndarray | None]
+"""What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class PlateauMetadata(Strict):
+    best: float | None
+    waited: Count
+    drops: Count
+
+
+class TotalsMetadata(Strict):
+    loss: float
+    correct: float
+    count: float
+
+
+class ScalerMetadata(Strict):
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: Count
+    growth_tracker: Count = Field(alias="_growth_tracker")
+
+
+class RunMetadata(Strict):
+    """The keys of a checkpoint's `meta` that a run resumes from."""
+
+    step: Count
+    epoch: Count
+    sample: Count
+    plateau: PlateauMetadata
+    train: TotalsMetadata
+    scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
+    """Empty where there is none."""
+
+
+def check_resumable(meta: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a checkpoint's `meta` is not what a run writes."""
+    try:
+        RunMetadata.model_validate(meta)
+    except ValidationError as error:
+        what = f"the checkpoint of step {meta['step']} cannot be resumed from: {reason_of(error)}"
+        raise CheckpointError(f"{what}; remove it, or give another --output.") from None
+
+
+@dataclass
+class Progress:
+    """How far a run has come. `sample` counts the examples of this epoch's order that were used."""
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+    plateau: Plateau = field(default_factory=Plateau)
+    train: Totals = field(default_factory=lambda: Totals(0.0, 0.0, 0.0))
+
+    def metadata(self) -> dict[str, Any]:
+        """As a JSON mapping; `Progress.of` reads it back."""
+        metadata = asdict(self)
+        # JSON has no infinity.
+        metadata["plateau"]["best"] = None if self.plateau.best == float("inf") else self.plateau.best
+        return metadata
+
+    @classmethod
+    def of(cls, metadata: dict[str, Any]) -> "Progress":
+        plateau = dict(metadata["plateau"])
+        plateau["best"] = float("inf") if plateau["best"] is None else plateau["best"]
+        step, epoch, sample = (metadata[name] for name in ("step", "epoch", "sample"))
+        return cls(step, epoch, sample, Plateau(**plateau), Totals(**metadata["train"]))
+
+    def is_epoch_done(self, plan: Plan) -> bool:
+        """Whether what is left of the epoch's order is less than a batch."""
+        return self.sample + plan.global_batch > plan.train_examples
+
+    def is_stopped(self, plan: Plan) -> bool:
+        """Whether `max_steps` updates are made."""
+        return plan.recipe.max_steps is not None and self.step >= plan.recipe.max_steps
+
+    def is_done(self, plan: Plan) -> bool:
+        """Whether the run's last update is made. Epochs decide: a resumed run's batch, said per rank, may be
+        another one than that of the steps before it."""
+        return self.is_stopped(plan) or self.epoch + self.is_epoch_done(plan) >= plan.recipe.epochs
+
+    def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
+        """Where the epoch after this one begins, given this one's validation loss."""
+        plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid_loss)
+        return Progress(self.step, self.epoch + 1, plateau=plateau)
+
+    def lr(self, plan: Plan) -> float:
+        """The LR of the next update."""
+        return plan.schedule.lr(self.epoch + self.sample / (plan.steps_per_epoch * plan.global_batch), self.plateau)
+
+    def advance(self, plan: Plan) -> None:
+        """Counts an update."""
+        self.step += 1
+        self.sample += plan.global_batch
+
+
+def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, list[Request]]:
+    """What is left of the epoch: where each update's batch begins in the order, and the rank's micro-batches of them
+    all, `accumulation_steps` an update."""
+    order = _epoch(plan, progress.epoch)
+    starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
+    shares = (order.share(start, plan.global_batch, rank, plan.size) for start in starts)
+    micro_batches = (indices for share in shares for indices in np.split(share, plan.recipe.accumulation_steps))
+    return starts, [(indices, order.draws[indices]) for indices in micro_batches]
+
+
+def _epoch(plan: Plan, epoch: int) -> Epoch:
+    if plan.shards:
+        return Epoch.by_shard(plan.shards, plan.recipe.seed, epoch, DRAWS, plan.global_batch, plan.size)
+    return Epoch.of(plan.train_examples, plan.recipe.seed, epoch, DRAWS)
+
+
+def valid_requests(plan: Plan, rank: int) -> list[Request]:
+    """The rank's part of the validation set: no example twice over all ranks, none left out or padded."""
+    mine = shard(plan.valid_examples, rank, plan.size)
+    cuts = range(plan.micro_batch, len(mine), plan.micro_batch)
+    return [(part, None) for part in np.split(mine, cuts) if part.size]
+
+
+def due(step: int, every: int | None) -> bool:
+    """Whether something done `every` so many steps is due after this one; None is never."""
+    return every is not None and step % every == 0

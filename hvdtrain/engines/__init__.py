@@ -1,0 +1,1 @@
+"""The engines that a run may ask for by name."""

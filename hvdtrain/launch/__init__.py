@@ -1,0 +1,1 @@
+"""Where ranks are and how they find each other."""

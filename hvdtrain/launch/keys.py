@@ -1,0 +1,197 @@
+"""The key by which the ranks of a run prove to one another that one user started them.
+
+On a node that others share anybody may connect to a port, or take it first; the environment of a user's processes, a
+file of mode 0600 and what munge encrypts for a user are all that others cannot read.
+"""
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import os
+import pwd
+import re
+import secrets
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain import files
+from hvdtrain.errors import WorldError
+from hvdtrain.launch.topology import Topology
+
+BYTES = 32
+INHERITED = ("HVDTRAIN_KEY", "HOROVOD_RENDEZVOUS_KEY")
+"""Variables that hold a key: the job scripts of `hvdtrain slurm` make the first, horovodrun the second."""
+OTHER_NODE = 10.0  # seconds until a file that another node has made is seen here, on a network file system
+MUNGE_SECONDS = 5
+INSECURE = "--insecure-rendezvous"
+MAKE = "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+REMEDY = f"give all ranks one, {MAKE}, or {INSECURE} where nobody else can reach these nodes."
+
+
+OPEN = bytes(BYTES)
+"""What stands for a key where nobody has to prove anything."""
+WARNING = (
+    f"{INSECURE}: whoever can connect to these nodes may join this run, end it, or have code of his own run in it."
+)
+
+
+def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None, str | None]:
+    """The key of this rank, and on rank 0 its credential for ranks on nodes that do not see the same home.
+
+    Another rank has none where munge will have to read rank 0's credential. Raises WorldError.
+    """
+    if key := inherited(environ):
+        return key, None
+    key, why = None, ""
+    try:
+        key = of_user(environ)
+    except OSError as error:
+        why = f"{error.filename or 'the home'}: {error.strerror}"
+    own = key or secrets.token_bytes(BYTES)
+    is_known_to_all = key is not None and topology.local_size == topology.size
+    credential = wrapped(own) if key is None or (topology.is_chief and not is_known_to_all) else None
+    if key is None and credential is None:
+        raise _of_this_host(f"no key of this user's ({why}), and munge does not answer; {REMEDY}")
+    return (own, credential) if topology.is_chief else (key, None)
+
+
+def source(environ: Mapping[str, str], topology: Topology) -> str:
+    """Where the ranks of this run have their key from, for a person; "" where they have none. Raises WorldError."""
+    if inherited(environ):
+        return next(name for name in INHERITED if name in environ)
+    if topology.launcher in {"mpirun", "mpiexec"} and topology.local_size < topology.size:
+        return "MPI, which carries one"
+    try:
+        of_user(environ)
+    except OSError:
+        return "munge" if wrapped(OPEN) else ""
+    return str(path(environ))
+
+
+def inherited(environ: Mapping[str, str]) -> bytes | None:
+    """The key that the launcher or the job script has left in the environment. Raises WorldError."""
+    name = next((name for name in INHERITED if name in environ), None)
+    if name is None:
+        return None
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * BYTES}}}", environ[name]):
+        raise _of_this_host(
+            f"{name} must be {2 * BYTES} hexadecimal digits, got {len(environ[name])} characters; unset it, or {REMEDY}"
+        )
+    return bytes.fromhex(environ[name])
+
+
+def path(environ: Mapping[str, str]) -> Path:
+    """Where the user's own key is kept. Raises OSError where he has no home."""
+    folder = Path(environ.get("XDG_CONFIG_HOME", ""))
+    if not folder.is_absolute():  # as the XDG Base Directory Specification wants it
+        home = Path(environ.get("HOME") or _home_of_user())
+        if not home.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "no such home", str(home))
+        folder = home / ".config"
+    return folder / "hvdtrain" / "key"
+
+
+def _home_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        raise FileNotFoundError(errno.ENOENT, "uid without a home", f"uid {os.geteuid()}") from None
+
+
+def of_user(environ: Mapping[str, str]) -> bytes:
+    """The key in the user's home, which is made where there is none.
+
+    Raises OSError where it cannot be made, WorldError for one that others may have read or written.
+    """
+    file = path(environ)
+    with contextlib.suppress(FileNotFoundError):
+        return _read(file)
+    for folder in (file.parent.parent, file.parent):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.create_private(file, secrets.token_bytes(BYTES))
+    deadline = time.monotonic() + OTHER_NODE
+    while True:
+        try:
+            return _read(file)
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _read(file: Path) -> bytes:
+    folder = file.parent.stat()
+    if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
+        raise _refused(file.parent, "a folder", folder)
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refused(file, f"a file of {BYTES} bytes", file.lstat()) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        key = os.read(descriptor, BYTES + 1) if private else b""
+    finally:
+        os.close(descriptor)
+    if len(key) != BYTES:
+        raise _refused(file, f"a file of {BYTES} bytes", found)
+    return key
+
+
+def _refused(found: Path, wanted: str, status: os.stat_result) -> WorldError:
+    return _of_this_host(
+        f"{found} must be {wanted} that uid {os.geteuid()} alone may change or read, got {status.st_size} bytes, uid "
+        f"{status.st_uid}, {stat.filemode(status.st_mode)}; remove it, and the next run makes another, or {REMEDY}"
+    )
+
+
+def wrapped(key: bytes) -> str | None:
+    """The key as munge's credential, which this user's processes alone can read; None where there is no munge."""
+    # A site may have configured munge not to encrypt, or to forget after seconds.
+    return _munge("munge", f"--restrict-uid={os.geteuid()}", "--cipher=aes128", "--ttl=-1", given=key.hex())
+
+
+def unwrapped(credential: str) -> bytes | None:
+    """The key in another rank's credential; None where munge has not encrypted it for this user, by this user."""
+    read = _munge("unmunge", "--numeric", "--keys=UID", given=credential)
+    found = re.fullmatch(rf"UID:\s+{os.geteuid()}\s+([0-9a-f]{{{2 * BYTES}}})", read or "")
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _munge(program: str, *options: str, given: str) -> str | None:
+    """What the program prints, also where it only finds that a credential was read before."""
+    if not (found := shutil.which(program)):
+        return None
+    try:
+        done = subprocess.run(
+            [found, *options], input=given, capture_output=True, text=True, timeout=MUNGE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeError):
+        return None
+    return done.stdout.strip() or None
+
+
+def boot_id() -> str:
+    """What distinguishes this host from others, and does not its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def derived(key: bytes, *purpose: object) -> bytes:
+    """A key for one purpose."""
+    return hmac.digest(key, os.fsencode("\0".join(map(str, purpose))), hashlib.sha256)
+
+
+def _of_this_host(text: str) -> WorldError:
+    error = WorldError(text)
+    error.everywhere = False
+    return error

@@ -1,0 +1,125 @@
+"""Which MPI a library would load, and by which plugin srun connects its tasks: read from files, nothing is loaded."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.launch import pmi
+from hvdtrain.untrusted import read_bytes
+
+Kind = Literal["openmpi", "mpich"]
+
+TITLES: Mapping[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
+PLUGINS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
+"""What `srun --mpi=` may be given for one of the kind; `Mpi.plugins` knows the very library."""
+
+# The names under which a program asks for its MPI. Cray's and Intel's keep MPICH's ABI, and its number 12.
+SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|mpi_intel\w*)\.so\.12)\0")
+VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
+CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
+MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI library: whose ABI, its version ("" unknown), and its file (a bare name where none is found).
+
+    `also` are plugins that a site has built into it.
+    """
+
+    kind: Kind
+    version: str
+    library: Path
+    cray: bool = False
+    also: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """As a person calls it: `Open MPI 5.0.11`."""
+        return f"{'Cray ' if self.cray else ''}{TITLES[self.kind]} {self.version}".rstrip()
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """What `srun --mpi=` may be given for this very library, the best first."""
+        if self.cray:
+            return tuple(reversed(PLUGINS["mpich"]))
+        return (PLUGINS[self.kind][0], *self.also)
+
+    @property
+    def found(self) -> bool:
+        """Whether the loader finds the library's file."""
+        return self.library.is_absolute()
+
+
+def horovod_library(framework: str) -> Path | None:
+    """The compiled half of Horovod for that framework; None where it was not built for it, or is not installed."""
+    spec = importlib.util.find_spec("horovod")
+    folders = (spec and spec.submodule_search_locations) or []
+    libraries = (path for folder in folders for path in sorted(Path(folder, framework).glob("mpi_lib*.so")))
+    return next(libraries, None)
+
+
+def of_horovod(framework: str) -> Mpi | None:
+    """The MPI that Horovod loads with that framework; None where it has none, or is not there (horovod_library)."""
+    library = horovod_library(framework)
+    return of_library(library) if library else None
+
+
+def of_library(path: Path) -> Mpi | None:
+    """The MPI that the shared object asks the loader for; None where it asks for none, or cannot be read."""
+    asked = SONAME.search(_contents(path))
+    if not asked:
+        return None
+    soname = asked[1].decode()
+    kind: Kind = "openmpi" if soname.endswith(".40") else "mpich"
+    library = _loaded(path, soname)
+    if library is None:
+        return Mpi(kind, "", Path(soname))
+    data = _contents(library)
+    return Mpi(kind, _version(data), library, bool(CRAY_VERSION.search(data)), _built_in(kind, library, data))
+
+
+def plugin_of(environ: Mapping[str, str]) -> str | None:
+    """The plugin by which srun connects the tasks of this step, "none" for none; None outside a step of srun's."""
+    if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
+        return None
+    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    # SLURM_MPI_TYPE proves nothing: a user may have exported it, and srun --mpi=none leaves it as it is.
+    return next((plugin.name for plugin in pmi.of_step(environ, step)), "none")
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return read_bytes(path, MOST_BYTES)
+    except (OSError, ValueError):
+        return b""
+
+
+def _loaded(path: Path, soname: str) -> Path | None:
+    """Where the loader, in this environment, finds the library."""
+    try:
+        ldd = [shutil.which("ldd") or "/usr/bin/ldd", str(path)]
+        listed = subprocess.run(ldd, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(rf"^\s*{re.escape(soname)} => (/.*) \(0x", listed, re.MULTILINE)
+    return Path(found[1]).resolve() if found else None
+
+
+def _built_in(kind: Kind, library: Path, data: bytes) -> tuple[str, ...]:
+    """The plugins beyond the kind's own: pmi2 in an Open MPI up to 4, PMIx in an MPICH."""
+    if kind == "openmpi":
+        return ("pmi2",) if (library.parent / "openmpi" / "mca_pmix_s2.so").exists() else ()
+    return ("pmix",) if b"libpmix.so" in data else ()
+
+
+def _version(data: bytes) -> str:
+    """The version that the library holds as a constant of its own."""
+    # Other libraries linked into this one leave shorter numbers: the MPI's has three parts where any has.
+    found = CRAY_VERSION.findall(data) or VERSION.findall(data)
+    return max(found, key=lambda version: version.count(b"."), default=b"").decode()

@@ -1,0 +1,180 @@
+"""Where the ranks of a run find one another before any collective library has started: host, ports and token."""
+
+import contextlib
+import fcntl
+import os
+import random
+import secrets
+import socket
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from hvdtrain.errors import EngineUnavailable, WorldError
+from hvdtrain.launch import hostlist, keys
+from hvdtrain.launch.topology import Topology
+from hvdtrain.untrusted import printable, whole_number
+
+# Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
+FIRST_PORT, PORTS = 10_000, 20_000
+BLOCK = 8
+SERVED = 3
+TRIES = 100
+SIOCGIFADDR = 0x8915
+
+
+Port = Annotated[int, Field(ge=1, lt=2**16)]
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Rank 0's host, a block of ports of this step's own, and the step's name as the token.
+
+    Rank 0 listens on the first free one of the ports but the last, which is MASTER_PORT for libraries of ranks that
+    are not connected. `key` is what MPI has carried to all ranks; empty where they must know it (see keys.py).
+    """
+
+    host: str
+    ports: range
+    token: str
+    key: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rank is: its host's name and index, and its local rank.
+
+    `address` is its host's, as the other ranks reach it, and `port` the first of three on which it may serve them:
+    known once all ranks are connected.
+    """
+
+    host: Annotated[str, Field(max_length=255), AfterValidator(printable)]
+    node: Annotated[int, Field(ge=0, lt=2**31)]
+    local_rank: Annotated[int, Field(ge=0, lt=2**31)]
+    address: Annotated[str, Field(pattern=r"^[0-9.]{0,15}$")] = ""
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+
+    @property
+    def label(self) -> str:
+        """A name of the host that no other has: containers may all be called alike."""
+        return f"{self.host}-{self.node}"
+
+
+def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous | None:
+    """The rendezvous of an srun step or a torchrun; None where the launcher names no host, or for one rank.
+
+    The ports follow from job and step: neighbouring steps have neighbouring blocks, and no variable has to be
+    exported by the job script.
+    """
+    if topology.size == 1:
+        return None
+    if topology.launcher == "srun" and "SLURM_STEP_NODELIST" in environ:
+        job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
+        return Rendezvous(
+            hostlist.first(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
+        )
+    if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
+        # Every torchrun that is given no id has the same; two on one host differ by their port.
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        token = "-".join(environ.get(name, "") for name in names)
+        return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(os.fsencode(token))), token)
+    return None
+
+
+# By launcher, the variable whose value only the ranks of one launch share.
+TOKENS = {"horovodrun": "HOROVOD_GLOO_RENDEZVOUS_PORT", "mpirun": "PMIX_NAMESPACE", "mpiexec": "PMI_PORT"}
+
+
+def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvous:
+    """The rendezvous of ranks whose launcher names no host: the one host they share, or where rank 0 is by MPI.
+
+    Raises EngineUnavailable or WorldError where they can learn of none.
+    """
+    if topology.local_size == topology.size:
+        token = environ.get(TOKENS.get(topology.launcher, ""), str(os.getppid()))
+        return Rendezvous("127.0.0.1", _block(zlib.crc32(os.fsencode(token))), token)
+    if topology.launcher == "horovodrun":
+        raise WorldError(
+            "horovodrun --gloo gives its ranks no host for a rendezvous, and they are on several; start them with "
+            "srun, torchrun or horovodrun --mpi."
+        )
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise EngineUnavailable(
+            f"ranks of {topology.launcher} on several hosts find one another by mpi4py, which cannot be imported "
+            f"({error}); install it: pip install --no-binary mpi4py mpi4py"
+        ) from None
+    ranks = MPI.COMM_WORLD
+    if ranks.size != topology.size:
+        raise WorldError(
+            f"{topology.launcher} started {topology.size} ranks, but mpi4py reports {ranks.size}: it was built for "
+            "another MPI; build it for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
+        )
+    token = f"{topology.host} {os.getpid()}"
+    own = Rendezvous(addresses()[0], _block(zlib.crc32(os.fsencode(token))), token, secrets.token_bytes(keys.BYTES))
+    return ranks.bcast(own)
+
+
+def addresses() -> list[str]:
+    """This host's IPv4 addresses, loopback last."""
+    found = [address for _, name in socket.if_nameindex() if (address := address_of(name))]
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """An interface's IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, request)[20:24])
+        except OSError:  # an interface without an IPv4 address
+            return None
+
+
+def own_endpoint(topology: Topology) -> Endpoint:
+    """This rank's endpoint, before the others have found its address. Raises WorldError."""
+    return Endpoint(topology.host, topology.node or 0, topology.local_rank, port=free_ports(topology))
+
+
+def endpoint_alone(topology: Topology) -> Endpoint:
+    """The endpoint of a run's only rank. Raises WorldError."""
+    return Endpoint(topology.host, 0, 0, "127.0.0.1", free_ports(topology))
+
+
+def free_ports(topology: Topology) -> int:
+    """The first of `SERVED` neighbouring free ports that no other rank of this host takes. Raises WorldError."""
+    own, everybodys = SERVED * topology.local_rank, SERVED * topology.local_size
+    lanes = range(FIRST_PORT + own, FIRST_PORT + PORTS - SERVED, everybodys)
+    for first in random.sample(lanes, min(len(lanes), TRIES)):
+        if all(map(_is_free, range(first, first + SERVED))):
+            return first
+    raise WorldError(f"ports {lanes.start} to {lanes.stop} of {topology.host} are all taken; start again.")
+
+
+def _is_free(port: int) -> bool:
+    # Only bound: a rank that looks for rank 0 must find nobody listening here.
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
+        return True
+    return False
+
+
+def _block(number: int) -> range:
+    start = FIRST_PORT + number * BLOCK % PORTS
+    return range(start, start + BLOCK)
+
+
+def _number(text: str) -> int:
+    number = whole_number(text)
+    return zlib.crc32(text.encode(errors="replace")) if number is None else number

@@ -1,0 +1,32 @@
+"""What a run requests of SLURM for its own job: to end this step, to queue the job again."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from hvdtrain.launch import mpi
+
+REQUEUE_SECONDS = 30
+
+
+def cancel_step(environ: Mapping[str, str]) -> None:
+    """Ends this srun step, if it is one: srun itself waits minutes for a dead node before it ends the others' tasks."""
+    scancel = shutil.which("scancel")
+    if scancel and mpi.plugin_of(environ):
+        subprocess.Popen([scancel, f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"])
+
+
+def requeue(job_id: str) -> str:
+    """Requests SLURM to start the job again; a message for the user."""
+    scontrol = shutil.which("scontrol")
+    if not scontrol:
+        return "submit the job again to continue."
+    try:
+        done = subprocess.run(
+            [scontrol, "requeue", job_id], capture_output=True, text=True, timeout=REQUEUE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"scontrol requeue {job_id} did not answer; submit the job again to continue."
+    if done.returncode <= 0:  # SLURM ends the step at once, and this child with it
+        return f"job {job_id} is queued again."
+    return f"scontrol requeue {job_id}: {done.stderr.strip() or done.returncode}; submit the job again to continue."

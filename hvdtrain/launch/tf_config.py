@@ -1,0 +1,46 @@
+"""The cluster that TensorFlow asks for, from where the ranks sit: nobody writes TF_CONFIG by hand."""
+
+import json
+from collections.abc import Sequence
+
+from hvdtrain.launch.rendezvous import Endpoint
+
+Cluster = dict[str, list[str]]
+"""Every task's host:port by job, in the order of the tasks' indices."""
+
+
+def of(cluster: Cluster, job: str, index: int) -> str:
+    """TF_CONFIG of one task of the cluster."""
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+
+def workers(endpoints: Sequence[Endpoint]) -> Cluster:
+    """A cluster in which every rank is a worker; of one rank alone there is none."""
+    return {"worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints]} if len(endpoints) > 1 else {}
+
+
+def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
+    """A cluster in which every rank is a worker, some have a parameter server beside it, and rank 0 leads."""
+    places = [endpoints[rank] for rank in servers(endpoints)]
+    return {
+        "chief": [f"{endpoints[0].address}:{endpoints[0].port + 2}"],
+        "worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints],
+        "ps": [f"{endpoint.address}:{endpoint.port + 1}" for endpoint in places],
+    }
+
+
+def servers(endpoints: Sequence[Endpoint]) -> list[int]:
+    """The ranks whose processes hold a parameter server too: the first one of each host."""
+    first: dict[str, int] = {}
+    for rank, endpoint in enumerate(endpoints):
+        first.setdefault(endpoint.address, rank)
+    return list(first.values())
+
+
+def placement(endpoints: Sequence[Endpoint]) -> list[str]:
+    """For the log: which host has which workers and servers."""
+    lines = []
+    for index, first in enumerate(servers(endpoints)):
+        here = [str(rank) for rank, endpoint in enumerate(endpoints) if endpoint.address == endpoints[first].address]
+        lines.append(f"host        {endpoints[first].host}: workers {', '.join(here)}; parameter server {index}")
+    return lines

@@ -1,0 +1,218 @@
+"""Where this process sits among the ranks of its run, as its launcher reports it in the environment."""
+
+import bisect
+import itertools
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdtrain.errors import TopologyError
+from hvdtrain.launch import hostlist, pmi
+from hvdtrain.untrusted import printable, quoted
+
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process sits among the ranks of its run.
+
+    `node` is the index of this host among the run's hosts, None where the launcher does not report it (Open MPI,
+    MPICH). From horovodrun it is the cross rank: where hosts have unequal numbers of ranks, it counts
+    only the hosts with more than `local_rank` ranks. From torchrun it is the agent's rank. `job_id` is the
+    SLURM allocation's, whichever launcher runs inside it; over ssh only some ranks may see it.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int | None
+    host: str
+    launcher: str
+    job_id: str | None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank writes the files and the log."""
+        return self.rank == 0
+
+    @classmethod
+    def alone(cls, host: str | None = None, job_id: str | None = None) -> "Topology":
+        """One process that no launcher started."""
+        return cls(0, 1, 0, 1, 0, host or socket.gethostname(), "alone", job_id)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One row of the table: the variables in which a launcher gives a rank its indices."""
+
+    name: str
+    command: str  # what the remedy asks a person to type
+    signs: tuple[str, ...]  # one of these in the environment: this launcher started the rank
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node: str | None = None
+
+    def is_in(self, environ: Environ) -> bool:
+        """Whether this launcher left its variables, be it only some of them."""
+        return any(sign in environ for sign in self.signs)
+
+    def topology(self, environ: Environ, host: str) -> Topology:
+        """What the launcher promised this rank. Raises TopologyError where it contradicts itself."""
+        size = self._number(environ, self.size)
+        rank = self._below(size, self.size, self._number(environ, self.rank), self.rank)
+        local_size = self._ranks_of_this_host(environ)
+        if not 1 <= local_size <= size:
+            raise self._refuse(f"{self.local_size} must lie in [1, {self.size}={size}], got {local_size}")
+        local_rank = self._number(environ, self.local_rank)
+        self._below(local_size, self.local_size, local_rank, self.local_rank)
+        node = self._number(environ, self.node) if self.node else None
+        return Topology(rank, size, local_rank, local_size, node, host, self.name, _job_id(environ))
+
+    def _ranks_of_this_host(self, environ: Environ) -> int:
+        return self._number(environ, self.local_size)
+
+    def _text(self, environ: Environ, variable: str) -> str:
+        if variable not in environ:
+            sign = next(sign for sign in self.signs if sign in environ)
+            raise self._refuse(f"{variable} must be set where {sign}={printable(environ[sign])} is")
+        return environ[variable]
+
+    def _number(self, environ: Environ, variable: str) -> int:
+        text = self._text(environ, variable)
+        if not re.fullmatch("[0-9]{1,9}", text):
+            raise self._refuse(f"{variable} must be a whole number, got {quoted(text)}")
+        return int(text)
+
+    def _below(self, limit: int, limit_name: str, value: int, variable: str) -> int:
+        if value >= limit:
+            raise self._refuse(f"{variable} must lie in [0, {limit_name}={limit}), got {value}")
+        return value
+
+    def _refuse(self, rule: str) -> TopologyError:
+        return TopologyError(f"{rule}; start every rank with {self.command}, and set none of its variables by hand.")
+
+
+class SlurmStep(Launcher):
+    """The row of a SLURM step, which gives the ranks of all its hosts in one variable."""
+
+    def is_in(self, environ: Environ) -> bool:
+        """Whether this is a task of a step."""
+        # A batch shell has SLURM_PROCID=0 and the task count too, yet is no rank: only a step has both signs.
+        return all(sign in environ for sign in self.signs)
+
+    def topology(self, environ: Environ, host: str) -> Topology:
+        """The step's own numbers. Raises TopologyError where PMI, PMIx or Cray's PALS have others for it."""
+        topology = super().topology(environ, host)
+        step = f"{topology.job_id}.{environ['SLURM_STEP_ID']}"
+        for plugin in pmi.of_step(environ, step):
+            for twin, variable in ((plugin.rank, self.rank), (plugin.size, self.size)):
+                if twin in environ and environ[twin] != environ[variable]:
+                    rule = f"{twin} must equal {variable}={environ[variable]} in step {step}"
+                    raise self._refuse(f"{rule}, got {printable(environ[twin])}")
+        return topology
+
+    def _ranks_of_this_host(self, environ: Environ) -> int:
+        text = self._text(environ, self.local_size)
+        try:
+            groups = hostlist.tasks_per_node(text)
+        except ValueError:
+            raise self._refuse(f"{self.local_size} must read like 2(x3),1, got {quoted(text)}") from None
+        if sum(ranks * repeat for ranks, repeat in groups) != self._number(environ, self.size):
+            raise self._refuse(
+                f"{self.local_size} must add up to {self.size}={environ[self.size]}, got {printable(text)}"
+            )
+        node = self._number(environ, "SLURM_NODEID")
+        ends = list(itertools.accumulate(repeat for _, repeat in groups))
+        if node >= ends[-1]:
+            raise self._refuse(f"SLURM_NODEID must name one of {ends[-1]} hosts in {self.local_size}, got {node}")
+        return groups[bisect.bisect(ends, node)][0]
+
+
+# The innermost launcher first: srun's variables outlive an mpirun, Hydra or torchrun started inside its step.
+# HOROVOD_CONTROLLER alone is no launcher, and a PMIX_RANK may be a daemon's.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "horovodrun",
+        "horovodrun",
+        signs=("HOROVOD_RANK", "HOROVOD_SIZE"),
+        rank="HOROVOD_RANK",
+        size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_size="HOROVOD_LOCAL_SIZE",
+        node="HOROVOD_CROSS_RANK",
+    ),
+    Launcher(
+        "torchrun",
+        "torchrun",
+        signs=("TORCHELASTIC_RUN_ID",),
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        node="GROUP_RANK",
+    ),
+    Launcher(
+        "mpirun",
+        "mpirun",
+        # prterun without `--personality ompi` gives PMIX_RANK but no number of ranks: it is refused.
+        signs=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED"),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "mpiexec",
+        "mpiexec.hydra",
+        # MPI_LOCALRANKID is Hydra's own; under `srun --mpi=pmi2` a rank has PMI_RANK without it.
+        signs=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+    SlurmStep(
+        "srun",
+        "srun",
+        signs=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        node="SLURM_NODEID",
+    ),
+    Launcher(
+        "mpiexec",
+        "mpiexec.hydra or Cray's mpiexec",
+        signs=("PMI_RANK", "PMI_SIZE"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="PMI_LOCAL_RANK",
+        local_size="PMI_LOCAL_SIZE",
+    ),
+)
+
+
+def discover(environ: Environ, host: str | None = None) -> Topology:
+    """Where this process sits, as the innermost launcher reports; alone where there is none.
+
+    `host` is this machine's name where the caller knows a better one. Raises TopologyError where the launcher
+    contradicts itself. What the launcher promises here, the collective library may yet fail to keep.
+    """
+    host = host or socket.gethostname()
+    for launcher in LAUNCHERS:
+        if launcher.is_in(environ):
+            return launcher.topology(environ, host)
+    return Topology.alone(host, _job_id(environ))
+
+
+def _job_id(environ: Environ) -> str | None:
+    job = environ.get("SLURM_JOB_ID") or None
+    if job and not re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,63}", job, re.ASCII):  # it becomes the name of a folder
+        raise TopologyError(f"SLURM_JOB_ID must be a job's number, got {quoted(job)}; unset it outside a job.")
+    return job

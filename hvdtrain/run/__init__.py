@@ -1,0 +1,1 @@
+"""A run: one loop, and all that it promises around it."""

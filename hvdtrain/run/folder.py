@@ -1,0 +1,277 @@
+"""The run folder `runs/<recipe>/<job or time>/`: found or made, locked, and its small files. Rank 0's alone."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+from hvdtrain import files
+from hvdtrain.core import recipe
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.progress import Progress, check_resumable
+from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run import checkpoint
+from hvdtrain.run.checkpoint import Checkpoint
+
+RUNS = Path("runs")
+State = Literal["running", "finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder, held by this process until it ends."""
+
+    path: Path
+    lock: IO[str]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_status(self, state: State, **more: Any) -> None:
+        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more."""
+        write = files.write_last_words if state == "failed" else files.write  # a launcher ends it soon
+        write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1))
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """What a run resumes from; without a checkpoint it begins."""
+
+    checkpoint: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
+    """Lines for the log."""
+
+
+def open_run(
+    plan: Plan, topology: Topology, framework: str, output: Path | None, resume: Literal["auto", "never"]
+) -> tuple[RunFolder, ResumePoint]:
+    """Makes or takes up the run folder and reads the checkpoint to resume from.
+
+    Without `output`, takes up the newest unfinished, unlocked run of the same recipe, or makes a new folder.
+    Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
+    """
+    place = RUNS / _folder_name(plan.recipe.name)
+    found, passed_over = None, list[str]()
+    if output is None and resume == "auto":
+        found, passed_over = _unfinished(place, plan, framework, topology.job_id)
+    folder = found or hold(output or _fresh(place, topology))
+    try:
+        return folder, _resume_point(folder, plan, framework, resume, passed_over)
+    except HvdtrainError:
+        folder.lock.close()
+        raise
+
+
+def _resume_point(
+    folder: RunFolder, plan: Plan, framework: str, resume: Literal["auto", "never"], passed_over: list[str]
+) -> ResumePoint:
+    if resume == "never" and checkpoint.committed(folder.checkpoints):
+        raise OutputError(
+            f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
+        )
+    state, damaged = _take_up(folder, plan, framework)
+    notes = [*passed_over, *damaged, *_notes(folder, plan, state, damaged)]
+    _reserve(folder, plan)
+    describe(folder, plan, framework, state.meta["step"] if state else 0)
+    return ResumePoint(state, tuple(notes))
+
+
+def _take_up(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint | None, list[str]]:
+    def check(state: Checkpoint) -> None:
+        _check_model(state, plan, folder)
+        _check_framework(state, framework, folder)
+        check_resumable(state.meta)
+
+    try:
+        files.sweep(folder.path)
+        return checkpoint.take_up(folder.checkpoints, check)
+    except OSError as error:
+        raise _unwritable(folder.path, error) from None
+
+
+def _notes(folder: RunFolder, plan: Plan, state: Checkpoint | None, damaged: list[str]) -> list[str]:
+    if state:
+        used = f"resuming from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
+        return [used, *_changes(folder, plan)]
+    return [f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
+
+
+def _changes(folder: RunFolder, plan: Plan) -> list[str]:
+    """A line where the folder's recipe, which a checkpoint was trained with, said otherwise."""
+    before: set[str] = set()
+    with contextlib.suppress(OSError, ValueError):
+        before.update(files.read(folder.path / "recipe.yaml").splitlines())
+    now = [line.strip() for line in recipe.dump(plan.recipe).splitlines()[1:] if line not in before]
+    return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
+
+
+def _folder_name(recipe_name: str) -> str:
+    file, _, entry = recipe_name.partition(":")
+    stem = Path(file).stem if file.endswith((".yaml", ".yml")) else file
+    return re.sub(r"^\.+|[^\w.-]", "-", f"{stem}-{entry}" if entry else stem)
+
+
+def _fresh(place: Path, topology: Topology) -> Path:
+    """A folder of its own, named by job or time: a job may train one recipe several times."""
+    name = topology.job_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path, count = place / name, 1
+    while True:
+        try:
+            files.make_new_folder(path)
+            return path
+        except OSError as error:
+            if not path.is_dir():
+                raise _unwritable(path, error) from None
+        count += 1
+        path = place / f"{name}-{count}"
+
+
+def _unfinished(place: Path, plan: Plan, framework: str, job_id: str | None) -> tuple[RunFolder | None, list[str]]:
+    """The run of this very recipe and framework that has not ended and that nobody is writing to: this job's own,
+    where it was queued again, else the newest. And a line about each that may be one, but cannot be told from its
+    files."""
+    passed_over: list[str] = []
+    folders = [path for path in place.glob("*") if checkpoint.committed(path / "checkpoints")]
+    for path in sorted(folders, key=lambda path: (path.name == job_id, _changed(path)), reverse=True):
+        meta = _metadata(path)
+        if _is_finished(path, meta, plan) or (meta and meta.get("framework") != framework):
+            continue
+        if why := _doubt(path, meta):
+            passed_over.append(
+                f"{path} is passed over: it holds checkpoints, but {why}, so they may be of another recipe; "
+                f"if they are of this one, resume from them with --output {path}"
+            )
+        elif _recipe(path) == recipe.dump(plan.recipe):
+            with contextlib.suppress(OutputError):
+                return hold(path), passed_over
+    return None, passed_over
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+def _metadata(path: Path) -> dict[str, Any] | None:
+    """What the run's newest checkpoint says that says anything."""
+    for one in reversed(checkpoint.committed(path / "checkpoints")):
+        with contextlib.suppress(CheckpointError):
+            return checkpoint.metadata(one)
+    return None
+
+
+def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
+    """As the status says, or the newest checkpoint where the status is lost."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        state = files.read_json(path / "status.json")["state"]
+        if state in get_args(State):
+            return bool(state == "finished")
+    if meta is None:
+        return False
+    with contextlib.suppress(CheckpointError):
+        check_resumable(meta)
+        return Progress.of(meta).is_done(plan)
+    return False
+
+
+def _doubt(path: Path, meta: dict[str, Any] | None) -> str | None:
+    """Why nobody can say what run the folder's checkpoints are of; None where one can."""
+    if meta is None:
+        return "none of them can be read"
+    text = _recipe(path)
+    # What a power cut leaves of a file: nothing, zeros, or its beginning.
+    is_whole = text.startswith("# ") and text.endswith("\n") and "\0" not in text and "\ndefault:\n" in text
+    return None if is_whole else "its recipe.yaml is damaged"
+
+
+def _recipe(path: Path) -> str:
+    try:
+        return files.read(path / "recipe.yaml")
+    except (OSError, ValueError):
+        return ""
+
+
+def hold(path: Path) -> RunFolder:
+    """The run folder, made where it is missing, for this process alone. Raises OutputError."""
+    try:
+        files.make_folder(path / "checkpoints")
+        # Neither emptied nor followed nor waited for: it may be somebody else's link or pipe.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.fdopen(os.open(path / ".lock", flags, 0o666), "w", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(f"{path} is being written by another run; wait for it, or give another --output.") from None
+    except OSError:
+        pass  # Some parallel file systems have no flock: then nothing guards the folder, as without us.
+    return RunFolder(path, lock)
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write to the run folder {path}: {error.strerror}; give a writable --output.")
+
+
+def _check_model(state: Checkpoint, plan: Plan, folder: RunFolder) -> None:
+    theirs, ours = state.meta.get("model"), model_identity(plan)
+    if theirs != ours:
+        raise CheckpointError(
+            f"{folder.path} holds checkpoints of another model ({theirs}), this run trains {ours}; "
+            "give another --output."
+        )
+
+
+def _check_framework(state: Checkpoint, framework: str, folder: RunFolder) -> None:
+    theirs = state.meta.get("framework")
+    if theirs != framework:
+        raise CheckpointError(
+            f"{folder.path} holds checkpoints of {theirs}, this run trains with {framework}; convert them: "
+            f"python -m hvdtrain convert {folder.path} --to {framework}"
+        )
+
+
+def model_identity(plan: Plan) -> str:
+    """What two runs must share to exchange checkpoints."""
+    r = plan.recipe
+    stem = f", {r.stem} stem" if r.model == "resnet50" else ""
+    return f"{r.model}{stem}, {plan.parameters:,} parameters, momentum {'kept' if r.momentum else 'none'}"
+
+
+def _reserve(folder: RunFolder, plan: Plan) -> None:
+    """Refuses a folder that has no room for the checkpoints: the kept ones, the best, and one being written."""
+    there = len(checkpoint.committed(folder.checkpoints))
+    wanted = max(1, plan.recipe.keep_checkpoints + 2 - there) * plan.checkpoint_bytes
+    try:
+        with tempfile.TemporaryFile(dir=folder.path) as file:  # without a name: nothing is left of a killed run's
+            os.posix_fallocate(file.fileno(), 0, wanted)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise OutputError(
+                f"the run folder {folder.path} has no room for {wanted / 2**20:,.1f} MiB of checkpoints: "
+                f"{error.strerror}; free space or give another --output."
+            ) from None
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise _unwritable(folder.path, error) from None
+
+
+def describe(folder: RunFolder, plan: Plan, framework: str, step: int) -> None:
+    """Writes what the run is: recipe.yaml, plan.json, and a status of `step` updates. Raises OutputError."""
+    try:
+        files.write(folder.path / "recipe.yaml", recipe.dump(plan.recipe))
+        files.write(folder.path / "plan.json", json.dumps({"framework": framework, **plan.to_json()}, indent=1))
+        folder.write_status("running", step=step)
+    except OSError as error:
+        raise _unwritable(folder.path, error) from None

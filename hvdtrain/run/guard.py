@@ -1,0 +1,70 @@
+"""The promises checked while training: the right world, and replicas identical to the bit."""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdtrain.core.sharing import Sum, gather
+from hvdtrain.errors import ReplicaError, WorldError
+from hvdtrain.launch.topology import Topology
+
+HOST_BYTES = 64
+MOST_NAMED = 8
+
+REMEDIES = {
+    "srun": "ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), "
+    "--mpi=pmi2 or --mpi=cray_shasta (MPICH, Cray-MPICH), and load that MPI's module",
+    "mpirun": "start with the mpirun of the MPI that Horovod was built with",
+    "mpiexec": "start with the mpiexec of the MPI that Horovod was built with",
+    "torchrun": "build Horovod with Gloo: python -m hvdtrain build",
+    "horovodrun": "build Horovod with the controller that horovodrun used: python -m hvdtrain build",
+    "alone": "take --engine local, or start with horovodrun, mpirun or srun",
+}
+
+
+def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod") -> None:
+    """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
+    if (rank, size) != (topology.rank, topology.size):
+        outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
+        error = WorldError(
+            f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
+            f"but {title} says rank {rank} of {size}: {outcome}; {REMEDIES[topology.launcher]}."
+        )
+        error.everywhere = size == 1  # ranks in another order may leave the chief in its place
+        raise error
+
+
+def check_replicas(fingerprint: int, step: int, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
+    """Compares the ranks' 64-bit fingerprints of their weights. Every rank calls it; `ranks`: its own number, and how
+    many there are.
+
+    Raises ReplicaError on every rank, naming each rank and host that differs from rank 0.
+    """
+    prints = gather(np.array([fingerprint], dtype=np.int64), *ranks, sum_over_ranks)[:, 0]
+    parted = np.flatnonzero(prints != prints[0])
+    if not parted.size:
+        return
+    name = np.zeros(HOST_BYTES, dtype=np.int64)
+    encoded = os.fsencode(host)[:HOST_BYTES]
+    name[: len(encoded)] = list(encoded)
+    hosts = gather(name, *ranks, sum_over_ranks).astype(np.uint8)
+    named = [f"rank {rank} on {bytes(hosts[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in parted]
+    raise _parted(named, "rank 0's", "host", step)
+
+
+def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]) -> None:
+    """Compares the fingerprints of one process's replicas, one a device. Raises ReplicaError, naming each that
+    differs from the first."""
+    parted = [place for place, mark in enumerate(fingerprints) if mark != fingerprints[0]]
+    if parted:
+        raise _parted([f"replica {place} on {devices[place]}" for place in parted], "replica 0's", "device", step)
+
+
+def _parted(named: list[str], like: str, what: str, step: int) -> ReplicaError:
+    more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+    listed = ", ".join(named[:MOST_NAMED] + more)
+    return ReplicaError(
+        f"after step {step} the weights of {listed} differ from {like}: the replicas have parted and "
+        f"training stops; resume from the last checkpoint with the same command, and check that {what}'s memory."
+    )

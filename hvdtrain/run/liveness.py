@@ -1,0 +1,158 @@
+"""The failure detector: a rank that is lost, or silent too long, ends every other one, by its name and host.
+
+A collective library waits for a rank that is gone, for ever or until a launcher kills everything, and names nobody.
+So every rank holds a TCP connection to rank 0 and sends heartbeats on it. A connection that closes without a
+farewell, or falls silent, is a rank that was lost; where the training thread does not come out of the library in
+time, the process is ended by force.
+"""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from hvdtrain.errors import AbortedError, TrainingError
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run import messages, timeouts
+from hvdtrain.run.peers import Peer, Peers
+
+UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+
+
+class Liveness:
+    """Whether all ranks live, and why training cannot continue where one does not.
+
+    On rank 0 `on_lost` is called with that reason, at once and where the process has to be ended by force;
+    `on_vanished` where a rank ended without a message.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers, self.topology = peers, peers.topology
+        self.changed = threading.Condition(threading.RLock())
+        """Held by whoever reads or changes the state of this rank's world; notified of every change."""
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_vanished: Callable[[], None] = lambda: None
+        self.in_steps = False
+        """Whether this rank now looks after every step whether to stop."""
+        self.is_ending = False
+        """Whether this rank is ending by itself, so that no other one's loss matters to it."""
+        self.reason: str | None = None
+        """Why training cannot continue."""
+        self.deadline = float("inf")
+        """When this process is ended by force."""
+        self._exit_code, self._reported = AbortedError.exit_code, False
+
+    def wait_for(self, condition: Callable[[], object], seconds: float | None = None) -> bool:
+        """Waits, with `changed` held, until that is so or training cannot continue; False after so many seconds."""
+        return bool(self.changed.wait_for(lambda: self.reason or condition(), seconds))
+
+    def aborted(self) -> AbortedError:
+        """The error of a rank that ends because of another one."""
+        error = AbortedError(self.reason, self._exit_code)
+        error.reported = self._reported
+        return error
+
+    def lost_message(self) -> messages.Lost | None:
+        """What a rank that came late has missed, once training cannot continue."""
+        return messages.Lost(text=messages.cut(self.reason), code=self._exit_code) if self.reason else None
+
+    def forgive(self, now: float) -> None:
+        """Starts all silences anew: this process was suspended, and the silence was its own."""
+        for peer in self.peers.connections:
+            peer.last_received = now
+
+    def look_for_silence(self, now: float) -> None:
+        """Gives up ranks of which nothing came for too long."""
+        # Before the first step libraries are loaded from a busy file system.
+        limit = timeouts.SILENCE if self.in_steps else timeouts.ARRIVAL
+        for peer in self.peers.ranks():
+            if now - peer.last_received > limit and not peer.left:
+                self._silent(peer, limit)
+
+    def unreadable(self, peer: Peer, error: Exception) -> None:
+        """The peer sent what cannot be read."""
+        self.peers.drop(peer)
+        if peer.rank >= 0 and not peer.left:
+            self.lost(f"{peer.name} sent what no rank sends ({type(error).__name__})", is_first=True)
+
+    def disconnected(self, peer: Peer, error: OSError) -> None:
+        """The connection to the peer has broken."""
+        if peer.left or peer.rank < 0:
+            self.peers.drop(peer)
+        elif error.errno in UNREACHABLE:
+            self._silent(peer, timeouts.UNREACHABLE)
+        else:
+            self.peers.drop(peer)
+            self.lost(f"{peer.name} ended without a message: killed, out of memory, or crashed", is_first=True)
+
+    def _silent(self, peer: Peer, seconds: float) -> None:
+        self.peers.drop(peer)
+        why = f"no heartbeat from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
+        self.lost(why, is_first=True)
+
+    def lost(self, why: str, code: int = AbortedError.exit_code, *, is_first: bool = False) -> None:
+        """Another rank cannot continue, so this one cannot. `is_first`: no rank has reported it."""
+        if self.reason or self.is_ending:
+            return
+        self.reason, self._exit_code = why, code
+        self.deadline = min(self.deadline, time.monotonic() + timeouts.GRACE)
+        if is_first and self.topology.local_rank == 0:
+            text = f"{why}; all ranks end. The same command continues from the last checkpoint."
+            print_error(self.topology, AbortedError, text)
+            self._reported = True
+        if self.topology.is_chief:
+            self.peers.send(messages.Lost(text=messages.cut(why), code=code))
+            threading.Thread(target=self._record, args=(why,), daemon=True).start()  # its file system may hang
+        # Where rank 0's node is gone, the first rank of the next one acts for it.
+        if is_first and self.topology.local_rank == 0 and self.topology.node in {0, 1, None}:
+            with contextlib.suppress(OSError):
+                self.on_vanished()
+
+    def fail(self, why: str) -> None:
+        """A SIGTERM ends this rank whatever its training thread does."""
+        self.reason, self._exit_code = why, 128 + signal.SIGTERM
+        self.peers.send(messages.Failed(text=why, code=self._exit_code))
+
+    def end(self) -> None:
+        """Ends the process from here: the training thread may be inside C for ever."""
+        with self.changed:
+            if not self.reason:
+                self.fail(f"SIGTERM, and no step ended within {timeouts.CHECKPOINT:.0f} seconds")
+            reason = self.reason or ""
+        last = threading.Thread(target=self._record_end, args=(reason,), daemon=True)
+        last.start()
+        last.join(timeouts.LAST_STATUS)
+        os._exit(self._exit_code)
+
+    def _record_end(self, reason: str) -> None:
+        if self.topology.is_chief:
+            if not self._reported:
+                print_error(self.topology, AbortedError, str(AbortedError(reason)))
+            self._record(reason)
+
+    def _record(self, reason: str) -> None:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            self.on_lost(reason)
+
+
+def print_error(topology: Topology, kind: type[TrainingError], text: str) -> None:
+    """One line of this rank on stderr."""
+    _print(f"{kind.__name__}{_where(topology)}: {text}")
+
+
+def print_warning(topology: Topology, text: str) -> None:
+    """One line of this rank on stderr."""
+    _print(f"warning{_where(topology)}: {text}")
+
+
+def _where(topology: Topology) -> str:
+    return f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        print(line, file=sys.stderr, flush=True)

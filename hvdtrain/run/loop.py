@@ -1,0 +1,224 @@
+"""The one training loop: when to train, validate, log, compare replicas, checkpoint and stop, in every framework."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from hvdtrain.core.progress import Progress, due
+from hvdtrain.core.totals import Totals, check_finite
+from hvdtrain.run import checkpoint, guard
+from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.run.reporter import Events
+from hvdtrain.run.run import Run
+
+
+class Engine(Protocol):
+    """What the loop needs of a collective library. Every rank calls the same methods in the same order."""
+
+    rank: int
+    size: int
+    device: Any
+    notes: tuple[str, ...]
+    """Lines for the log."""
+
+    def broadcast(self, tensors: Any, facts: Any) -> Any:
+        """Overwrites `tensors` in place with rank 0's; returns rank 0's JSON value `facts`."""
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """The sum of the ranks' arrays, on every rank."""
+
+
+class State(Protocol):
+    """A training state: weights, momentum and statistics by name, and the loss scale."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The live ones, not copies."""
+
+    @property
+    def scaler(self) -> Any:
+        """float16's loss scale, as torch.amp.GradScaler: its `state_dict` is empty in another precision."""
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Copies the checkpoint's arrays into the tensors. Raises CheckpointError."""
+
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """The tensors as they are now."""
+
+
+class Replica(Protocol):
+    """A rank's copy of the training, whoever makes the updates."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def state(self) -> State: ...
+
+    def events(self, folder: Path, first_step: int) -> Events:
+        """TensorBoard's writer, of a run that makes this step next."""
+
+    def totals(self) -> Totals:
+        """Of this rank's examples since the last call."""
+
+    def average_statistics(self) -> None:
+        """BatchNorm's running statistics become their mean over the ranks."""
+
+    def fingerprints(self) -> Sequence[int]:
+        """64 bits of the weights of each of this rank's replicas."""
+
+
+class Trainer(Replica, Protocol):
+    """One framework: a model with its data, its updates and its validation."""
+
+    def batches(self, progress: Progress) -> Iterator[Any]:
+        """This rank's share of each global batch that is left of the epoch."""
+
+    def update(self, batch: Any, lr: float, step: int) -> None:
+        """Forward, backward, averaged gradients and the update after `step` others."""
+
+    def validate(self) -> Totals:
+        """Of this rank's part of the validation set."""
+
+    def profiled(self, note: Callable[[str], None]) -> AbstractContextManager[Any]:
+        """Around all updates: profiles them where the recipe says so; `note` writes a line of the log."""
+
+
+R_co = TypeVar("R_co", bound=Replica, covariant=True)
+
+
+class Loop(Generic[R_co]):
+    """One rank's way through a run. Lightning, which has a loop of its own, calls the same methods from its hooks."""
+
+    def __init__(self, run: Run, trainer: R_co) -> None:
+        self.run, self.recipe, self.plan = run, run.recipe, run.plan
+        self.trainer, self.engine = trainer, trainer.engine
+        self.progress = self._begin()
+        self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
+        self._logged = time.monotonic()
+
+    def train(self: "Loop[Trainer]") -> None:
+        """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
+        with self.reported(), self.trainer.profiled(self.note):
+            while not self.is_over:
+                for _ in self.epoch():
+                    pass
+                self.finish_epoch(self.trainer.validate())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no epoch is left."""
+        return self.progress.epoch >= self.recipe.epochs or self.progress.is_stopped(self.plan)
+
+    def epoch(self: "Loop[Trainer]") -> Iterator[None]:
+        """Trains what is left of the epoch; yields after every update."""
+        self.begin_epoch()
+        for batch in self.trainer.batches(self.progress):
+            lr = self.progress.lr(self.plan)
+            self.trainer.update(batch, lr, self.progress.step)
+            self.progress.advance(self.plan)
+            self.after_update(lr)
+            yield
+            if self.progress.is_done(self.plan):
+                break
+
+    def begin_epoch(self) -> None:
+        if self.reporter:
+            self.reporter.begin_epoch()
+        self._logged = time.monotonic()
+
+    def after_update(self, lr: float) -> None:
+        """What is due after an update, which `progress` has counted. Raises StoppedError where the ranks agree to stop,
+        DivergedError, ReplicaError."""
+        progress, plan, recipe = self.progress, self.plan, self.recipe
+        done = progress.is_done(plan)
+        last = done or progress.is_epoch_done(plan)
+        stopping = self.run.world.stops_at(progress.step)
+        checkpoint_due = stopping or due(progress.step, recipe.checkpoint_every_steps)
+        if last or checkpoint_due or due(progress.sample // plan.global_batch, recipe.log_every_steps):
+            self._log(lr)
+        if progress.step == 1 or done or due(progress.step, recipe.guard_every_steps):
+            self.check_replicas()
+        if last or checkpoint_due:  # before validation and checkpoints, as every rank then holds one model
+            self.trainer.average_statistics()
+        if checkpoint_due and not last:
+            self.write_checkpoint(None)
+        if stopping and not last:
+            raise self.run.world.stopped(progress.step)
+
+    def finish_epoch(self, own: Totals) -> None:
+        """What is due after validation; `own`: of this rank's part."""
+        progress, plan, valid = self.progress, self.plan, own.over_ranks(self.engine.sum)
+        if self.reporter:
+            self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
+        done = progress.is_done(plan)
+        if progress.is_epoch_done(plan):
+            self.progress = progress.next_epoch(plan, valid.mean_loss)
+        inside = due(progress.step, self.recipe.checkpoint_every_steps)
+        if done or inside or due(self.progress.epoch, self.recipe.checkpoint_every_epochs):
+            self.write_checkpoint(-valid.mean_loss if self.run.dataset.classes is None else valid.accuracy)
+
+    def check_replicas(self) -> None:
+        """Raises ReplicaError where the weights differ between devices or ranks."""
+        marks, step = self.trainer.fingerprints(), self.progress.step
+        guard.check_devices(marks, step, self.run.devices)
+        ranks = self.engine.rank, self.engine.size
+        guard.check_replicas(marks[0], step, ranks, self.run.topology.host, self.engine.sum)
+
+    def write_checkpoint(self, valid_score: float | None) -> None:
+        """Commits the whole state, on rank 0. Raises OutputError."""
+        if not (folder := self.run.folder):
+            return
+        state = self.trainer.state
+        meta = self.run.metadata(self.progress, state.scaler.state_dict(), valid_score)
+        checkpoint.commit(folder.checkpoints, Checkpoint(state.arrays(), meta), self.recipe.keep_checkpoints)
+        folder.write_status("running", step=self.progress.step)
+
+    def fitted_line(self) -> tuple[float, float] | None:
+        """Slope and intercept of the linear model; None of another."""
+        if self.recipe.model != "linear":
+            return None
+        slope, intercept = (
+            array.item() for name, array in self.trainer.state.arrays().items() if name.startswith("model.")
+        )
+        return slope, intercept
+
+    def note(self, text: str) -> None:
+        """A line of the log, on rank 0."""
+        if self.reporter:
+            self.reporter.note(text)
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Around all epochs: reports the run's end, and closes its files."""
+        with contextlib.closing(self.reporter) if self.reporter else contextlib.nullcontext():
+            yield
+            self.run.finish(self.reporter, self.progress.step, self.fitted_line())
+
+    def _begin(self) -> Progress:
+        """Rank 0's weights, or its checkpoint's, on every rank."""
+        state, found, meta = self.trainer.state, self.run.resume.checkpoint, None
+        if found:
+            state.load(found)
+            meta = dict(found.meta)
+        meta = self.engine.broadcast(state.tensors, meta)
+        if meta is None:
+            return Progress()
+        if meta["scaler"]:  # empty where the checkpoint's run had another precision
+            state.scaler.load_state_dict(meta["scaler"])
+        return Progress.of(meta)
+
+    def _log(self, lr: float) -> None:
+        progress, plan = self.progress, self.plan
+        totals = self.trainer.totals().over_ranks(self.engine.sum)
+        progress.train += totals
+        check_finite(totals, progress.step, plan.peak_lr)
+        if self.reporter:
+            iteration, seconds = progress.sample // plan.global_batch, time.monotonic() - self._logged
+            self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
+        self._logged = time.monotonic()

@@ -1,0 +1,141 @@
+"""The thread beside training: it reads what peers send and what signals come, and sends heartbeats."""
+
+import threading
+import time
+from typing import Any
+
+from hvdtrain.run import messages, timeouts
+from hvdtrain.run.admission import Admission
+from hvdtrain.run.joining import Readiness
+from hvdtrain.run.liveness import Liveness
+from hvdtrain.run.messages import Message
+from hvdtrain.run.peers import Peer
+from hvdtrain.run.signals import SignalWatcher
+from hvdtrain.run.stop import StopAgreement
+
+
+class Monitor:
+    """That thread, which hands each message and each signal to whom it concerns."""
+
+    def __init__(
+        self,
+        liveness: Liveness,
+        admission: Admission,
+        readiness: Readiness,
+        stop: StopAgreement,
+        watcher: SignalWatcher,
+    ) -> None:
+        self.liveness, self.admission, self.readiness, self.stop = liveness, admission, readiness, stop
+        self.watcher, self.peers, self.topology = watcher, liveness.peers, liveness.topology
+        self.farewell: Message | None = None
+        """This rank's last message, for ranks that come late too."""
+        self.ended = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to watch signals and connections."""
+        self.watcher.open(self.admission.close)
+        self.peers.watch(self.watcher.readable)
+        self._thread = threading.Thread(target=self._work, name="monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread, which has `ended`; releases signals and connections."""
+        self.watcher.wake()
+        if self._thread:
+            self._thread.join()
+        self.watcher.close()
+        self.admission.close()
+
+    def _work(self) -> None:
+        self.watcher.unblock_here()
+        heartbeat = looked = time.monotonic()
+        while not self.ended:
+            sources = self.peers.wait(timeouts.TICK)
+            # Outside the lock: a host that does not answer must not hold up the training thread.
+            found = self.admission.connect()
+            with self.liveness.changed:
+                now = time.monotonic()
+                if found:
+                    self.admission.greet(found, now)
+                if now - looked > min(timeouts.UNREACHABLE, timeouts.SILENCE) / 2:
+                    self.liveness.forgive(now)
+                looked = now
+                for source in sources:
+                    self._read_from(source, now)
+                self.peers.flush()
+                if now - heartbeat >= timeouts.HEARTBEAT:
+                    heartbeat = now
+                    self.peers.send(messages.Heartbeat())
+                self.admission.drop_slow(now)
+                self.liveness.look_for_silence(now)
+                self.liveness.changed.notify_all()
+            if now >= self.liveness.deadline and not self.ended:
+                self.liveness.end()
+
+    def _read_from(self, source: Any, now: float) -> None:
+        if source is self.watcher.readable:
+            for number in self.watcher.read():
+                self.stop.signalled(number, now)
+        elif source is self.admission.listener:
+            self.admission.accept(now)
+        elif peer := self.peers.at(source):
+            try:
+                for line in peer.receive(now):
+                    self._handle(peer, line)
+            except OSError as error:
+                self.liveness.disconnected(peer, error)
+            except Exception as error:  # whatever a stranger sends must not end this run
+                self.liveness.unreadable(peer, error)
+
+    def _handle(self, peer: Peer, line: bytes) -> None:
+        if peer.rank < 0:
+            if self.admission.advance(peer, line):
+                self._catch_up(peer)
+        elif self.topology.is_chief:
+            self._handle_of_rank(peer, peer.read(line, messages.FROM_RANK))
+        else:
+            self._handle_of_rank_0(peer, peer.read(line, messages.FROM_RANK_0))
+
+    def _handle_of_rank(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.Ready():
+                peer.ready = True
+            case messages.StopRequest():
+                self.stop.requested(message.signal, f" at {peer.name}")
+            case messages.StopAcknowledged():
+                peer.stop_acknowledged = True
+            case _:
+                self._handle_of_any(peer, message)
+
+    def _handle_of_rank_0(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.AllReady():
+                self.readiness.all_ready(peer, message)
+            case messages.StopAt():
+                self.stop.agreed(message)
+            case messages.Lost():
+                self.liveness.lost(message.text, message.code)
+            case _:
+                self._handle_of_any(peer, message)
+
+    def _handle_of_any(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.Busy():
+                peer.busy = message.text
+            case messages.Left():
+                peer.left = True
+            case messages.Failed():
+                peer.left = True
+                self.liveness.lost(f"{peer.name} failed: {message.text.rstrip('.')}", message.code)
+
+    def _catch_up(self, peer: Peer) -> None:
+        """Sends the new peer what it has missed."""
+        if self.farewell:
+            peer.send(self.farewell)
+        self.readiness.catch_up(peer)
+        if self.topology.is_chief:
+            if lost := self.liveness.lost_message():
+                peer.send(lost)
+        elif self.stop.signal:
+            peer.send(messages.StopRequest(signal=self.stop.signal))

@@ -1,0 +1,52 @@
+"""The engine of a run: what it is opened with, and the world that it must see."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from hvdtrain.engines.horovod_settings import has_timeline
+from hvdtrain.engines.registry import ENGINES, Setup
+from hvdtrain.launch import rendezvous
+from hvdtrain.run import guard
+from hvdtrain.run.run import Run
+
+
+class Opened(Protocol):
+    """What every framework's engine has."""
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """The sum of the ranks' arrays, on every rank."""
+
+    def is_lost(self, error: Exception) -> bool:
+        """Whether the error says that another rank is gone."""
+
+    def close(self) -> None:
+        """Ends the collective library."""
+
+
+AnEngine = TypeVar("AnEngine", bound=Opened)
+
+
+def setup_of(run: Run, *, fuses: bool = False) -> Setup:
+    """What the run's engine is opened with."""
+    timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
+    endpoints = run.world.endpoints or [rendezvous.endpoint_alone(run.topology)]
+    return Setup(run.recipe, run.topology, run.devices, endpoints, timeline, fuses)
+
+
+@contextlib.contextmanager
+def joined(run: Run, engine: AnEngine, rank: int, size: int) -> Iterator[AnEngine]:
+    """The open engine, which sees `rank` of `size`, until the block ends. Raises HvdtrainError: where the launcher
+    promised another world, and where the block finds another rank gone."""
+    try:
+        guard.check_world(run.topology, rank, size, ENGINES[run.engine].title)
+        run.world.exchange(engine.sum)
+        yield engine
+    except Exception as error:
+        if not engine.is_lost(error):
+            raise
+        raise run.world.aborted() from None
+    finally:
+        engine.close()

@@ -1,0 +1,217 @@
+"""A rank's connections to other ranks: signed lines of JSON over TCP, and one selector that waits for them all."""
+
+import contextlib
+import hmac
+import selectors
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from hvdtrain.launch import keys
+from hvdtrain.launch.rendezvous import Endpoint
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run import timeouts
+from hvdtrain.run.messages import Message
+
+LONGEST = 2**22  # bytes of a line: all endpoints of twenty thousand ranks
+LONGEST_OF_STRANGER = 2**12
+SIGNATURE_DIGITS = 32
+UNKNOWN = Endpoint("", 0, 0)
+
+
+class Signatures:
+    """Signs the lines of one end of a connection and checks the other's: each counts, none can be left out or sent
+    again."""
+
+    def __init__(self, key: bytes, own: str, other: str) -> None:
+        self._own, self._other = keys.derived(key, own), keys.derived(key, other)
+        self._sent = self._received = 0
+
+    def signed(self, content: bytes) -> bytes:
+        """The content behind its signature."""
+        self._sent += 1
+        return _signature(self._own, self._sent, content) + content
+
+    def checked(self, line: bytes) -> bytes:
+        """The content of a line. Raises ValueError where its signature is wrong."""
+        self._received += 1
+        content = line[SIGNATURE_DIGITS:]
+        if not hmac.compare_digest(line[:SIGNATURE_DIGITS], _signature(self._other, self._received, content)):
+            raise ValueError("a wrong signature")
+        return content
+
+
+def _signature(key: bytes, number: int, content: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % number + content, "sha256").hex()[:SIGNATURE_DIGITS].encode()
+
+
+@dataclass(eq=False)
+class Peer:
+    """The other end of a connection; its rank is -1 until it has proved that it is one."""
+
+    socket: socket.socket
+    opened: float
+    last_received: float
+    rank: int = -1
+    endpoint: Endpoint = UNKNOWN
+    ready: bool = False
+    stop_acknowledged: bool = False
+    left: bool = False
+    busy: str = ""
+    """Why it lets the others wait."""
+    ends: tuple[str, str] = ("", "")
+    """On rank 0: its own address and the other's, as the connection has them."""
+    address: tuple[str, int] | None = None
+    """Where this rank has connected to."""
+    nonce: str = ""
+    """What this rank sent to rank 0."""
+    signatures: Signatures | None = None
+    unread: bytes = b""
+    unsent: bytearray = field(default_factory=bytearray)
+    is_full: bool = False
+    """Whether the selector reports when more can be sent."""
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return f"rank {self.rank} on {self.endpoint.host}"
+
+    def send(self, message: Message) -> None:
+        """Sends a line, or as much of it as can be sent now; a broken connection is found when it is read."""
+        self.send_encoded(message.model_dump_json().encode())
+
+    def send_encoded(self, content: bytes) -> None:
+        """The same of an encoded message."""
+        self.unsent += (self.signatures.signed(content) if self.signatures else content) + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what can be sent now; never waits."""
+        with contextlib.suppress(OSError):
+            del self.unsent[: self.socket.send(self.unsent)]
+
+    def receive(self, now: float) -> list[bytes]:
+        """The lines that have come. Raises OSError at the connection's end, ValueError where no rank writes so."""
+        try:
+            received = self.socket.recv(2**16)
+        except BlockingIOError:
+            return []
+        if not received:
+            raise ConnectionResetError
+        self.last_received = now
+        *lines, self.unread = (self.unread + received).split(b"\n")
+        if max(map(len, (self.unread, *lines))) > (LONGEST if self.rank >= 0 else LONGEST_OF_STRANGER):
+            raise ValueError("too long a line")
+        return lines
+
+    def read(self, line: bytes, kind: TypeAdapter[Any]) -> Any:
+        """The message of that kind in the line. Raises ValueError where there is none."""
+        return kind.validate_json(self.signatures.checked(line) if self.signatures else line, strict=True)
+
+
+class Peers:
+    """The connections of one rank: rank 0's to all others, another's to rank 0; strangers' until they prove what they
+    are.
+
+    A host that does not acknowledge for `timeouts.UNREACHABLE` is cut off, whatever its processes are busy with.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.connections: list[Peer] = []
+        self.came: set[int] = set()
+        """Every rank that was ever admitted."""
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, source: socket.socket) -> None:
+        """Makes `wait` report that socket too."""
+        self._selector.register(source, selectors.EVENT_READ)
+
+    def unwatch(self, source: socket.socket) -> None:
+        """No longer, before it is closed."""
+        self._selector.unregister(source)
+
+    def wait(self, seconds: float) -> list[Any]:
+        """The sockets at which there is something to read, within that time; what was unsent is sent meanwhile."""
+        for peer in [peer for peer in self.connections if peer.is_full != bool(peer.unsent)]:
+            peer.is_full = not peer.is_full
+            self._selector.modify(peer.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.is_full else 0))
+        found = self._selector.select(seconds)
+        return [key.fileobj for key, events in found if events & selectors.EVENT_READ]
+
+    def flush(self) -> None:
+        """Sends what could not be sent before."""
+        for peer in [peer for peer in self.connections if peer.is_full]:
+            peer.flush()
+
+    def add(self, connection: socket.socket, now: float) -> Peer:
+        """A new connection, to a stranger as yet."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeouts.UNREACHABLE * 1000))
+        peer = Peer(connection, now, now)
+        self.connections.append(peer)
+        self.watch(connection)
+        return peer
+
+    def admit(self, peer: Peer, rank: int, endpoint: Endpoint) -> None:
+        """The peer has proved to be that rank."""
+        peer.rank, peer.endpoint = rank, endpoint
+        self.came.add(rank)
+
+    def all_came(self) -> bool:
+        """Whether all were admitted whom this rank is to be connected with."""
+        return len(self.came) == (self.topology.size - 1 if self.topology.is_chief else 1)
+
+    def absent(self) -> str:
+        """On rank 0, for a person: which ranks were not."""
+        absent = [str(rank) for rank in range(1, self.topology.size) if rank not in self.came]
+        return f"rank {', '.join(absent[:8])} of {self.topology.size} did not come"
+
+    def ranks(self) -> list[Peer]:
+        """Those who have proved to be one."""
+        return [peer for peer in self.connections if peer.rank >= 0]
+
+    def strangers(self) -> list[Peer]:
+        """Those who have not."""
+        return [peer for peer in self.connections if peer.rank < 0]
+
+    def at(self, source: Any) -> Peer | None:
+        """Whose socket this is."""
+        return next((peer for peer in self.connections if peer.socket is source), None)
+
+    def send(self, message: Message) -> None:
+        """Sends the message to every rank."""
+        content = message.model_dump_json().encode()
+        for peer in self.ranks():
+            peer.send_encoded(content)
+
+    def drop(self, peer: Peer) -> None:
+        """Closes the connection."""
+        if peer in self.connections:
+            self.connections.remove(peer)
+            self.unwatch(peer.socket)
+            peer.socket.close()
+
+    def close(self) -> None:
+        """Closes everything; in a forked child too, where it releases the parent's connections."""
+        for peer in self.connections:
+            peer.socket.close()
+        self.connections = []
+        self._selector.close()
+
+
+def endpoints_of(own: Endpoint, ranks: Sequence[Peer]) -> list[Endpoint]:
+    """On rank 0, when all have come: every rank's endpoint, with its address as all of them reach it."""
+    by_rank = {peer.rank: peer for peer in ranks}
+    remote = {rank: peer.ends for rank, peer in by_rank.items() if _on_two_hosts(*peer.ends)}
+    here = remote[min(remote)][0] if remote else "127.0.0.1"
+    others = [replace(by_rank[r].endpoint, address=remote[r][1] if r in remote else here) for r in sorted(by_rank)]
+    return [replace(own, address=here), *others]
+
+
+def _on_two_hosts(own: str, other: str) -> bool:
+    return own != other and not other.startswith("127.")

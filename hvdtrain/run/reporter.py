@@ -1,0 +1,147 @@
+"""What a run reports: a log for people, metrics.jsonl for programs, TensorBoard events for curves."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Protocol
+
+from hvdtrain import files
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.totals import Totals
+from hvdtrain.errors import OutputError
+
+LINE_LIMIT = 1 << 16
+
+
+class Events(Protocol):
+    """Writes TensorBoard's events; each framework brings its own."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> object:
+        """One point of a curve."""
+
+    def flush(self) -> object:
+        """Makes what was added visible to a reader."""
+
+    def close(self) -> object:
+        """Ends the file."""
+
+
+class Reporter:
+    """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl and TensorBoard."""
+
+    def __init__(self, folder: Path, events: Events, plan: Plan, first_step: int, live: bool) -> None:
+        """Appends to the run's files from `first_step` on; `live` shows a progress bar."""
+        self._classifies = plan.recipe.model != "linear"
+        self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
+        self._events = events
+        self._bar = _Bar(plan.total_steps, first_step) if live else None
+        self._epoch_began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """One line of the log."""
+        if self._bar:
+            self._bar.print(f"INFO - {text}")
+        else:
+            print(f"INFO - {text}", flush=True)
+
+    def begin_epoch(self) -> None:
+        self._epoch_began = time.monotonic()
+
+    def steps(self, step: int, epoch: int, iteration: int, totals: Totals, lr: float, seconds: float) -> None:
+        """The steps since the last call: totals over all ranks and the seconds they took.
+
+        `epoch` and `iteration` count from 1 in the log, as the tutorial's do.
+        """
+        rate = totals.count / seconds
+        self._write("step", step, epoch, loss=totals.mean_loss, lr=lr, examples_per_second=rate)
+        self._scalar("loss/step", totals.mean_loss, step)
+        self._scalar("learning_rate", lr, step)
+        if self._bar:
+            self._bar.advance(step, f"epoch {epoch}  loss {totals.mean_loss:.4f}  lr {lr:.4g}  {rate:.1f} img/s")
+        else:
+            self.note(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate:.1f}")
+
+    def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
+        """The end of an epoch: totals over all ranks."""
+        seconds = time.monotonic() - self._epoch_began
+        metrics = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
+        self._scalar("loss/train", train.mean_loss, step)
+        self._scalar("loss/valid", valid.mean_loss, step)
+        self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
+        self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
+        if self._classifies:
+            metrics |= {"train_acc1": train.accuracy, "valid_acc1": valid.accuracy}
+            self._scalar("acc1/train", train.accuracy, step)
+            self._scalar("acc1/valid", valid.accuracy, step)
+            self.note(f"train acc1={train.accuracy:.4f}, valid acc1={valid.accuracy:.4f}")
+        self._write("epoch", step, epoch, seconds=seconds, **metrics)
+        self._events.flush()
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.close()
+        with contextlib.suppress(OSError):  # a full disk has stopped the run already
+            self._jsonl.close()
+            self._events.close()
+
+    def _write(self, kind: str, step: int, epoch: int, **metrics: float) -> None:
+        # JSON has no NaN, which a diverged validation is.
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._jsonl.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **numbers}) + "\n")
+        self._jsonl.flush()
+
+    def _scalar(self, tag: str, value: float, step: int) -> None:
+        self._events.add_scalar(tag, value, step)
+
+
+class _Bar:
+    """A rich progress bar over all steps of the run."""
+
+    def __init__(self, total: int, done: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        )
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._progress.start()
+
+    def advance(self, step: int, text: str) -> None:
+        self._progress.update(self._task, completed=step, description=text)
+
+    def print(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _reopen(path: Path, first_step: int) -> IO[str]:
+    """The file to append to, without the records of steps that a resumed run makes again."""
+    try:
+        if path.exists():
+            with files.opened(path) as old, files.replacing(path) as new:
+                new.writelines(f"{line}\n" for line in _lines(old) if _is_made(line, first_step))
+        return path.open("a", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None
+
+
+def _lines(file: IO[bytes]) -> Iterator[str]:
+    """Its lines, those left out that are no text or longer than any of ours."""
+    while line := file.readline(LINE_LIMIT):
+        with contextlib.suppress(UnicodeDecodeError):
+            yield line.decode().rstrip("\n")
+
+
+def _is_made(line: str, first_step: int) -> bool:
+    """Whether it is a record of a step that is not made again; the line that a killed run was writing is none."""
+    try:
+        step = files.parse_json(line)["step"]
+    except (ValueError, LookupError, TypeError):
+        return False
+    return type(step) is int and 0 <= step <= first_step

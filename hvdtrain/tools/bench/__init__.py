@@ -1,0 +1,41 @@
+"""`python -m hvdtrain bench WHAT`: measurements, each a comparison within one interleaved run."""
+
+import importlib
+from collections.abc import Sequence
+
+from hvdtrain.core.recipe import nearest
+from hvdtrain.errors import RecipeError
+from hvdtrain.untrusted import quoted
+
+WHATS = {
+    "train": ("hvdtrain.tools.bench.train", "reading, computing and communication alone and together: what limits"),
+    "overhead": ("hvdtrain.tools.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
+    "allreduce": ("hvdtrain.tools.bench.allreduce", "Horovod's and torch.distributed's allreduce, size by size"),
+    "loader": ("hvdtrain.tools.bench.loader", "images/s per core, beside torchvision's loader"),
+    "ladder": (
+        "hvdtrain.tools.bench.ladder",
+        "every rung of cifar100's ladder on one GPU, and the time to 75 % accuracy",
+    ),
+    "scaling": ("hvdtrain.tools.bench.scaling", "the step on 1, 2, 4, ... ranks, weak and strong, and its efficiency"),
+    "engines": ("hvdtrain.tools.bench.engines", "every engine's step time"),
+}
+
+HELP = """usage: python -m hvdtrain bench WHAT [flags]
+
+what is measured:
+{whats}
+
+WHAT --help lists its flags."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures; the exit code. Raises HvdtrainError."""
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(HELP.format(whats="\n".join(f"  {name:11}{text}" for name, (_, text) in WHATS.items())))
+        return 0 if argv else 2
+    name, *rest = argv
+    if name not in WHATS:
+        raise RecipeError(
+            f"there is no benchmark {quoted(name)}.{nearest(name, list(WHATS))} Take one of {', '.join(WHATS)}."
+        )
+    return int(importlib.import_module(WHATS[name][0]).main(rest))

@@ -1,0 +1,179 @@
+"""`bench engines`: every engine's step time on this machine, each in runs of its own, one engine after the other."""
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+import tyro
+
+from hvdtrain import errors
+from hvdtrain.core import flags
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.compatibility import Adapter
+from hvdtrain.engines.registry import ENGINES
+from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.tools.bench import measure
+from hvdtrain.untrusted import printable, read_bytes
+
+WARM_UP = 3  # steps
+MOST_BYTES = 2**28  # of a run's metrics
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options(measure.Kept):
+    """Measures every engine's step time, each in runs of its own."""
+
+    framework: Annotated[
+        Literal["torch", "tensorflow"] | None, tyro.conf.arg(help="whose engines; left out: all that are installed")
+    ] = None
+    recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "digits"
+    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, or devices of one process")] = 2
+    rounds: Annotated[int, tyro.conf.arg(help="runs of each engine, interleaved")] = 6
+    steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One engine under one adapter, and the processes and devices it gets."""
+
+    adapter: Adapter
+    engine: str
+    ranks: int
+
+    @property
+    def launcher(self) -> str:
+        return ENGINES[self.engine].launcher or "python"
+
+    def command(self, gpus: int, run_flags: Sequence[str]) -> list[str]:
+        """What a user would type."""
+        beside = Path(sys.executable).parent
+        module = ["-m", f"hvdtrain.{self.adapter}", *run_flags, "--engine", self.engine]
+        engine = ENGINES[self.engine]
+        if engine.devices and not engine.gpus_only and not gpus:
+            module += ["--devices", ",".join(["cpu"] * self.ranks)]
+        match self.launcher:
+            case "horovodrun":
+                return [str(beside / "horovodrun"), "-np", str(self.ranks), sys.executable, *module]
+            case "torchrun":
+                return [str(beside / "torchrun"), "--standalone", "--nproc-per-node", str(self.ranks), *module]
+        return [sys.executable, *module]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The median step of each round in seconds, or why there is none; the examples of one step."""
+
+    seconds: list[float]
+    batch: int = 0
+    reason: str = ""
+
+
+def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
+    """Every engine of these frameworks, and of Lightning where it is installed."""
+    adapters: list[Adapter] = []
+    for framework, adapter in (("torch", "torch"), ("torch", "lightning"), ("tensorflow", "tensorflow")):
+        if framework in frameworks and importlib.util.find_spec(adapter):
+            adapters.append(adapter)  # type: ignore[arg-type]
+    return [
+        Contender(adapter, name, ranks)
+        for adapter in adapters
+        for name, engine in ENGINES.items()
+        if adapter in engine.classes
+    ]
+
+
+def run(contender: Contender, recipe: str, steps: int) -> Measured:
+    """One run of so many steps; the median of those after the warm-up."""
+    gpus, cpus = visible_gpus(os.environ), len(os.sched_getaffinity(0))
+    processes = contender.ranks if contender.launcher != "python" else 1
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [recipe, "--max-steps", str(steps + WARM_UP), "--log-every-steps", "1", "--output", f"{folder}/run"]
+        done = subprocess.run(
+            contender.command(gpus, flags),
+            env={"OMP_NUM_THREADS": str(max(1, cpus // processes)), **os.environ},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode:
+            return Measured([], reason=reason(done.stdout + done.stderr))
+        return read(Path(folder, "run"))
+
+
+def read(folder: Path) -> Measured:
+    """What a run's folder holds: the median of its steps after the warm-up, or that it cannot be read."""
+    try:
+        batch = int(json.loads(read_bytes(folder / "plan.json", MOST_BYTES))["global_batch"])
+        lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
+        rates = [float(line["examples_per_second"]) for line in lines if line["kind"] == "step"]
+        return Measured([statistics.median(batch / rate for rate in rates[WARM_UP:])], batch)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        return Measured([], reason=f"its run folder cannot be read ({type(error).__name__})")
+
+
+def reason(printed: str) -> str:
+    """The line that says why, without the launcher's mark before it."""
+    names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
+    for line in printed.splitlines():
+        for name in names:
+            if f"{name}: " in line or f"{name} (rank" in line:
+                return printable(line[line.index(name) :].strip(), 500)
+    return printable((printed.strip().splitlines() or ["it ended without a word"])[-1], 500)
+
+
+def measure_all(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
+    """Every contender once a round, interleaved; who fails once is left out of the rounds to come."""
+    found = {contender: Measured([]) for contender in chosen}
+    for number in range(rounds):
+        for contender, before in found.items():
+            if before.reason:
+                continue
+            print(f"round {number + 1}: {contender.adapter} {contender.engine}", file=sys.stderr, flush=True)
+            now = run(contender, recipe, steps)
+            found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
+    return found
+
+
+def table(found: dict[Contender, Measured]) -> list[str]:
+    """The figures as lines of a Markdown table."""
+    lines = ["| engine | start | with | step, ms | examples/s | good for |", "|---|---|---|---|---|---|"]
+    for contender, measured in found.items():
+        start = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
+        step, rate = "-", "-"
+        if measured.seconds:
+            step = measure.summary(measured.seconds, 1e3, 0)
+            rate = f"{measured.batch / statistics.median(measured.seconds):.1f}"
+        good_for = ENGINES[contender.engine].good_for if not measured.reason else measured.reason
+        lines.append(f"| `{contender.engine}` | {start} | {contender.adapter} | {step} | {rate} | {good_for} |")
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table, and all of it as JSON; 1 where nothing could be measured. Raises HvdtrainError."""
+    options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
+    measure.check_counts(options, ranks=(1, measure.MOST_RANKS), rounds=(1, measure.MOST), steps=(1, measure.MOST))
+    recipes.load(options.recipe)
+    installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
+    chosen = contenders([options.framework] if options.framework else installed, options.ranks)
+    found = measure_all(chosen, options.recipe, options.rounds, options.steps)
+    print("\n".join(table(found)))
+    results = [
+        {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
+        for c, m in found.items()
+    ]
+    times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}
+    if not times:
+        return 1
+    everything = {"recipe": options.recipe, "ranks": options.ranks, "engines": results}
+    measure.conclude("engines", everything, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    return 0

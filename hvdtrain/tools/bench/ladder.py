@@ -1,0 +1,144 @@
+"""`bench ladder`: images/s of every rung of cifar100's ladder on one GPU, and the time to 75 %; under 8 minutes.
+
+A rung is the recipe cifar100:NAME with the recipe's data pipeline: one reading thread, or the data set on the device.
+"one batch" is the same step without it, interleaved with it. Each rung is a process of its own with a time limit: one
+that fails costs a line, and the others are measured.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import tyro
+
+from hvdtrain.core import flags
+from hvdtrain.core import recipe as recipes
+from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.tools.bench import measure
+from hvdtrain.untrusted import quoted
+
+WORKER = "hvdtrain.tools.bench.workers.torch_ladder"
+TRAINED = "fast"
+RUNGS = (
+    "bs256", "bs256-amp", "bs256-amp-nhwc", "bs256-amp-nhwc-extra-opts", "bs256-bf16-nhwc-extra-opts",
+    "bs256-bf16-nhwc-extra-opts-compile", "bs256-bf16-nhwc-extra-opts-compile-resident", TRAINED,
+)  # fmt: skip
+
+# A rung that compiles may have to do without what does not work on the machine; the rest is measured, and reported so.
+WITHOUT = [[], ["graph"], ["compile"], ["compile", "graph"]]
+
+# Seconds a rung may take, and those kept back for the last one, which trains.
+SHORTEST, LIMIT, COMPILE_LIMIT, TRAIN_RESERVE = 5, 45, 130, 190
+
+Found = dict[str, Any]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """Measures every rung of the ladder on one GPU, and trains cifar100:fast to its end."""
+
+    data: Annotated[Path, tyro.conf.arg(help="folder that holds cifar-100-python")]
+    output: Annotated[Path | None, tyro.conf.arg(help="JSON file for all figures", metavar="FILE")] = None
+    device: Annotated[Literal["cuda", "cpu"], tyro.conf.arg(help="cpu: a trial of the program, tiny")] = "cuda"
+    seconds: Annotated[float, tyro.conf.arg(help="for everything")] = 470.0
+    rungs: Annotated[str, tyro.conf.arg(help="some of them, by comma; fast is also trained", metavar="NAME,NAME")] = (
+        ",".join(RUNGS)
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures; the exit code. Raises HvdtrainError."""
+    options: Options = flags.parse(Options, "python -m hvdtrain bench ladder", argv)
+    if wrong := [name for name in options.rungs.split(",") if name not in RUNGS]:
+        raise RecipeError(f"--rungs must be some of {', '.join(RUNGS)}; got {quoted(wrong[0])}.")
+    found = climb(options)
+    if options.output:
+        measure.save(options.output, json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def climb(options: Options) -> Found:
+    """All rungs, one after the other, each reported as it ends. Raises EngineUnavailable."""
+    compiled = {name: recipes.load(f"cifar100:{name}").compile for name in options.rungs.split(",")}
+    deadline = time.monotonic() + options.seconds
+    machine = started(options, "machine", [], 60)
+    if "error" in machine:
+        raise EngineUnavailable(f"no measurement is possible: {machine['error']}")
+    for name, value in machine.items():
+        print(f"{name:22}{value}", flush=True)
+    print(f"\n{'rung':46}{'images/s':>10}{'spread':>16}{'one batch':>11}{'GiB':>7}{'of matmul':>10}", flush=True)
+    rungs: dict[str, Found] = {}
+    usable = 0
+    for name, compiles in compiled.items():
+        left = deadline - time.monotonic() - (0 if name == TRAINED else TRAIN_RESERVE)
+        limit = left if name == TRAINED else min(COMPILE_LIMIT if compiles else LIMIT, left)
+        ends = time.monotonic() + limit
+        for without in WITHOUT[usable:] if compiles else [[]]:
+            rungs[name] = {**started(options, name, without, ends - time.monotonic()), "without": without}
+            report(name, rungs[name], without, machine)
+            if rungs[name].get("images_per_second") or ends - time.monotonic() < SHORTEST:
+                break
+        if compiles:  # what failed once, or has not ended, is not tried again
+            usable = WITHOUT.index(without if rungs[name].get("images_per_second") else ["compile"])
+    return {"machine": machine, "rungs": rungs}
+
+
+def started(options: Options, name: str, without: list[str], limit: float) -> Found:
+    """What the rung's process found; an `error` beside it, or alone, where it failed."""
+    if limit < SHORTEST:
+        return {"error": "left out, as the time is over"}
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        numbers = (options.device, str(limit - 3), name, ",".join(without))
+        error = ""
+        with log.open("w") as to_log:
+            try:
+                command = [sys.executable, "-m", WORKER, str(options.data), *numbers, str(result)]
+                code = subprocess.run(command, stdout=to_log, stderr=to_log, timeout=limit, check=False).returncode
+                error = last_line(log) if code else ""
+            except subprocess.TimeoutExpired:
+                error = f"not done after {limit:.0f} s"
+        found = json.loads(result.read_text()) if result.exists() else {}
+        return found | ({"error": error} if error else {})
+
+
+def last_line(log: Path) -> str:
+    """A traceback's last line that names an error, else the last one."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.partition(":")[0]]
+    return (errors or lines or ["it printed nothing"])[-1][:200]
+
+
+def report(name: str, found: Found, without: list[str], machine: Found) -> None:
+    """Prints a rung's line, and what its training came to."""
+    label = f"{name} (without {' and '.join(without)})" if without else name
+    if not found.get("images_per_second"):
+        print(f"{label:46} failed: {found['error']}", flush=True)
+        return
+    rate = measure.spread(found["images_per_second"])
+    share = f"{rate.median * found['flops_per_image'] / machine['matmul_flops']:.1%}"
+    spread = f"{rate.low:,.0f}-{rate.high:,.0f}"
+    alone = f"{found['one_batch']:,.0f}" if "one_batch" in found else ""
+    print(f"{label:46}{rate.median:10,.0f}{spread:>16}{alone:>11}{found['peak_gib']:7.1f}{share:>10}", flush=True)
+    if "epochs" in found:
+        _report_training(found)
+
+
+def _report_training(found: Found) -> None:
+    compiling, best = found["first_steps_seconds"], max(epoch["accuracy"] for epoch in found["epochs"])
+    last = found["epochs"][-1]
+    print(f"\ntrained {len(found['epochs'])} epochs: validation accuracy {last['accuracy']:.4f}, best {best:.4f}")
+    print(
+        f"wall time {last['seconds']:.1f} s with every validation, {compiling:.1f} s of it the first, compiling steps"
+    )
+    reached = [epoch["seconds"] for epoch in found["epochs"] if epoch["accuracy"] >= found["target"]]
+    if reached:
+        print(f"{found['target']:.0%} after {reached[0]:.1f} s, {reached[0] - compiling:.1f} s without the first steps")
+    else:
+        print(f"{found['target']:.0%} was not reached{': ' + found['error'] if 'error' in found else ''}")

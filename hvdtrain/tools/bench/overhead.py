@@ -1,0 +1,62 @@
+"""`bench overhead`: hvdtrain's step beside that of a hand-written loop, in the same processes."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+import tyro
+
+from hvdtrain.core import flags
+from hvdtrain.core import recipe as recipes
+from hvdtrain.errors import RecipeError
+from hvdtrain.tools.bench import measure, ranks
+
+# What the hand-written loops do and leave out.
+HAND_WRITTEN = {
+    "model": "resnet50", "precision": "float32", "accumulation_steps": 1, "clip_norm": None, "batch_norm": "local",
+    "compression": "none", "reduction": "average", "channels_last": False, "xla": False, "max_steps": None,
+    "checkpoint_every_steps": None,
+}  # fmt: skip
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options(measure.Kept):
+    """Measures hvdtrain's step time over that of a hand-written loop."""
+
+    framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
+    engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
+    recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take the steps from")] = "digits"
+    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine")] = 2
+    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, interleaved step by step; the first warms up")] = 6
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
+    options = flags.parse(Options, "python -m hvdtrain bench overhead", argv)
+    _check(options)
+    worker = f"hvdtrain.tools.bench.workers.{options.framework}_overhead"
+    program = [worker, options.recipe, str(options.rounds), options.engine]
+    results = ranks.start(program, options.engine, options.ranks)
+    _report(results["step_seconds"], results["ratios"])
+    times = results["step_seconds"]
+    measure.conclude("overhead", results, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    return 0
+
+
+def _report(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]) -> None:
+    for name, seconds in step_seconds.items():
+        print(f"{name:13} {measure.summary(seconds, 1e3)} ms a step")
+    for name, of_rounds in ratios.items():
+        print(f"{name} / hand-written: {measure.summary(of_rounds, 1, 4)}, {len(of_rounds)} rounds")
+
+
+def _check(options: Options) -> None:
+    if options.rounds < 2:
+        raise RecipeError(f"--rounds must be at least 2, as the first is warm-up, got {options.rounds}.")
+    measure.check_counts(options, ranks=(1, measure.MOST_RANKS), rounds=(2, measure.MOST))
+    if options.engine == "ddp" and options.framework == "tensorflow":
+        raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
+    recipe: Any = recipes.load(options.recipe)
+    for key, wanted in HAND_WRITTEN.items():
+        if (got := getattr(recipe, key)) != wanted:
+            raise RecipeError(f"--recipe must have {key} {wanted}, as the hand-written loop has, got {got}.")

@@ -1,0 +1,288 @@
+"""`bench scaling`: the step on 1, 2, 4, … ranks in runs of their own, interleaved, and the efficiency that comes of it.
+
+Weak: every rank keeps its batch. Strong: the ranks share the batch of one. On CPUs every rank computes with one thread,
+however many there are: with all cores to itself, one rank alone would be no measure for a rank among others.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import pydantic
+import tyro
+
+from hvdtrain.core import flags
+from hvdtrain.core import recipe as recipes
+from hvdtrain.errors import EngineUnavailable, RecipeError, TrainingError
+from hvdtrain.launch import pmi
+from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.topology import discover
+from hvdtrain.tools import slurm
+from hvdtrain.tools.bench import engines, measure
+from hvdtrain.untrusted import quoted, whole_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Mode = Literal["weak", "strong"]
+Found = dict[str, dict[int, list[float]]]
+"""Mode -> ranks -> seconds of a step, one figure a round."""
+
+PROG = "python -m hvdtrain bench scaling"
+CPU_BATCH = 16
+MOST_RANKS = measure.MOST_RANKS
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options(measure.Kept):
+    """Measures the step on growing numbers of ranks, interleaved, and prints the efficiency.
+
+    On this machine it starts them with horovodrun or torchrun; inside a SLURM allocation with srun, growing step by
+    step. --site prints the job script of such a sweep, --submit gives it to sbatch.
+    """
+
+    ranks: Annotated[str | None, tyro.conf.arg(help="as 1,2,4; left out: 1,2", metavar="N,N")] = None
+    mode: Annotated[
+        Literal["weak", "strong", "both"], tyro.conf.arg(help="weak: the batch is a rank's; strong: all ranks share it")
+    ] = "weak"
+    framework: Literal["torch", "tensorflow"] = "torch"
+    engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
+    recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "synthetic"
+    batch: Annotated[
+        int | None, tyro.conf.arg(help=f"of one rank; left out: {CPU_BATCH} on CPUs, the recipe's on GPUs")
+    ] = None
+    rounds: Annotated[int, tyro.conf.arg(help="runs of each number of ranks, interleaved")] = 3
+    steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
+    mpi: Annotated[str | None, tyro.conf.arg(help="srun's plugin: pmix, pmi2, ...", metavar="PLUGIN")] = None
+    site: Annotated[str | None, tyro.conf.arg(help="print the job script for it: slurm --list")] = None
+    nodes: Annotated[str | None, tyro.conf.arg(help="as 1,2,4; with --site: in place of --ranks", metavar="N,N")] = None
+    time: Annotated[str | None, tyro.conf.arg(help="of the job, HH:MM:SS", metavar="TIME")] = None
+    account: Annotated[str | None, tyro.conf.arg(help="the project that pays", metavar="NAME")] = None
+    submit: Annotated[bool, tyro.conf.arg(help="give the job script to sbatch")] = False
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What SLURM has given to this job: GPUs and tasks of a node."""
+
+    tasks: int
+    gpus: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> "Allocation | None":
+        """That of a job's own shell; None elsewhere."""
+        if "SLURM_JOB_ID" not in environ:
+            return None
+        gpus = whole_number(environ.get("SLURM_GPUS_ON_NODE", ""))
+        tasks = whole_number(environ.get("SLURM_NTASKS_PER_NODE", ""))
+        return cls(tasks or 1, gpus or 0)
+
+    def srun(self, ranks: int, plugin: str | None) -> list[str]:
+        """The step of so many ranks, on as few nodes as hold them."""
+        here = min(ranks, self.tasks)
+        words = ["srun", "--kill-on-bad-exit=1", f"--nodes={-(-ranks // self.tasks)}", f"--ntasks={ranks}"]
+        words += [f"--ntasks-per-node={here}"]
+        words += [f"--gres=gpu:{min(here, self.gpus)}"] if self.gpus else []
+        return [*words, f"--mpi={plugin}"] if plugin else words
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, or prints or submits the job that does; the exit code. Raises HvdtrainError."""
+    options: Options = flags.parse(Options, PROG, argv)
+    _check(options)
+    if options.site:
+        script = job(options, options.site)
+        print(slurm.submit(script) if options.submit else script, end="\n" if options.submit else "")
+        return 0
+    if discover(os.environ).size > 1:
+        raise RecipeError("bench scaling starts its ranks itself; call it once, without srun, mpirun or torchrun.")
+    ranks, batch = numbers("ranks", options.ranks or "1,2"), _batch(options)
+    modes: list[Mode] = ["weak", "strong"] if options.mode == "both" else [options.mode]
+    if "strong" in modes and batch < ranks[-1]:
+        raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
+    found = _measure(options, modes, ranks, batch)
+    allocation = Allocation.of(os.environ)
+    results = {
+        "recipe": options.recipe,
+        "framework": options.framework,
+        "engine": options.engine,
+        "batch": batch,
+        "threads": None if allocation else 1,
+        "cores": None if allocation or visible_gpus(os.environ) else len(os.sched_getaffinity(0)),
+        "ranks_per_node": allocation.tasks if allocation else 1,
+        **found,
+        "efficiency": {mode: efficiencies(mode, times) for mode, times in found.items()},
+    }
+    print("\n".join(table(found, batch)))
+    measure.conclude("scaling", results, lambda axes: draw(axes, found), options.output)
+    return 0
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """`1,2,4` -> numbers, growing. Raises RecipeError."""
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or found != sorted(set(found)) or not 1 <= found[0] <= found[-1] <= MOST_RANKS:
+        raise RecipeError(
+            f"--{flag} must be growing whole numbers in [1, {MOST_RANKS}], as in 1,2,4; got {quoted(text)}."
+        )
+    return found
+
+
+def efficiencies(mode: str, times: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """By ranks, of each round: the speed of a rank as a part of what it is on the fewest ranks."""
+    fewest = min(times)
+    return {
+        ranks: [
+            first / (now * (ranks / fewest if mode == "strong" else 1))
+            for first, now in zip(times[fewest], seconds, strict=True)
+        ]
+        for ranks, seconds in times.items()
+    }
+
+
+def table(found: Found, batch: int) -> list[str]:
+    """The figures as lines of Markdown tables."""
+    lines = []
+    for mode, times in found.items():
+        ratios = efficiencies(mode, times)
+        share = f"{batch} a rank" if mode == "weak" else f"{batch} in all"
+        lines += [f"{mode} scaling, batch {share}", "", "| ranks | step, ms | examples/s | efficiency |"]
+        lines.append("|---|---|---|---|")
+        for ranks, seconds in times.items():
+            rate = batch * (ranks if mode == "weak" else 1) / measure.spread(seconds).median
+            cells = (measure.summary(seconds, 1e3, 1), f"{rate:.2f}", measure.summary(ratios[ranks], 1, 3))
+            lines.append(f"| {ranks} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def draw(axes: "Axes", found: Found) -> None:
+    """Efficiency over ranks, a curve for each mode with its spread."""
+    from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
+
+    every = sorted({ranks for times in found.values() for ranks in times})
+    for (mode, times), (marker, colour) in zip(found.items(), (("o", "#0072B2"), ("s", "#D55E00")), strict=False):
+        rows = [measure.spread(ratios) for ratios in efficiencies(mode, times).values()]
+        middle = [row.median for row in rows]
+        reach = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
+        axes.errorbar(list(times), middle, yerr=reach, marker=marker, color=colour, capsize=4, label=mode)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(every)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+    axes.set_ylim(bottom=0)
+    one = f"{every[0]} rank{'s' if every[0] > 1 else ''}"
+    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {one} / %")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")
+
+
+def job(options: Options, site_name: str) -> str:
+    """The job script that sweeps over growing parts of one allocation. Raises JobError, RecipeError."""
+    site = slurm.site_named(site_name)
+    nodes = numbers("nodes", options.nodes or "1,2")
+    ranks = sorted({1, *(count * site.gpus for count in nodes)})
+    words = ["python", "-m", "hvdtrain", "bench", "scaling", "--ranks", ",".join(map(str, ranks))]
+    for name in ("mode", "framework", "engine", "recipe", "rounds", "steps"):
+        words += [f"--{name}", str(getattr(options, name))]
+    words += ["--batch", str(options.batch)] if options.batch else []
+    plugin = options.mpi or site.mpi
+    words += ["--mpi", plugin] if plugin else []
+    words += ["--output", str(options.output or "scaling-$SLURM_JOB_ID")]
+    asked = slurm.Options(
+        site=site_name, nodes=nodes[-1], time=options.time, account=options.account, job_name="scaling"
+    )
+    return slurm.render(site, asked, words, starts_steps=True)
+
+
+def _check(options: Options) -> None:
+    measure.check_counts(options, rounds=(1, measure.MOST), steps=(1, measure.MOST), batch=(1, measure.MOST))
+    if options.engine == "ddp" and options.framework == "tensorflow":
+        raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
+    pmi.check_name(options.mpi)
+    if options.site and options.ranks:
+        raise RecipeError("--ranks follow from --nodes at a site; drop --ranks, or --site.")
+    for name in ("nodes", "submit", "time", "account"):
+        if getattr(options, name) and not options.site:
+            raise RecipeError(f"--{name} belongs to a job script; say --site, too.")
+    recipes.load(options.recipe)
+
+
+def _batch(options: Options) -> int:
+    if options.batch:
+        return options.batch
+    if not visible_gpus(os.environ):
+        return CPU_BATCH
+    recipe = recipes.load(options.recipe)
+    batch = recipe.batch_size_per_rank or recipe.batch_size
+    assert batch is not None  # a recipe says one of them
+    return batch
+
+
+def _measure(options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int) -> Found:
+    """Every number of ranks once a round; one rank alone is the same in both modes, and measured once."""
+    settings = {f"{mode} {n}": (n, batch * (n if mode == "weak" else 1)) for mode in modes for n in ranks}
+    kinds = list(dict.fromkeys(settings.values()))
+    contenders = {
+        f"{n} rank{'s' if n > 1 else ''}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds
+    }
+    seconds = measure.interleaved(
+        {name: functools.partial(_run, options, name, *kind) for name, kind in contenders.items()},
+        options.rounds,
+        warm_up=0,
+    )
+    of_kind = {kind: seconds[name] for name, kind in contenders.items()}
+    return {mode: {n: of_kind[settings[f"{mode} {n}"]] for n in ranks} for mode in modes}
+
+
+def _run(options: Options, name: str, ranks: int, batch: int) -> float:
+    """Seconds of a step of one run: the median of those after the warm-up. Raises TrainingError where it fails."""
+    print(name, file=sys.stderr, flush=True)
+    allocation = Allocation.of(os.environ)
+    with tempfile.TemporaryDirectory(dir=Path.cwd() if allocation else None, prefix="scaling-") as folder:
+        command = start(options, ranks, allocation) + run_flags(options, ranks, batch, Path(folder, "run"))
+        environ = dict(os.environ) if allocation else {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            raise TrainingError(f"the run with {name} failed: {engines.reason(done.stdout + done.stderr)}")
+        measured = engines.read(Path(folder, "run"))
+        if not measured.seconds:
+            raise TrainingError(f"the run with {name} left nothing to measure: {measured.reason}.")
+    return measured.seconds[0]
+
+
+def start(options: Options, ranks: int, allocation: Allocation | None) -> list[str]:
+    """How so many ranks are started, up to Python's own flags. Raises EngineUnavailable."""
+    module = ["-m", f"hvdtrain.{options.framework}"]
+    if allocation:
+        return [*allocation.srun(ranks, options.mpi), sys.executable, *module]
+    if ranks == 1:
+        return [sys.executable, *module]
+    launcher = Path(sys.executable).with_name("torchrun" if options.engine == "ddp" else "horovodrun")
+    if not launcher.exists():
+        remedy = "python -m hvdtrain build" if launcher.name == "horovodrun" else "pip install torch"
+        raise EngineUnavailable(f"{launcher} is missing; get it first: {remedy}")
+    if options.engine == "ddp":
+        return [str(launcher), "--standalone", "--nproc-per-node", str(ranks), *module]
+    return [str(launcher), "-np", str(ranks), sys.executable, *module]
+
+
+def run_flags(options: Options, ranks: int, batch: int, folder: Path) -> list[str]:
+    """The command line of one run: as many steps as are asked for, each in the log."""
+    steps = options.steps + engines.WARM_UP
+    words = [options.recipe, "--batch-size", str(batch), "--max-steps", str(steps), "--epochs", str(steps)]
+    words += ["--log-every-steps", "1", "--checkpoint-every-epochs", str(steps), "--output", str(folder)]
+    if recipes.load(options.recipe).dataset == "synthetic":
+        words += ["--examples", str(steps * batch)]  # the validation at the end reads a tenth as many
+    return [*words, "--engine", "local" if ranks == 1 else options.engine]

@@ -1,0 +1,1 @@
+"""Programs that the ranks of a benchmark run, each as `python -m hvdtrain.tools.bench.workers.NAME`."""

@@ -1,0 +1,79 @@
+"""Lightning's Trainer over the ranks of `bench overhead`, interleaved with the other loops."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from hvdtrain.lightning.environment import RankEnvironment
+from hvdtrain.lightning.train import quiet
+from hvdtrain.run.run import Run
+from hvdtrain.tools.bench.workers.overhead import Driver, Turn
+
+
+class Classifier(LightningModule):
+    """A network with its optimiser, as a Lightning script has it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.model, self.optimizer = model, optimizer
+        self.loss_of = nn.CrossEntropyLoss()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        inputs, labels = batch
+        return self.loss_of(self.model(inputs), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+class _Turns(Callback):
+    """Lets the other loops train a step before each of Lightning's, and times what Lightning does between them."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._began: float | None = None
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._end_step()
+        self._turn()
+        self._began = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self._began is not None:
+            self.seconds.append(time.perf_counter() - self._began)
+
+
+def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> Driver:
+    """Lightning's loop over these parts."""
+    model, optimizer, loader = parts
+
+    def drive(epochs: int, steps: int, turn: Turn) -> list[float]:
+        turns = _Turns(turn)
+        with quiet():
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=run.topology.local_size,
+                num_nodes=run.topology.size // run.topology.local_size,
+                strategy=DDPStrategy(cluster_environment=RankEnvironment(run.topology)),
+                max_epochs=epochs,
+                limit_train_batches=steps,
+                callbacks=[turns],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+            )
+            trainer.fit(Classifier(model, optimizer), loader)
+        return turns.seconds
+
+    return drive

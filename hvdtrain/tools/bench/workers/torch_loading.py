@@ -1,0 +1,109 @@
+"""The process of `bench loader`: hvdtrain's readers and torchvision's, interleaved."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.progress import Request
+from hvdtrain.datasets import DRAWS, dali
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.run.run import load_dataset
+from hvdtrain.tools.bench import measure
+from hvdtrain.tools.bench.loader import TICK, processor_seconds
+from hvdtrain.torch.data import Loader, Pair
+
+Epoch = Callable[[], Iterable[Pair]]
+
+
+def main(folder: Path, packed: Path, kept: Path, workers: int, batch: int, images: int, crop: int, rounds: int) -> None:
+    """Measures and leaves the figures as JSON in `kept`."""
+    torch.set_num_threads(1)
+    loaders: dict[str, dict[str, Any]] = {"shards": {"data_dir": packed}, "folder": {"data_dir": folder}}
+    if dali.is_installed():
+        loaders["DALI"] = {"data_dir": packed, "decoder": "dali"}
+    epochs = {name: ours(keys, workers, batch, images, crop) for name, keys in loaders.items()}
+    epochs["torchvision"] = torchvisions(folder, workers, batch, images, crop)
+    clock: dict[str, list[float]] = {name: [] for name in epochs}
+
+    def measured(name: str) -> Callable[[], float]:
+        def once() -> float:
+            began, used = time.perf_counter(), processor_seconds()
+            count = sum(len(y) for _, y in epochs[name]())
+            clock[name].append(count / (time.perf_counter() - began))
+            return count / max(processor_seconds() - used, TICK)
+
+        return once
+
+    contenders: dict[str, Callable[[], float]] = {name: measured(name) for name in epochs}
+    found = measure.interleaved(contenders, rounds)
+    ratios = {
+        name: [one / theirs for one, theirs in zip(found[name], found["torchvision"], strict=True)] for name in loaders
+    }
+    results = {
+        "images_per_core_second": found,
+        "images_per_second": {name: values[-rounds:] for name, values in clock.items()},
+        "ratios": ratios,
+        "cores": len(os.sched_getaffinity(0)),
+        "workers": workers,
+        "batch_size": batch,
+        "crop": crop,
+    }
+    kept.write_text(json.dumps(results))
+
+
+def ours(where: dict[str, Any], workers: int, batch: int, images: int, crop: int) -> Epoch:
+    """hvdtrain's pass over so many images, in an order and with crops drawn anew each time."""
+    recipe = recipes.load("imagenet", {**where, "workers": workers, "batch_size": batch, "train_crop": crop})
+    dataset = load_dataset(recipe)
+    loader, random = Loader(recipe, dataset, torch.device("cpu")), np.random.default_rng(0)
+
+    def epoch() -> Iterable[Pair]:
+        order = random.permutation(len(dataset.train))[:images]
+        parts = np.split(order, range(batch, len(order), batch))
+        requests: list[Request] = [(part, random.random((len(part), DRAWS), dtype=np.float32)) for part in parts]
+        return loader.batches(dataset.train, requests)
+
+    return epoch
+
+
+def torchvisions(folder: Path, workers: int, batch: int, images: int, crop: int) -> Epoch:
+    """Torchvision's, as its ImageNet reference has it."""
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    from hvdtrain.datasets.imagenet import MEAN, STD
+
+    steps = [
+        transforms.RandomResizedCrop(crop),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(MEAN, STD),
+    ]
+    dataset = ImageFolder(str(folder / "train"), transforms.Compose(steps))
+    order: list[int] = []
+    loader = DataLoader(dataset, batch, sampler=order, num_workers=workers, persistent_workers=workers > 0)
+
+    def epoch() -> Iterable[Pair]:
+        order[:] = torch.randperm(len(dataset))[:images].tolist()
+        return loader
+
+    return epoch
+
+
+if __name__ == "__main__":
+    _, *paths, workers, batch, images, crop, rounds = sys.argv
+    folder, packed, kept = map(Path, paths)
+    try:
+        main(folder, packed, kept, int(workers), int(batch), int(images), int(crop), int(rounds))
+    except HvdtrainError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,37 @@
+"""Horovod for today's frameworks: probe -> plan -> wheel -> proof. `python -m hvdtrain build`."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Builds, installs and proves Horovod as the flags say. Raises BuildError where that fails."""
+    from hvdtrain.core import flags
+    from hvdtrain.tools.build.plan import Options, describe, plan
+    from hvdtrain.tools.build.probe import probe
+    from hvdtrain.tools.build.run import run
+
+    options = flags.parse(Options, "python -m hvdtrain build", argv)
+    options = dataclasses.replace(options, wheel_dir=wheel_dir(options.wheel_dir, os.environ))
+    it = plan(probe(os.environ), options, wheel_dir(None, os.environ))
+    if options.print:
+        print(describe(it))
+        return 0
+    started = time.monotonic()
+
+    def report(line: str) -> None:
+        print(f"{time.monotonic() - started:5.0f} s  {line}", flush=True)
+
+    print(f"Horovod for {', '.join(it.frameworks)}; MPI: {it.mpi_is}; GPU: {it.gpu}", flush=True)
+    run(it, os.environ, report)
+    report(f"ready: {it.version}")
+    return 0
+
+
+def wheel_dir(requested: Path | None, environ: Mapping[str, str]) -> Path:
+    """Where finished wheels are kept: as requested, or hvdtrain/wheels under the user's cache."""
+    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (requested or Path(cache, "hvdtrain", "wheels")).expanduser().absolute()

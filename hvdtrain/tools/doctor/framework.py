@@ -1,0 +1,32 @@
+"""What a framework and Horovod for it say of themselves: `python -m hvdtrain.tools.doctor.framework torch`."""
+
+import importlib
+import json
+import sys
+from typing import Any
+
+MARK = "hvdtrain-doctor "
+
+
+def imported(name: str) -> tuple[Any, Any]:
+    """The framework and Horovod for it. Prints what each is as soon as it is there: a crash leaves the first."""
+    module = importlib.import_module(name)
+    say(version=module.__version__, **(_cuda(module) if name == "torch" else {}))
+    hvd = importlib.import_module(f"horovod.{name}")
+    say(nccl_built=bool(hvd.nccl_built()))
+    return module, hvd
+
+
+def say(**values: Any) -> None:
+    """Prints the values for the doctor, among whatever else a library prints."""
+    print(MARK + json.dumps(values), flush=True)
+
+
+def _cuda(torch: Any) -> dict[str, str]:
+    cuda = torch.version.cuda or ""
+    nccl = torch.cuda.nccl.version() if cuda and torch.distributed.is_nccl_available() else ()
+    return {"cuda": cuda, "nccl": ".".join(map(str, nccl))}
+
+
+if __name__ == "__main__":
+    imported(sys.argv[1])

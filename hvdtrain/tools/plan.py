@@ -1,0 +1,31 @@
+"""`python -m hvdtrain plan RECIPE [--ranks N] [flags]`: the plan of a run, without running it."""
+
+import re
+from collections.abc import Sequence
+
+from hvdtrain.core import flags, plan
+from hvdtrain.errors import RecipeError
+from hvdtrain.run.run import load_dataset
+from hvdtrain.untrusted import quoted
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the plan. Raises HvdtrainError."""
+    rest, ranks = _take_ranks(list(argv))
+    if {"-h", "--help"} & set(rest):
+        print("--ranks N   the number of ranks to plan for (default: 1); beside it, the flags of a run:\n")
+    recipe, _ = flags.parse_run("python -m hvdtrain plan", rest)
+    print("\n".join(plan.make(recipe, ranks, load_dataset(recipe)).lines()))
+    return 0
+
+
+def _take_ranks(argv: list[str]) -> tuple[list[str], int]:
+    """argv without `--ranks N` (or --ranks=N), and N; 1 where it is left out."""
+    for place, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag == "--ranks":
+            value = value if equals else (argv[place + 1] if place + 1 < len(argv) else "")
+            if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
+                raise RecipeError(f"--ranks must be a whole number of at least 1, got {quoted(value)}.")
+            return argv[:place] + argv[place + (1 if equals else 2) :], int(value)
+    return argv, 1

@@ -1,0 +1,26 @@
+"""`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, and how sure that is."""
+
+import json
+from collections.abc import Sequence
+
+from hvdtrain.core import flags
+from hvdtrain.tools.predict import report
+from hvdtrain.tools.predict.task import Options, task_of
+
+PROG = "python -m hvdtrain predict"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the forecast. Raises RecipeError, OutputError, EngineUnavailable."""
+    options: Options = flags.parse(Options, PROG, argv)
+    task = task_of(options)
+    forecast = task.model.forecast(task.ranks)
+    if options.json:
+        print(json.dumps(report.to_json(task, forecast)))
+    else:
+        print("\n".join([*report.table(task, forecast), "", *report.remarks(task, forecast)]))
+    if options.picture:
+        from hvdtrain.tools.bench.measure import plot
+
+        plot(lambda axes: report.draw(axes, task), options.picture)
+    return 0

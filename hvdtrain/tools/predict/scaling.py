@@ -1,0 +1,312 @@
+"""What a training costs on N ranks: the model of a step, and what measured points say and leave open of it."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Numbers = NDArray[np.float64]
+
+BACKWARD = 2 / 3
+"""Backward's part of a step's arithmetic: a gradient for the weights and one for the input, where forward has one."""
+NOISE = 0.02
+"""By what part a run that was measured once may be off: so much the published series of test_predict.py jump."""
+SLOWEST_LINK = 0.8
+"""What a ring may get of a link's nominal rate, at the least."""
+CAUSES = ("fixed", "joining", "network", "stragglers")
+"""What may take time beside compute."""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a step on N ranks, each with the same batch.
+
+    t(N) = compute max(1, N / cores) + max(tail, allreduce(N) - hidden compute) + drag N + straggle log2 N
+    """
+
+    compute: float
+    """Seconds of one rank's forward, backward and update."""
+    gradient_bytes: float
+    byte_seconds: float
+    """beta: seconds a byte from one node to the next."""
+    message_seconds: float = 0.0
+    """alpha: seconds a message from one node to the next."""
+    hidden: float = 0.0
+    """The part of `compute` while which an allreduce costs nothing."""
+    drag: float = 0.0
+    """Seconds that every rank more adds to the step: what a run does once, whatever N, over ever fewer steps."""
+    node: int = 1
+    """Ranks a node, which add up their gradients first."""
+    cores: float = math.inf
+    """Cores that all ranks share."""
+    node_byte_seconds: float = 0.0
+    """Seconds a byte from one rank to the next of its node."""
+    fusion_bytes: float = math.inf
+    """Gradients are communicated in buffers of this size, each with messages of its own; nothing hides the last of
+    several, which is complete only when backward ends."""
+    straggle: float = 0.0
+    """Seconds that twice as many ranks wait longer for their slowest."""
+
+    @property
+    def buffers(self) -> int:
+        return max(1, math.ceil(self.gradient_bytes / self.fusion_bytes))
+
+    def allreduce(self, ranks: ArrayLike) -> Numbers:
+        """Seconds of the ring's 2 (M - 1) messages among M nodes for each buffer, each message of 1 / M of it, and of
+        the ring among the ranks of a node."""
+        ranks = np.asarray(ranks, np.float64)
+        nodes = np.maximum(1.0, ranks / self.node)
+        inside = np.minimum(ranks, self.node)
+        between = (nodes - 1) * (self.buffers * self.message_seconds + self.gradient_bytes * self.byte_seconds / nodes)
+        return 2 * (between + (inside - 1) / inside * self.gradient_bytes * self.node_byte_seconds)
+
+    def waited(self, ranks: ArrayLike) -> Numbers:
+        """Seconds of the allreduce that compute does not hide."""
+        whole = self.allreduce(ranks)
+        tail = whole * min(1.0, self.fusion_bytes / self.gradient_bytes) if self.buffers > 1 else 0.0
+        return np.maximum(tail, whole - self.hidden * self.compute)
+
+    def step(self, ranks: ArrayLike) -> Numbers:
+        """Seconds of a step."""
+        ranks = np.asarray(ranks, np.float64)
+        beside = self.drag * ranks + self.straggle * np.log2(ranks)
+        return self.compute * np.maximum(1, ranks / self.cores) + self.waited(ranks) + beside
+
+    def efficiency(self, ranks: ArrayLike) -> Numbers:
+        """A rank's speed among N ranks, as a part of that of a rank alone."""
+        return self.step(1) / self.step(ranks)
+
+
+class Point(NamedTuple):
+    """A measured run: so many ranks did the work in so many seconds."""
+
+    ranks: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of the same work on `ranks`, with the lowest and highest that the model allows.
+
+    `parts` are the middle's seconds by cause, `compute` among them.
+    """
+
+    ranks: Numbers
+    seconds: Numbers
+    low: Numbers
+    high: Numbers
+    parts: "Parts"
+
+    def shares(self, index: int) -> dict[str, float]:
+        """By cause, the part of that forecast's time."""
+        return {name: float(part[index] / self.seconds[index]) for name, part in self.parts.items()}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is known of the allreduce: the step's model, all but its compute, and the steps of one rank alone."""
+
+    model: StepModel
+    steps: float
+
+
+Column = Callable[[Numbers], Numbers]
+Parts = dict[str, Numbers]
+
+
+@dataclass(frozen=True)
+class Points:
+    """All models that pass through measured points.
+
+    The ranks' time together, N T(N), is a sum of causes, none of them negative: compute (the same whatever N); a fixed
+    part of the run (grows as N); joining (what any allreduce costs from two ranks on: buffers copied in and out, the
+    last of them in sight); stragglers (the slowest of N with exponential delays comes later by the same with every
+    doubling, as the harmonic numbers grow: log2 N); the ring among M nodes, 2 (M - 1) / M; and the same ring with
+    backward hiding it in part. Two points leave open which of them took what was lost between the points. So the
+    forecast is the geometric middle of the lowest and the highest of these models: the one that errs by the least
+    factor, whichever is true.
+
+    With a link the ring is known, but for what backward hides of it; then the middle is of the models in which nothing
+    but joining takes what the ring leaves over, if such there are.
+    """
+
+    points: tuple[Point, ...]
+    node: int
+    cores: float = math.inf
+    fixed_seconds: float | None = None
+    link: Link | None = None
+    overlap: float | None = None
+    noise: float = NOISE
+
+    def forecast(self, ranks: Sequence[int]) -> Forecast:
+        where = np.asarray(ranks, np.float64)
+        likely, possible = self._fits
+        low, high = _widest([fit.reach(where, fit.misfit * (1 + 1e-6) + 1e-9) for fit in likely])
+        lowest, highest = _widest([fit.reach(where, max(fit.misfit, self.misfit + self.noise)) for fit in possible])
+        few, many = _sum(low), _sum(high)
+        seconds = np.sqrt(few * many)
+        parts = {name: (low[name] + high[name]) * seconds / (few + many) for name in low}
+        return Forecast(where, seconds, _sum(lowest), _sum(highest), parts)
+
+    @property
+    def misfit(self) -> float:
+        """By what part the model has to miss at least one point."""
+        return min(fit.misfit for fit in self._fits[1])
+
+    @functools.cached_property
+    def _fits(self) -> "tuple[list[_Fit], list[_Fit]]":
+        """Those whose middle is the forecast, and those that span the band."""
+        if self.link is None:
+            fits = [self._fit(None, CAUSES)]
+            return fits, fits
+        overlaps = [self.overlap] if self.overlap is not None else np.linspace(0, BACKWARD, 33).tolist()
+        possible, plain = ([self._fit(overlap, causes) for overlap in overlaps] for causes in (CAUSES, ("joining",)))
+        least, least_plain = (min(fit.misfit for fit in fits) for fits in (possible, plain))
+        near = [fit for fit in possible if fit.misfit <= least + self.noise]
+        likely = [fit for fit in plain if fit.misfit <= least_plain + 1e-4]
+        ends = [near[0], near[-1]]
+        return ([likely[0], likely[-1]] if least_plain <= least + self.noise else ends), [*ends, *likely]
+
+    def _fit(self, overlap: float | None, causes: Sequence[str]) -> "_Fit":
+        ranks, seconds = (np.asarray(column, np.float64) for column in zip(*self.points, strict=True))
+        cost = ranks * seconds
+        columns: dict[str, Column] = {"compute": lambda n: np.maximum(1, n / self.cores)}
+        known: dict[str, Column] = {}
+        if "stragglers" in causes:
+            columns["stragglers"] = np.log2
+        if "joining" in causes and ranks[0] == 1:  # else it looks like compute
+            columns["joining"] = lambda n: np.where(n > 1, 1.0, 0.0)
+        if self.fixed_seconds is not None:
+            fixed = self.fixed_seconds
+            known["fixed"] = lambda n: fixed * n
+        elif "fixed" in causes:
+            columns["fixed"] = lambda n: n
+        if self.link:
+            once = cost[0] - (self.fixed_seconds or 0.0) * ranks[0]
+            model = replace(self.link.model, compute=once / self.link.steps, hidden=overlap or 0.0)
+            steps = self.link.steps
+            known["network"] = lambda n: steps * model.waited(n)
+        elif ranks[-1] > self.node:
+            bare = StepModel(cost[0], 1.0, 1.0, node=self.node)
+            columns["network"] = bare.allreduce
+            lost = max(0.0, cost[-1] - cost[0]) / cost[0]
+            # No more than is waited for: that the points should see just the tip of it would be a coincidence.
+            hidden = min(BACKWARD, lost)
+            if hidden:
+                reach = float(bare.allreduce(ranks[-1]))
+                columns["hidden network"] = replace(
+                    bare, byte_seconds=(lost + hidden) * cost[0] / reach, hidden=hidden
+                ).waited
+        return _Fit(ranks, cost, columns, known)
+
+
+@dataclass(frozen=True)
+class Physics:
+    """A forecast without a measured run of several ranks: what a step computes, and how its gradient travels."""
+
+    model: StepModel
+    steps: float
+    """Steps of one rank alone."""
+    fixed_seconds: float = 0.0
+    overlap: float | None = None
+
+    def forecast(self, ranks: Sequence[int]) -> Forecast:
+        """The geometric middle between no overlap and all that backward can hide, where it is not known."""
+        where = np.asarray(ranks, np.float64)
+        least, most = (0.0, BACKWARD) if self.overlap is None else (self.overlap, self.overlap)
+        slow = replace(self.model, byte_seconds=self.model.byte_seconds / SLOWEST_LINK)
+        many, few = (self._seconds(replace(self.model, hidden=part), where) for part in (least, most))
+        seconds = np.sqrt(few * many)
+        compute = self.steps / where * self.model.compute * np.maximum(1, where / self.model.cores)
+        fixed = np.full_like(where, self.fixed_seconds)
+        parts = {"compute": compute, "fixed": fixed, "network": seconds - compute - fixed}
+        high = self._seconds(replace(slow, hidden=least), where)
+        return Forecast(where, seconds, few * (1 - NOISE), high * (1 + NOISE), parts)
+
+    def _seconds(self, model: StepModel, ranks: Numbers) -> Numbers:
+        return self.steps / ranks * model.step(ranks) + self.fixed_seconds
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The columns' weights, none negative, with which their sum is at the points what was measured there."""
+
+    ranks: Numbers
+    cost: Numbers
+    columns: Mapping[str, Column]
+    known: Mapping[str, Column]
+
+    @functools.cached_property
+    def misfit(self) -> float:
+        """The least part by which some point is missed."""
+        from scipy.optimize import linprog
+
+        matrix, wanted = self._system()
+        free = np.append(np.zeros(matrix.shape[1]), 1.0)
+        slack = -np.ones((2 * len(wanted), 1))
+        rows = np.hstack([np.vstack([matrix, -matrix]), slack])
+        found = linprog(free, rows, np.concatenate([wanted, -wanted]))
+        return float(found.fun) if found.success else float("inf")
+
+    def reach(self, ranks: Numbers, tolerance: float) -> tuple[Parts, Parts]:
+        """The least and the most seconds at `ranks` within that tolerance of every point, by cause."""
+        low, high = (
+            [self._extreme(n, max(tolerance, self.misfit + 1e-9), sign) for n in ranks.tolist()] for sign in (1, -1)
+        )
+        return _columns(low), _columns(high)
+
+    def _extreme(self, n: float, tolerance: float, sign: int) -> dict[str, float]:
+        from scipy.optimize import linprog
+
+        matrix, wanted = self._system()
+        objective = sign * self._scaled(np.array([n]))[0]
+        rows, limits = np.vstack([matrix, -matrix]), np.concatenate([wanted + tolerance, tolerance - wanted])
+        weights = linprog(objective, rows, limits).x
+        parts = dict.fromkeys(("compute", *CAUSES), 0.0)
+        for name, part in zip(self.columns, sign * objective * weights * self.cost[-1] / n, strict=True):
+            parts[name.removeprefix("hidden ")] += float(part)
+        for name, column in self.known.items():
+            parts[name] += float(column(np.array([n]))[0] / n)
+        return parts
+
+    def _system(self) -> tuple[Numbers, Numbers]:
+        """The columns at the points, and what they have to sum up to, both as parts of what was measured there."""
+        known = sum((column(self.ranks) for column in self.known.values()), np.zeros_like(self.cost))
+        return self._scaled(self.ranks) * self.cost[-1] / self.cost[:, None], 1 - known / self.cost
+
+    def _scaled(self, ranks: Numbers) -> Numbers:
+        """Each column at `ranks` [ranks, columns], 1 at the last point."""
+        return np.stack([column(ranks) / column(self.ranks[-1:]) for column in self.columns.values()], axis=1)
+
+
+def _columns(rows: Sequence[dict[str, float]]) -> Parts:
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+
+
+def _sum(parts: Parts) -> Numbers:
+    return np.sum(list(parts.values()), axis=0)
+
+
+def _widest(ends: Sequence[tuple[Parts, Parts]]) -> tuple[Parts, Parts]:
+    """Of several reaches the lowest and the highest, at each number of ranks."""
+    lows, highs = zip(*ends, strict=True)
+    fewest = np.argmin([_sum(low) for low in lows], axis=0)
+    most = np.argmax([_sum(high) for high in highs], axis=0)
+    picked = [(lows, fewest), (highs, most)]
+    low, high = (
+        {name: np.choose(index, [parts[name] for parts in every]) for name in every[0]} for every, index in picked
+    )
+    return low, high
+
+
+def gain_of_halving(seconds: ArrayLike) -> Numbers:
+    """By what part a training gets faster when one part of its step takes half the time (Amdahl 1967).
+
+    `seconds` [parts] are those of a step; so is what comes back: 0.25 is 25 % more images a second.
+    """
+    parts = np.asarray(seconds, np.float64)
+    return 1 / (1 - parts / parts.sum() / 2) - 1

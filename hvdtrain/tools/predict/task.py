@@ -1,0 +1,277 @@
+"""What `python -m hvdtrain predict` is asked: its flags and files, and the model of a step that they make."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import pydantic
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+
+from hvdtrain.errors import RecipeError
+from hvdtrain.tools.predict.scaling import NOISE, Link, Physics, Point, Points, StepModel
+from hvdtrain.untrusted import quoted, read_bytes
+
+MOST_RANKS = 16_384
+MOST_POINTS = 32  # each of them, and each number of ranks asked for, takes a fit
+LEAST, MOST = 1e-9, 1e12  # of seconds, megabytes, ...: far beyond any, and their products are numbers still
+MOST_BYTES = 2**20  # of a file of points
+WORST_MISFIT = 0.25
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """Predicts time, throughput and efficiency on N ranks.
+
+    From measured runs: --point 4:5355.9 --point 16:1488.2 (ranks:seconds for the same work, each rank with the same
+    batch), or --from the JSON of `bench scaling`. Or from --step-seconds, --gradient-mb and --link-gbit.
+    """
+
+    point: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(help="ranks:seconds of a run; twice or more")
+    ] = ()
+    from_file: Annotated[
+        Path | None, tyro.conf.arg(name="from", help="scaling.json, of bench scaling --output", metavar="FILE")
+    ] = None
+    ranks: Annotated[str | None, tyro.conf.arg(help="as 32,64,128; left out: powers of two", metavar="N,N")] = None
+    ranks_per_node: Annotated[
+        int | None, tyro.conf.arg(help="left out: the fewest ranks of a point, else 1", metavar="N")
+    ] = None
+    cores: Annotated[int | None, tyro.conf.arg(help="that all ranks share; left out: enough", metavar="N")] = None
+    fixed_seconds: Annotated[
+        float | None, tyro.conf.arg(help="of a run, the same whatever the ranks; left out: not known", metavar="S")
+    ] = None
+    examples: Annotated[int | None, tyro.conf.arg(help="that a run reads, all epochs together", metavar="N")] = None
+    batch: Annotated[int | None, tyro.conf.arg(help="examples a rank and step", metavar="N")] = None
+    step_seconds: Annotated[float | None, tyro.conf.arg(help="of one rank alone", metavar="S")] = None
+    gradient_mb: Annotated[float | None, tyro.conf.arg(help="4 bytes a parameter; 1e6 bytes", metavar="MB")] = None
+    link_gbit: Annotated[float | None, tyro.conf.arg(help="of a node, each way; 1e9 bits/s", metavar="GBIT")] = None
+    latency_us: Annotated[float, tyro.conf.arg(help="of a message between nodes", metavar="US")] = 0.0
+    node_gbit: Annotated[float | None, tyro.conf.arg(help="of a rank inside its node; left out: free")] = None
+    overlap: Annotated[
+        float | None, tyro.conf.arg(help="part of a step behind which the allreduce hides; left out: 0 to 2/3")
+    ] = None
+    fusion_mb: Annotated[
+        float | None, tyro.conf.arg(help="buffers of this size, the last never hidden; left out: one, hidden")
+    ] = None
+    json: Annotated[bool, tyro.conf.arg(help="print JSON alone")] = False
+    picture: Annotated[Path | None, tyro.conf.arg(help="draw efficiency over ranks", metavar="FILE.png")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is asked: the model, the ranks, and the units of the answer."""
+
+    model: Points | Physics
+    ranks: tuple[int, ...]
+    against: Point
+    """What efficiency is against: the point of fewest ranks, or one rank."""
+    per_second: float
+    """Throughput of a run of one second."""
+    unit: str
+    steps: float | None
+    """Of one rank alone, where known."""
+    whole_run: bool
+    """Whether seconds are those of a run; else of a step's work of one rank."""
+
+
+Seconds = Annotated[float, Field(ge=LEAST, le=MOST)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
+
+class Scaling(BaseModel):
+    """What is read of `bench scaling`'s JSON: seconds of a step by the number of ranks, one figure a round."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    batch: Annotated[int, Field(ge=1, le=10**9)]
+    cores: Annotated[int, Field(ge=1, le=10**6)] | None
+    ranks_per_node: Ranks
+    weak: Annotated[
+        dict[Annotated[Ranks, Field(strict=False)], Annotated[list[Seconds], Field(min_length=1)]],
+        Field(max_length=MOST_POINTS),
+    ]
+
+
+def task_of(options: Options) -> Task:
+    """The options' meaning. Raises RecipeError for what breaks a rule."""
+    _refuse_bad_numbers(options)
+    measured = bool(options.point or options.from_file)
+    if measured and options.step_seconds is not None:
+        raise RecipeError("--step-seconds and measured points are two ways to ask; give one of them.")
+    if options.point and options.from_file:
+        raise RecipeError("--from has points of its own; give --point or --from.")
+    if options.from_file:
+        return _from_file(options, options.from_file)
+    if measured:
+        points = parse_points(options.point)
+        _refuse_rising(points, options)
+        return _from_points(options, points, NOISE, options.fixed_seconds)
+    return _from_physics(options)
+
+
+def parse_points(words: Sequence[str]) -> tuple[Point, ...]:
+    """`ranks:seconds` each -> points by ranks. Raises RecipeError."""
+    points = []
+    if len(words) > MOST_POINTS:
+        raise RecipeError(f"--point must be given at most {MOST_POINTS} times, got {len(words)}.")
+    for word in words:
+        ranks, _, seconds = word.partition(":")
+        try:
+            points.append(Point(int(ranks), float(seconds)))
+        except ValueError:
+            raise RecipeError(f"--point must read like 4:5355.9 (ranks:seconds), got {quoted(word)}.") from None
+        if not (1 <= points[-1].ranks <= MOST_RANKS and 0 < points[-1].seconds < math.inf):
+            raise RecipeError(f"--point must have 1 to {MOST_RANKS} ranks and more than 0 seconds, got {quoted(word)}.")
+        if not LEAST <= points[-1].seconds <= MOST:
+            raise RecipeError(f"--point must have {LEAST:g} to {MOST:g} seconds, got {quoted(word)}.")
+    points.sort()
+    for few, many in itertools.pairwise(points):
+        if few.ranks == many.ranks:
+            raise RecipeError(
+                f"--point gives {few.ranks} ranks twice; give each number once, with the median of its runs."
+            )
+    if len(points) == 1:
+        raise RecipeError(
+            "--point must be given at least twice, got 1; or give --step-seconds, --gradient-mb and --link-gbit."
+        )
+    return tuple(points)
+
+
+def _refuse_bad_numbers(options: Options) -> None:
+    positive = ("ranks_per_node", "cores", "examples", "batch", "step_seconds", "gradient_mb", "link_gbit")
+    for name in (*positive, "node_gbit", "fusion_mb"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise RecipeError(f"{_flag(name)} must be more than 0, got {value:g}.")
+        if value is not None and not LEAST <= value <= MOST:
+            raise RecipeError(f"{_flag(name)} must lie in [{LEAST:g}, {MOST:g}], got {value:g}.")
+    for name in ("fixed_seconds", "latency_us"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise RecipeError(f"{_flag(name)} must be at least 0, got {value:g}.")
+        if value is not None and value > MOST:
+            raise RecipeError(f"{_flag(name)} must be at most {MOST:g}, got {value:g}.")
+    if options.overlap is not None and not 0 <= options.overlap <= 1:
+        raise RecipeError(f"--overlap must lie in [0, 1], got {options.overlap:g}.")
+
+
+def _refuse_rising(points: Sequence[Point], options: Options) -> None:
+    for few, many in itertools.pairwise(points):
+        enough_cores = options.cores is None or many.ranks <= options.cores
+        if many.seconds >= few.seconds and enough_cores and options.link_gbit is None:
+            raise RecipeError(
+                f"--point: {many.ranks} ranks take {many.seconds:g} s, no less than {few.ranks} with {few.seconds:g} "
+                "s; give the seconds for the same work, or say --link-gbit where the network is that slow."
+            )
+
+
+def _ranks(options: Options, fewest: int) -> tuple[int, ...]:
+    """Those asked for, or powers of two above the points."""
+    if options.ranks is None:
+        first = 2 ** max(0, math.ceil(math.log2(fewest)))
+        return tuple(n for n in (first * 2**k for k in range(1, 8)) if n <= MOST_RANKS) or (MOST_RANKS,)
+    try:
+        ranks = tuple(sorted({int(word) for word in options.ranks.split(",")}))
+    except ValueError:
+        raise RecipeError(f"--ranks must read like 32,64,128, got {quoted(options.ranks)}.") from None
+    bad = next((n for n in ranks if not 1 <= n <= MOST_RANKS), None)
+    if bad is not None:
+        raise RecipeError(f"--ranks must lie in [1, {MOST_RANKS}], got {quoted(bad)}.")
+    if len(ranks) > MOST_POINTS:
+        raise RecipeError(f"--ranks must be at most {MOST_POINTS} numbers, got {len(ranks)}.")
+    return ranks
+
+
+def _from_points(options: Options, points: tuple[Point, ...], noise: float, fixed: float | None) -> Task:
+    cores = options.cores or math.inf
+    if fixed is not None and fixed >= points[-1].seconds:
+        raise RecipeError(
+            f"--fixed-seconds must be less than the {points[-1].seconds:g} s of a whole run, got {fixed:g}."
+        )
+    steps = options.examples / options.batch if options.examples and options.batch else None
+    node = options.ranks_per_node or points[0].ranks
+    link = None
+    if options.link_gbit is not None:
+        if steps is None or options.gradient_mb is None:
+            raise RecipeError(
+                "--link-gbit beside points needs --gradient-mb, --batch and --examples, to know how often the "
+                "gradients are communicated."
+            )
+        link = Link(_step_model(options, points[0].seconds, node), steps)
+    elif options.overlap is not None:
+        raise RecipeError("--overlap beside points needs --link-gbit; without it the points alone speak.")
+    model = Points(points, node, cores, fixed, link, options.overlap, noise)
+    if model.misfit > WORST_MISFIT:
+        raise RecipeError(
+            f"--point: the model has to miss a point by {model.misfit:.0%}; give seconds of the same work, each rank "
+            "with the same batch."
+        )
+    per_second, unit = (options.examples, "examples/s") if options.examples else (3600.0, "runs/h")
+    return Task(model, _ranks(options, points[-1].ranks), points[0], per_second, unit, steps, whole_run=True)
+
+
+def _from_file(options: Options, path: Path) -> Task:
+    """The task of `bench scaling`'s JSON: steps without a run's fixed part."""
+    try:
+        found = Scaling.model_validate_json(read_bytes(path, MOST_BYTES))
+    except OSError as error:
+        raise RecipeError(f"--from must name the JSON of bench scaling, got {path}: {error.strerror}.") from None
+    except ValueError:  # of the JSON, or of a number in it
+        raise RecipeError(
+            f"--from must name the JSON of bench scaling with its weak part, got {path}; make one with: "
+            "python -m hvdtrain bench scaling --output DIR"
+        ) from None
+    middle = {n: statistics.median(times) for n, times in found.weak.items()}
+    spread = max(((max(times) - min(times)) / 2 / middle[n] for n, times in found.weak.items()), default=0.0)
+    if len(middle) < 2:
+        raise RecipeError(f"--from needs at least two numbers of ranks, {path} has {len(middle)}; bench more of them.")
+    points = tuple(Point(n, seconds / n) for n, seconds in sorted(middle.items()))
+    of_a_step = dataclasses.replace(
+        options,
+        batch=found.batch,
+        examples=found.batch,
+        cores=options.cores or found.cores,
+        ranks_per_node=options.ranks_per_node or found.ranks_per_node,
+    )
+    task = _from_points(of_a_step, points, max(NOISE, spread), 0.0)
+    return dataclasses.replace(task, whole_run=False)
+
+
+def _from_physics(options: Options) -> Task:
+    lacks = [_flag(name) for name in ("step_seconds", "gradient_mb", "link_gbit") if getattr(options, name) is None]
+    if lacks:
+        raise RecipeError(
+            f"nothing to predict from: give --point RANKS:SECONDS twice, or --from FILE, or add {', '.join(lacks)}."
+        )
+    assert options.step_seconds is not None
+    batch = options.batch or 1
+    steps = (options.examples or batch) / batch
+    model = _step_model(options, options.step_seconds, options.ranks_per_node or 1)
+    physics = Physics(model, steps, options.fixed_seconds or 0.0, options.overlap)
+    alone = Point(1, float(physics.forecast([1]).seconds[0]))
+    unit = "examples/s" if options.batch or options.examples else "rank-steps/s"
+    return Task(physics, _ranks(options, 1), alone, steps * batch, unit, steps, whole_run=options.examples is not None)
+
+
+def _step_model(options: Options, compute: float, node: int) -> StepModel:
+    assert options.gradient_mb is not None
+    assert options.link_gbit is not None
+    return StepModel(
+        compute,
+        1e6 * options.gradient_mb,
+        8e-9 / options.link_gbit,
+        message_seconds=1e-6 * options.latency_us,
+        node=node,
+        cores=options.cores or math.inf,
+        node_byte_seconds=8e-9 / options.node_gbit if options.node_gbit else 0.0,
+        fusion_bytes=1e6 * options.fusion_mb if options.fusion_mb else math.inf,
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

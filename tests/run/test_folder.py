@@ -1,0 +1,480 @@
+"""Run folders: their names, which one is taken up, and every refusal word for word."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import odd_json
+import pytest
+
+from hvdtrain.core import recipe
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run.checkpoint import ARRAYS, Checkpoint, commit
+from hvdtrain.run.folder import _is_finished, _metadata, model_identity, open_run
+
+ALONE = Topology.alone("here")
+IN_JOB = replace(ALONE, job_id="22")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def start(plan, topology=IN_JOB, framework="torch", output=None, resume="auto"):
+    folder, resumed = open_run(plan, topology, framework, output, resume)
+    return SimpleNamespace(folder=folder, checkpoint=resumed.checkpoint, notes=resumed.notes)
+
+
+def begin(plan, topology=IN_JOB, output=None, resume="auto"):
+    begun = start(plan, topology, "torch", output, resume)
+    begun.folder.lock.close()  # as when the process ended
+    return begun
+
+
+def save(begun, plan, step: int, framework: str = "torch", keep: int = 2) -> None:
+    """What the chief does at a checkpoint."""
+    meta = {"model": model_identity(plan), "framework": framework, "scaler": {}, **Progress(step).metadata()}
+    commit(begun.folder.checkpoints, Checkpoint({"x": np.arange(3)}, meta), keep)
+    begun.folder.write_status("finished" if step >= plan.total_steps else "running", step=step)
+
+
+def stopped_at(plan, step: int, topology=IN_JOB):
+    begun = begin(plan, topology)
+    save(begun, plan, step)
+    return begun
+
+
+def set_time(begun, seconds: int) -> None:
+    os.utime(begun.folder.path, (seconds, seconds))
+
+
+NAMES = {
+    "shipped": ("linear", "linear"),
+    "entry": ("cifar100:bs256-amp", "cifar100-bs256-amp"),
+    "file": ("my.yaml", "my"),
+    "file elsewhere, entry": ("/a b/my run.yml:x/y", "my-run-x-y"),
+    "accents": ("été.yaml", "été"),
+    "up and away": ("...yaml:../..", "--..-.."),
+    "hidden": (".yaml:a", "-yaml-a"),
+}
+
+
+@pytest.mark.parametrize(("name", "folder"), NAMES.values(), ids=NAMES)
+def test_folder_names(name, folder, make_plan):
+    plan = make_plan()
+    plan = replace(plan, recipe=plan.recipe.model_copy(update={"name": name}))
+    assert begin(plan).folder.path == Path("runs") / folder / "22"
+
+
+def test_without_a_job_the_folder_is_named_by_the_time(make_plan):
+    name = begin(make_plan(), ALONE).folder.path.name
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", name)
+
+
+def test_a_new_run_has_its_small_files(make_plan):
+    plan = make_plan("linear", epochs=3)
+    begun = begin(plan)
+    path = begun.folder.path
+    assert (begun.checkpoint, begun.notes) == (None, ())
+    assert recipe.load(str(path / "recipe.yaml")).epochs == 3
+    assert json.loads((path / "plan.json").read_text()) == {
+        "framework": "torch",
+        **json.loads(json.dumps(plan.to_json())),
+    }
+    status = json.loads((path / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("running", 0)
+    assert sorted(file.name for file in path.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "plan.json",
+        "recipe.yaml",
+        "status.json",
+    ]
+
+
+def test_status_says_what_happened(make_plan):
+    folder = begin(make_plan()).folder
+    folder.write_status("failed", error="RecipeError: é")
+    status = json.loads((folder.path / "status.json").read_text())
+    assert (status["state"], status["error"]) == ("failed", "RecipeError: é")
+    assert status["time"] > 1.7e9
+
+
+def test_the_same_command_goes_on(make_plan):
+    plan = make_plan()
+    first = stopped_at(plan, 40)
+    again = begin(plan, replace(ALONE, job_id="23"))
+    assert again.folder.path == first.folder.path
+    assert again.checkpoint.meta["step"] == 40
+    assert again.notes == ("resuming from step 40 of runs/linear/22 (--resume never starts anew without --output)",)
+    assert json.loads((again.folder.path / "status.json").read_text())["step"] == 40
+
+
+def test_a_failed_run_is_taken_up(make_plan):
+    plan = make_plan()
+    stopped_at(plan, 40).folder.write_status("failed", error="the loss is nan")
+    assert begin(plan).checkpoint.meta["step"] == 40
+
+
+def test_the_newest_of_several_is_taken_up(make_plan):
+    plan = make_plan()
+    begun = [begin(plan, replace(ALONE, job_id=str(job))) for job in (1, 2, 3)]
+    for age, (run, step) in enumerate(zip(begun, (10, 20, 30), strict=True)):
+        save(run, plan, step)
+        set_time(run, 2000 - 100 * age)
+    assert begin(plan).checkpoint.meta["step"] == 10
+    set_time(begun[1], 3000)
+    set_time(begun[0], 1000)
+    set_time(begun[2], 1000)
+    assert begin(plan).checkpoint.meta["step"] == 20
+
+
+def finished(plan, make_plan):
+    return stopped_at(plan, plan.total_steps)
+
+
+def of_another_recipe(plan, make_plan):
+    return stopped_at(make_plan("linear", base_lr=0.25), 40)
+
+
+def without_checkpoint(plan, make_plan):
+    return begin(plan)
+
+
+LEFT = {
+    "finished": finished,
+    "another LR": of_another_recipe,
+    "no checkpoint yet": without_checkpoint,
+}
+
+
+@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+def test_never_taken_up(left, make_plan):
+    plan = make_plan()
+    other = left(plan, make_plan)
+    before = (other.folder.path / "recipe.yaml").read_text()
+    begun = begin(plan)
+    # Even in the same job, as a sweep over the LR is.
+    assert begun.folder.path == Path("runs/linear/22-2")
+    assert begun.checkpoint is None
+    assert (other.folder.path / "recipe.yaml").read_text() == before
+
+
+LOST = {  # what a power cut left of one file
+    "empty": b"",
+    "missing": None,
+    "zeros": bytes(40),
+    "its beginning": b"# linear, resolved\ndefault:\n  mod",
+    "half of JSON": b'{"state": "runn',
+    "no state": b"{}",
+    "a list": b"[]",
+    "a number": b"3",
+    "no text": b"\xff\xfe",
+    "deep": b"[" * 50_000,
+    "of a state that is a list": b'{"state": [1]}',
+    "long": b'{"state": "' + b"x" * (2 << 20) + b'"}',
+}
+
+
+def lose(path: Path, content: bytes | None) -> None:
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("content", LOST.values(), ids=LOST)
+@pytest.mark.parametrize("name", ["status.json", "plan.json"])
+def test_a_lost_small_file_hides_no_checkpoints(name, content, make_plan):
+    plan = make_plan()
+    lose(stopped_at(plan, 40).folder.path / name, content)
+    assert begin(plan).checkpoint.meta["step"] == 40
+
+
+def test_fuzzed_statuses_are_read_or_made_up_for(make_plan):
+    plan = make_plan()
+    path = stopped_at(plan, 40).folder.path
+    meta = _metadata(path)
+    for text in odd_json.texts({"state": "finished", "time": 1.5, "step": 3, "error": "x"}):
+        (path / "status.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert _is_finished(path, meta, plan) in (True, False)
+    begin(plan)
+
+
+@pytest.mark.parametrize("content", LOST.values(), ids=LOST)
+def test_a_run_that_ended_stays_ended_without_its_status(content, make_plan):
+    plan = make_plan(epochs=1)
+    begun = begin(plan)
+    facts = {**Progress(plan.total_steps, epoch=1).metadata(), "scaler": {}, "framework": "torch"}
+    commit(begun.folder.checkpoints, Checkpoint({}, {"model": model_identity(plan), **facts}), keep=2)
+    lose(begun.folder.path / "status.json", content)
+    assert begin(plan).folder.path == Path("runs/linear/22-2")
+
+
+@pytest.mark.parametrize("content", [content for name, content in LOST.items() if name != "a list"])
+def test_a_run_without_its_recipe_is_not_passed_over_in_silence(content, make_plan):
+    plan = make_plan()
+    lose(stopped_at(plan, 40).folder.path / "recipe.yaml", content)
+    begun = begin(plan)
+    assert begun.folder.path == Path("runs/linear/22-2")
+    assert begun.notes == (
+        "runs/linear/22 is passed over: it holds checkpoints, but its recipe.yaml is damaged, so they may be of "
+        "another recipe; if they are of this one, resume from them with --output runs/linear/22",
+    )
+    assert begin(plan, output=Path("runs/linear/22")).checkpoint.meta["step"] == 40
+
+
+def test_a_run_without_metadata_is_not_passed_over_in_silence(make_plan):
+    plan = make_plan()
+    stopped_at(plan, 40)
+    Path("runs/linear/22/checkpoints/step-00000040/meta.json").write_bytes(b"")
+    assert begin(plan).notes == (
+        "runs/linear/22 is passed over: it holds checkpoints, but none of them can be read, so they may be of "
+        "another recipe; if they are of this one, resume from them with --output runs/linear/22",
+    )
+
+
+def test_a_damaged_checkpoint_makes_no_new_one_go(make_plan):
+    """The later step of the damaged one once put it above all that were committed after the resume."""
+    plan = make_plan(keep_checkpoints=1)
+    save(stopped_at(plan, 40), plan, 80, keep=2)
+    checkpoints = Path("runs/linear/22/checkpoints")
+    (checkpoints / "step-00000080" / ARRAYS).write_bytes(b"")
+    begun = begin(plan)
+    for step in (50, 60):
+        save(begun, plan, step, keep=1)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["damaged-step-00000080", f"step-{step:08d}"]
+    assert begin(plan).checkpoint.meta["step"] == 60
+
+
+def test_what_a_killed_run_left_is_swept(make_plan):
+    plan = make_plan()
+    path = stopped_at(plan, 40).folder.path
+    for left in ("checkpoints/.step-00000050.12-0123456789abcdef.tmp", "checkpoints/.step-00000010.old"):
+        (path / left).mkdir()
+        (path / left / ARRAYS).write_bytes(b"half")
+    (path / ".status.json.12-0123456789abcdef.tmp").write_text("half")
+    (path / ".mine.tmp").write_text("kept")
+    begin(plan)
+    assert [file.name for file in (path / "checkpoints").iterdir()] == ["step-00000040"]
+    assert [file.name for file in path.glob(".*.tmp")] == [".mine.tmp"]
+
+
+def test_a_refused_folder_is_left_as_it_was(make_plan):
+    """Another run's, which a wrong --output names."""
+    plan = make_plan()
+    begun = begin(plan, output=Path("mine"))
+    for step in (40, 80):
+        save(begun, plan, step, framework="tensorflow")
+    (Path("mine/checkpoints/step-00000080") / ARRAYS).write_bytes(b"")
+    refusal(CheckpointError, plan, output=Path("mine"))
+    assert sorted(path.name for path in Path("mine/checkpoints").iterdir()) == ["step-00000040", "step-00000080"]
+
+
+def test_a_checkpoint_that_is_not_a_runs_is_refused(make_plan):
+    plan = make_plan()
+    meta = {"step": 3, "model": model_identity(plan), "framework": "torch"}
+    commit(Path("mine/checkpoints"), Checkpoint({}, meta), keep=2)
+    assert refusal(CheckpointError, plan, output=Path("mine")) == (
+        "the checkpoint of step 3 cannot be resumed from: epoch in meta.json: Field required; "
+        "remove it, or give another --output."
+    )
+
+
+def test_a_run_that_another_process_writes_is_not_taken_up(make_plan):
+    plan = make_plan()
+    held = start(plan, IN_JOB, "torch", None, "auto")
+    save(held, plan, 40)
+    assert begin(plan).folder.path == Path("runs/linear/22-2")
+    held.folder.lock.close()
+    assert begin(plan).checkpoint.meta["step"] == 40
+
+
+def test_resume_never_starts_anew(make_plan):
+    plan = make_plan()
+    stopped_at(plan, 40)
+    begun = begin(plan, resume="never")
+    assert (begun.folder.path, begun.checkpoint) == (Path("runs/linear/22-2"), None)
+
+
+@pytest.mark.parametrize("output", ["mine", "a/b/../mine", "{here}/mine"])
+def test_a_given_folder_is_taken_up(output, make_plan):
+    plan = make_plan()
+    Path("a/b").mkdir(parents=True)
+    output = Path(output.format(here=Path.cwd()))
+    save(begin(plan, output=output), plan, 40)
+    assert begin(plan, output=output).checkpoint.meta["step"] == 40
+    assert not Path("runs").exists()
+
+
+def test_a_damaged_checkpoint_is_told(make_plan):
+    plan = make_plan()
+    save(stopped_at(plan, 40), plan, 80)
+    damaged = Path("runs/linear/22/checkpoints/step-00000080")
+    (damaged / ARRAYS).write_bytes(b"")
+    begun = begin(plan)
+    assert begun.checkpoint.meta["step"] == 40
+    assert begun.notes == (
+        f"checkpoint {damaged} is damaged: its checksum differs. It is kept as damaged-step-00000080 and not used.",
+        "resuming from step 40 of runs/linear/22 (--resume never starts anew without --output)",
+    )
+
+
+def test_nothing_whole_is_told(make_plan):
+    plan = make_plan()
+    stopped_at(plan, 40)
+    damaged = Path("runs/linear/22/checkpoints/step-00000040")
+    (damaged / ARRAYS).write_bytes(b"")
+    begun = begin(plan)
+    assert begun.checkpoint is None
+    assert begun.notes == (
+        f"checkpoint {damaged} is damaged: its checksum differs. It is kept as damaged-step-00000040 and not used.",
+        "no checkpoint of runs/linear/22 is whole: the run starts anew.",
+    )
+
+
+def refusal(kind, plan, **options) -> str:
+    with pytest.raises(kind) as caught:
+        begin(plan, **options)
+    return str(caught.value)
+
+
+def test_resume_never_into_a_folder_with_checkpoints_is_refused(make_plan):
+    plan, output = make_plan(), Path("mine")
+    save(begin(plan, output=output), plan, 40)
+    assert refusal(OutputError, plan, output=output, resume="never") == (
+        "mine holds checkpoints and --resume is never; give another --output, or drop --resume never."
+    )
+
+
+def test_checkpoints_of_another_model_are_refused(make_plan):
+    output = Path("mine")
+    plan = make_plan()
+    save(begin(plan, output=output), plan, 40)
+    before = Path("mine/recipe.yaml").read_text()
+    assert refusal(CheckpointError, make_plan("synthetic:tiny"), output=output) == (
+        "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains resnet50, "
+        "cifar stem, 23,528,522 parameters, momentum kept; give another --output."
+    )
+    assert refusal(CheckpointError, make_plan("linear", momentum=0.9), output=output) == (
+        "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains linear, "
+        "2 parameters, momentum kept; give another --output."
+    )
+    assert Path("mine/recipe.yaml").read_text() == before
+
+
+def test_a_checkpoint_of_another_framework_is_refused(make_plan):
+    plan, output = make_plan(), Path("mine")
+    save(begin(plan, output=output), plan, 40, framework="tensorflow")
+    assert refusal(CheckpointError, plan, output=output) == (
+        "mine holds checkpoints of tensorflow, this run trains with torch; convert them: "
+        "python -m hvdtrain convert mine --to torch"
+    )
+
+
+def test_another_frameworks_unfinished_run_is_not_taken_up(make_plan):
+    plan = make_plan()
+    theirs = start(plan, IN_JOB, "tensorflow", None, "auto")
+    save(theirs, plan, 40, framework="tensorflow")
+    theirs.folder.lock.close()
+    assert begin(plan).folder.path != theirs.folder.path
+
+
+def test_a_job_that_was_queued_again_goes_on_with_its_own_run(make_plan):
+    plan = make_plan()
+    mine, others = (dataclasses.replace(IN_JOB, job_id=job) for job in ("31", "32"))
+    paths = []
+    for topology in (mine, others):
+        begun = start(plan, topology, "torch", None, "never")
+        save(begun, plan, 40)
+        begun.folder.lock.close()
+        paths.append(begun.folder.path)
+    assert start(plan, mine, "torch", None, "auto").folder.path == paths[0]
+
+
+def test_a_folder_in_use_is_refused(make_plan):
+    plan, output = make_plan(), Path("mine")
+    held = start(plan, ALONE, "torch", output, "auto")
+    assert refusal(OutputError, plan, output=output) == (
+        "mine is being written by another run; wait for it, or give another --output."
+    )
+    held.folder.lock.close()
+
+
+def test_a_lock_of_somebody_elses_making_is_refused(make_plan):
+    Path("mine").mkdir()
+    Path("precious").write_text("kept")
+    Path("mine/.lock").symlink_to(Path("precious").resolve())
+    assert refusal(OutputError, make_plan(), output=Path("mine")).startswith("cannot write to the run folder mine: ")
+    assert Path("precious").read_text() == "kept"
+    Path("mine/.lock").unlink()
+    os.mkfifo("mine/.lock")
+    assert refusal(OutputError, make_plan(), output=Path("mine")).startswith("cannot write to the run folder mine: ")
+
+
+def test_a_folder_below_a_file_is_refused(make_plan):
+    Path("file").write_text("")
+    assert refusal(OutputError, make_plan(), output=Path("file/sub")) == (
+        "cannot write to the run folder file/sub: Not a directory; give a writable --output."
+    )
+
+
+@pytest.mark.parametrize("where", ["runs", "runs/linear", "runs/linear/22"])
+def test_a_file_in_the_place_of_the_run_folder_is_refused(where, make_plan):
+    Path(where).parent.mkdir(parents=True, exist_ok=True)
+    Path(where).write_text("")
+    reason = "File exists" if where.endswith("22") else "Not a directory"
+    assert refusal(OutputError, make_plan()) == (
+        f"cannot write to the run folder runs/linear/22: {reason}; give a writable --output."
+    )
+
+
+@contextlib.contextmanager
+def no_root():
+    """Root may write anywhere: for a while, be nobody."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_write_protected_folder_is_refused(make_plan):
+    plan = make_plan()
+    Path.cwd().chmod(0o755)
+    Path("sealed").mkdir(mode=0o555)
+    with no_root():
+        message = refusal(OutputError, plan, output=Path("sealed/run"))
+    assert message == "cannot write to the run folder sealed/run: Permission denied; give a writable --output."
+
+
+def test_no_room_for_the_checkpoints_is_refused(make_plan, tiny_disk):
+    plan = make_plan("synthetic:tiny")  # two kept, the best and one being written: 4 x 179.5 MiB
+    assert refusal(OutputError, plan, output=tiny_disk / "run") == (
+        f"the run folder {tiny_disk}/run has no room for 718.0 MiB of checkpoints: No space left on device; "
+        "free space or give another --output."
+    )
+    assert not (tiny_disk / "run" / ".room").exists()
+
+
+def test_room_is_asked_for_and_given_back(make_plan, tiny_disk):
+    begun = begin(make_plan(), output=tiny_disk / "run")
+    assert begun.folder.path.is_dir()
+    assert not (tiny_disk / "run" / ".room").exists()
+
+
+def test_a_changed_recipe_is_told(make_plan):
+    output = Path("mine")
+    plan = make_plan()
+    save(begin(plan, output=output), plan, 40)
+    changed = begin(make_plan(base_lr=0.25, seed=3), output=output)
+    assert changed.notes[1:] == ("the recipe has changed since; now seed: 3, base_lr: 0.25",)

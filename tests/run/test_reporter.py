@@ -1,0 +1,202 @@
+"""What a run tells: exact means, the log word for word, metrics.jsonl over a resume, TensorBoard's tags."""
+
+import json
+import os
+import re
+import resource
+from pathlib import Path
+
+import numpy as np
+import odd_json
+import pytest
+from event_files import scalars
+from tensorboardX import SummaryWriter
+
+from hvdtrain.core.sharding import shard
+from hvdtrain.core.totals import Totals
+from hvdtrain.errors import OutputError
+from hvdtrain.run.reporter import Reporter
+
+PASSED = Totals(loss=30.0, correct=6.0, count=8.0)
+VALID = Totals(loss=5.0, correct=3.0, count=4.0)
+
+
+def writer(folder: Path, first_step: int) -> SummaryWriter:
+    return SummaryWriter(str(folder), purge_step=first_step + 1, write_to_disk=True)
+
+
+@pytest.fixture
+def reporter(tmp_path, make_plan):
+    """reporter("digits", first_step=0): closed at the end."""
+    opened = []
+
+    def make(name: str = "synthetic:tiny", first_step: int = 0) -> Reporter:
+        opened.append(Reporter(tmp_path, writer(tmp_path, first_step), make_plan(name), first_step, live=False))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_totals_add_up_and_divide_once():
+    total = Totals(1.0, 2.0, 4.0) + Totals(0.5, 1.0, 2.0)
+    assert total == Totals(1.5, 3.0, 6.0)
+    assert (total.mean_loss, total.accuracy) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 400])
+def test_means_over_ranks_are_those_of_the_whole_set(size):
+    losses = np.random.default_rng(0).integers(0, 100, 361) / 64  # sums of these are exact
+    right = losses < 0.5
+    parts = [shard(361, rank, size) for rank in range(size)]
+    ranks = [Totals(losses[part].sum(), right[part].sum(), len(part)) for part in parts]
+
+    def sum_over_ranks(_):
+        return np.sum([[rank.loss, rank.correct, rank.count] for rank in ranks], axis=0)
+
+    for rank in ranks:
+        total = rank.over_ranks(sum_over_ranks)
+        assert (total.mean_loss, total.accuracy, total.count) == (losses.mean(), right.mean(), 361)
+
+
+def test_what_is_handed_to_the_sum_is_one_array_of_doubles():
+    given = []
+    Totals(1.0, 2.0, 3.0).over_ranks(lambda array: given.append(array) or array * 2)
+    assert [(array.dtype, array.tolist()) for array in given] == [(np.float64, [1.0, 2.0, 3.0])]
+    assert Totals(1.0, 2.0, 3.0).over_ranks(lambda array: array * 2) == Totals(2.0, 4.0, 6.0)
+
+
+def test_the_log_of_a_classifier(reporter, capsys):
+    told = reporter()
+    told.begin_epoch()
+    told.steps(80, 2, 80, Totals(4.0, 3.0, 68.02), 0.1, 0.1)
+    told.epoch(80, 2, PASSED, VALID)
+    told.note("finished")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "INFO - Epoch: 2, Iteration: 80, Avg img/sec: 680.2"
+    assert re.fullmatch(r"INFO - Time taken for epoch 2 is \d+\.\d sec", lines[1])
+    assert lines[2:] == [
+        "INFO - train loss=3.75000, valid loss=1.25000",
+        "INFO - train acc1=0.7500, valid acc1=0.7500",
+        "INFO - finished",
+    ]
+
+
+def test_a_regression_has_no_accuracy(reporter, capsys, tmp_path):
+    told = reporter("linear")
+    told.epoch(10, 1, PASSED, VALID)
+    told.close()
+    assert "acc1" not in capsys.readouterr().out
+    assert set(records(tmp_path)[0]) == {"kind", "step", "epoch", "seconds", "train_loss", "valid_loss"}
+    assert set(scalars(tmp_path)) == {"loss/train", "loss/valid"}
+
+
+def test_metrics_jsonl(reporter, tmp_path):
+    told = reporter()
+    told.steps(20, 1, 20, PASSED, 0.125, 2.0)
+    told.epoch(40, 1, PASSED, VALID)
+    step, epoch = records(tmp_path)  # written at once, not when the run ends
+    assert step == {"kind": "step", "step": 20, "epoch": 1, "loss": 3.75, "lr": 0.125, "examples_per_second": 4.0}
+    assert epoch.pop("seconds") >= 0
+    assert epoch == {
+        "kind": "epoch",
+        "step": 40,
+        "epoch": 1,
+        "train_loss": 3.75,
+        "valid_loss": 1.25,
+        "train_acc1": 0.75,
+        "valid_acc1": 0.75,
+    }
+
+
+def test_a_diverged_validation_is_null_in_json(reporter, tmp_path):
+    reporter().epoch(40, 1, PASSED, Totals(float("nan"), 0.0, 4.0))
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert '"valid_loss": null' in line
+    assert "NaN" not in line
+
+
+RESUMED = {  # the file as a killed run left it, the step of its checkpoint: steps that stay
+    "no file": (None, 0, []),
+    "up to the checkpoint": ('{"step": 20}\n{"step": 40}\n{"step": 60}\n', 40, [20, 40]),
+    "half a last line": ('{"step": 20}\n{"kind": "step", "st', 40, [20]),
+    "a last line without its end": ('{"step": 20}\n{"step": 40}', 40, [20, 40]),
+    "half a line in the midst": ('{"step": 20}\n{"ste\n{"step": 30}\n', 40, [20, 30]),
+    "bytes of a power cut": ('{"step": 20}\n\0\0\xff', 40, [20]),
+    "torn in a number": ('{"step": 20}\n{"step": 4', 40, [20]),
+    "empty": ("", 40, []),
+    "lines that are no records": ('{"step": 20}\n\n3\n[]\n{}\n', 40, [20]),
+    "anew": ('{"step": 20}\n', 0, []),
+}
+
+
+@pytest.mark.parametrize(("text", "first_step", "stay"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_drops_what_it_makes_again(text, first_step, stay, reporter, tmp_path):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(text.encode("latin-1"))
+    told = reporter(first_step=first_step)
+    assert [record["step"] for record in records(tmp_path)] == stay
+    told.steps(first_step + 20, 1, 1, PASSED, 0.1, 1.0)
+    assert [record["step"] for record in records(tmp_path)] == [*stay, first_step + 20]
+
+
+def test_fuzzed_lines_are_kept_or_dropped(reporter, tmp_path):
+    """And none of them hides the lines beside it."""
+    good = {"kind": "step", "step": 20, "epoch": 1, "loss": 3.75, "lr": 0.1, "examples_per_second": 4.0}
+    with (tmp_path / "metrics.jsonl").open("w", errors="surrogatepass") as file:
+        for mark, text in enumerate(odd_json.texts(good)):
+            file.write(f'{text}\n{{"step": 1, "mark": {mark}}}\n')
+    reporter(first_step=20)
+    kept = records(tmp_path)
+    assert [record["mark"] for record in kept if "mark" in record] == list(range(odd_json.COUNT))
+    assert all(type(record["step"]) is int and 0 <= record["step"] <= 20 for record in kept)
+    assert odd_json.COUNT < len(kept) < 2 * odd_json.COUNT
+
+
+def test_a_line_without_end_is_not_read_whole(reporter, tmp_path):
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.write(b'{"step": 20}\n')
+        file.truncate(1 << 27)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reporter(first_step=20)
+    assert [record["step"] for record in records(tmp_path)] == [20]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
+def test_what_is_no_file_is_refused(make, reporter, tmp_path):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(OutputError, match=r"^cannot append to .*metrics.jsonl: .*; give another --output\.$"):
+        reporter()
+
+
+def test_tensorboard_tags_steps_and_values(reporter, tmp_path):
+    told = reporter()
+    told.steps(20, 1, 20, PASSED, 0.125, 2.0)
+    told.epoch(40, 1, PASSED, VALID)
+    told.close()
+    assert scalars(tmp_path) == {
+        "loss/step": [(20, 3.75)],
+        "learning_rate": [(20, 0.125)],
+        "loss/train": [(40, 3.75)],
+        "loss/valid": [(40, 1.25)],
+        "acc1/train": [(40, 0.75)],
+        "acc1/valid": [(40, 0.75)],
+    }
+
+
+def test_a_progress_bar_shows_the_notes_and_ends(tmp_path, make_plan, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    told = Reporter(tmp_path, writer(tmp_path, 5), make_plan(), 5, live=True)
+    told.steps(7, 1, 7, PASSED, 0.1, 2.0)
+    told.note("[not markup] 1/2")
+    told.close()
+    out = capsys.readouterr().out
+    assert "INFO - [not markup] 1/2" in out
+    assert " 7/1500 " in out
+    assert "epoch 1  loss 3.7500  lr 0.1  4.0 img/s" in out

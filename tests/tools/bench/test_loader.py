@@ -1,0 +1,102 @@
+"""`bench loader`: the figures it finds on a few made pictures, and the flags it refuses."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from images import write_tree
+from paths import REPOSITORY
+
+from hvdtrain.errors import RecipeError
+from hvdtrain.tools import pack
+from hvdtrain.tools.bench import loader
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """A folder, and the same packed."""
+    folder = tmp_path_factory.mktemp("sets")
+    pack.pack(pack.Options(write_tree(folder / "tree", 4, 1), folder / "packed"))
+    return folder / "tree", folder / "packed"
+
+
+@pytest.fixture
+def torchvision():
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is missing: pip install torchvision")
+
+
+@pytest.mark.slow
+def test_readers_are_measured_interleaved(sets, torchvision):
+    tree, packed = sets
+    flags = ["--data-dir", tree, "--packed", packed, "--workers", 1, "--pictures", 6, "--batch-size", 4]
+    command = [sys.executable, "-m", "hvdtrain", "bench", "loader", *flags, "--crop", 32, "--rounds", 2]
+    done = subprocess.run(map(str, command), cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["shards", "folder", "torchvision", "shards", "folder"]
+    facts = json.loads(last)
+    assert (facts["data"], facts["workers"], facts["crop"]) == (str(tree), 1, 32)
+    for key in ("images_per_core_second", "images_per_second"):
+        assert {name: len(values) for name, values in facts[key].items()} == {
+            "shards": 2,
+            "folder": 2,
+            "torchvision": 2,
+        }
+    ours, theirs = (facts["images_per_core_second"][name] for name in ("shards", "torchvision"))
+    assert facts["ratios"]["shards"] == [one / other for one, other in zip(ours, theirs, strict=True)]
+
+
+BUSY = """
+import subprocess, sys, time
+from hvdtrain.tools.bench.loader import processor_seconds
+
+command = "import time\\nwhile time.process_time() < .3: pass\\nprint('done', flush=True)\\ninput()"
+before, mine = processor_seconds(), time.process_time()
+child = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(processor_seconds() - before - (time.process_time() - mine))
+child.communicate(b"\\n")
+"""
+
+
+def test_the_time_of_a_living_child_is_counted():
+    done = subprocess.run([sys.executable, "-c", BUSY], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert 0.25 < float(done.stdout) < 1
+
+
+def test_generated_pictures_are_a_folder_of_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "GENERATED", 8)
+    loader.generated(tmp_path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.JPEG")) == sorted(
+        f"{'val' if k < 4 else 'train'}/class{k % 4}/{k}.JPEG" for k in range(8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workers", "-1"], "--workers must be at least 0, got -1."),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0."),
+        (["--pictures", "0"], "--pictures must be at least 1, got 0."),
+        (["--crop", "0"], "--crop must be at least 1, got 0."),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0."),
+        (
+            ["--data-dir", "{packed}"],
+            "--data-dir must be a folder of images for torchvision, {packed} is packed.",
+        ),
+        (
+            ["--data-dir", "{tree}", "--packed", "{tree}"],
+            "--packed must be the packed set of a --data-dir, got {tree}.",
+        ),
+        (["--packed", "{packed}"], "--packed must be the packed set of a --data-dir, got {packed}."),
+    ],
+    ids=["workers", "batch", "pictures", "crop", "rounds", "packed data", "packed is none", "packed alone"],
+)
+def test_a_wrong_flag_is_refused(sets, torchvision, flags, message):
+    tree, packed = sets
+    with pytest.raises(RecipeError) as refusal:
+        loader.main([flag.format(tree=tree, packed=packed) for flag in flags])
+    assert str(refusal.value) == message.format(tree=tree, packed=packed)

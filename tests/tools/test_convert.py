@@ -1,0 +1,227 @@
+"""`python -m hvdtrain convert`: names and layouts there and back, and its refusals word for word."""
+
+import contextlib
+import json
+import random
+
+import numpy as np
+import odd_json
+import pytest
+
+from hvdtrain.core import recipe
+from hvdtrain.errors import CheckpointError, OutputError, RecipeError
+from hvdtrain.run import checkpoint
+from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.run.folder import hold
+from hvdtrain.tools import convert
+
+DRAW = np.random.default_rng(0)
+META = {"step": 7, "model": "resnet50, …", "recipe": "digits:x", "framework": "torch", "sha256": "0", "scaler": {}}
+# PyTorch's name and shape, TensorFlow's name and shape.
+NAMES = [
+    ("conv1.weight", (4, 3, 7, 5), "conv1.kernel", (7, 5, 3, 4)),
+    ("bn1.weight", (4,), "bn1.gamma", (4,)),
+    ("bn1.bias", (4,), "bn1.beta", (4,)),
+    ("bn1.running_mean", (4,), "bn1.moving_mean", (4,)),
+    ("bn1.running_var", (4,), "bn1.moving_variance", (4,)),
+    ("layer1.0.downsample.1.weight", (2,), "layer1.0.downsample.1.gamma", (2,)),
+    ("layer1.0.downsample.1.running_mean", (2,), "layer1.0.downsample.1.moving_mean", (2,)),
+    ("fc.weight", (10, 4), "fc.kernel", (4, 10)),
+    ("fc.bias", (10,), "fc.bias", (10,)),
+]
+TRAINED = [row for row in NAMES if "running" not in row[0]]
+
+
+def resnet():
+    """Arrays as PyTorch names them, momentum too."""
+    arrays = {f"model.{name}": DRAW.normal(size=shape).astype(np.float32) for name, shape, _, _ in NAMES}
+    arrays |= {f"momentum.{name}": DRAW.normal(size=shape).astype(np.float32) for name, shape, _, _ in TRAINED}
+    counted = {f"model.{name}.num_batches_tracked": np.array(7) for name in ("bn1", "layer1.0.downsample.1")}
+    return Checkpoint({**arrays, **counted}, META)
+
+
+def test_names_and_layouts():
+    ours = resnet()
+    theirs = convert.converted(ours, "tensorflow")
+    expected = {f"model.{name}": shape for _, _, name, shape in NAMES}
+    expected |= {f"momentum.{name}": shape for _, _, name, shape in TRAINED}
+    assert {name: array.shape for name, array in theirs.arrays.items()} == expected
+    kernel, weight = theirs.arrays["model.conv1.kernel"], ours.arrays["model.conv1.weight"]
+    assert kernel[6, 4, 2, 3] == weight[3, 2, 6, 4]
+    assert theirs.arrays["momentum.fc.kernel"][1, 2] == ours.arrays["momentum.fc.weight"][2, 1]
+
+
+def test_there_and_back_to_the_bit():
+    ours = resnet()
+    back = convert.converted(convert.converted(ours, "tensorflow"), "torch")
+    assert back.arrays.keys() == ours.arrays.keys()
+    for name, array in ours.arrays.items():
+        np.testing.assert_array_equal(back.arrays[name], array, err_msg=name)
+    assert back.meta == {key: value for key, value in META.items() if key != "sha256"}
+
+
+def test_a_model_of_one_layer():
+    ours = Checkpoint({"model.weight": np.ones((1, 1)), "model.bias": np.zeros(1), "momentum.bias": np.ones(1)}, META)
+    theirs = convert.converted(ours, "tensorflow")
+    assert set(theirs.arrays) == {"model.linear.kernel", "model.linear.bias", "momentum.linear.bias"}
+    assert convert.converted(theirs, "torch").arrays.keys() == ours.arrays.keys()
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A run folder of PyTorch's with two checkpoints."""
+    folder = tmp_path / "run"
+    for step in (3, 7):
+        checkpoint.commit(folder / "checkpoints", Checkpoint(resnet().arrays, {**META, "step": step}), keep=2)
+    (folder / "recipe.yaml").write_text(recipe.dump(recipe.load("digits", {"epochs": 3})))
+    (folder / "plan.json").write_text(json.dumps({"framework": "torch", "size": 2}))
+    return folder
+
+
+def test_a_run_folder_is_made(trained, capsys):
+    assert convert.main([str(trained), "--to", "tensorflow"]) == 0
+    target = trained.with_name("run-tensorflow")
+    state, damaged = checkpoint.newest(target / "checkpoints")
+    assert not damaged
+    assert (state.meta["step"], state.meta["framework"], state.meta["recipe"]) == (7, "tensorflow", "digits:x")
+    assert recipe.load(str(target / "recipe.yaml")).epochs == 3
+    assert json.loads((target / "plan.json").read_text()) == {"framework": "tensorflow", "size": 2}
+    assert json.loads((target / "status.json").read_text())["state"] == "running"
+    assert capsys.readouterr().out == (
+        f"step 7 of {trained}, for tensorflow: {target}\n"
+        f"go on with: python -m hvdtrain.tensorflow {target}/recipe.yaml --output {target}\n"
+    )
+
+
+@pytest.mark.parametrize("run", [".", "checkpoints/.."])
+def test_a_run_may_be_named_from_inside(run, trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    assert convert.main([run, "--to", "tensorflow"]) == 0
+    assert checkpoint.newest(trained.with_name("run-tensorflow") / "checkpoints")[0].meta["step"] == 7
+
+
+def test_what_pytorch_has_not_is_left_out(trained):
+    convert.main([str(trained), "--to", "tensorflow"])
+    source = trained.with_name("run-tensorflow")
+    (source / "recipe.yaml").write_text(recipe.dump(recipe.load("digits", {"xla": True})))
+    convert.main([str(source), "--to", "torch", "--output", str(trained.with_name("back"))])
+    assert not recipe.load(str(trained.with_name("back") / "recipe.yaml")).xla
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(trained, capsys):
+    newest = trained / "checkpoints" / "step-00000007"
+    (newest / "state.safetensors").write_bytes(b"")
+    convert.main([str(trained), "--to", "tensorflow"])
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"checkpoint {newest} is damaged: its checksum differs. The one before it is looked at.\nstep 3 of {trained}"
+    )
+
+
+ODD_NAMES = [
+    "",
+    ".",
+    "model",
+    "model.",
+    "model.x",
+    "x.fc.weight",
+    "model.fc.weight.",
+    "model..weight",
+    "model.linear.weight",
+]
+
+
+def test_fuzzed_arrays_are_converted_or_refused():
+    draw, done = random.Random(odd_json.SEED), 0
+    for _ in range(odd_json.COUNT):
+        arrays = (
+            dict(resnet().arrays) if draw.random() < 0.5 else dict(convert.converted(resnet(), "tensorflow").arrays)
+        )
+        for _ in range(draw.randrange(4)):
+            array = arrays.pop(draw.choice(list(arrays)))
+            name = draw.choice([*ODD_NAMES, *arrays, "\x1b" * draw.randrange(9), "x" * 5000])
+            dtype = draw.choice([np.bool_, np.complex64, np.uint64, np.float16])
+            arrays[name] = array if draw.random() < 0.5 else np.zeros((1,) * draw.randrange(9), dtype)
+        keys = {
+            "framework": draw.choice(["torch", "tensorflow", "jax", None, [], 1]),
+            "recipe": draw.choice(["x", None, 3]),
+        }
+        with contextlib.suppress(CheckpointError):
+            convert.converted(Checkpoint(arrays, {**META, **keys}), draw.choice(["torch", "tensorflow"]))
+            done += 1
+    assert done
+
+
+def test_fuzzed_plans_are_read_or_refused(trained):
+    for text in odd_json.texts({"framework": "torch", "size": 2, "schedule": {"peak_lr": 0.1}}):
+        (trained / "plan.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        with contextlib.suppress(OutputError):
+            json.dumps({**convert._plan(trained), "framework": "torch"}, indent=1).encode()
+
+
+FOREIGN = {  # what somebody else's run folder may hold, and the refusal
+    "a plan that is a list": (
+        "plan.json",
+        b"[]",
+        OutputError,
+        "{}/plan.json must map names to numbers; give another run.",
+    ),
+    "a deep plan": ("plan.json", b"[" * 10**5, OutputError, "cannot read {}/plan.json: it is nested too deeply; give"),
+    "a large plan": ("plan.json", b" " * 10**7, OutputError, "cannot read {}/plan.json: it has more than 1 MiB; give"),
+    "no plan": (
+        "plan.json",
+        None,
+        OutputError,
+        "cannot read {}/plan.json: No such file or directory; give another run.",
+    ),
+    "no recipe": ("recipe.yaml", None, RecipeError, "cannot read recipe file {}/recipe.yaml: No such file"),
+    "an empty recipe": ("recipe.yaml", b"", RecipeError, "{}/recipe.yaml must hold named entries"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "error", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_a_strange_source_is_refused_and_nothing_made(name, content, error, message, trained):
+    (trained / name).unlink()
+    if content is not None:
+        (trained / name).write_bytes(content)
+    assert refused(error, trained, "--to", "tensorflow").startswith(message.format(trained))
+    assert [path.name for path in trained.parent.iterdir()] == ["run"]
+
+
+def test_the_source_is_left_as_it_is(trained):
+    """It may be somebody else's, and running."""
+    (trained / "checkpoints" / "step-00000007" / "state.safetensors").write_bytes(b"")
+    (trained / "checkpoints" / ".step-00000009.1-0123456789abcdef.tmp").mkdir()
+    before = sorted(trained.rglob("*"))
+    convert.main([str(trained), "--to", "tensorflow"])
+    assert sorted(trained.rglob("*")) == before
+
+
+def test_a_target_in_use_is_refused(trained):
+    target = trained.with_name("target")
+    with hold(target).lock:
+        assert refused(OutputError, trained, "--to", "tensorflow", "--output", target) == (
+            f"{target} is being written by another run; wait for it, or give another --output."
+        )
+
+
+def refused(error, *argv):
+    with pytest.raises(error) as said:
+        convert.main([str(word) for word in argv])
+    return str(said.value)
+
+
+def test_refusals(trained, tmp_path):
+    assert refused(CheckpointError, tmp_path / "nowhere", "--to", "torch") == (
+        f"{tmp_path}/nowhere holds no whole checkpoint; give the folder of a run that wrote one."
+    )
+    assert refused(CheckpointError, trained, "--to", "torch") == (
+        "the checkpoint of step 7 is torch's already: nothing to convert."
+    )
+    convert.main([str(trained), "--to", "tensorflow"])
+    assert refused(OutputError, trained, "--to", "tensorflow") == (
+        f"{trained}-tensorflow holds checkpoints already; give another --output."
+    )
+    (tmp_path / "file").write_text("")
+    message = refused(OutputError, trained, "--to", "tensorflow", "--output", tmp_path / "file" / "run")
+    assert message == f"cannot write to the run folder {tmp_path}/file/run: Not a directory; give a writable --output."

@@ -1,0 +1,259 @@
+"""`pack`: shards that others read, sets that are whole or not there, and one line for whatever goes wrong."""
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from images import write_tree
+from paths import REPOSITORY
+from PIL import Image
+
+from hvdtrain import cli, datasets
+from hvdtrain.datasets.packed import containers
+from hvdtrain.errors import DataError, OutputError, RecipeError
+from hvdtrain.tools import pack
+
+SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return write_tree(tmp_path_factory.mktemp("tree"))
+
+
+def read_all(data_dir):
+    """Every sample of both splits, the training images augmented."""
+    dataset = datasets.load("imagenet", data_dir=data_dir, **SIZES)
+    draws = np.random.default_rng(0).random((len(dataset.train), datasets.DRAWS), dtype=np.float32)
+    train = dataset.train.read(np.arange(len(dataset.train)), draws)
+    return dataset.classes, [*train, *dataset.valid.read(np.arange(len(dataset.valid)), None)]
+
+
+def packed(source, dest, **options):
+    pack.pack(pack.Options(source, dest, **options))
+    return dest
+
+
+def as_index(tree, dest):
+    dest.mkdir()
+    for split, name in (("train", "train_data.pkl"), ("val", "val_data.pkl")):
+        paths = sorted((tree / split).glob("*/*"))
+        (dest / name).write_bytes(pickle.dumps({str(path): path.parent.name for path in paths}))
+    return dest
+
+
+@pytest.mark.parametrize("form", ["webdataset", "tfrecord"])
+@pytest.mark.parametrize("source", ["folder", "index", "shards"])
+def test_every_sample_is_the_sources(tree, tmp_path, form, source):
+    sources = {
+        "folder": lambda: tree,
+        "index": lambda: as_index(tree, tmp_path / "index"),
+        "shards": lambda: packed(tree, tmp_path / "first", format="tfrecord", shards=2, seed=5),
+    }
+    dest = packed(sources[source](), tmp_path / "dest", format=form, shards=3)
+    (classes, ours), (others_classes, others) = read_all(dest), read_all(tree)
+    assert (classes, len(ours)) == (others_classes, len(others))
+    for one, other in zip(ours, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_webdataset_finds_a_label_and_a_image_under_each_key(tree, tmp_path):
+    """As webdataset groups them: neighbours in the archive of one name up to its first dot."""
+    dest = packed(tree, tmp_path / "dest", shards=3)
+    assert sorted(path.name for path in dest.iterdir()) == [
+        "index.npz",
+        *(f"train-00000{k}.tar" for k in range(3)),
+        *(f"val-00000{k}.tar" for k in range(3)),
+    ]
+    paths = sorted((tree / "train").glob("*/*"))
+    found = {}
+    for shard in sorted(dest.glob("train-*.tar")):
+        with tarfile.open(shard) as tar:
+            members = tar.getmembers()
+            for label, image in zip(members[::2], members[1::2], strict=True):
+                key, suffix = image.name.split(".")
+                assert label.name == f"{key}.cls"
+                found[int(key)] = suffix, int(tar.extractfile(label).read()), tar.extractfile(image).read()
+    assert [found[k] for k in range(16)] == [
+        ("png" if path.suffix == ".png" else "jpg", int(path.parent.name == "n02"), path.read_bytes()) for path in paths
+    ]
+
+
+READ_BY_TENSORFLOW = """
+import hashlib, json, sys
+import tensorflow as tf
+
+spec = {"image/encoded": tf.io.FixedLenFeature((), tf.string), "image/class/label": tf.io.FixedLenFeature((), tf.int64)}
+found = []
+for record in tf.data.TFRecordDataset(sys.argv[1:]):
+    example = tf.io.parse_single_example(record, spec)
+    encoded = example["image/encoded"].numpy()
+    found.append([hashlib.sha256(encoded).hexdigest(), int(example["image/class/label"])])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_tensorflow_reads_the_records(tree, tmp_path):
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("tensorflow is missing: pip install tensorflow")
+    dest = packed(tree, tmp_path / "dest", format="tfrecord", shards=2)
+    assert sorted(path.name for path in dest.glob("train*")) == [
+        "train-00000-of-00002.tfrecord",
+        "train-00001-of-00002.tfrecord",
+    ]
+    command = [sys.executable, "-c", READ_BY_TENSORFLOW, *sorted(map(str, dest.glob("train*")))]
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    expected = [
+        [hashlib.sha256(path.read_bytes()).hexdigest(), int(path.parent.name == "n02")]
+        for path in (tree / "train").glob("*/*")
+    ]
+    assert sorted(json.loads(answer.stdout)) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "crc"),
+    [
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(256)) * 9, 0x29DEF29C),
+        (bytes(4096), 0x98F94189),
+    ],
+    ids=["digits", "zeros", "ones", "rising", "several blocks", "whole blocks"],
+)
+def test_a_record_has_the_masked_crc_of_its_bytes(content, crc):
+    """The first four: RFC 3720, B.4, and the check value of the CRC catalogue; unmasked as crc32c::Unmask does."""
+    rotated = int.from_bytes(containers.masked_crc(content), "little") - 0xA282EAD8 & 0xFFFFFFFF
+    assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
+
+
+def test_a_seed_decides_the_order_and_each_shard_has_every_class(tree, tmp_path):
+    one, again = (packed(tree, tmp_path / name, shards=2) for name in ("one", "again"))
+    other = packed(tree, tmp_path / "other", shards=2, seed=1)
+    assert contents(one) == contents(again)
+    assert contents(one)["train-000000.tar"] != contents(other)["train-000000.tar"]
+    for shard in one.glob("train-*.tar"):
+        with tarfile.open(shard) as tar:
+            labels = {tar.extractfile(member).read() for member in tar if member.name.endswith(".cls")}
+        assert labels == {b"0", b"1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"shard_mb": 2}, [0, 0, 1, 1, 2]), ({"shards": 2}, [0, 0, 0, 1, 1]), ({"shards": 9}, [0, 1, 3, 5, 7])],
+    ids=["by size", "by number", "more than images"],
+)
+def test_where_a_shard_begins(options, expected):
+    images = (pack.Sample(k, 0, bytes(1 << 20), "jpg") for k in range(5))
+    options = pack.Options(Path("a"), Path("b"), **options)
+    assert [shard for shard, _ in pack._in_shards(images, 5, options)] == expected
+
+
+def test_larger_images_are_shrunk_and_smaller_ones_kept(tree, tmp_path):
+    dest = packed(tree, tmp_path / "dest", resize=110, quality=80)
+    before, after = (datasets.load("imagenet", data_dir=folder).train for folder in (tree, dest))
+    for k in range(16):
+        was, now = (Image.open(io.BytesIO(split.encoded(k))) for split in (before, after))
+        if min(was.size) > 110:
+            assert (min(now.size), now.format) == (110, "JPEG")
+            assert max(now.size) == round(110 * max(was.size) / min(was.size))
+            small = np.asarray(was.convert("RGB").resize(now.size)).astype(int)
+            assert abs(np.asarray(now).astype(int) - small).mean() < 4
+        else:
+            assert after.encoded(k) == before.encoded(k)
+    sizes = [Image.open(io.BytesIO(after.encoded(k))).size for k in range(16)]
+    assert {min(size) == 110 for size in sizes} == {True, False}
+
+
+def test_the_command_tells_what_it_wrote(tree, tmp_path, capsys):
+    assert cli.main(["pack", str(tree), str(tmp_path / "new" / "dest"), "--shards", "2"]) == 0
+    size = sum(path.stat().st_size for path in (tmp_path / "new" / "dest").glob("*.tar"))
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/new/dest: 16 images in 2 shards and 6 images in 2 shards to train and to validate with, "
+        f"{size / 1e6:.1f} MB\n"
+    )
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text"])
+def test_a_damaged_image_ends_it_and_leaves_nothing(tmp_path, damage):
+    tree = write_tree(tmp_path / "tree", 2, 1)
+    path = tree / "train" / "n01" / "n01_1.JPEG"
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[: len(content) // 2], "text": b"hello"}[damage])
+    with pytest.raises(DataError) as refusal:
+        packed(tree, tmp_path / "dest")
+    assert str(refusal.value).startswith(f"{path} cannot be read as an image (")
+    assert str(refusal.value).endswith("): fetch it again, or remove it.")
+    if damage == "text":
+        assert "(of no known format)" in str(refusal.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+def test_a_full_disk_ends_it_and_leaves_nothing(tree, tmp_path):
+    command = [sys.executable, "-m", "hvdtrain", "pack", tree, tmp_path / "dest"]
+    done = subprocess.run(
+        command,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"OutputError: {tmp_path}/dest cannot be written (File too large): free space, or name another folder.\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", ["a set", "a file"])
+def test_what_is_there_is_not_written_over(tree, tmp_path, there):
+    dest = tmp_path / "dest"
+    if there == "a set":
+        packed(tree, dest)
+    else:
+        dest.write_text("mine")
+    before = contents(dest)
+    with pytest.raises(OutputError) as refusal:
+        packed(tree, dest, seed=1)
+    assert str(refusal.value) == f"{dest} is there already: remove it, or name a new folder."
+    assert contents(dest) == before
+
+
+def test_an_empty_folder_is_filled(tree, tmp_path):
+    assert len(list(packed(tree, tmp_path).glob("*.tar"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--shard-mb", "0"], "--shard-mb must be at least 1, got 0."),
+        (["--shards", "0"], "--shards must be at least 1, got 0."),
+        (["--resize", "-1"], "--resize must be at least 1, got -1."),
+        (["--quality", "96"], "--quality must lie in [1, 95], got 96."),
+        (["--seed", "-1"], "--seed must be at least 0, got -1."),
+        (["--format", "zip"], "--format must be 'webdataset' or 'tfrecord', got 'zip'; --help lists the flags."),
+    ],
+    ids=["shard-mb", "shards", "resize", "quality", "seed", "format"],
+)
+def test_a_wrong_flag_is_refused(tmp_path, flags, message):
+    with pytest.raises(RecipeError) as refusal:
+        pack.main([str(tmp_path), str(tmp_path / "dest"), *flags])
+    assert str(refusal.value) == message
