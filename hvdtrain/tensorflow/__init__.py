@@ -1,57 +1,18 @@
-"""The TensorFlow adapter: `python -m hvdtrain.tensorflow RECIPE [flags]`, and Horovod for users' own Keras 3 code.
+"""The TensorFlow adapter: `python -m hvdtrain.tensorflow RECIPE [flags]`.
 
-    import hvdtrain.tensorflow as hvd
-
-gives Horovod's names, right under Keras 3. The framework is imported with the first of them, not with the package.
+It offers the names of `hvdtrain.keras` too, for code that imports them from here.
 """
 
 import importlib
-import os
-import sys
 from typing import Any
-
-from hvdtrain.errors import KerasError
-
-HOMES = {
-    "init": "distributed",
-    "DistributedOptimizer": "distributed",
-    "DistributedGradientTape": "distributed",
-    "broadcast_variables": "distributed",
-    "BroadcastCallback": "callbacks",
-    "MetricAverageCallback": "callbacks",
-    "WarmupCallback": "callbacks",
-    "SyncBatchNormalization": "sync_batch_norm",
-}
-HOROVODS_OWN = (
-    "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
-    "allreduce", "allgather", "broadcast", "broadcast_object", "allgather_object",
-    "Average", "Sum", "Adasum", "Min", "Max", "Compression",
-    "ProcessSet", "add_process_set", "global_process_set",
-)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES and name not in HOROVODS_OWN:
+    if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _choose_backend()
-    home = importlib.import_module(f"{__name__}.{HOMES.get(name, 'distributed')}")
-    globals()[name] = found = getattr(home if name in HOMES else home.hvd, name)
-    return found
+    # By its name: that package stands on this one.
+    return getattr(importlib.import_module("hvdtrain.keras"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES, *HOROVODS_OWN})
-
-
-def _choose_backend() -> None:
-    """Raises KerasError where Keras runs, or is told to run, on another backend than TensorFlow."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if keras := sys.modules.get("keras"):
-        backend = keras.config.backend()
-    else:
-        backend = os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if backend != "tensorflow":
-        raise KerasError(
-            f"Keras runs on {backend}, hvdtrain.tensorflow needs it on TensorFlow; "
-            "set KERAS_BACKEND=tensorflow before Keras is imported."
-        )
+    return sorted({*globals(), *dir(importlib.import_module("hvdtrain.keras"))})

@@ -12,7 +12,7 @@ from keras import layers
 
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.tensorflow.engines import Engine
-from hvdtrain.tensorflow.sync_batch_norm import global_moments
+from hvdtrain.tensorflow.moments import global_moments
 from hvdtrain.tensorflow.variables import subtract
 
 Keep = Callable[[Callable[[list[tf.Tensor]], None], list[tf.Tensor]], None]

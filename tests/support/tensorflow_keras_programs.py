@@ -17,9 +17,10 @@ import tensorflow as tf
 from keras import layers
 from tensorflow_keras_refusals import refusals  # noqa: F401
 
-import hvdtrain.tensorflow as ours
-from hvdtrain.tensorflow import distributed
-from hvdtrain.tensorflow.sync_batch_norm import global_moments
+import hvdtrain.keras as ours
+from hvdtrain.keras import optimizer as optimizers
+from hvdtrain.keras import ranks
+from hvdtrain.tensorflow.moments import global_moments
 
 ours.init()
 ours.init()
@@ -319,7 +320,7 @@ def moments(offset: float) -> dict[str, float]:
             mine = tf.constant(values[begin : begin + shares[RANK]] if not ALONE else values, dtype)
             marked = np.random.RandomState(2).rand(*values.shape) < 0.6
             mask = tf.constant(marked[begin : begin + shares[RANK]] if not ALONE else marked)
-            add = tf.identity if ALONE else distributed.sum_over_ranks
+            add = tf.identity if ALONE else ranks.sum_over_ranks
             typed = values.astype(dtype).astype("f8")
             for masked in (False, True):
                 take = np.ma.masked_array(typed, ~marked) if masked else typed
@@ -468,13 +469,13 @@ def warmup(steps_per_execution: int) -> list[list[float]]:
 
 def allreduces() -> dict[str, list[int]]:
     """How many gradients each step of six has sent, where every third one updates."""
-    real, sent = distributed.hvd.allreduce, []
+    real, sent = ranks.hvd.allreduce, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         sent[-1] += 1
         return real(*args, **kwargs)
 
-    distributed.hvd.allreduce = counted
+    ranks.hvd.allreduce = counted
     told = {}
     for name, options in {"at the update": {}, "each step": {"groups": [[]]}}.items():
         model, sent = network(), []
@@ -484,7 +485,7 @@ def allreduces() -> dict[str, list[int]]:
             sent.append(0)
             optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
         told[name] = sent
-    distributed.hvd.allreduce = real
+    ranks.hvd.allreduce = real
     return told
 
 
@@ -503,7 +504,7 @@ def saved(folder: str) -> dict[str, Any]:
     path = f"{folder}/{RANK}.keras"
     model.save(path)
     again = keras.models.load_model(path)
-    loaded = type(again.optimizer).__name__, isinstance(again.optimizer, distributed._Distributed)
+    loaded = type(again.optimizer).__name__, isinstance(again.optimizer, optimizers._Distributed)
     ours.DistributedOptimizer(again.optimizer)
     fit(again, 1)
     whole = network(norm)

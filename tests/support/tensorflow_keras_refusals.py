@@ -1,4 +1,4 @@
-"""What hvdtrain.tensorflow refuses: programs of tensorflow_keras_programs.py."""
+"""What hvdtrain.keras refuses: programs of tensorflow_keras_programs.py."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-import hvdtrain.tensorflow as ours
+import hvdtrain.keras as ours
 from hvdtrain.errors import HvdtrainError
 
 

@@ -1,4 +1,4 @@
-"""hvdtrain.tensorflow in users' own Keras code: real ranks against one process on the whole batch."""
+"""hvdtrain.keras in users' own Keras code: real ranks against one process on the whole batch."""
 
 import importlib.util
 import json
@@ -318,7 +318,7 @@ XLA = (
     "'auto' and give fit a BroadcastCallback; take jit_compile=True off a tf.function of your own."
 )
 STOCK = "KerasError: Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
-APART = "2 ranks would train apart; compile the model with hvdtrain.tensorflow's DistributedOptimizer."
+APART = "2 ranks would train apart; compile the model with hvdtrain.keras's DistributedOptimizer."
 PLAIN = f"KerasError: optimizer 'sgd' is a plain one: {APART}"
 LOSS_SCALE = (
     "KerasError: a LossScaleOptimizer around a distributed optimizer would let each rank skip steps by itself; in "
@@ -331,7 +331,7 @@ REFUSALS = {
     "an unknown option": "KerasError: device_dense is no option under Keras 3: leave it out.",
     "predivided sum": "KerasError: gradient_predivide_factor=2.0 goes with op=Average alone.",
     "groups of Adasum": "KerasError: Adasum combines each gradient by itself: leave groups out.",
-    "stock wrapped": f"{STOCK}; give the Keras optimizer itself to hvdtrain.tensorflow's DistributedOptimizer.",
+    "stock wrapped": f"{STOCK}; give the Keras optimizer itself to hvdtrain.keras's DistributedOptimizer.",
     "stock": f"{STOCK}: {APART}",
     "stock of tensorflow": f"{STOCK}: {APART}",
     "stock in float16": f"{STOCK}: {APART}",
@@ -393,7 +393,7 @@ def test_the_pages_examples_train_one_model(number, tmp_path):
 
 
 def test_the_pages_examples_use_every_name():
-    from hvdtrain.tensorflow import HOMES
+    from hvdtrain.keras import HOMES
 
     assert len(examples()) == 2
     assert [name for name in HOMES if f"hvd.{name}(" not in "".join(examples())] == []
@@ -413,7 +413,7 @@ def clean() -> dict[str, str]:
 
 def test_the_package_loads_no_framework():
     program = """
-import sys, hvdtrain.tensorflow as hvd
+import sys, hvdtrain.keras as hvd
 assert {"DistributedOptimizer", "allreduce"} < set(dir(hvd)) and not hasattr(hvd, "torch")
 print(sorted({"tensorflow", "keras", "horovod", "torch"} & sys.modules.keys()))
 """
@@ -427,7 +427,7 @@ def test_keras_on_another_backend_is_refused(imported):
     program = (fake if imported else "") + "import hvdtrain.tensorflow as hvd\nhvd.init()"
     ended = here(program, **({} if imported else {"KERAS_BACKEND": "jax"}))
     assert ended.stderr.splitlines()[-1] == (
-        "hvdtrain.errors.KerasError: Keras runs on jax, hvdtrain.tensorflow needs it on TensorFlow; "
+        "hvdtrain.errors.KerasError: Keras runs on jax, hvdtrain.keras needs it on TensorFlow; "
         "set KERAS_BACKEND=tensorflow before Keras is imported."
     )
 

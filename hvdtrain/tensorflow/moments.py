@@ -1,9 +1,8 @@
-"""BatchNorm whose statistics are those of the global batch."""
+"""Mean and variance of the global batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 SumOverRanks = Callable[[tf.Tensor], tf.Tensor]
@@ -46,30 +45,3 @@ def global_moments(
 
     mean, variance, count = moments(x)
     return tf.squeeze(mean, axes), tf.squeeze(variance, axes), tf.squeeze(count, axes)
-
-
-@keras.saving.register_keras_serializable(package="hvdtrain")
-class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Keras's BatchNormalization with mean and variance of the batch over all ranks; for a custom `tf.function`
-    loop as for `fit`. XLA cannot compile it.
-
-    Examples:
-        >>> import hvdtrain.tensorflow as hvd
-        >>> hvd.init()
-        >>> layer = hvd.SyncBatchNormalization()
-        >>> tuple(layer(tf.ones((2, 8, 8, 3)), training=True).shape)
-        (2, 8, 8, 3)
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.supports_jit = False
-
-    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        # Imported here: global_moments and a saved model's evaluation need no Horovod.
-        from hvdtrain.tensorflow.distributed import sum_over_ranks
-
-        if mask is not None:  # as in Keras: the mask lacks the last dimension
-            mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-        mean, variance, _ = global_moments(inputs, self._reduction_axes, sum_over_ranks, mask)
-        return mean, variance

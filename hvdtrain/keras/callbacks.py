@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.core import sharing
 from hvdtrain.errors import KerasError
-from hvdtrain.tensorflow.distributed import broadcast_variables, check_called, check_distributed, hvd, sum_arrays
+from hvdtrain.keras.optimizer import check_called, check_distributed
+from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
 
 Logs = dict[str, Any]
 
@@ -29,7 +30,7 @@ class BroadcastCallback(_Callback):
     validation. jit_compile="auto", which compiles by XLA on a GPU, is turned off.
 
     Examples:
-        >>> import hvdtrain.tensorflow as hvd
+        >>> import hvdtrain.keras as hvd
         >>> hvd.init()
         >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
@@ -101,7 +102,7 @@ class MetricAverageCallback(_Callback):
     the ranks' logs have different names.
 
     Examples:
-        >>> import hvdtrain.tensorflow as hvd
+        >>> import hvdtrain.keras as hvd
         >>> hvd.init()
         >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", metrics=["mae"])
@@ -184,7 +185,7 @@ class WarmupCallback(_Callback):
     `steps_per_epoch` is Keras's own where that is known. Raises KerasError where neither is.
 
     Examples:
-        >>> import hvdtrain.tensorflow as hvd
+        >>> import hvdtrain.keras as hvd
         >>> hvd.init()
         >>> warmup = hvd.WarmupCallback(peak_lr=0.05 * hvd.size(), warmup_epochs=2)
     """

@@ -1,0 +1,103 @@
+"""Keras 3's optimizers, averaging over the ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import KerasError
+from hvdtrain.keras.reduction import Reduction
+from hvdtrain.tensorflow.engines.horovod import hvd
+
+STOCK = "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
+
+
+def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) -> keras.optimizers.Optimizer:  # noqa: N802
+    """The same Keras optimizer, which from now on averages the gradients over the ranks before each update.
+
+    Its state, LR variable and slots stay. Options, as in Horovod: `compression`, `sparse_as_dense`,
+    `gradient_predivide_factor`, `op`, `groups`, `process_set`, `local_layers`; see `Reduction`. With the
+    optimizer's `gradient_accumulation_steps`, ranks communicate once in so many steps, unless it stands inside a
+    LossScaleOptimizer or there are `local_layers` or lists of `groups`: then at every step. In mixed_float16 wrap
+    the LossScaleOptimizer. A saved model holds the plain optimizer. Raises KerasError.
+
+    Examples:
+        >>> import hvdtrain.keras as hvd
+        >>> hvd.init()
+        >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+        >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer, loss="mse")
+    """
+    if isinstance(optimizer, _Distributed):
+        raise KerasError("the optimizer is distributed already: wrap it once.")
+    if _is_stock(optimizer):
+        raise KerasError(f"{STOCK}; give the Keras optimizer itself to hvdtrain.keras's DistributedOptimizer.")
+    reduction = Reduction(**options)
+    base = type(optimizer)
+    loss_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    averaging = type(
+        base.__name__,
+        (_Distributed, base),
+        # Keras stores an optimizer by its __class__: a model loads where there is no hvdtrain.
+        {"__module__": base.__module__, "__class__": property(lambda self: base)},
+    )
+    vars(optimizer).update(
+        _reduction=reduction,
+        _at_update=bool(optimizer.gradient_accumulation_steps and not loss_scaled and not reduction.by_variable),
+        _called=False,
+    )
+    object.__setattr__(optimizer, "__class__", averaging)
+    return optimizer
+
+
+def check_distributed(optimizer: Any) -> None:
+    """Refuses a model's optimizer under which several ranks would train apart. Raises KerasError."""
+    if hvd.size() == 1 or isinstance(optimizer, _Distributed):
+        return
+    found = STOCK if _is_stock(optimizer) else f"optimizer {optimizer.name!r} is a plain one"
+    raise KerasError(
+        f"{found}: {hvd.size()} ranks would train apart; compile the model with hvdtrain.keras's DistributedOptimizer."
+    )
+
+
+def check_called(optimizer: Any) -> None:
+    """Refuses a training that has made steps past its distributed optimizer. Raises KerasError."""
+    if hvd.size() > 1 and not optimizer._called:
+        raise KerasError(
+            "fit made its steps without the distributed optimizer, in a function older than it; compile the model "
+            "again, then fit."
+        )
+
+
+def _is_stock(optimizer: Any) -> bool:
+    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_allreduce_grads")
+
+
+class _Distributed(keras.optimizers.Optimizer):
+    """Put before the class of an optimizer: the gradients are averaged on their way into an update."""
+
+    _reduction: "Reduction"
+    _at_update: bool
+    _called: bool
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        self._called = True
+        given = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        if not self._at_update:
+            grads = self._reduction(grads, given)
+        super().apply(grads, None if trainable_variables is None else given)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
+        # Keras clips once in a real update, in the branch that every rank takes at the same count of iterations.
+        if self._at_update:
+            grads = self._reduction(grads, [None] * len(grads))
+        return super()._clip_gradients(grads)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Only a LossScaleOptimizer takes the factor away, from what it wraps; compile() adds one in mixed_float16.
+        if name == "loss_scale_factor" and value is None:
+            raise KerasError(
+                "a LossScaleOptimizer around a distributed optimizer would let each rank skip steps by itself; in "
+                "mixed_float16 compile with DistributedOptimizer(LossScaleOptimizer(optimizer))."
+            )
+        super().__setattr__(name, value)

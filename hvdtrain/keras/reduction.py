@@ -1,0 +1,106 @@
+"""How gradients are averaged over the ranks: for Keras's optimizers and for TensorFlow's tapes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import KerasError
+from hvdtrain.keras.ranks import refuse_xla, tf_variable
+from hvdtrain.tensorflow.engines.horovod import hvd
+
+# Horovod's arguments that have no place under Keras 3, and what to write instead.
+REMEDIES = {
+    "backward_passes_per_step": "Keras accumulates by itself, give its optimizer gradient_accumulation_steps",
+    "average_aggregated_gradients": "gradient_accumulation_steps of Keras's optimizer always averages",
+    "num_groups": "write groups",
+    "scale_local_gradients": "gradients of local layers are always divided by the number of ranks",
+}
+
+
+class Reduction:
+    """Averages gradients over the ranks.
+
+    `op`: Average, Sum or Adasum. `groups`: how many allreduces, or lists of variables that travel together.
+    `local_layers`: layers whose weights each rank trains for itself, by the gradient of the ranks' mean loss (its
+    own gradient divided by the number of ranks). Raises KerasError for an option that is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        compression: Any = hvd.Compression.none,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        op: Any = hvd.Average,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: Any = hvd.global_process_set,
+        local_layers: Sequence[keras.layers.Layer] = (),
+        **others: Any,
+    ) -> None:
+        for name in others:
+            raise KerasError(f"{name} is no option under Keras 3: {REMEDIES.get(name, 'leave it out')}.")
+        if gradient_predivide_factor != 1.0 and op != hvd.Average:
+            raise KerasError(f"gradient_predivide_factor={gradient_predivide_factor} goes with op=Average alone.")
+        if isinstance(groups, int) and groups < 1:
+            raise KerasError(f"groups must be at least 1, got {groups}.")
+        if groups is not None and op == hvd.Adasum:
+            raise KerasError("Adasum combines each gradient by itself: leave groups out.")
+        self._sparse_as_dense, self._groups, self._process_set = sparse_as_dense, groups, process_set
+        self._local = {id(tf_variable(v)) for layer in local_layers for v in layer.trainable_weights}
+        self._settings = {
+            "op": op,
+            "compression": compression,
+            "prescale_factor": 1 / gradient_predivide_factor,
+            "postscale_factor": gradient_predivide_factor,
+            "process_set": process_set,
+        }
+
+    @property
+    def by_variable(self) -> bool:
+        """Whether it matters which variable a gradient is of."""
+        return bool(self._local) or isinstance(self._groups, Sequence)
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients averaged, in their order; None stays None. Raises KerasError in an XLA cluster."""
+        averaged = [self._dense(gradient) for gradient in gradients]
+        if self._process_set.size() == 1 or not self._process_set.included():
+            return averaged
+        refuse_xla()
+        places = {place for place, gradient in enumerate(averaged) if gradient is not None}
+        local = {place for place in places if self._local and id(tf_variable(variables[place])) in self._local}
+        for place in local:
+            averaged[place] = tf.math.scalar_mul(1 / self._process_set.size(), averaged[place])
+        # Horovod 0.28.1 takes a sparse gradient's shape from another in its group.
+        sparse = {place for place in places - local if isinstance(averaged[place], tf.IndexedSlices)}
+        parts = self._parts(sorted(places - local - sparse), variables) + [[place] for place in sorted(sparse)]
+        for part in parts:
+            for place, gradient in zip(part, self._reduced([averaged[place] for place in part], part[0]), strict=True):
+                averaged[place] = gradient
+        return averaged
+
+    def _reduced(self, gradients: list[Any], place: int) -> list[Any]:
+        # A name of our own: Keras numbers layers in the order in which this rank made them.
+        settings = {**self._settings, "name": f"hvdtrain.{place}"}
+        if len(gradients) == 1:
+            return [hvd.allreduce(gradients[0], **settings)]
+        return hvd.grouped_allreduce(gradients, **settings)
+
+    def _dense(self, gradient: Any) -> Any:
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        return tf.convert_to_tensor(gradient) if sparse and self._sparse_as_dense else gradient
+
+    def _parts(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """The places of gradients that travel together."""
+        if self._groups is None:
+            return [[place] for place in places]
+        if isinstance(self._groups, int):
+            return [part.tolist() for part in np.array_split(places, self._groups) if part.size]
+        group_of = {id(tf_variable(v)): number for number, group in enumerate(self._groups) for v in group}
+        parts: dict[int, list[int]] = {}
+        for place in places:
+            parts.setdefault(group_of.get(id(tf_variable(variables[place])), -1 - place), []).append(place)
+        return list(parts.values())
