@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from hvdtrain.core import flags
-from hvdtrain.core.flags import Options, parse_run
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
+from hvdtrain.run.options import Options, parse_run
 
 PROG = "python -m hvdtrain.torch"
 TRAIN = """
 import sys
 from hvdtrain import errors
-from hvdtrain.run import run
+from hvdtrain.run import main
 from hvdtrain.run import timeouts
 
 timeouts.RANK_0_REPORT = timeouts.FAREWELL = 0.5
@@ -27,7 +27,7 @@ def train(prepared):
     if outcome == "full":
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
-sys.exit(run.main("torch", sys.argv[2:], train))
+sys.exit(main.main("torch", sys.argv[2:], train))
 """
 HELP = """usage: python -m hvdtrain COMMAND [flags]
        python -m hvdtrain.torch RECIPE [flags]          train with PyTorch
@@ -217,7 +217,7 @@ def test_help_lists_every_flag_with_the_recipes_values(flag, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     listed = {re.sub("-", "_", name) for name in re.findall(r"--([a-z0-9-]+)", out)}
-    assert set(flags.Recipe.model_fields) - {"name"} <= listed | {"base_lr"}
+    assert set(Recipe.model_fields) - {"name"} <= listed | {"base_lr"}
     assert {"output", "resume", "engine", "lr", "base_lr"} <= listed
     assert "(default: 2048)" in out
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import untrusted
-from hvdtrain.core import flags, recipe
+from hvdtrain.core import recipe
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import hostlist, topology
+from hvdtrain.run import options
 from hvdtrain.tools import plan as dry_run
 from hvdtrain.tools import predict
 from hvdtrain.tools.doctor import gather
@@ -104,12 +105,12 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "cannot read recipe file pipe.yaml: it is not a regular file; give a readable .yaml file.",
     ),
     "flag of 5,000 digits": (
-        lambda: flags.parse_run("x", ["linear", "--epochs", "9" * 5000]),
+        lambda: options.parse_run("x", ["linear", "--epochs", "9" * 5000]),
         "a word of the command line must be printable and have at most 4096 characters, "
         f"got '{'9' * 37}...{'9' * 38}'.",
     ),
     "flag of 4,000 digits": (
-        lambda: flags.parse_run("x", ["linear", "--epochs", "9" * 4000]),
+        lambda: options.parse_run("x", ["linear", "--epochs", "9" * 4000]),
         f"--epochs must be at most 1000000000, got '{'9' * 37}...{'9' * 38}'; --help lists the flags.",
     ),
     "images larger than the memory": (

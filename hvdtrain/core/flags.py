@@ -8,26 +8,17 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-import pydantic
 import tyro
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.recipe import Recipe
-from hvdtrain.engines import registry
 from hvdtrain.errors import RecipeError
-from hvdtrain.untrusted import printable, quoted
-
-if TYPE_CHECKING:
-    EngineName = str
-else:
-    EngineName = Literal[("auto", *registry.ENGINES)]
+from hvdtrain.untrusted import quoted
 
 MOST_WORDS = 1000
 LONGEST_WORD = 4096  # a path's, on Linux
@@ -35,67 +26,23 @@ ALIASES = {"base_lr": ["--lr"], "engine": ["--strategy"]}
 NUMBERS = ConfigDict(allow_inf_nan=False)
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
-class Options:
-    """How a run is started; no part of what is trained."""
-
-    output: Path | None = Field(None, description="run folder; left out: runs/RECIPE/JOB, or the unfinished run")
-    resume: Literal["auto", "never"] = Field("auto", description="auto continues from the newest whole checkpoint")
-    engine: EngineName = Field("auto", description="what joins the ranks; auto: local for one process, else horovod")
-    devices: str | None = Field(
-        None, description="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"
-    )
-    insecure_rendezvous: bool = Field(
-        False, description="ranks need not prove that they belong together; where no key can be shared"
-    )
-
-
 Model = TypeVar("Model")
-
-
-def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
-    """RECIPE and flags (dash or underscore) -> the validated recipe and the options.
-
-    Prints the help and exits on -h. Raises RecipeError, in one line, for anything that breaks a rule.
-    """
-    if not argv or argv[0] in {"-h", "--help"}:
-        print(usage(prog))
-        raise SystemExit(0 if argv else 2)
-    _check_words(argv)
-    if argv[0].startswith("-"):
-        word = printable(argv[0])
-        raise RecipeError(f"the recipe comes first, got {word!r}; as in: {prog} {recipes.known()[0]} {word}")
-    name, *words = argv
-    base = recipes.load(name)
-    of_recipe = {key: field for key, field in Recipe.model_fields.items() if key != "name"}
-    defaults = {key: getattr(base, key) for key in of_recipe}
-    of_options = _fields(Options)
-    given = _given({**of_options, **of_recipe}, f"{prog} {name}", words, defaults)
-    options = Options(**{key: given.pop(key) for key in of_options if key in given})
-    return recipes.load(name, given), options
 
 
 def parse(model: type[Model], prog: str, argv: Sequence[str]) -> Model:
     """The model's value from argv. Prints the help and exits on -h. Raises RecipeError for what it does not know."""
-    _check_words(argv)
-    return model(**_given(_fields(model), prog, argv, {}, model.__doc__ or ""))
+    check_words(argv)
+    return model(**given(fields_of(model), prog, argv, {}, model.__doc__ or ""))
 
 
-def _fields(model: type) -> dict[str, FieldInfo]:
+def fields_of(model: type) -> dict[str, FieldInfo]:
+    """The flags of a pydantic dataclass."""
     fields: dict[str, FieldInfo] = model.__pydantic_fields__  # type: ignore[attr-defined]
     return fields
 
 
-def usage(prog: str) -> str:
-    """The help of a run without a recipe."""
-    return (
-        f"usage: {prog} RECIPE [flags]\n\n"
-        f"recipes: {', '.join(recipes.known())}; an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
-        f"flags:   {prog} RECIPE --help lists them, with the recipe's values"
-    )
-
-
-def _check_words(argv: Sequence[str]) -> None:
+def check_words(argv: Sequence[str]) -> None:
+    """Refuses words that no terminal shows, and too many. Raises RecipeError."""
     if len(argv) > MOST_WORDS:
         raise RecipeError(f"the command line must have at most {MOST_WORDS} words, got {len(argv)}.")
     for word in argv:
@@ -113,7 +60,7 @@ class _Given:
     words: str | list[str]
 
 
-def _given(
+def given(
     fields: Mapping[str, FieldInfo],
     prog: str,
     argv: Sequence[str],
@@ -137,10 +84,8 @@ def _given(
         raise RecipeError(f"{required} must be given; see {prog} --help.") from None
     if unknown:
         raise _unknown(unknown[0], list(fields), prog)
-    given = {name: value for name, value in vars(values).items() if value is not shown[name]}
-    return {
-        name: _value(name, fields[name], value) if isinstance(value, _Given) else value for name, value in given.items()
-    }
+    said = {name: value for name, value in vars(values).items() if value is not shown[name]}
+    return {key: _value(key, fields[key], value) if isinstance(value, _Given) else value for key, value in said.items()}
 
 
 def _drawn(name: str, field: FieldInfo, default: Any) -> tuple[str, Any, Any]:

@@ -1,67 +1,18 @@
 """How far a run has come and what it reads next: the arithmetic under every training loop."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.schedule import Plateau
 from hvdtrain.core.sharding import Epoch, shard
 from hvdtrain.core.totals import Totals
 from hvdtrain.datasets import DRAWS
-from hvdtrain.errors import CheckpointError
-from hvdtrain.run.checkpoint import Count, reason_of
 
 Request = tuple[np.ndarray, np.ndarray | None]
 """What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class PlateauMetadata(Strict):
-    best: float | None
-    waited: Count
-    drops: Count
-
-
-class TotalsMetadata(Strict):
-    loss: float
-    correct: float
-    count: float
-
-
-class ScalerMetadata(Strict):
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: Count
-    growth_tracker: Count = Field(alias="_growth_tracker")
-
-
-class RunMetadata(Strict):
-    """The keys of a checkpoint's `meta` that a run resumes from."""
-
-    step: Count
-    epoch: Count
-    sample: Count
-    plateau: PlateauMetadata
-    train: TotalsMetadata
-    scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
-    """Empty where there is none."""
-
-
-def check_resumable(meta: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where a checkpoint's `meta` is not what a run writes."""
-    try:
-        RunMetadata.model_validate(meta)
-    except ValidationError as error:
-        what = f"the checkpoint of step {meta['step']} cannot be resumed from: {reason_of(error)}"
-        raise CheckpointError(f"{what}; remove it, or give another --output.") from None
 
 
 @dataclass

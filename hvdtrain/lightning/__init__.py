@@ -4,8 +4,9 @@ Importing it brings `Trainer(strategy="horovod")` back for anybody's module, wit
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
+
+import wrapt
 
 __all__ = [
     "ExactAccuracy",
@@ -51,10 +52,8 @@ def _horovod(**settings: Any) -> Any:
     return __getattr__("HorovodStrategy")(**settings)
 
 
-# Python sets argv[0] so while it looks for the module to run with -m: that one reads recipe and data before any
-# framework is loaded.
-if sys.argv[:1] != ["-m"]:
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    if "horovod" not in StrategyRegistry:
-        StrategyRegistry.register("horovod", _horovod, description="ranks joined by Horovod")
+# Once Lightning is imported, by whomever: `python -m hvdtrain.lightning` reads recipe and data before.
+@wrapt.when_imported("lightning.pytorch.strategies")
+def _register(strategies: Any) -> None:
+    if "horovod" not in strategies.StrategyRegistry:
+        strategies.StrategyRegistry.register("horovod", _horovod, description="ranks joined by Horovod")

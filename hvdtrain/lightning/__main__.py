@@ -8,10 +8,11 @@ if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
 from hvdtrain.errors import EngineUnavailable
-from hvdtrain.run import run
+from hvdtrain.run import main
+from hvdtrain.run.run import Run
 
 
-def train(prepared: run.Run) -> None:
+def train(prepared: Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     try:
         with interrupts.postponed():
@@ -27,4 +28,4 @@ def train(prepared: run.Run) -> None:
 
 
 if __name__ == "__main__":
-    run.end(run.main("lightning", sys.argv[1:], train))
+    main.end(main.main("lightning", sys.argv[1:], train))

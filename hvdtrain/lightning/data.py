@@ -13,7 +13,7 @@ from hvdtrain.core.sharding import Epoch, shard
 from hvdtrain.datasets import DRAWS, Dataset, Split
 from hvdtrain.errors import DataError, PlanError
 from hvdtrain.lightning.module import RecipeModule
-from hvdtrain.run import run
+from hvdtrain.run.main import load_dataset
 from hvdtrain.torch.data import Loader, Pair
 
 
@@ -120,7 +120,7 @@ class ImageNetDataModule(LightningDataModule):
             },
         )
         self.batch_size = batch_size
-        self.dataset = run.load_dataset(self.recipe)
+        self.dataset = load_dataset(self.recipe)
         self._loader = Loader(self.recipe, self.dataset, torch.device("cpu"))
 
     def setup(self, stage: str) -> None:

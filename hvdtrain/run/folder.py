@@ -16,11 +16,12 @@ from typing import IO, Any, Literal, get_args
 from hvdtrain import files
 from hvdtrain.core import recipe
 from hvdtrain.core.plan import Plan
-from hvdtrain.core.progress import Progress, check_resumable
+from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.run.resume import check_resumable
 
 RUNS = Path("runs")
 State = Literal["running", "finished", "failed", "stopped"]

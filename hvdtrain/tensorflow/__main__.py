@@ -10,7 +10,8 @@ from hvdtrain import interrupts
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
-from hvdtrain.run import run
+from hvdtrain.run import main
+from hvdtrain.run.run import Run
 
 # Before the first import of TensorFlow or Keras: a log that a person can read, and never another backend.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -20,7 +21,7 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable the following instructions")
 
 
-def train(prepared: run.Run) -> None:
+def train(prepared: Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     with without_banner(), interrupts.postponed():
         from hvdtrain.run.loop import Loop
@@ -57,4 +58,4 @@ def without_banner() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    run.end(run.main("tensorflow", sys.argv[1:], train))
+    main.end(main.main("tensorflow", sys.argv[1:], train))

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from hvdtrain.core import flags, plan
+from hvdtrain.core import plan
 from hvdtrain.errors import RecipeError
-from hvdtrain.run.run import load_dataset
+from hvdtrain.run.main import load_dataset
+from hvdtrain.run.options import parse_run
 from hvdtrain.untrusted import quoted
 
 
@@ -14,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     rest, ranks = _take_ranks(list(argv))
     if {"-h", "--help"} & set(rest):
         print("--ranks N   the number of ranks to plan for (default: 1); beside it, the flags of a run:\n")
-    recipe, _ = flags.parse_run("python -m hvdtrain plan", rest)
+    recipe, _ = parse_run("python -m hvdtrain plan", rest)
     print("\n".join(plan.make(recipe, ranks, load_dataset(recipe)).lines()))
     return 0
 

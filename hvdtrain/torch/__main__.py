@@ -5,10 +5,11 @@ from hvdtrain import interrupts
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
-from hvdtrain.run import run
+from hvdtrain.run import main
+from hvdtrain.run.run import Run
 
 
-def train(prepared: run.Run) -> None:
+def train(prepared: Run) -> None:
     """Imports the framework only now that recipe, data and output folder have been found good."""
     with interrupts.postponed():
         from hvdtrain.run.loop import Loop
@@ -20,4 +21,4 @@ def train(prepared: run.Run) -> None:
 
 
 if __name__ == "__main__":
-    run.end(run.main("torch", sys.argv[1:], train))
+    main.end(main.main("torch", sys.argv[1:], train))

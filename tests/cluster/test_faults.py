@@ -165,13 +165,13 @@ def test_the_time_limit_stops_after_the_step_with_a_checkpoint(limited):
 
 def test_a_rank_that_raises_ends_the_others_too(cluster):
     program = (
-        "import sys; from hvdtrain import run; "
+        "import sys; from hvdtrain.run import main; "
         "from hvdtrain.torch.__main__ import train; "
         "from hvdtrain.torch.trainer import Trainer; "
         "take = Trainer.update; "
         "Trainer.update = lambda self, batch, lr, step: 1 / 0 if step == 9 and self.engine.rank == 1 "
         "else take(self, batch, lr, step); "
-        "sys.exit(run.main('torch', sys.argv[1:], train))"
+        "sys.exit(main.main('torch', sys.argv[1:], train))"
     )
     words = ("srun", "-N2", "-n4", "--mpi=pmix", sys.executable, "-c", program, *ENDLESS)
     with cluster.started(*words, "--output", cluster.folder / "raised") as ranks:

@@ -12,7 +12,7 @@ from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe
 from hvdtrain.core.progress import Progress, train_requests
 from hvdtrain.datasets import linear
-from hvdtrain.run.run import load_dataset
+from hvdtrain.run.main import load_dataset
 from hvdtrain.tools import convert
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]

@@ -16,10 +16,11 @@ import numpy as np
 import odd_json
 import pytest
 
-from hvdtrain.core.progress import Progress, check_resumable
+from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest, read, take_up
+from hvdtrain.run.resume import check_resumable
 from hvdtrain.tools.convert import converted
 
 

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe
 from hvdtrain.core.plan import Plan
-from hvdtrain.run.run import load_dataset
+from hvdtrain.run.main import load_dataset
 
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PRTE", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_")
 

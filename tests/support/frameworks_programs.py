@@ -16,7 +16,7 @@ import numpy as np
 import small
 
 from hvdtrain.launch.topology import discover
-from hvdtrain.run import run as runs
+from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.world import World
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from memory import peak_mib
 
 from hvdtrain import cli
-from hvdtrain.core import flags, recipe
+from hvdtrain.core import recipe
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import hostlist, mpi, topology
+from hvdtrain.run import options
 from hvdtrain.tools import plan as dry_run
 from hvdtrain.tools import predict, slurm
 from hvdtrain.tools.doctor import gather
@@ -362,7 +363,7 @@ def read_validate(r: random.Random) -> None:
 
 
 def read_flags(r: random.Random) -> None:
-    flags.parse_run("python -m x", [r.choice(["linear", "synthetic"]), *argv(r, FLAGS["run"])])
+    options.parse_run("python -m x", [r.choice(["linear", "synthetic"]), *argv(r, FLAGS["run"])])
 
 
 def read_plan(r: random.Random) -> None:

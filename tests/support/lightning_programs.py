@@ -23,7 +23,7 @@ from hvdtrain.lightning.gradients import Averager
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
 from hvdtrain.lightning.train import fit, quiet
-from hvdtrain.run import run as runs
+from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
 from hvdtrain.torch.opening import open_engine
 from hvdtrain.torch.trainer import Trainer as TorchTrainer

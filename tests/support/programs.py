@@ -21,7 +21,7 @@ import small
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
-from hvdtrain.run import run as runs
+from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.world import World, variables
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import discover
-from hvdtrain.run import run as runs
+from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.world import World, joined
 from hvdtrain.tensorflow import data, variables

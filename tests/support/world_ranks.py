@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import DataError
-from hvdtrain.run import run as runs
+from hvdtrain.run import main as runs
 from hvdtrain.run import timeouts
 
 LIMIT = 120

@@ -57,12 +57,12 @@ from hvdtrain.core.compatibility import EngineSpec
 from hvdtrain.engines.registry import ENGINES
 ENGINES["idle"] = {ROW}
 
-from hvdtrain.run import run
+from hvdtrain.run import main
 from hvdtrain.torch.__main__ import train
 
 for engine in ("idle", "local"):
     argv = ["linear", "--max-steps", "30", "--engine", engine, "--output", engine]
-    assert run.main("torch", argv, train) == 0
+    assert main.main("torch", argv, train) == 0
 """
 
 

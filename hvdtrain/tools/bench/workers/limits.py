@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from hvdtrain.core.progress import Progress
-from hvdtrain.run import run as runs
+from hvdtrain.run import main as runs
 from hvdtrain.run.run import Run
 from hvdtrain.tools.bench import measure, ranks, train
 

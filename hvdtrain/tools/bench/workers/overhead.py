@@ -22,7 +22,8 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import folder as folders
 from hvdtrain.run.loop import Loop, Trainer
-from hvdtrain.run.run import Run, load_dataset
+from hvdtrain.run.main import load_dataset
+from hvdtrain.run.run import Run
 from hvdtrain.run.world import World
 from hvdtrain.tools.bench import ranks
 

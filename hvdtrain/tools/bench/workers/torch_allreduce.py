@@ -13,7 +13,7 @@ from hvdtrain.errors import HvdtrainError, WorldError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.topology import Topology, discover
-from hvdtrain.run.run import end, one_line
+from hvdtrain.run.main import end, one_line
 from hvdtrain.run.world import World, joined
 from hvdtrain.tools.bench import allreduce, measure, ranks
 

@@ -16,7 +16,7 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Request
 from hvdtrain.datasets import DRAWS, dali
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.run.run import load_dataset
+from hvdtrain.run.main import load_dataset
 from hvdtrain.tools.bench import measure
 from hvdtrain.tools.bench.loader import TICK, processor_seconds
 from hvdtrain.torch.data import Loader, Pair
