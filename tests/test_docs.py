@@ -39,7 +39,7 @@ def test_every_public_name_has_an_example_that_compiles(name):
 
 
 def test_the_reference_shows_all_of_the_packages():
-    from hvdtrain.tensorflow import HOMES
+    from hvdtrain.keras import HOMES
 
     tree = ast.parse((REPOSITORY / "hvdtrain" / "lightning" / "__init__.py").read_text())
     exported = next(
@@ -47,6 +47,17 @@ def test_the_reference_shows_all_of_the_packages():
     )
     assert {name.rpartition(".")[2] for name in NAMES["keras"]} == set(HOMES)
     assert {name.rpartition(".")[2] for name in NAMES["lightning"]} == set(ast.literal_eval(exported))
+
+
+def test_the_reference_shows_all_of_the_modules_of_torch():
+    modules = sorted({name.rpartition(".")[0] for name in NAMES["torch"]})
+    public = [
+        f"{module}.{node.name}"
+        for module in modules
+        for node in ast.parse((REPOSITORY / f"{module.replace('.', '/')}.py").read_text()).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    ]
+    assert set(public) == set(NAMES["torch"])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -66,6 +77,16 @@ def test_the_examples_run_in_one_process(page, tmp_path):
 def test_the_pages_programs_compile(file):
     for number, program in enumerate(re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)):
         compile(program, f"{file}, program {number}", "exec")
+
+
+FOLDERS = "core|datasets|engines|keras|launch|lightning|run|tensorflow|tools|torch"
+PATHS = re.compile(rf"`((?:hvdtrain|tests|labs|slurm|docs|{FOLDERS})/[a-z0-9_./-]+)`")
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(REPOSITORY)))
+def test_the_files_that_a_page_names_exist(file):
+    paths = [path for path in PATHS.findall(file.read_text()) if "name" not in path.lower()]
+    assert [path for path in paths if not any((REPOSITORY / top / path).exists() for top in ("", "hvdtrain"))] == []
 
 
 def test_the_readme_is_short_and_its_pages_exist():
