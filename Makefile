@@ -27,10 +27,11 @@ cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SL
 minicluster: .venv/installed
 	$(BIN)/python slurm/minicluster install
 
-check: .venv/installed docs  ## format, lint, types, the site, known vulnerabilities of what is installed
+check: .venv/installed docs  ## format, lint, types, layers, the site, known vulnerabilities of what is installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --config setup.cfg --no-cache
 	$(BIN)/python tests/support/audit.py
 
 # Not --quiet, which hides warnings from --strict.
