@@ -54,10 +54,10 @@ def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None
         why = f"{error.filename or 'the home'}: {error.strerror}"
     own = key or secrets.token_bytes(BYTES)
     is_known_to_all = key is not None and topology.local_size == topology.size
-    credential = wrapped(own) if key is None or (topology.is_chief and not is_known_to_all) else None
+    credential = wrapped(own) if key is None or (topology.is_rank_0 and not is_known_to_all) else None
     if key is None and credential is None:
         raise _of_this_host(f"no key of this user's ({why}), and munge does not answer; {REMEDY}")
-    return (own, credential) if topology.is_chief else (key, None)
+    return (own, credential) if topology.is_rank_0 else (key, None)
 
 
 def source(environ: Mapping[str, str], topology: Topology) -> str:

@@ -34,7 +34,7 @@ class Topology:
     job_id: str | None
 
     @property
-    def is_chief(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this rank writes the files and the log."""
         return self.rank == 0
 

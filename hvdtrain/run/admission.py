@@ -86,7 +86,7 @@ class Admission:
         """Drops strangers that have not proved in time what they are."""
         for peer in self.peers.strangers():
             # Rank 0 has proved itself and may count this rank in already: its welcome takes as long as it takes.
-            is_rank_0 = peer.signatures is not None and not self.topology.is_chief
+            is_rank_0 = peer.signatures is not None and not self.topology.is_rank_0
             if now - peer.opened > (timeouts.ARRIVAL if is_rank_0 else timeouts.HANDSHAKE):
                 self.peers.drop(peer)
 

@@ -41,7 +41,7 @@ class Handshake:
 
     def advance(self, peer: Peer, line: bytes) -> bool:
         """Whether the stranger, having sent the line, is now a rank. Raises ValueError where it cannot be one."""
-        if not self.topology.is_chief:
+        if not self.topology.is_rank_0:
             return self._advance_with_rank_0(peer, line)
         if not peer.signatures:
             self._challenge(peer, peer.read(line, messages.HELLO).nonce)

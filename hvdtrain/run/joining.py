@@ -58,13 +58,13 @@ class Joining:
         if self.rendezvous or self.topology.size == 1:
             return
         card = np.zeros(CARD, dtype=np.int64)
-        if self.topology.is_chief:
+        if self.topology.is_rank_0:
             own = self._card().encode()
             card[: len(own)] = list(own)
         secret, port, *hosts = bytes(sum_over_ranks(card).astype(np.uint8)).rstrip(b"\0").decode().split()
         with self.liveness.changed:
             self.handshake.key = self._shared(bytes.fromhex(secret))
-            if self.topology.is_chief:
+            if self.topology.is_rank_0:
                 # A rank that is not connected from the first step on could not learn of a stop.
                 self.liveness.wait_for(self.peers.all_came, timeouts.FAREWELL)
             else:
@@ -84,7 +84,7 @@ class Joining:
         # Two runs of one user on two hosts may have one name.
         token = f"{rendezvous.token} {keys.boot_id()}" if self._own_address() else rendezvous.token
         self.handshake.token = token
-        if self.topology.is_chief:
+        if self.topology.is_rank_0:
             self.admission.listen(self._own_address(), rendezvous.ports[:-1])
         else:
             host = self._own_address() or rendezvous.host
@@ -97,7 +97,7 @@ class Joining:
     def _key_of(self, rendezvous: Rendezvous) -> tuple[bytes | None, str | None]:
         """The key, where this rank has one, and on rank 0 its credential. Raises WorldError."""
         if self.insecure:
-            if self.topology.is_chief:
+            if self.topology.is_rank_0:
                 print_warning(self.topology, keys.WARNING)
             return keys.OPEN, None
         if rendezvous.key:
@@ -128,7 +128,7 @@ class Readiness:
 
         Raises AbortedError where a rank refused, WorldError where one did not come.
         """
-        is_rank_0 = self.topology.is_chief
+        is_rank_0 = self.topology.is_rank_0
         with self.liveness.changed:
             self._ready, self._busy = True, "waits for the other ranks" if is_rank_0 else ""
             self.peers.send(messages.Busy(text=self._busy) if is_rank_0 else messages.Ready())
@@ -150,7 +150,7 @@ class Readiness:
         """Sends the other end of a new connection what it has missed."""
         if self._busy:
             peer.send(messages.Busy(text=self._busy))
-        if self._ready and not self.topology.is_chief:
+        if self._ready and not self.topology.is_rank_0:
             peer.send(messages.Ready())
 
     def all_ready(self, peer: Peer, message: messages.AllReady) -> None:
@@ -169,17 +169,17 @@ class Readiness:
         return keys.derived(self.handshake.key, "horovod", self.handshake.token)
 
     def _all_ready(self) -> bool:
-        return self.topology.is_chief and sum(peer.ready for peer in self.peers.ranks()) == self.topology.size - 1
+        return self.topology.is_rank_0 and sum(peer.ready for peer in self.peers.ranks()) == self.topology.size - 1
 
     def _check_waiting(self) -> None:
         """Raises WorldError where a rank did not come, or does not report what it is busy with."""
-        awaited = [peer for peer in self.peers.ranks() if not (peer.ready and self.topology.is_chief)]
+        awaited = [peer for peer in self.peers.ranks() if not (peer.ready and self.topology.is_rank_0)]
         silent = next((peer for peer in awaited if not peer.busy), None)
         if not self.peers.all_came():
             raise _late(self.admission.missing())
         if silent:
             raise _late(f"{silent.name} was not ready")
-        if self.topology.is_chief and awaited:
+        if self.topology.is_rank_0 and awaited:
             print_warning(self.topology, f"waiting for {awaited[0].name}, which {awaited[0].busy}.")
 
     def _report_all_ready(self, serve: Serve) -> None:

@@ -104,7 +104,7 @@ class Liveness:
             text = f"{why}; all ranks end. The same command continues from the last checkpoint."
             print_error(self.topology, AbortedError, text)
             self._reported = True
-        if self.topology.is_chief:
+        if self.topology.is_rank_0:
             self.peers.send(messages.Lost(text=messages.cut(why), code=code))
             threading.Thread(target=self._record, args=(why,), daemon=True).start()  # its file system may hang
         # Where rank 0's node is gone, the first rank of the next one acts for it.
@@ -129,7 +129,7 @@ class Liveness:
         os._exit(self._exit_code)
 
     def _record_end(self, reason: str) -> None:
-        if self.topology.is_chief:
+        if self.topology.is_rank_0:
             if not self._reported:
                 print_error(self.topology, AbortedError, str(AbortedError(reason)))
             self._record(reason)

@@ -37,7 +37,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     own_devices = registry.devices_of(engine, options.devices, visible, recipe.device)
     choice = Choice(recipe, adapter, engine, topology, own_devices, options.devices, ENGINES.values())
     compatibility.check(choice, os.environ)
-    if recipe.cache_dir and topology.is_chief:
+    if recipe.cache_dir and topology.is_rank_0:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     world.busy(f"prepares the data set {recipe.dataset}")
     dataset = load_dataset(recipe)
@@ -53,7 +53,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
 
 def _open_folder(plan: Plan, framework: str, options: Options, world: World) -> tuple[RunFolder | None, ResumePoint]:
     """Rank 0's run folder and resume point; nothing elsewhere."""
-    if not world.topology.is_chief:
+    if not world.topology.is_rank_0:
         return None, ResumePoint()
     folder, resume = folders.open_run(plan, world.topology, framework, options.output, options.resume)
     world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
@@ -121,7 +121,7 @@ def _exit_code(error: BaseException, run: Run | None, world: World) -> int:
             raise error
         full = OutputError(f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again.")
         return _fail(full, world.topology, run, world)
-    if world.topology.is_chief:
+    if world.topology.is_rank_0:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
     world.leave("interrupted", 128 + signal.SIGINT)
     return 128 + signal.SIGINT
@@ -133,11 +133,11 @@ def _fail(error: HvdtrainError, topology: Topology, run: Run | None, world: Worl
         with contextlib.suppress(OSError):  # the disk may be what failed
             run.folder.write_status(state, error=str(error))
     # Before training a host's first rank speaks for the host; later, a damaged file may be one rank's alone.
-    speaks = topology.is_chief or (not error.everywhere and (run is not None or topology.local_rank == 0))
+    speaks = topology.is_rank_0 or (not error.everywhere and (run is not None or topology.local_rank == 0))
     if speaks and not error.reported:
         print(one_line(error, topology), file=sys.stderr, flush=True)
     if world:
-        if topology.is_chief and isinstance(error, StoppedError):
+        if topology.is_rank_0 and isinstance(error, StoppedError):
             _go_on_later(world)  # before the farewell: srun ends the chief as soon as another rank has ended
         if not speaks:
             world.wait_for_rank_0()

@@ -92,7 +92,7 @@ class Monitor:
         if peer.rank < 0:
             if self.admission.advance(peer, line):
                 self._catch_up(peer)
-        elif self.topology.is_chief:
+        elif self.topology.is_rank_0:
             self._handle_of_rank(peer, peer.read(line, messages.FROM_RANK))
         else:
             self._handle_of_rank_0(peer, peer.read(line, messages.FROM_RANK_0))
@@ -134,7 +134,7 @@ class Monitor:
         if self.farewell:
             peer.send(self.farewell)
         self.readiness.catch_up(peer)
-        if self.topology.is_chief:
+        if self.topology.is_rank_0:
             if lost := self.liveness.lost_message():
                 peer.send(lost)
         elif self.stop.signal:

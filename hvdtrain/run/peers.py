@@ -164,7 +164,7 @@ class Peers:
 
     def all_came(self) -> bool:
         """Whether all were admitted whom this rank is to be connected with."""
-        return len(self.came) == (self.topology.size - 1 if self.topology.is_chief else 1)
+        return len(self.came) == (self.topology.size - 1 if self.topology.is_rank_0 else 1)
 
     def absent(self) -> str:
         """On rank 0, for a person: which ranks were not."""

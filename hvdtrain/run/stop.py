@@ -26,7 +26,7 @@ class StopAgreement:
         """Whether all ranks stop now, `step` steps having been made. Every rank asks after every step."""
         with self.liveness.changed:
             self.liveness.in_steps = True
-            if self.step is None and self._requested and self.topology.is_chief and self._all_reachable():
+            if self.step is None and self._requested and self.topology.is_rank_0 and self._all_reachable():
                 # No rank is further than one step ahead of rank 0: all learn of the stop before they reach it.
                 self.step = step + (self.topology.size > 1)
                 self.peers.send(messages.StopAt(step=self.step, signal=self.signal or signal.SIGTERM))
@@ -52,7 +52,7 @@ class StopAgreement:
         if self.liveness.reason or self.stopped:  # the end is near: scancel, which we may have called, adds nothing
             return
         self.requested(number)
-        if not self.topology.is_chief:
+        if not self.topology.is_rank_0:
             self.peers.send(messages.StopRequest(signal=number))
         if number == signal.SIGTERM and self.liveness.in_steps:
             self.liveness.deadline = min(self.liveness.deadline, now + timeouts.CHECKPOINT)
@@ -67,7 +67,7 @@ class StopAgreement:
             return
         name, in_steps = signal.Signals(number).name, self.liveness.in_steps
         self.signal, self.too_early = number, self.too_early or not in_steps
-        if self.topology.is_chief:
+        if self.topology.is_rank_0:
             means = "the time limit is near" if number in TIME_LIMIT_SIGNALS else "scancel, the time limit or kill"
             then = "a checkpoint after this step, then the end" if in_steps else "no step was made yet"
             print_error(self.topology, StoppedError, f"{name}{where} ({means}): {then}.")

@@ -233,9 +233,9 @@ def test_the_host_is_this_machine_unless_told():
 def test_alone_is_one_rank_and_the_chief():
     alone = Topology.alone(host="laptop", job_id="22")
     assert alone == Topology(0, 1, 0, 1, 0, "laptop", "alone", "22")
-    assert alone.is_chief
-    assert not discover(environment(OPENMPI4)).is_chief  # the first rank of its host, not of the run
-    assert discover(environment(STEP, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0")).is_chief
+    assert alone.is_rank_0
+    assert not discover(environment(OPENMPI4)).is_rank_0  # the first rank of its host, not of the run
+    assert discover(environment(STEP, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0")).is_rank_0
 
 
 def test_the_table_is_innermost_first():

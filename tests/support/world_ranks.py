@@ -90,7 +90,7 @@ def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
             together.steps[topology.rank] = step
             if world.stops_at(step):
                 together.steps[topology.rank] = -step
-                time.sleep(spec.get("checkpoint", 0) if topology.is_chief else 0)
+                time.sleep(spec.get("checkpoint", 0) if topology.is_rank_0 else 0)
                 raise world.stopped(step)
         act(acts.get(-1, ""))
     except BrokenPipeError:

@@ -31,13 +31,13 @@ class ParameterServerEngine(Replication):
     size = 1
 
     def __init__(self, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
-        self.topology, self.device, self.serves = topology, device, not topology.is_chief
+        self.topology, self.device, self.serves = topology, device, not topology.is_rank_0
         self.notes = tuple(tf_config.placement(endpoints))
         cluster = tf_config.with_servers(endpoints)
         self._servers = [self._server(cluster, "worker", topology.rank)]
         if topology.rank in tf_config.servers(endpoints):
             self._servers.append(self._server(cluster, "ps", tf_config.servers(endpoints).index(topology.rank)))
-        if topology.is_chief:
+        if topology.is_rank_0:
             self._lead(cluster)
 
     @classmethod

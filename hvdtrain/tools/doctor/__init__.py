@@ -65,7 +65,7 @@ def gather_findings(environ: Mapping[str, str]) -> Findings | None:
     framework = _to_join_with(step)
     others = [name for name in FRAMEWORK_WHEELS if name != framework]
     with ThreadPoolExecutor() as pool:
-        installed = pool.submit(gather.software, environ, others) if topology.is_chief else None
+        installed = pool.submit(gather.software, environ, others) if topology.is_rank_0 else None
         joined = gather.live(framework, dataclasses.asdict(mine), environ) if framework else gather.Joined()
     if installed is None:
         return None

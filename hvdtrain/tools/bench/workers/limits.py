@@ -64,7 +64,7 @@ def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
             for name, time in _contenders(run, sides, min(options.steps, run.plan.steps_per_epoch)).items()
         }
         seconds = measure.interleaved(timed, options.rounds)
-    if not run.topology.is_chief:
+    if not run.topology.is_rank_0:
         return
     results = {
         "framework": run.framework,
@@ -112,7 +112,7 @@ def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], fl
         return perf_counter() - began
 
     def one(drive: Drive) -> float | None:
-        return through(drive, lambda: batches(of_one)) if run.topology.is_chief else None
+        return through(drive, lambda: batches(of_one)) if run.topology.is_rank_0 else None
 
     found: dict[str, Callable[[], float | None]] = {
         train.FULL: lambda: through(sides.whole, batches),

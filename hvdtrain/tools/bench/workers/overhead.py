@@ -64,14 +64,14 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
     plan = plans.make(recipe, topology.size, dataset)
     with tempfile.TemporaryDirectory() as folder:
         of_run = None
-        if topology.is_chief:
+        if topology.is_rank_0:
             of_run, _ = folders.open_run(plan, topology, framework, Path(folder, "run"), "never")
         run = Run(
             framework, recipe, engine, (), topology, dataset, plan, of_run, folders.ResumePoint(), World(topology)
         )
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
-    if topology.is_chief:
+    if topology.is_rank_0:
         ranks.keep(_results(run, {name: times[1:] for name, times in seconds.items()}))
 
 

@@ -36,12 +36,12 @@ def main(argv: list[str]) -> int:
         with joined(world, "torch", "horovod", os.environ):
             found = _measure(options, topology)
     except HvdtrainError as error:
-        if topology.is_chief:
+        if topology.is_rank_0:
             print(one_line(error, topology), file=sys.stderr, flush=True)
         world.leave(str(error), error.exit_code)
         return error.exit_code
     world.leave()
-    if topology.is_chief and not ranks.keep(found):
+    if topology.is_rank_0 and not ranks.keep(found):
         allreduce.report(found, topology.size, options.output)
     return 0
 
