@@ -45,8 +45,14 @@ CASES = {
     "unknown key": (["mine.yaml"], "RecipeError: unknown key 'batch_sise'. Did you mean batch_size?"),
     "doubled key": (["doubled.yaml"], "RecipeError: doubled.yaml line 1: key 'epochs' stands twice in one entry"),
     "wrong type": (["linear", "--epochs", "many"], "RecipeError: "),
-    "zero size": (["linear", "--batch-size", "0"], "RecipeError: batch_size must be greater than 0, got 0."),
-    "negative size": (["linear", "--batch-size", "-4"], "RecipeError: batch_size must be greater than 0, got -4."),
+    "zero size": (
+        ["linear", "--batch-size", "0"],
+        "RecipeError: --batch-size must be greater than 0, got '0'; --help lists the flags.",
+    ),
+    "negative size": (
+        ["linear", "--batch-size", "-4"],
+        "RecipeError: --batch-size must be greater than 0, got '-4'; --help lists the flags.",
+    ),
     "indivisible batch": (
         ["linear", "--accumulation-steps", "3"],
         "PlanError: batch_size must be a multiple of 3 accumulation steps, got 100; take 99 or 102.",
