@@ -186,7 +186,7 @@ def test_ranks_with_another_key_do_not_join(start, tmp_path):
     """As where nodes share no home."""
     keys = {"0": {"HVDTRAIN_KEY": "ab" * 32}, "1": {"HVDTRAIN_KEY": "cd" * 32}}
     ended = start(
-        2, next(jobs), nodes=[0, 1], environs=keys, constants={"ARRIVAL": 2, "FAREWELL": 1, "RANK_0_REPORT": 1}
+        2, next(jobs), nodes=[0, 1], environs=keys, constants={"ARRIVAL": 4, "FAREWELL": 1, "RANK_0_REPORT": 1}
     )
     assert ended["codes"] == [2, 2], ended
     assert "rank 1 of 2 did not come" in ended["err"][0]
