@@ -1,4 +1,4 @@
-"""The folders are layers: each imports from those below it alone, and the contract in setup.cfg sees one that does not."""
+"""Each folder imports from those below it alone; the contract in setup.cfg sees where one does not."""
 
 import os
 import shutil
