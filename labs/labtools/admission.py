@@ -38,7 +38,7 @@ class Listener:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
-        """Admits nobody any more."""
+        """Admits no more ranks."""
         self._closing.set()
 
     def _listen(self) -> None:
@@ -97,7 +97,7 @@ def _connect(address: Address, key: bytes | None) -> Connection:
 
 @contextlib.contextmanager
 def _handshake(peer: socket.socket) -> Iterator[Connection]:
-    """A connection over that socket, closed if the block fails; what it still waits for after 5 s never comes."""
+    """A connection over that socket, closed if the block fails. After 5 s the socket is shut down."""
     timer = threading.Timer(HANDSHAKE, _shut, [peer])
     timer.daemon = True
     timer.start()
@@ -113,7 +113,10 @@ def _handshake(peer: socket.socket) -> Iterator[Connection]:
 
 
 def _authenticate(candidate: Connection, peer: socket.socket, key: bytes | None, *, listening: bool) -> None:
-    """Raises AuthenticationError unless the peer knows the key, each end asking the other, or is of this user."""
+    """Raises AuthenticationError unless the peer knows the key, or, without one, is this user's.
+
+    Each end challenges the other.
+    """
     if key is None:
         _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.geteuid():

@@ -1,4 +1,4 @@
-"""Lab 4: pictures in epochs long enough for a batch of 2048, a grid of trainings, and their accuracies drawn."""
+"""Lab 4: images in epochs long enough for a batch of 2048, a grid of trainings, and their accuracies drawn."""
 
 import math
 import os
@@ -21,10 +21,10 @@ from labtools.style import COLOURS, Look
 
 Rule = Literal["none", "sqrt", "linear"]
 Examples = tuple[NDArray[np.float32], NDArray[np.int64]]
-"""Pictures [n, channels, 8, 8], normalised, and their labels [n]."""
+"""Images [n, channels, 8, 8], normalised, and their labels [n]."""
 
 SIDE = 8
-"""Pixels on a side of every picture; larger pictures are averaged down to it."""
+"""Pixels on a side of every image; larger images are averaged down to it."""
 LOOKS: dict[Rule, Look] = {
     "none": Look(COLOURS["vermillion"], "o", ":"),
     "sqrt": Look(COLOURS["blue"], "s", "--"),
@@ -34,13 +34,13 @@ LOOKS: dict[Rule, Look] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
-    """Pictures to train on, shifted by up to a pixel, and pictures to validate with, as they are."""
+class Images:
+    """Images to train on, shifted by up to a pixel, and images to validate with, as they are."""
 
     train: Examples
     valid: Examples
     repeats: int
-    """How often an epoch sees each training picture, every time shifted anew."""
+    """How often an epoch sees each training image, every time shifted anew."""
 
     def __len__(self) -> int:
         """The number of examples of an epoch."""
@@ -51,31 +51,31 @@ class Pictures:
 
         What a shift uncovers repeats the edge.
         """
-        pictures = indices % len(self.train[1])
+        images = indices % len(self.train[1])
         down, across = (draws * 3).astype(np.int64).T
-        return self._windows[pictures, :, down, across], self.train[1][pictures]
+        return self._windows[images, :, down, across], self.train[1][images]
 
     @cached_property
     def _windows(self) -> NDArray[np.float32]:
-        """Every training picture at every shift, [n, channels, 3, 3, 8, 8]: a view."""
+        """Every training image at every shift, [n, channels, 3, 3, 8, 8]: a view."""
         padded = np.pad(self.train[0], ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge")
         return np.lib.stride_tricks.sliding_window_view(padded, (SIDE, SIDE), axis=(2, 3))
 
 
-def digits() -> Pictures:
+def digits() -> Images:
     """The 1,437 digits, eight times an epoch: 11,496 examples of 10 classes, enough for five batches of 2048."""
     dataset = datasets.load("digits")
-    return Pictures(_examples(dataset, dataset.train, 10, 1), _examples(dataset, dataset.valid, 10, 1), repeats=8)
+    return Images(_examples(dataset, dataset.train, 10, 1), _examples(dataset, dataset.valid, 10, 1), repeats=8)
 
 
-def cifar100(classes: int) -> Pictures | None:
-    """The first classes of CIFAR-100, 500 examples each; None, and a word on how to get it, where it is not there."""
+def cifar100(classes: int) -> Images | None:
+    """The first classes of CIFAR-100, 500 examples each. Where it is missing: None, and how to get it is printed."""
     folder = default_data_dir()
     if not (folder / FOLDER).is_dir():
         print(f"{FOLDER} is not in {folder}: `python -m hvdtrain plan cifar100:bs128` fetches it (169 MB).")
         return None
     dataset = datasets.load("cifar100", data_dir=folder)
-    return Pictures(
+    return Images(
         _examples(dataset, dataset.train, classes, 3), _examples(dataset, dataset.valid, classes, 3), repeats=1
     )
 
@@ -106,7 +106,7 @@ class History:
     train_accuracy: list[float] = field(default_factory=list)
     valid_accuracy: list[float] = field(default_factory=list)
     silent_units: float = 0.0
-    """The share of the last hidden layer's units that are 0 for every training picture in the end."""
+    """The fraction of the last hidden layer's units that end at 0 for every training image."""
 
 
 Results = Mapping[Setting, Sequence[History]]
@@ -128,7 +128,7 @@ def train_all(train: Callable[[Setting, int], History], settings: Sequence[Setti
     jobs = [(setting, seed) for setting in settings for seed in seeds]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         histories = list(pool.map(lambda job: train(*job), jobs))
-    return {setting: histories[place * len(seeds) : (place + 1) * len(seeds)] for place, setting in enumerate(settings)}
+    return {setting: histories[index * len(seeds) : (index + 1) * len(seeds)] for index, setting in enumerate(settings)}
 
 
 def accuracy(histories: Sequence[History]) -> float:
@@ -137,7 +137,7 @@ def accuracy(histories: Sequence[History]) -> float:
 
 
 def report(results: Results, named: Mapping[str, Setting]) -> None:
-    """Prints, for each named setting, the mean over the seeds of what it came to, and what it lost to the first."""
+    """Prints each named setting's accuracy, its points below the first, and its silent units: means over the seeds."""
     small = accuracy(results[next(iter(named.values()))])
     print(f"{'batch':44s} accuracy  points lost  silent units")
     for label, setting in named.items():
@@ -157,7 +157,7 @@ def curves(results: Results, named: Mapping[str, Setting]) -> None:
         validation = [history.valid_accuracy for history in results[setting]]
         _line(panels[0], training, _look(setting, results))
         _line(panels[1], validation, _look(setting, results), label)
-    for title, axes in zip(("Training pictures", "Validation pictures"), panels, strict=True):
+    for title, axes in zip(("Training images", "Validation images"), panels, strict=True):
         axes.set(title=title, xlabel="Epochs", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=None))
@@ -223,7 +223,7 @@ def _look(setting: Setting, results: Results) -> Look:
 def _line(axes: Axes, values: Sequence[Sequence[float]], look: Look, label: str = "", first: int = 1) -> None:
     """The mean over the seeds of values [seeds, n] at first, first + 1, …, in a band from the lowest to the highest."""
     seeds = np.array(values)
-    places = np.arange(first, first + seeds.shape[1])
+    positions = np.arange(first, first + seeds.shape[1])
     colour, marker, linestyle = look
-    axes.fill_between(places, seeds.min(axis=0), seeds.max(axis=0), color=colour, alpha=0.2, linewidth=0)
-    axes.plot(places, seeds.mean(axis=0), color=colour, marker=marker, linestyle=linestyle, label=label or None)
+    axes.fill_between(positions, seeds.min(axis=0), seeds.max(axis=0), color=colour, alpha=0.2, linewidth=0)
+    axes.plot(positions, seeds.mean(axis=0), color=colour, marker=marker, linestyle=linestyle, label=label or None)

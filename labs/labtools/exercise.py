@@ -1,6 +1,6 @@
-"""The checks of the exercise on Horovod: each runs a learner's function on real ranks and explains what it sees.
+"""The checks of the exercise on Horovod: each runs a learner's function on real ranks and explains its result.
 
-What the learner wrote is never read: a check looks at what the ranks then have and do.
+A check never reads the learner's code: it judges what the ranks then have and do.
 """
 
 from collections.abc import Callable
@@ -34,31 +34,31 @@ class Check:
         """Gap 1: after `init()` every process knows the others."""
         worlds = self._run("init", on_rank.world, init)
         _judge("init", mistakes.of_init(worlds))
-        _say(f"Right: {_SIZE} processes have become ranks {mistakes.listed(range(_SIZE))} of {_SIZE}.")
+        _print_right(f"{_SIZE} processes have become ranks {mistakes.listed(range(_SIZE))} of {_SIZE}.")
 
     def shard(self, shard: Callable[[Array], Any]) -> None:
-        """Gap 2: `shard(batch)` is this rank's part of the numbers [global batch] of examples."""
+        """Gap 2: `shard(batch)` is this rank's local batch of the numbers [global batch] of examples."""
         numbers = 200 + np.random.default_rng(0).permutation(800)  # none of which is a position in the batch, too
         large, small = numbers[:200], numbers[200:212]
-        on_four = self._run("shard", on_rank.shares, shard, [large, small])
-        parts = [shares[0] for shares in on_four]
-        mistake = mistakes.of_shard(large, parts)
-        if mistake and mistakes.is_same(parts):
+        on_four = self._run("shard", on_rank.local_batches, shard, [large, small])
+        local_batches = [each[0] for each in on_four]
+        mistake = mistakes.of_shard(large, local_batches)
+        if mistake and mistakes.is_same(local_batches):
             gradients = mistakes.listed(self._run("shard", on_rank.gradient, shard, large))
             mistake += (
                 f"\nAll compute one and the same gradient, for the slope {gradients} on ranks 0, 1, 2, 3. "
                 "Their mean is that of one rank: three of the four work for nothing."
             )
         _judge("shard", mistake)
-        on_two = self._run("shard", on_rank.shares, shard, [large], ranks=2)
+        on_two = self._run("shard", on_rank.local_batches, shard, [large], ranks=2)
         for batch, there, where, name in (
-            (small, [shares[1] for shares in on_four], "for one of 12", "len(batch)"),
-            (large, [shares[0] for shares in on_two], "on 2", "hvd.size()"),
+            (small, [each[1] for each in on_four], "for one of 12", "len(batch)"),
+            (large, [each[0] for each in on_two], "on 2", "hvd.size()"),
         ):
             mistake = mistakes.of_shard(batch, there)
-            said = f"is right for a batch of 200 on 4 ranks, but not {where}: there it {mistake} Use {name}."
-            _judge("shard", mistake and said)
-        _say("Right: each of the 200 examples is on one rank, 50 on each.")
+            message = f"is right for a batch of 200 on 4 ranks, but not {where}: there it {mistake} Use {name}."
+            _judge("shard", mistake and message)
+        _print_right("each of the 200 examples is on one rank, 50 on each.")
 
     def scale(self, scale: Callable[[float, int, int], Any]) -> None:
         """Gap 3: `scale(base_lr, base_batch, worker_batch)` is the LR where each rank takes `worker_batch` examples."""
@@ -71,24 +71,26 @@ class Check:
         if mistake and shown:
             mistake += "\n" + self._consequence(*shown)
         _judge("scale", mistake)
-        _say("Right: 0.1 x 200/50 = 0.4 for 4 ranks with 50 examples each, 0.1 where the global batch is kept.")
+        _print_right("0.1 x 200/50 = 0.4 for 4 ranks with 50 examples each, 0.1 where the global batch is kept.")
 
     def wrap(self, wrap: Callable[[Any, Any], Any]) -> None:
         """Gap 4: `wrap(optimizer, model)` is an optimizer that averages the gradients over the ranks."""
-        runs = self._run("wrap", on_rank.train, wrap, on_rank.hand_out, _SIZE * BASE_LR)
+        runs = self._run("wrap", on_rank.train, wrap, on_rank.broadcast_state, _SIZE * BASE_LR)
         if any(run is None for run in runs):
             _judge("wrap", "is still empty: it gives back no optimizer (if it makes one, a `return` is missing).")
-        right = self._run("wrap", on_rank.train, on_rank.average, on_rank.hand_out, _SIZE * BASE_LR)[0]
+        right = self._run("wrap", on_rank.train, on_rank.average, on_rank.broadcast_state, _SIZE * BASE_LR)[0]
         _judge("wrap", mistakes.of_wrap(np.array([run.path for run in runs]), right.path))
-        _say(f"Right: after 5 steps on different examples all ranks are at slope {runs[0].path[-1, 0]:.4f}.")
+        _print_right(f"after 5 steps on different examples all ranks are at slope {runs[0].path[-1, 0]:.4f}.")
 
     def broadcast(self, broadcast: Callable[[Any, Any], Any]) -> None:
         """Gap 5: `broadcast(model, optimizer)` gives all ranks the weights and the momentum of rank 0."""
         runs = self._run("broadcast", on_rank.train, on_rank.average, broadcast, _SIZE * BASE_LR, True)
-        right = self._run("broadcast", on_rank.train, on_rank.average, on_rank.hand_out, _SIZE * BASE_LR, True)[0]
+        right = self._run("broadcast", on_rank.train, on_rank.average, on_rank.broadcast_state, _SIZE * BASE_LR, True)[
+            0
+        ]
         before, paths = np.array([run.before for run in runs]), np.array([run.path for run in runs])
         _judge("broadcast", mistakes.of_broadcast(before, paths, right.path))
-        _say(f"Right: all ranks start from rank 0's slope {before[0, 0]:.4f}, with its momentum, and stay together.")
+        _print_right(f"all ranks start from rank 0's slope {before[0, 0]:.4f}, with its momentum, and stay together.")
 
     def _run(self, gap: str, function: Callable[..., Any], *arguments: Any, ranks: int = _SIZE) -> list[Any]:
         past: list[int] = []
@@ -101,8 +103,8 @@ class Check:
 
     def _consequence(self, lrs: Array, base_batch: int) -> str:
         """What the LRs [rank] do on the ranks, beside what one process does with batches of `base_batch`."""
-        # Weights alone: with the state of the optimizer its LR would be handed on.
-        train = (on_rank.average, on_rank.hand_out_weights)
+        # Weights alone: the optimizer's state would bring rank 0's LR along.
+        train = (on_rank.average, on_rank.broadcast_weights)
         paths = [run.path for run in self._run("scale", on_rank.train, *train, lrs, False, BASE_BATCH, _EPOCHS)]
         alone = self._run("scale", on_rank.train, *train, BASE_LR, False, base_batch, _EPOCHS, ranks=1)[0].path
         slopes = [float(path[-1, 0]) for path in paths]
@@ -123,5 +125,5 @@ def _wrong(gap: str, mistake: str) -> LabError:
     return LabError(f"Gap {_GAPS.index(gap) + 1}, {gap}, {mistake}")
 
 
-def _say(text: str) -> None:
-    print(f"\x1b[32m{text}\x1b[0m")
+def _print_right(text: str) -> None:
+    print(f"\x1b[32mRight: {text}\x1b[0m")

@@ -1,6 +1,6 @@
-"""What is wrong with a gap of the exercise, in words, from what the ranks then had and did; None where nothing is.
+"""What is wrong with a gap of the exercise, in words, from what the ranks then had and did. None where it is right.
 
-Each text goes on from "Gap 2, shard, ".
+Each text continues "Gap 2, shard, ".
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def listed(values: Sequence[Any] | range) -> str:
 
 
 def failure(error: str, past: Sequence[int], size: int) -> str:
-    """For what Ranks.run raised; the ranks `past` had come through the learner's function."""
+    """Explains what Ranks.run raised. The ranks `past` had returned from the learner's function."""
     if "Mismatched" in error and "root" in error:
         return (
             "names a different root on each rank, and each would give its own weights to all. "
@@ -30,7 +30,7 @@ def failure(error: str, past: Sequence[int], size: int) -> str:
         )
     if "No Adasum" in error:
         return (
-            "asks for Adasum, another rule than the mean, which Horovod does not have over Gloo. "
+            "requests Adasum, another rule than the mean, which Horovod does not have over Gloo. "
             "Leave op at hvd.Average, which it is by itself."
         )
     if "wait" in error and 0 < len(past) < size:
@@ -40,73 +40,73 @@ def failure(error: str, past: Sequence[int], size: int) -> str:
 
 def of_init(worlds: Sequence[World]) -> str | None:
     size = len(worlds)
-    told = [(world.rank, world.size) for world in worlds]
+    reported = [(world.rank, world.size) for world in worlds]
     missing = [rank for rank, world in enumerate(worlds) if not world.running]
     if any(world.uncalled for world in worlds):
         return "names hvd.init, but does not call it: the parentheses are missing."
     if len(missing) == size:
         return (
             "is still empty: nothing in it starts Horovod (or a `return` comes first, or it is shut down again).\n"
-            f"So hvd.rank() answers on none of the {size} processes: Horovod has not been initialized."
+            f"So hvd.rank() fails on each of the {size} processes: Horovod has not been initialized."
         )
     if missing:
         return f"starts Horovod on some processes only: on {listed(missing)} of {size} it is not running."
-    if told == [(0, 1)] * size:
+    if reported == [(0, 1)] * size:
         return (
             f"starts Horovod, but each of the {size} processes believes that it is rank 0 of 1: "
             f"that is {size} trainings beside one another, and not one on {size} ranks.\n"
             "hvd.init() reads in the environment (HOROVOD_RANK, HOROVOD_SIZE) who the others are: leave both alone."
         )
-    if told != [(rank, size) for rank in range(size)]:
-        return f"leaves the ranks at odds about who they are: {', '.join(f'rank {r} of {n}' for r, n in told)}."
+    if reported != [(rank, size) for rank in range(size)]:
+        return f"gives the ranks contradictory numbers: {', '.join(f'rank {r} of {n}' for r, n in reported)}."
     return None
 
 
-def of_shard(batch: Array, parts: Sequence[Array | None]) -> str | None:
-    """`parts` is what each rank has of the batch [global batch]."""
-    given = [part for part in parts if part is not None]
+def of_shard(batch: Array, local_batches: Sequence[Array | None]) -> str | None:
+    """From each rank's local batch of the batch [global batch]."""
+    given = [local for local in local_batches if local is not None]
     if not given:
         return "is still empty: it gives back nothing, so no rank has an example to learn from."
-    if len(given) < len(parts):
-        where = [part is None for part in parts].index(True)
+    if len(given) < len(local_batches):
+        where = [local is None for local in local_batches].index(True)
         return f"gives back nothing on rank {where}: a `return` is missing there."
     for explain in (_foreign, _same_for_all, _same_by_machine, _off_by_one, _uncovered, _uneven):
-        if said := explain(batch, given):
-            return said
+        if mistake := explain(batch, given):
+            return mistake
     return None
 
 
-def is_same(parts: Sequence[Array | None]) -> bool:
+def is_same(local_batches: Sequence[Array | None]) -> bool:
     """Whether all ranks have the same examples."""
-    given = [np.sort(part) for part in parts if part is not None]
-    return len(given) == len(parts) and all(np.array_equal(part, given[0]) for part in given)
+    given = [np.sort(local) for local in local_batches if local is not None]
+    return len(given) == len(local_batches) and all(np.array_equal(local, given[0]) for local in given)
 
 
-def _foreign(batch: Array, parts: Sequence[Array]) -> str | None:
-    for part in parts:
-        numbers = part.dtype.kind in "iu"
-        foreign = part[~np.isin(part, batch)]
+def _foreign(batch: Array, local_batches: Sequence[Array]) -> str | None:
+    for local in local_batches:
+        numbers = local.dtype.kind in "iu"
+        foreign = local[~np.isin(local, batch)]
         if len(foreign) or not numbers:
-            what = f"{foreign[0]} is not in the batch" if numbers else f"they are {part.dtype}"
+            what = f"{foreign[0]} is not in the batch" if numbers else f"they are {local.dtype}"
             return f"gives back positions, or something else, but not examples ({what}): index the batch with them."
     return None
 
 
-def _same_for_all(batch: Array, parts: Sequence[Array]) -> str | None:
-    if not is_same(parts):
+def _same_for_all(batch: Array, local_batches: Sequence[Array]) -> str | None:
+    if not is_same(local_batches):
         return None
-    if is_same([parts[0], batch]):
+    if is_same([local_batches[0], batch]):
         return f"does not shard: every rank has all {len(batch)} examples."
-    left = len(batch) - len(np.unique(parts[0]))
-    whose = ", that of rank 0" if is_same([parts[0], batch[: len(batch) // len(parts)]]) else ""
+    left = len(batch) - len(np.unique(local_batches[0]))
+    whose = ", that of rank 0" if is_same([local_batches[0], batch[: len(batch) // len(local_batches)]]) else ""
     return (
-        f"gives every rank the same part{whose}: no rank ever sees the other {left} of {len(batch)} examples. "
-        "The part has to depend on hvd.rank()."
+        f"gives every rank the same local batch{whose}: no rank ever sees the other {left} of {len(batch)} examples. "
+        "The local batch has to depend on hvd.rank()."
     )
 
 
-def _same_by_machine(batch: Array, parts: Sequence[Array]) -> str | None:
-    if len(parts) < 4 or not (is_same(parts[0::2]) and is_same(parts[1::2])):
+def _same_by_machine(batch: Array, local_batches: Sequence[Array]) -> str | None:
+    if len(local_batches) < 4 or not (is_same(local_batches[0::2]) and is_same(local_batches[1::2])):
         return None
     return (
         "is right on one machine only. On two machines with two ranks each, ranks 0 and 2 have the same examples, "
@@ -115,44 +115,48 @@ def _same_by_machine(batch: Array, parts: Sequence[Array]) -> str | None:
     )
 
 
-def _off_by_one(batch: Array, parts: Sequence[Array]) -> str | None:
-    share = len(batch) // len(parts)
-    if not all(is_same([part, batch[share * rank : share * (rank + 1)]]) for rank, part in enumerate(parts, 1)):
+def _off_by_one(batch: Array, local_batches: Sequence[Array]) -> str | None:
+    count = len(batch) // len(local_batches)
+    if not all(
+        is_same([local, batch[count * rank : count * (rank + 1)]]) for rank, local in enumerate(local_batches, 1)
+    ):
         return None
     return (
-        f"counts the ranks from 1: nobody has the first {share} of {len(batch)} examples, and the last rank has none. "
+        f"counts the ranks from 1: nobody has the first {count} of {len(batch)} examples, and the last rank has none. "
         "hvd.rank() begins at 0."
     )
 
 
-def _uncovered(batch: Array, parts: Sequence[Array]) -> str | None:
+def _uncovered(batch: Array, local_batches: Sequence[Array]) -> str | None:
     """Where not every example is on exactly one rank."""
-    times = (np.concatenate(parts)[:, None] == batch).sum(axis=0)
+    times = (np.concatenate(local_batches)[:, None] == batch).sum(axis=0)
     lost, shared = batch[times == 0], batch[times > 1]
-    said = []
+    found = []
     if len(shared):
-        who = [rank for rank, part in enumerate(parts) for _ in range((part == shared[0]).sum())]
-        said.append(
+        who = [rank for rank, local in enumerate(local_batches) for _ in range((local == shared[0]).sum())]
+        found.append(
             f"gives {len(shared)} of {len(batch)} examples to several ranks (number {shared[0]} to {listed(who)})"
         )
     if len(lost):
-        said.append(f"loses {len(lost)} of {len(batch)} examples (number {lost[0]} is on no rank)")
-    return " and ".join(said) + "." if said else None
+        found.append(f"loses {len(lost)} of {len(batch)} examples (number {lost[0]} is on no rank)")
+    return " and ".join(found) + "." if found else None
 
 
-def _uneven(batch: Array, parts: Sequence[Array]) -> str | None:
-    sizes = [len(part) for part in parts]
+def _uneven(batch: Array, local_batches: Sequence[Array]) -> str | None:
+    sizes = [len(local) for local in local_batches]
     if len(set(sizes)) == 1:
         return None
     return (
-        f"gives the ranks parts of different sizes, {listed(sizes)}. The mean over ranks counts every rank alike, "
-        "so an example in a small part would weigh more than one in a large part."
+        f"gives the ranks local batches of different sizes, {listed(sizes)}. "
+        "The mean over ranks counts every rank alike, "
+        "so an example in a small local batch would weigh more than one in a large one."
     )
 
 
 def of_scale(on_four: Array, on_two: float) -> tuple[str | None, tuple[Array, int] | None]:
-    """From the LRs [rank, case] on 4 ranks and the first on 2; with the LR [rank] to show it by, if there is one, and
-    the batch of the one process to compare with.
+    """From the LRs [rank, case] on 4 ranks, and the first case's LR on 2.
+
+    A mistake that a training shows comes with that training's LR [rank], and the batch of one process beside it.
 
     The cases: a base_batch on each rank; base_batch kept as the global batch; other numbers.
     """
@@ -228,13 +232,13 @@ def of_broadcast(before: Array, paths: Array, right: Array) -> str | None:
         return _of_root(before, starts[0])
     if np.ptp(ends, axis=0).max() > _CLOSE:
         return (
-            "hands on the weights, but not the state of the optimizer: rank 0 goes on with the momentum of its "
+            "broadcasts the weights, but not the state of the optimizer: rank 0 continues with the momentum of its "
             f"checkpoint, the others begin with none. {steps} steps later they are at slopes "
             f"{listed(ends[:, 0].tolist())}: "
-            "the paths part. hvd.broadcast_optimizer_state hands it on."
+            "the paths part. hvd.broadcast_optimizer_state broadcasts it."
         )
     if np.abs(paths[0] - right).max() > _CLOSE:
-        return "loses the momentum of rank 0: the ranks agree, but go on without it. The root is rank 0."
+        return "loses the momentum of rank 0: the ranks agree, but continue without it. The root is rank 0."
     return None
 
 
@@ -247,11 +251,11 @@ def _of_parted(before: Array, starts: Array, ends: Array, steps: int) -> str:
     )
     if np.array_equal(starts, before):
         return (
-            f"is still empty: no weights are handed on, each rank keeps the random ones it was made with. {ways}\n"
+            f"is still empty: no weights are broadcast, each rank keeps the random ones it was made with. {ways}\n"
             "(hvd.broadcast gives back a copy, hvd.broadcast_parameters writes into the model.)"
         )
     if not apart.all():
-        return f"hands on the {('slope', 'intercept')[int(apart.argmin())]} alone. {ways}"
+        return f"broadcasts the {('slope', 'intercept')[int(apart.argmin())]} alone. {ways}"
     return f"leaves the ranks with different weights. {ways}"
 
 
@@ -260,7 +264,7 @@ def _of_root(before: Array, start: Array) -> str:
     if whose:
         return (
             f"gives all ranks the weights of rank {whose[0]}: the root is the wrong one. Only rank 0 has read the "
-            f"checkpoint: its slope {before[0, 0]:.2f} is lost, all go on from {start[0]:.2f}. The root is rank 0."
+            f"checkpoint: its slope {before[0, 0]:.2f} is lost, all continue from {start[0]:.2f}. The root is rank 0."
         )
     mean = ", but the mean over the ranks" if np.allclose(start, before.mean(axis=0), atol=1e-6) else ""
     return f"has all ranks start from slope {start[0]:.2f}, which is not rank 0's {before[0, 0]:.2f}{mean}."

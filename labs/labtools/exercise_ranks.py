@@ -1,4 +1,4 @@
-"""What the checks of the exercise run on each rank, the learner's function in it."""
+"""What the checks of the exercise run on each rank: it calls the learner's function."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -44,29 +44,29 @@ def world(init: Callable[[], Any]) -> World:
     return World(running, hvd.rank() if running else None, hvd.size() if running else None, callable(result))
 
 
-def shares(shard: Callable[[Array], Any], batches: Sequence[Array]) -> list[Array | None]:
-    """This rank's part of each batch. Ranks know themselves two on a machine."""
-    _join_on_machines_of_two()
-    parts = [shard(batch.copy()) for batch in batches]
-    return [None if part is None else np.atleast_1d(np.asarray(part)).ravel() for part in parts]
+def local_batches(shard: Callable[[Array], Any], batches: Sequence[Array]) -> list[Array | None]:
+    """This rank's local batch of each batch, where Horovod sees two ranks on each machine."""
+    _init_on_machines_of_two()
+    returned = [shard(batch.copy()) for batch in batches]
+    return [None if local is None else np.atleast_1d(np.asarray(local)).ravel() for local in returned]
 
 
 def gradient(shard: Callable[[Array], Any], batch: Array) -> float:
-    """The gradient for the slope, at slope and intercept 0, over this rank's part of the batch."""
+    """The gradient for the slope, at slope and intercept 0, over this rank's local batch."""
     import torch
 
-    _join_on_machines_of_two()
+    _init_on_machines_of_two()
     x, y = map(torch.from_numpy, _points())
     slope = torch.zeros(1, requires_grad=True)
-    part = np.asarray(shard(batch))
-    torch.nn.functional.mse_loss(slope * x[part], y[part]).backward()
+    local_batch = np.asarray(shard(batch))
+    torch.nn.functional.mse_loss(slope * x[local_batch], y[local_batch]).backward()
     assert slope.grad is not None
     return float(slope.grad)
 
 
 def rates(scale: Callable[[float, int, int], Any], cases: Sequence[tuple[float, int, int]]) -> list[float | None]:
-    """The LR of each case (base_lr, base_batch, worker_batch). Ranks know themselves two on a machine."""
-    _join_on_machines_of_two()
+    """The LR of each case (base_lr, base_batch, worker_batch), where Horovod sees two ranks on each machine."""
+    _init_on_machines_of_two()
     given = [scale(*case) for case in cases]
     return [None if rate is None else float(rate) for rate in given]
 
@@ -79,9 +79,9 @@ def train(
     worker_batch: int = 50,
     epochs: int = 1,
 ) -> Trained | None:
-    """The line fitted from random weights, each rank's its own. None where `wrap` gives back nothing.
+    """The line fitted from random weights, different on each rank. None where `wrap` returns nothing.
 
-    `lr` may be one a rank. `resumed`: rank 0 has made a few steps before, as though it had read a checkpoint.
+    `lr` may be an array [rank]. `resumed`: rank 0 has made a few steps before, as though it had read a checkpoint.
     """
     import horovod.torch as hvd
     import torch
@@ -109,8 +109,8 @@ def train(
     for epoch in range(epochs):
         order = Epoch.of(len(x), 0, epoch, 0)
         for start in range(0, len(x), global_batch):
-            mine = order.share(start, global_batch, hvd.rank(), hvd.size())
-            _step(model, optimizer, x[mine], y[mine])
+            local_batch = order.share(start, global_batch, hvd.rank(), hvd.size())
+            _step(model, optimizer, x[local_batch], y[local_batch])
             path.append(_weights(model))
     return Trained(before, np.array(path))
 
@@ -122,34 +122,34 @@ def average(optimizer: Any, model: Any) -> Any:
     return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
-def hand_out(model: Any, optimizer: Any) -> None:
+def broadcast_state(model: Any, optimizer: Any) -> None:
     """Gap 5, filled right."""
     import horovod.torch as hvd
 
-    hand_out_weights(model, optimizer)
+    broadcast_weights(model, optimizer)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
-def hand_out_weights(model: Any, optimizer: Any) -> None:
+def broadcast_weights(model: Any, optimizer: Any) -> None:
     """Gap 5, half filled: enough where no rank has momentum yet."""
     import horovod.torch as hvd
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 
-def _join_on_machines_of_two() -> None:
-    """Initialises Horovod as though every two ranks sat on a machine of their own: a local rank is not the rank."""
+def _init_on_machines_of_two() -> None:
+    """Initialises Horovod as though every two ranks were on a machine of their own: the local rank is not the rank."""
     import horovod.torch as hvd
 
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    seat = {"HOSTNAME": f"machine-{rank // 2}", "LOCAL_RANK": rank % 2, "LOCAL_SIZE": 2}
-    seat |= {"CROSS_RANK": rank // 2, "CROSS_SIZE": size // 2}
-    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in seat.items()})
+    variables = {"HOSTNAME": f"machine-{rank // 2}", "LOCAL_RANK": rank % 2, "LOCAL_SIZE": 2}
+    variables |= {"CROSS_RANK": rank // 2, "CROSS_SIZE": size // 2}
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in variables.items()})
     hvd.init()
 
 
 def _points() -> tuple[Array, Array]:
-    # Not labs.line.points: matplotlib would be loaded anew on each rank in every run.
+    # Not labtools.line.points: matplotlib would be loaded anew on each rank in every run.
     train = datasets.load("linear").train
     return train.read(np.arange(len(train)), None)
 

@@ -1,4 +1,4 @@
-"""The line y = mx + n fitted by SGD: its points, its loss, and pictures of a path over the loss surface.
+"""The line y = mx + n fitted by SGD: its points, its loss, and figures of a path over the loss surface.
 
 A path is an array [steps + 1, 2]: slope m and intercept n before the first update and after each.
 """
@@ -48,7 +48,7 @@ def least_squares(x: NDArray, y: NDArray) -> tuple[float, float]:
 def surface(axes: Axes, x: NDArray, y: NDArray) -> QuadContourSet:
     """Draws contours of the loss over slope and intercept, and marks the minimum with its value.
 
-    What it returns is what a colour bar is made of.
+    Returns the filled contours, from which a colour bar is made.
     """
     m, n = np.meshgrid(np.linspace(*SLOPES, 161), np.linspace(*INTERCEPTS, 121))
     best = least_squares(x, y)
@@ -74,7 +74,7 @@ def surface(axes: Axes, x: NDArray, y: NDArray) -> QuadContourSet:
 def path(axes: Axes, parameters: NDArray, label: str = "", look: Look | None = None) -> Line2D:
     """Draws a path [steps + 1, 2] over the surface; a later `set_data(*parameters.T)` of what it returns moves it.
 
-    Long paths have markers in few places only. `look` is `style.of_rank(0)` where left out.
+    Long paths have few markers. `look` is `style.of_rank(0)` where left out.
     """
     colour, marker, linestyle = look or of_rank(0)
     (line,) = axes.plot(
@@ -92,7 +92,7 @@ def path(axes: Axes, parameters: NDArray, label: str = "", look: Look | None = N
 
 
 def animation(x: NDArray, y: NDArray, parameters: NDArray) -> str:
-    """A player, as HTML: a path [places, 2] growing over the surface, beside its line among the points."""
+    """A player, as HTML: a path [steps + 1, 2] growing over the surface, beside its line among the points."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), dpi=55, width_ratios=(3, 2))
     surface(left, x, y)
     drawn = path(left, parameters[:1])
@@ -101,9 +101,9 @@ def animation(x: NDArray, y: NDArray, parameters: NDArray) -> str:
     right.set(xlabel="x", ylabel="y")
     ends = np.array([x.min(), x.max()])
 
-    def show(place: int) -> tuple[Line2D, ...]:
-        slope, intercept = parameters[place]
-        drawn.set_data(*parameters[: place + 1].T)
+    def show(step: int) -> tuple[Line2D, ...]:
+        slope, intercept = parameters[step]
+        drawn.set_data(*parameters[: step + 1].T)
         fitted.set_data(ends, slope * ends + intercept)
         left.set_title(f"m = {slope:.2f}, n = {intercept:.2f}")
         right.set_title(f"Loss {loss(x, y, slope, intercept):.4f}")

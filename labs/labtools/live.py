@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from labtools import line
 from labtools.style import of_rank
 
-_REDRAW = 0.2  # seconds, at least, from one picture to the next
-_RANKS_TURN = 2.0  # times as long as drawing took, so that it does not keep the ranks from running
+_REDRAW = 0.2  # seconds, at least, between two drawings
+_PAUSE = 2.0  # times as long as drawing took, so that drawing leaves the ranks their cores
 
 Paths = Mapping[str, NDArray[np.float64]]
 
 
 class LivePaths:
-    """A picture that grows while ranks tell where they are: `with LivePaths(x, y, 4, title) as live:
+    """A figure that grows while ranks send their weights: `with LivePaths(x, y, 4, title) as live:
     ranks.run(train, watch=live.watch)`.
 
     One output of the notebook, updated in place: at most five times a second, and once at the end.
@@ -47,7 +47,7 @@ class LivePaths:
             begun = time.monotonic()
             self._draw()
             ended = time.monotonic()
-            self._next = ended + max(_REDRAW, _RANKS_TURN * (ended - begun))
+            self._next = ended + max(_REDRAW, _PAUSE * (ended - begun))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,7 +59,7 @@ class LivePaths:
         for rank, (drawn, points) in enumerate(zip(self._lines, self._points, strict=True)):
             if points:
                 drawn.set_data(*np.transpose(points))
-                # Markers in other places for each rank: where paths coincide, all of them are seen.
+                # Markers at other steps for each rank: all are seen where paths coincide.
                 drawn.set_markevery((rank, len(self._lines)))
         self._shown.update(self._figure)
 

@@ -21,7 +21,7 @@ from hvdtrain.errors import LabError
 from hvdtrain.launch import pmi, rendezvous
 from labtools.admission import Listener
 
-START = 90.0  # seconds for the ranks to come: each loads a framework, on a laptop in turns
+START = 90.0  # seconds for the ranks to connect: each loads a framework, and a laptop's cores are few
 END = 10.0  # seconds for a process to end, once its connection is closed
 LOOPBACK = "127.0.0.1"
 LABS = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ LABS = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that has come."""
+    """A rank that has connected."""
 
     connection: Connection
     host: str
@@ -46,7 +46,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class _Child:
-    """A process of this one, and what it prints, which no other file name leads to."""
+    """A child process and its output, in a file without a name."""
 
     process: "subprocess.Popen[bytes]"
     output: IO[bytes]
@@ -66,7 +66,7 @@ class _Child:
 
 
 class Processes:
-    """The processes that were started as ranks, and the ranks that have come.
+    """The processes that were started as ranks, and the ranks that have connected.
 
     `connections` grows as long as a listener admits ranks. They end with this object, and with this process.
     """
@@ -81,35 +81,35 @@ class Processes:
     ) -> None:
         self.host = host
         self._size, self._connections, self._children = size, connections, children
-        self._come: dict[int, Rank] = {}
+        self._connected: dict[int, Rank] = {}
         self.end = weakref.finalize(self, _end, connections, children, listener)
 
     def ranks(self) -> list[Rank]:
-        """All ranks, once they have come. Raises LabError where they do not."""
+        """All ranks, once they have connected. Raises LabError where they do not."""
         deadline = time.monotonic() + START
-        while len(self._come) < self._size:
+        while len(self._connected) < self._size:
             try:
-                self._welcome()
+                self._receive_new()
             except (EOFError, OSError):
-                raise self._absent() from None
+                raise self._missing() from None
             ended = any(child.process.poll() is not None for child in self._children)
-            if len(self._come) < self._size and (ended or time.monotonic() > deadline):
-                raise self._absent()
-        return [self._come[rank] for rank in range(self._size)]
+            if len(self._connected) < self._size and (ended or time.monotonic() > deadline):
+                raise self._missing()
+        return [self._connected[rank] for rank in range(self._size)]
 
-    def _welcome(self) -> None:
-        known = {rank.connection for rank in self._come.values()}
+    def _receive_new(self) -> None:
+        known = {rank.connection for rank in self._connected.values()}
         for connection in wait([each for each in self._connections if each not in known], timeout=0.1):
             assert isinstance(connection, Connection)
             rank, host, interface = connection.recv()
-            self._come[rank] = Rank(connection, host, interface)
+            self._connected[rank] = Rank(connection, host, interface)
 
-    def _absent(self) -> LabError:
+    def _missing(self) -> LabError:
         ended_first = sorted(self._children, key=lambda child: child.process.poll() is None)
         printed = next(filter(None, (child.printed() for child in ended_first)), [])
-        why = "\n".join(["It said:", *printed[-5:]]) if printed else "It said nothing."
+        why = "\n".join(["Output:", *printed[-5:]]) if printed else "There is no output."
         return LabError(
-            f"{len(self._come)} of {self._size} ranks came up. {why}\n"
+            f"{len(self._connected)} of {self._size} ranks came up. {why}\n"
             "python -m hvdtrain doctor finds what is wrong here."
         )
 
@@ -136,7 +136,7 @@ def in_mpirun(size: int) -> Processes:
 
 
 def beside(engines: Engines, preload: Sequence[str]) -> Processes:
-    """One rank beside each engine. The key travels as ipyparallel's own messages do, and authenticates both ends."""
+    """One rank beside each engine. The key is sent in ipyparallel's own messages, and authenticates both ends."""
     size, key = len(engines.views), secrets.token_bytes(32)
     listener = Listener((engines.host, 0), size, key)
     for rank, view in enumerate(engines.views):
@@ -171,7 +171,7 @@ def _host_for(client: Path) -> str:
 
 
 def _beside_engine(given: tuple[Any, ...]) -> None:
-    """On an engine: a process beside it, which no MPI of the engine's disturbs, and waits for its end."""
+    """On an engine: runs a process beside it, without the engine's MPI variables, until that ends."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(pmi.PREFIXES)}
     subprocess.run(_command("engine"), input=pickle.dumps(given), env=_environment(kept), check=True)
 

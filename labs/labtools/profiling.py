@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the loop's own stamps, Horovod's timeline, and pictures of both."""
+"""Where the time of a step goes: the loop's own stamps, Horovod's timeline, and figures of both."""
 
 import json
 import math
@@ -43,7 +43,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that travelled together, fused into one buffer, in one step."""
+    """Tensors of one step that were communicated together, fused into one buffer."""
 
     tensors: tuple[str, ...]
     nbytes: int
@@ -70,7 +70,7 @@ def typical_step(stamps: NDArray) -> Numbers:
 
 
 def read_timeline(path: Path) -> list[Group]:
-    """The allreduces in a Horovod timeline, in the order in which they travelled.
+    """The allreduces in a Horovod timeline, in the order of their start.
 
     The file is a Chrome trace; one whose run was cut off lacks its end. Raises LabError for one that cannot be read.
     """
@@ -100,7 +100,7 @@ def _events(text: str) -> list[dict[str, Any]]:
 
 
 def _tensors(events: list[dict[str, Any]], start: int) -> Iterator[Group]:
-    """Every tensor's way through one allreduce. Phases come as begin (B) and end (E), nested, a row a tensor."""
+    """The phases of every tensor in one allreduce. Phases come as begin (B) and end (E), nested, a row a tensor."""
     names = {e["pid"]: str(e["args"].get("name")) for e in events if e.get("name") == "process_name"}
     rows: dict[int, list[tuple[str, float]]] = {}
     phases: dict[int, dict[str, Span]] = {}
@@ -172,16 +172,24 @@ def draw_throughput(ranks: Sequence[int], images_per_second: Sequence[float], co
 def draw_parts(axes: Axes, seconds: dict[int, Numbers]) -> None:
     """Stacked bars of a step's parts, for each number of ranks: `seconds[ranks]` is [parts]."""
     bottom = np.zeros(len(seconds))
-    places = np.arange(len(seconds))
+    positions = np.arange(len(seconds))
     for part, heights in zip(PARTS, 1e3 * np.array(list(seconds.values())).T, strict=True):
         colour, hatch = _LOOKS[part]
         axes.bar(
-            places, heights, 0.6, bottom, color=COLOURS[colour], hatch=hatch, edgecolor="white", linewidth=1, label=part
+            positions,
+            heights,
+            0.6,
+            bottom,
+            color=COLOURS[colour],
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=1,
+            label=part,
         )
         bottom += heights
-    for place, height in zip(places, bottom, strict=True):
-        axes.annotate(f"{height:.0f} ms", (place, height), (0, 4), textcoords="offset points", ha="center")
-    axes.set_xticks(places, [f"{n} rank{'s' if n > 1 else ''}" for n in seconds])
+    for position, height in zip(positions, bottom, strict=True):
+        axes.annotate(f"{height:.0f} ms", (position, height), (0, 4), textcoords="offset points", ha="center")
+    axes.set_xticks(positions, [f"{n} rank{'s' if n > 1 else ''}" for n in seconds])
     axes.set_xlim(-0.5, len(seconds) + 0.5)  # a free column for the legend
     axes.set_ylabel("Time of a step / ms")
     axes.grid(axis="x", visible=False)
@@ -190,7 +198,7 @@ def draw_parts(axes: Axes, seconds: dict[int, Numbers]) -> None:
 
 
 def draw_timeline(groups: Sequence[Group], stamps: NDArray, rows: int = 10) -> Figure:
-    """One step of rank 0: its parts from stamps [parts + 1], and the `rows` largest groups of tensors that travelled.
+    """One step of rank 0: its parts from stamps [parts + 1], and the `rows` largest groups of tensors.
 
     Raises LabError where the timeline has nothing of this step.
     """

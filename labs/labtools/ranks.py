@@ -28,8 +28,8 @@ class Ranks:
 
     They are processes of this machine, or, where an ipyparallel cluster with enough engines is up
     (`ipcluster start -n 4 --engines=mpi`), one beside each of its engines. They end with this process.
-    `preload` names modules that they load at the start, rather than each run anew: `torch._dynamo`, which every
-    optimizer of PyTorch wants, takes two seconds. Raises LabError where they do not come.
+    `preload` names modules that they load once, rather than in each run: `torch._dynamo`, which every optimizer of
+    PyTorch imports, takes two seconds. Raises LabError where they do not start.
     """
 
     def __init__(self, size: int = 4, preload: Sequence[str] = ()) -> None:
@@ -48,34 +48,34 @@ class Ranks:
         watch: Watch | None = None,
         seconds: float = 60,
     ) -> list[Any]:
-        """What `function(*arguments)` returns on each of the first `ranks` ranks (all, where not said).
+        """What `function(*arguments)` returns on each of the first `ranks` ranks (by default all).
 
         Each runs in a fresh process, where `hvd.init()` joins these ranks over Gloo; `environ` is added to its
-        environment. What it prints appears here behind its rank, what it tells goes to `watch(rank, value)`.
-        Raises LabError for a rank that fails, or waits for another longer than `seconds`.
+        environment. What it prints appears here behind its rank. A value that it passes to `tell` goes to
+        `watch(rank, value)`. Raises LabError for a rank that fails, or waits for another longer than `seconds`.
         """
         size = self.size if ranks is None else ranks
         if not 1 <= size <= self.size:
             raise LabError(f"ranks must lie in [1, {self.size}], the number that was started, got {size}.")
         there = self._processes.ranks()[:size]
         task = _dumps((function, arguments))
-        for rank, joined in zip(there, self._joined(there), strict=True):
-            rank.connection.send_bytes(pickle.dumps(("run", {**joined, **(environ or {})}, task)))
+        for rank, variables in zip(there, self._variables(there), strict=True):
+            rank.connection.send_bytes(pickle.dumps(("run", {**variables, **(environ or {})}, task)))
         return _collect(there, function, watch, seconds)
 
     def close(self) -> None:
         """Ends the ranks."""
         self._processes.end()
 
-    def _joined(self, there: list[Rank]) -> list[dict[str, str]]:
-        """What joins these ranks in hvd.init(): each one's variables."""
+    def _variables(self, there: list[Rank]) -> list[dict[str, str]]:
+        """Each rank's environment variables, by which hvd.init() joins these ranks."""
         self._rendezvous = self._rendezvous or gloo.RendezvousServer(self._key, self._processes.host)
-        seats = _seats([rank.host for rank in there])
-        self._rendezvous.expect(seats)
+        endpoints = _endpoints([rank.host for rank in there])
+        self._rendezvous.expect(endpoints)
         topologies = [replace(Topology.alone(), rank=number, size=len(there)) for number in range(len(there))]
         host, port = self._processes.host, self._rendezvous.port
         return [
-            gloo.variables(topology, seats, host, port, rank.interface, self._key)
+            gloo.variables(topology, endpoints, host, port, rank.interface, self._key)
             for topology, rank in zip(topologies, there, strict=True)
         ]
 
@@ -97,23 +97,23 @@ def run_mpi(function: Callable[..., Any], *arguments: Any, ranks: int = 4, secon
 
 
 def _collect(there: list[Rank], function: Callable[..., Any], watch: Watch | None, seconds: float) -> list[Any]:
-    """Hears the ranks out and lets them go; on return none of them runs any more."""
+    """Receives the ranks' messages until the run is over, and ends it: on return none of them runs any more."""
     run = _Run(function, len(there), seconds)
     numbers = {rank.connection: number for number, rank in enumerate(there)}
     try:
         while not run.is_over():
             for connection in wait(list(numbers), timeout=0.1):
                 assert isinstance(connection, Connection)
-                run.hear(numbers[connection], connection, watch)
+                run.receive(numbers[connection], connection, watch)
     finally:
-        word = ("done",) if len(run.results) == len(there) else ("stop",)
-        _let_go([rank for rank in there if numbers[rank.connection] not in run.ended], word)
+        request = "done" if len(run.results) == len(there) else "stop"
+        _end_run([rank for rank in there if numbers[rank.connection] not in run.ended], request)
     run.explain()
     return [run.results[number] for number in range(len(there))]
 
 
 class _Run:
-    """What one run has come to so far."""
+    """The results, failures and exits of one run so far."""
 
     def __init__(self, function: Callable[..., Any], size: int, seconds: float) -> None:
         self.name, self.size = getattr(function, "__name__", "the function"), size
@@ -124,21 +124,21 @@ class _Run:
         self._deadline = self._started + seconds
         self._late = False
 
-    def hear(self, number: int, connection: Connection, watch: Watch | None) -> None:
+    def receive(self, number: int, connection: Connection, watch: Watch | None) -> None:
         try:
-            word, *rest = pickle.loads(connection.recv_bytes())
+            kind, *rest = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
-            word, rest = "ended", [-9]
+            kind, rest = "ended", [-9]
         now = time.monotonic()
-        if word == "result":
+        if kind == "result":
             self.results[number] = rest[0]
             self._deadline = min(self._deadline, now + max(AFTER_FIRST, now - self._started))
-        elif word == "failed":
+        elif kind == "failed":
             self.failures[number] = tuple(rest)
             self._deadline = min(self._deadline, now + AFTER_FAILURE)
-        elif word == "ended":
+        elif kind == "ended":
             self.ended[number] = rest[0]
-        elif word == "said":
+        elif kind == "printed":
             print(f"[rank {number}] {rest[0]}", flush=True)
         elif watch:
             watch(number, rest[0])
@@ -160,13 +160,13 @@ class _Run:
         if self._late:
             raise LabError(self._waiting())
 
-    def _failure(self, number: int, kind: str, message: str, place: tuple[str, int, str] | None) -> str:
+    def _failure(self, number: int, kind: str, message: str, location: tuple[str, int, str] | None) -> str:
         alike = len(self.failures) == self.size > 1
         who = f"All {self.size} ranks" if alike else f"Rank {number} of {self.size}"
         where, line = "", ""
-        if place:
-            where = f" in {place[2]}(), line {place[1]}"
-            line = linecache.getline(place[0], place[1]).strip()
+        if location:
+            where = f" in {location[2]}(), line {location[1]}"
+            line = linecache.getline(location[0], location[1]).strip()
         return "\n".join([f"{who} failed{where}:", *([f"    {line}"] if line else []), f"{kind}: {message}"])
 
     def _waiting(self) -> str:
@@ -188,18 +188,19 @@ class _Run:
         )
 
 
-def _let_go(there: list[Rank], word: tuple[str]) -> None:
+def _end_run(there: list[Rank], request: str) -> None:
+    """Sends the request to each rank, and waits until all have ended the run."""
     for rank in there:
         with contextlib.suppress(OSError):
-            rank.connection.send_bytes(pickle.dumps(word))
+            rank.connection.send_bytes(pickle.dumps((request,)))
     for rank in there:
         with contextlib.suppress(EOFError, OSError):
             while pickle.loads(rank.connection.recv_bytes())[0] != "ended":
                 pass
 
 
-def _seats(hosts: list[str]) -> list[Endpoint]:
-    """Every rank's seat, from its host's name."""
+def _endpoints(hosts: list[str]) -> list[Endpoint]:
+    """Every rank's endpoint, from its host's name."""
     names = list(dict.fromkeys(hosts))
     return [Endpoint(host, names.index(host), hosts[:rank].count(host)) for rank, host in enumerate(hosts)]
 

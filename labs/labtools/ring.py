@@ -1,4 +1,4 @@
-"""The lab on the ring allreduce: what its ranks note and time, the alpha-beta model, and the pictures of both."""
+"""The lab on the ring allreduce: what its ranks record and time, the alpha-beta model, and the figures of both."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ if TYPE_CHECKING:  # matplotlib would cost every rank half a second
     from matplotlib.figure import Figure
 
 KIB = 1024
-NAP = 0.01  # seconds between two looks of a rank that waits
+POLL = 0.01  # seconds between two tests by a rank that waits
 PHASES = ("reduce-scatter", "allgather")
 
 Times = Mapping[str, np.ndarray]
-"""Seconds by way of doing an allreduce: [array sizes]."""
+"""Seconds of each way to do an allreduce: [array sizes]."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Step:
 
 
 class Watched:
-    """A communicator of mpi4py's that takes note of what leaves `array` through it."""
+    """A communicator of mpi4py's that records what is sent from `array` through it."""
 
     def __init__(self, comm: Any, array: np.ndarray) -> None:
         self._comm, self._array = comm, array
@@ -42,12 +42,12 @@ class Watched:
 
     def Send(self, buffer: np.ndarray, dest: int) -> None:  # noqa: N802  mpi4py's name
         """MPI_Send."""
-        self._note(buffer, dest)
+        self._record(buffer, dest)
         self._comm.Send(buffer, dest=dest)
 
     def Sendrecv(self, buffer: np.ndarray, dest: int, recvbuf: np.ndarray, source: int) -> None:  # noqa: N802
         """MPI_Sendrecv."""
-        self._note(buffer, dest)
+        self._record(buffer, dest)
         self._comm.Sendrecv(buffer, dest=dest, recvbuf=recvbuf, source=source)
 
     @property
@@ -61,7 +61,7 @@ class Watched:
         """Bytes sent so far."""
         return sum(size for _, _, size in self._sends)
 
-    def _note(self, buffer: np.ndarray, receiver: int) -> None:
+    def _record(self, buffer: np.ndarray, receiver: int) -> None:
         offset = buffer.ctypes.data - self._array.ctypes.data
         self._sends.append((receiver, offset // self._array.itemsize, buffer.nbytes))
         self._before.append(self._array.copy())
@@ -70,7 +70,7 @@ class Watched:
 def on_first_ranks(counts: Iterable[int], function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
     """`function(comm, *arguments)` by number of ranks: on the first 2 of mpirun's, the first 4, ..., one after another.
 
-    A rank has results for those communicators alone that it is in.
+    A rank has results only for the communicators that it belongs to.
     """
     from mpi4py import MPI
 
@@ -82,7 +82,7 @@ def on_first_ranks(counts: Iterable[int], function: Callable[..., Any], *argumen
         comm.Free()
         everybody = world.Ibarrier()
         while not everybody.Test():  # a rank that waits inside MPI would take a core from those at work
-            time.sleep(NAP)
+            time.sleep(POLL)
     return results
 
 
@@ -134,16 +134,16 @@ def fit_to_ring(ranks: int, sizes: np.ndarray, seconds: np.ndarray) -> Link:
     from scipy.optimize import nnls
 
     steps = 2 * (ranks - 1)
-    shares = np.stack([np.full(len(sizes), steps), steps * sizes / ranks], axis=1) / seconds[:, None]
-    scale = np.linalg.norm(shares, axis=0)
-    (alpha, beta), _ = nnls(shares / scale, np.ones(len(sizes)))
+    terms = np.stack([np.full(len(sizes), steps), steps * sizes / ranks], axis=1) / seconds[:, None]
+    scale = np.linalg.norm(terms, axis=0)
+    (alpha, beta), _ = nnls(terms / scale, np.ones(len(sizes)))
     return Link(alpha / scale[0], beta / scale[1])
 
 
 def draw_steps(steps: Sequence[Sequence[Step]]) -> "Figure":
-    """What every rank (first index) held after each step, as it was noted, and the sends that led there.
+    """What every rank (first index) held after each step, as recorded, and the sends that led there.
 
-    The array has one element a chunk; rank r's summand is 2**r, so that each sum tells what went into it.
+    The array has one element a chunk; rank r's summand is 2**r, so that each sum shows its summands.
     """
     import matplotlib.pyplot as plt
 
@@ -201,7 +201,7 @@ def _draw_arrow(axes: "Axes", rank: int, step: Step, ranks: int) -> None:
 
 
 def draw_times(times: Mapping[int, Times], sizes: np.ndarray, links: Mapping[int, Link]) -> "Figure":
-    """Points: seconds by way of doing it, a panel for each number of ranks; lines: what the links predict.
+    """Points: the seconds of each way, a panel for each number of ranks; lines: what the links predict.
 
     `sizes` are in bytes.
     """

@@ -77,8 +77,8 @@ def fit_laptop(ranks: Sequence[int], step_seconds: Sequence[float], gradient_byt
 def through_jsc(network: float, hidden: float) -> StepModel:
     """The model that passes through JSC's runs on one node and on four, both of batch 128.
 
-    `network`, in [0, 1], is the part of the time lost between the two that goes to the network, the rest to drag;
-    `hidden` the part of compute behind which an allreduce hides.
+    `network`, in [0, 1], is the fraction of the time lost between the two that the network takes; drag takes the rest.
+    `hidden` is the fraction of compute behind which an allreduce hides.
     """
     few, many = JSC_NODE, JSC_NODES
     lost = many.step_seconds - few.step_seconds
@@ -95,14 +95,14 @@ def jsc_efficiency(model: StepModel, gpus: ArrayLike) -> Numbers:
 
 
 def jsc_band(gpus: ArrayLike) -> tuple[Numbers, Numbers]:
-    """The lowest and highest efficiency of all models through JSC's points: any share of the network, any hiding."""
-    shares, parts = np.linspace(0, 1, 21), (0, BACKWARD / 2, BACKWARD)
-    curves = [jsc_efficiency(through_jsc(share, part), gpus) for share in shares for part in parts]
+    """The lowest and highest efficiency of all models through JSC's points: any `network`, any `hidden`."""
+    networks, hiddens = np.linspace(0, 1, 21), (0, BACKWARD / 2, BACKWARD)
+    curves = [jsc_efficiency(through_jsc(network, hidden), gpus) for network in networks for hidden in hiddens]
     return np.min(curves, axis=0), np.max(curves, axis=0)
 
 
 def draw_laptop(axes: Axes, model: StepModel, ranks: Sequence[int], step_seconds: Sequence[float]) -> None:
-    """Measured efficiency over ranks on one machine, the model's, and what it says of a core for each rank."""
+    """Measured efficiency over ranks on one machine, the model's, and its prediction with a core for each rank."""
     few = 2.0 ** np.linspace(0, 4, 161)
     apart = replace(model, cores=math.inf)
     axes.plot(few, apart.efficiency(few), "--", color=COLOURS["green"], label="model, a core for each rank")

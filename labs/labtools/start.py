@@ -25,7 +25,7 @@ def _local(descriptor: str, rank: str, *preload: str) -> None:
 
 
 def _engine() -> None:
-    """A rank beside an engine of ipyparallel's, whose standard input says where the notebook listens."""
+    """A rank beside an engine of ipyparallel's, whose standard input holds the notebook's address and key."""
     address, key, rank, preload = pickle.load(sys.stdin.buffer)
     worker.serve(admission.connect(address, key), rank, preload)
 
@@ -38,7 +38,7 @@ def _mpi(path: str) -> None:
 
 
 def _mpirun(size: str, path: str) -> None:
-    """One mpirun; it ends at the latest when the notebook closes this process's standard input, or is gone.
+    """One mpirun; it is ended once the notebook closes this process's standard input, or dies.
 
     horovodrun knows what Open MPI and MPICH want on a single machine, and for root.
     """

@@ -1,4 +1,4 @@
-"""How the labs' pictures look: readable from the last row, and without telling red from green."""
+"""How the labs' figures look: readable from the last row, and without telling red from green."""
 
 from typing import NamedTuple
 

@@ -19,7 +19,7 @@ from hvdtrain.errors import LabError
 from hvdtrain.launch import rendezvous
 
 _pipe: list[Connection] = []
-"""The way to the notebook, in a process that runs a rank's function."""
+"""The connection to the notebook, in a process that runs a rank's function."""
 
 
 def tell(value: Any) -> None:
@@ -29,24 +29,24 @@ def tell(value: Any) -> None:
     """
     if not _pipe:
         raise LabError("tell() sends a value from a rank to the notebook: call it in a function that Ranks.run starts.")
-    _send(("told", value))
+    _send(("value", value))
 
 
 def serve(notebook: Connection, rank: int, preload: Sequence[str]) -> None:
     """Runs one function after another for the notebook, until it is gone.
 
-    Each runs in a process of its own, forked from this one, in which the framework and the modules to preload are
-    loaded and nothing has started.
+    Each runs in a process forked from this one. The framework and the modules to preload are loaded there, and
+    Horovod has not started.
     """
     for name in ("horovod.torch", *preload):
         importlib.import_module(name)
     with notebook, contextlib.suppress(EOFError, ConnectionError):
         notebook.send((rank, socket.gethostname(), _interface(notebook)))
         while True:
-            word, *task = pickle.loads(notebook.recv_bytes())
-            if word == "run":
+            kind, *task = pickle.loads(notebook.recv_bytes())
+            if kind == "run":
                 _run(notebook, *task)
-    os._exit(0)  # an orderly end of the frameworks takes a second, and there is nothing to put in order
+    os._exit(0)  # the frameworks' own exit takes a second, and has nothing to save
 
 
 def serve_once(notebook: Connection, rank: int) -> None:
@@ -65,22 +65,22 @@ def _run(notebook: Connection, environ: dict[str, str], task: bytes) -> None:
     process.start()
     its.close()
     try:
-        _pass_on(notebook, ours, process)
+        _relay(notebook, ours, process)
     finally:
         process.kill()
         process.join()
     notebook.send_bytes(pickle.dumps(("ended", process.exitcode)))
 
 
-def _pass_on(notebook: Connection, ours: Connection, process: BaseProcess) -> None:
+def _relay(notebook: Connection, ours: Connection, process: BaseProcess) -> None:
     while True:
         for source in wait([notebook, ours]):
             if source is notebook:
-                word = notebook.recv_bytes()
-                if pickle.loads(word)[0] == "stop":
+                request = notebook.recv_bytes()
+                if pickle.loads(request)[0] == "stop":
                     return
                 with contextlib.suppress(OSError):  # it has ended by itself
-                    ours.send_bytes(word)
+                    ours.send_bytes(request)
             else:
                 try:
                     message = ours.recv_bytes()
@@ -98,16 +98,16 @@ def _perform_in(notebook: Connection, pipe: Connection, environ: dict[str, str],
 
 def _perform(pipe: Connection, task: bytes) -> None:
     _pipe[:] = [pipe]
-    said = _Said()
+    output = _Output()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             function, arguments = pickle.loads(task)
             result = function(*arguments)
-            said.end()
+            output.end()
             _send(("result", result))
     except BaseException as error:
-        said.end()
-        _send(("failed", type(error).__name__, str(error), _place(error.__traceback__)))
+        output.end()
+        _send(("failed", type(error).__name__, str(error), _location(error.__traceback__)))
     if pickle.loads(pipe.recv_bytes())[0] == "stop":
         os._exit(1)  # others may be in a collective for ever: mpirun ends them
     # Every rank has its result: none leaves while another is in a collective.
@@ -116,8 +116,8 @@ def _perform(pipe: Connection, task: bytes) -> None:
         horovod.shutdown()
 
 
-class _Said(io.TextIOBase):
-    """What a function prints goes to the notebook, line by line."""
+class _Output(io.TextIOBase):
+    """A standard output that sends what a function prints to the notebook, line by line."""
 
     def __init__(self) -> None:
         self._line = ""
@@ -125,7 +125,7 @@ class _Said(io.TextIOBase):
     def write(self, text: str) -> int:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            _send(("said", line))
+            _send(("printed", line))
         return len(text)
 
     def end(self) -> None:
@@ -139,15 +139,15 @@ def _send(message: tuple[Any, ...]) -> None:
     _pipe[0].send_bytes(cloudpickle.dumps(message))
 
 
-def _place(trace: TracebackType | None) -> tuple[str, int, str] | None:
+def _location(trace: TracebackType | None) -> tuple[str, int, str] | None:
     """File, line and function of the innermost line that is the learner's own, or else a library's."""
-    place = None
+    location = None
     while trace:
         code = trace.tb_frame.f_code
         if "site-packages" not in code.co_filename and Path(code.co_filename) != Path(__file__):
-            place = (code.co_filename, trace.tb_lineno, code.co_name)
+            location = (code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    return place
+    return location
 
 
 def _interface(notebook: Connection) -> str | None:

@@ -1,4 +1,4 @@
-"""Lab 4: its pictures, its grid, its drawings, and that the gap it tells of opens and closes."""
+"""Lab 4: its images, its grid, its figures, and that the gap it describes opens and closes."""
 
 import math
 import pickle
@@ -68,7 +68,7 @@ SHIFTS = {
 
 
 @pytest.mark.parametrize(("draws", "rows", "columns", "to_rows", "to_columns"), SHIFTS.values(), ids=SHIFTS)
-def test_a_picture_is_shifted_as_drawn(digits, draws, rows, columns, to_rows, to_columns):
+def test_an_image_is_shifted_as_drawn(digits, draws, rows, columns, to_rows, to_columns):
     x, y = digits.batch(np.array([7]), np.array([draws], np.float32))
     np.testing.assert_array_equal(x[0, 0, to_rows, to_columns], digits.train[0][7, 0, rows, columns])
     assert y.tolist() == [digits.train[1][7]]
@@ -98,9 +98,9 @@ def test_sixteen_ranks_see_the_batch_and_the_gradient_of_one_process(lab, digits
     torch.testing.assert_close(ranks.mean(0), gradient(epoch.share(2048, 2048, 0, 1)), rtol=1e-4, atol=1e-6)
 
 
-def cifar_folder(place, labels):
-    """Striped pictures, on average of one colour each: red its label, green twice and blue three times that."""
-    folder = place / "cifar-100-python"
+def cifar_folder(parent, labels):
+    """Striped images, on average of one colour each: red its label, green twice and blue three times that."""
+    folder = parent / "cifar-100-python"
     folder.mkdir()
     planes = np.kron(np.outer(labels, [1, 2, 3]), np.tile([2, 0], 512)).astype(np.uint8)
     for split in ("train", "test"):
@@ -110,15 +110,15 @@ def cifar_folder(place, labels):
 def test_cifar_100_is_found_cut_to_its_first_classes_and_averaged_down(tmp_path, monkeypatch):
     cifar_folder(tmp_path, [5, 0, 99, 4, 20, 19])
     monkeypatch.setenv("HVDTRAIN_DATA", str(tmp_path))
-    pictures = batches.cifar100(classes=20)
-    assert pictures.train[1].tolist() == pictures.valid[1].tolist() == [5, 0, 4, 19]
-    assert pictures.train[0].shape == (4, 3, 8, 8)
-    assert len(pictures) == 4
+    images = batches.cifar100(classes=20)
+    assert images.train[1].tolist() == images.valid[1].tolist() == [5, 0, 4, 19]
+    assert images.train[0].shape == (4, 3, 8, 8)
+    assert len(images) == 4
     green = (2 * np.array([5, 0, 4, 19]) / 255 - 0.48655) / 0.25644
-    np.testing.assert_allclose(pictures.valid[0][:, 1], np.broadcast_to(green[:, None, None], (4, 8, 8)), rtol=1e-6)
+    np.testing.assert_allclose(images.valid[0][:, 1], np.broadcast_to(green[:, None, None], (4, 8, 8)), rtol=1e-6)
 
 
-def test_where_cifar_100_is_not_one_line_tells_how_to_get_it(tmp_path, monkeypatch, capsys):
+def test_where_cifar_100_is_missing_one_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HVDTRAIN_DATA", str(tmp_path))
     assert batches.cifar100(classes=20) is None
     assert capsys.readouterr().out == (
@@ -137,7 +137,7 @@ def test_the_grid_has_each_training_once():
 
 
 def made_up(setting, seed):
-    """A training that reaches an accuracy which tells setting and seed."""
+    """A training that reaches an accuracy of its own for each setting and seed."""
     reached = 0.9 - setting.batch / 1e4 + 0.01 * len(setting.rule) + 0.1 * (setting.warmup_epochs > 0) + 0.001 * seed
     return History([3.0, 2.0], [0.1, 0.9], [0.1, reached])
 
@@ -153,7 +153,7 @@ def test_every_setting_gets_the_histories_of_its_own_seeds(made_up_results):
         assert [history.valid_accuracy for history in histories] == expected
 
 
-def test_the_last_picture_has_a_line_a_rule_and_a_panel_a_warm_up(made_up_results):
+def test_the_last_figure_has_a_line_a_rule_and_a_panel_a_warm_up(made_up_results):
     batches.over_batch(made_up_results)
     panels = plt.gcf().axes
     assert [axes.get_title() for axes in panels] == ["Without warm-up", "Warm-up over 5 epochs"]
@@ -166,7 +166,7 @@ def test_the_last_picture_has_a_line_a_rule_and_a_panel_a_warm_up(made_up_result
         ]
 
 
-def test_no_two_lines_of_a_picture_look_alike(made_up_results):
+def test_no_two_lines_of_a_figure_look_alike(made_up_results):
     named = {
         "small": Setting(128, "none", 0),
         "none": Setting(2048, "none", 0),
@@ -192,7 +192,7 @@ def test_the_gap_opens_without_a_rule(results):
     small, large = (batches.accuracy(results[Setting(batch, "none", 0)]) for batch in (128, 2048))
     assert small > 0.97
     assert large < small - 0.04
-    # The large batch is behind on its training pictures just as much.
+    # The large batch is behind on its training images just as much.
     behind = [results[Setting(128, "none", 0)][k].train_accuracy[-1] for k in (0, 1)]
     assert np.mean([results[Setting(2048, "none", 0)][k].train_accuracy[-1] for k in (0, 1)]) < np.mean(behind) - 0.04
 

@@ -1,4 +1,4 @@
-"""Lab 2: every gap of the exercise, filled right and wrong on real ranks; what is wrong is named, and why."""
+"""Lab 2: every gap of the exercise, filled right and wrong on real ranks. The message names what is wrong, and why."""
 
 import os
 import re
@@ -40,15 +40,15 @@ def check(ranks):
 
 
 def contiguous(batch):
-    share = len(batch) // hvd.size()
-    return batch[hvd.rank() * share : (hvd.rank() + 1) * share]
+    count = len(batch) // hvd.size()
+    return batch[hvd.rank() * count : (hvd.rank() + 1) * count]
 
 
 def wrapped(optimizer, model, **settings):
     return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **settings)
 
 
-def handed_out(model, optimizer, root=0):
+def broadcast_all(model, optimizer, root=0):
     hvd.broadcast_parameters(model.state_dict(), root_rank=root)
     hvd.broadcast_optimizer_state(optimizer, root_rank=root)
 
@@ -74,13 +74,13 @@ RIGHT = {
     "shard, contiguous": ("shard", contiguous),
     "shard, split": ("shard", lambda batch: np.array_split(batch, hvd.size())[hvd.rank()]),
     "shard, a list": ("shard", lambda batch: [int(number) for number in contiguous(batch)]),
-    "shard, ranks turned round": ("shard", lambda batch: batch[hvd.size() - 1 - hvd.rank() :: hvd.size()]),
+    "shard, ranks reversed": ("shard", lambda batch: batch[hvd.size() - 1 - hvd.rank() :: hvd.size()]),
     "scale, by hand": ("scale", lambda lr, base, worker: lr * worker * hvd.size() / base),
     "scale, peak_lr": ("scale", lambda lr, base, worker: peak_lr(lr, base, worker * hvd.size(), "linear")),
     "wrap": ("wrap", wrapped),
     "wrap, without names": ("wrap", lambda optimizer, model: hvd.DistributedOptimizer(optimizer)),
-    "wrap, float16 on the way": ("wrap", lambda o, m: wrapped(o, m, compression=hvd.Compression.fp16)),
-    "broadcast": ("broadcast", handed_out),
+    "wrap, float16 gradients": ("wrap", lambda o, m: wrapped(o, m, compression=hvd.Compression.fp16)),
+    "broadcast": ("broadcast", broadcast_all),
     "broadcast, weight by weight": ("broadcast", by_hand),
 }
 
@@ -114,8 +114,8 @@ def not_returned(batch):
 
 
 def overlapping(batch):
-    share = len(batch) // hvd.size()
-    return batch[hvd.rank() * share : (hvd.rank() + 1) * share + 5]
+    count = len(batch) // hvd.size()
+    return batch[hvd.rank() * count : (hvd.rank() + 1) * count + 5]
 
 
 def without_the_last(batch):
@@ -128,8 +128,8 @@ def unequal(batch):
 
 
 def from_one(batch):
-    share = len(batch) // hvd.size()
-    return batch[(hvd.rank() + 1) * share : (hvd.rank() + 2) * share]
+    count = len(batch) // hvd.size()
+    return batch[(hvd.rank() + 1) * count : (hvd.rank() + 2) * count]
 
 
 def another_optimizer(optimizer, model):
@@ -151,7 +151,7 @@ def copied(model, optimizer):
 
 def on_rank_0_only(model, optimizer):
     if hvd.rank() == 0:
-        handed_out(model, optimizer)
+        broadcast_all(model, optimizer)
 
 
 def averaged(model, optimizer):
@@ -190,8 +190,12 @@ WRONG = {
         lambda batch: batch,
         r"every rank has all 200 examples.\nAll compute one and the same gradient, for the slope .*three of the four",
     ),
-    "shard, rank 0's": ("shard", lambda batch: batch[:50], "gives every rank the same part, that of rank 0"),
-    "shard, one for all": ("shard", lambda batch: batch[:: hvd.size()], "gives every rank the same part: no rank"),
+    "shard, rank 0's": ("shard", lambda batch: batch[:50], "gives every rank the same local batch, that of rank 0"),
+    "shard, one for all": (
+        "shard",
+        lambda batch: batch[:: hvd.size()],
+        "gives every rank the same local batch: no rank",
+    ),
     "shard, local": (
         "shard",
         lambda batch: batch[hvd.local_rank() :: hvd.local_size()],
@@ -201,7 +205,7 @@ WRONG = {
     "shard, from one": ("shard", from_one, "counts the ranks from 1: nobody has the first 50"),
     "shard, overlapping": ("shard", overlapping, r"gives 15 of 200 examples to several ranks \(number \d+ to 0, 1\)"),
     "shard, losing": ("shard", without_the_last, r"loses 4 of 200 examples \(number \d+ is on no rank\)"),
-    "shard, unequal": ("shard", unequal, "parts of different sizes, 20, 80, 50, 50"),
+    "shard, unequal": ("shard", unequal, "local batches of different sizes, 20, 80, 50, 50"),
     "shard, 50 fixed": ("shard", lambda batch: batch[50 * hvd.rank() : 50 * hvd.rank() + 50], r"Use len\(batch\)"),
     "shard, 4 fixed": ("shard", lambda batch: batch[hvd.rank() :: 4], r"not on 2: there it .* Use hvd.size\(\)"),
     # Gap 3.
@@ -240,21 +244,21 @@ WRONG = {
     "wrap, not": ("wrap", lambda optimizer, model: optimizer, "does not average the gradients: .* the ranks part"),
     "wrap, sum": ("wrap", lambda o, m: wrapped(o, m, op=hvd.Sum), r"4 times as much. That is the sum .*hvd.Sum"),
     "wrap, divided twice": ("wrap", divided_twice, "a quarter. The gradients are divided by the number of ranks twice"),
-    "wrap, Adasum": ("wrap", lambda o, m: wrapped(o, m, op=hvd.Adasum), "asks for Adasum, another rule than the mean"),
+    "wrap, Adasum": ("wrap", lambda o, m: wrapped(o, m, op=hvd.Adasum), "requests Adasum, another rule than the mean"),
     "wrap, another": ("wrap", another_optimizer, "wrap the optimizer given, which has momentum"),
     # Gap 5.
     "broadcast, empty": ("broadcast", empty, "Gap 5, broadcast, is still empty: .*the paths part"),
     "broadcast, copies": ("broadcast", copied, "hvd.broadcast gives back a copy"),
     "broadcast, no momentum": ("broadcast", weights_only, "not the state of the optimizer: .*the paths part"),
-    "broadcast, slope": ("broadcast", slope_only, "hands on the slope alone"),
+    "broadcast, slope": ("broadcast", slope_only, "broadcasts the slope alone"),
     "broadcast, root 1": (
         "broadcast",
-        lambda m, o: handed_out(m, o, 1),
+        lambda m, o: broadcast_all(m, o, 1),
         "the weights of rank 1: the root is the wrong",
     ),
     "broadcast, own roots": (
         "broadcast",
-        lambda m, o: handed_out(m, o, hvd.rank()),
+        lambda m, o: broadcast_all(m, o, hvd.rank()),
         "names a different root on each rank",
     ),
     "broadcast, rank 0 only": ("broadcast", on_rank_0_only, "is not for some ranks only: 1, 2, 3 of 4 went past it"),
@@ -262,13 +266,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("gap", "filling", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_fillings_are_recognised(check, gap, filling, said):
+@pytest.mark.parametrize(("gap", "filling", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_fillings_are_recognised(check, gap, filling, message):
     with pytest.raises(LabError) as caught:
         getattr(check, gap)(filling)
     text = str(caught.value)
     assert text.startswith(f"Gap {GAPS.index(gap) + 1}, {gap}, ")
-    assert re.search(said, text, re.DOTALL), text
+    assert re.search(message, text, re.DOTALL), text
     assert "Traceback" not in text
 
 
@@ -287,7 +291,7 @@ def test_exercise_and_solution_differ_in_the_gaps_alone():
         assert gap.splitlines()[-1].strip() == "..."
 
 
-def test_the_exercise_untouched_fails_each_check_in_its_own_words():
+def test_the_exercise_untouched_fails_each_check_with_its_own_message():
     lab = jupytext.read(EXERCISE)
     last = max(number for number, cell in enumerate(lab.cells) if cell.source.startswith("check."))
     lab.cells = lab.cells[: last + 1]

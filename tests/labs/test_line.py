@@ -15,7 +15,7 @@ from labtools import line
 
 SLOW = ("both_frameworks",)
 LAB = paths.LABS / "1-linear_regression_sgd_single_gpu.py"
-TOLD = "import json; json.dump({{size: path.tolist() for size, path in paths.items()}}, open({to!r}, 'w'))"
+SAVE = "import json; json.dump({{size: path.tolist() for size, path in paths.items()}}, open({to!r}, 'w'))"
 
 
 def test_the_loss_is_the_mean_squared_error():
@@ -36,10 +36,10 @@ def test_least_squares_has_the_lowest_loss():
     assert (around > line.loss(x, y, m, n)).all()
 
 
-def walked(framework, folder):
+def saved_paths(framework, folder):
     """Lab 1's paths by batch size, in this framework."""
     lab = jupytext.read(LAB)
-    lab.cells.append(nbformat.v4.new_code_cell(TOLD.format(to=str(folder / framework))))
+    lab.cells.append(nbformat.v4.new_code_cell(SAVE.format(to=str(folder / framework))))
     environ = {**os.environ, "HVDTRAIN_LAB_FRAMEWORK": framework, "HVDTRAIN_LAB_SCALE": "0.1"}
     nbclient.NotebookClient(lab, timeout=200, kernel_name="python3", resources=paths.IN_LABS).execute(env=environ)
     return {size: np.array(path) for size, path in json.loads((folder / framework).read_text()).items()}
@@ -47,7 +47,7 @@ def walked(framework, folder):
 
 @pytest.mark.skipif(not find_spec("tensorflow"), reason="needs TensorFlow: pip install -e '.[tensorflow]'")
 def test_both_frameworks_walk_the_same_paths(tmp_path):
-    torch, tensorflow = walked("torch", tmp_path), walked("tensorflow", tmp_path)
+    torch, tensorflow = saved_paths("torch", tmp_path), saved_paths("tensorflow", tmp_path)
     assert {size: len(path) for size, path in torch.items()} == {"1000": 7, "100": 61, "1": 6001}
     for size, path in torch.items():
         np.testing.assert_allclose(tensorflow[size], path, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Ranks in a notebook: real ones, their results, and every way in which they fail, explained."""
+"""Ranks in a notebook: real ones, their results, and every way in which they fail, with its explanation."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def test_every_run_is_in_a_fresh_process(ranks):
     assert ranks.run(leaves_a_trace, ranks=2) == [(True, None)] * 2
 
 
-def speaks():
+def tells_and_prints():
     tell({"step": 1})
     print("half", end="")
     tell({"step": 2})
@@ -64,11 +64,14 @@ def speaks():
     print("no end", end="")
 
 
-def test_what_ranks_tell_and_print(ranks, capsys):
-    told = []
-    assert ranks.run(speaks, ranks=2, watch=lambda rank, value: told.append((rank, value["step"]))) == [None, None]
-    assert sorted(told) == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert [step for rank, step in told if rank == 1] == [1, 2]
+def test_values_and_lines_reach_the_notebook(ranks, capsys):
+    received = []
+    assert ranks.run(tells_and_prints, ranks=2, watch=lambda rank, value: received.append((rank, value["step"]))) == [
+        None,
+        None,
+    ]
+    assert sorted(received) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [step for rank, step in received if rank == 1] == [1, 2]
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == ["[rank 0] half a line", "[rank 0] no end", "[rank 1] half a line", "[rank 1] no end"]
 
@@ -122,7 +125,7 @@ FAILURES = {
         r"ValueError: Horovod has not been initialized; use hvd.init\(\).",
     ),
     "killed": (is_killed, r"Rank 1 of 2 ended by signal 9 in is_killed\(\): out of memory, or killed."),
-    "a result that cannot travel": (
+    "a result that cannot be pickled": (
         returns_a_lock,
         r"All 2 ranks failed:\nTypeError: cannot pickle '_thread.lock' object",
     ),
@@ -134,7 +137,7 @@ def test_a_failure_is_explained(ranks, function, text):
     with pytest.raises(LabError) as caught:
         ranks.run(function, ranks=2)
     assert re.fullmatch(text, str(caught.value)), caught.value
-    assert ranks.run(where, 1, ranks=2)[1][3] == 1.0  # and the ranks are there for the next
+    assert ranks.run(where, 1, ranks=2)[1][3] == 1.0  # and the ranks take the next run
 
 
 def test_ranks_that_wait_for_one_another(ranks, monkeypatch):
@@ -179,31 +182,13 @@ def test_ranks_of_mpi():
         run_mpi(fails_over_mpi, ranks=2)
 
 
-@pytest.fixture
-def engines(tmp_path, monkeypatch):
-    """Two ipyparallel engines in one mpirun, as a teacher would start them."""
-    import ipyparallel
-
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    for library in ("OMPI", "PRTE"):
-        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT", "1")
-        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    cluster = ipyparallel.Cluster(n=2, engines="mpi", log_level=40)
-    cluster.start_cluster_sync()
-    try:
-        cluster.connect_client_sync().wait_for_engines(2, timeout=60)
-        yield cluster
-    finally:
-        cluster.stop_cluster_sync()
-
-
 def parent():
     return os.getppid()
 
 
-def test_ranks_beside_engines_over_mpi(engines):
-    with engines.connect_client_sync() as client:
+def test_ranks_beside_engines_over_mpi(start_engines):
+    """In one mpirun, as a teacher would start them."""
+    with start_engines(engines="mpi").connect_client_sync() as client:
         of_engines = client[:].apply_sync(os.getpid)
     ranks = Ranks(2)
     try:

@@ -1,4 +1,4 @@
-"""Lab 3: its ring on real ranks, what it notes of the sends, the model of a link, and the pictures."""
+"""Lab 3: its ring on real ranks, what it records of the sends, the model of a link, and the figures."""
 
 import re
 import sys
@@ -70,7 +70,7 @@ def watched(allreduce):
     return comm.steps
 
 
-def test_every_step_is_noted_and_drawn(lab):
+def test_every_step_is_recorded_and_drawn(lab):
     steps = run_mpi(watched, lab["ring_allreduce"], ranks=3)
     assert [len(own) for own in steps] == [4] * 3
     for rank, own in enumerate(steps):

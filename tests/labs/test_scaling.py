@@ -141,7 +141,9 @@ def test_a_timeline_that_was_cut_off_is_read_too(recorded, tmp_path):
     assert 0 < len(profiling.read_timeline(cut)) < len(profiling.read_timeline(recorded[0]))
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "[]", "not json"], ids=["absent", "empty", "object", "none", "words"])
+@pytest.mark.parametrize(
+    "text", [None, "", "{}", "[]", "not json"], ids=["absent", "empty", "object", "none", "no JSON"]
+)
 def test_what_is_no_timeline(tmp_path, text):
     path = tmp_path / "timeline.json"
     if text is not None:
@@ -150,7 +152,7 @@ def test_what_is_no_timeline(tmp_path, text):
         profiling.read_timeline(path)
 
 
-def test_the_pictures(recorded):
+def test_the_figures(recorded):
     groups = profiling.read_timeline(recorded[0])
     timeline = profiling.draw_timeline(groups, recorded[1][1])
     labels = [label.get_text() for label in timeline.axes[0].get_yticklabels()]

@@ -1,4 +1,4 @@
-"""What another user of the machine can do to a notebook's ranks: the tests play that user."""
+"""What another user of the machine can do to a notebook's ranks: the tests act as that user."""
 
 import base64
 import contextlib
@@ -255,21 +255,21 @@ def test_nothing_is_left_of_notebooks_that_are_killed_at_their_start(tmp_path):
 
 def test_a_rank_that_cannot_start_is_explained():
     ranks = Ranks(2, preload=["no_such_module"])
-    with pytest.raises(LabError, match=r"0 of 2 ranks came up. It said:\n(.*\n)*.*No module named 'no_such_module'"):
+    with pytest.raises(LabError, match=r"0 of 2 ranks came up. Output:\n(.*\n)*.*No module named 'no_such_module'"):
         ranks.run(os.getpid)
     ranks.close()
 
 
-def says_nothing(address, marker):
+def sends_nothing(address, marker):
     return socket.create_connection(address)
 
 
-def says(*parts):
+def sends(*messages):
     def to(address, marker):
         stranger = socket.create_connection(address)
         with contextlib.suppress(OSError):
-            for part in parts:
-                stranger.sendall(part)
+            for message in messages:
+                stranger.sendall(message)
         return stranger
 
     return to
@@ -288,8 +288,8 @@ def has_another_key(address, marker):
     return None
 
 
-def asks_for_the_digest_that_it_owes(address, marker):
-    """Hands the challenge back, and hopes for its answer."""
+def reflects_the_challenge(address, marker):
+    """Sends the challenge back, to get its answer."""
     stranger = socket.create_connection(address)
     with contextlib.suppress(OSError, EOFError), Connection(os.dup(stranger.fileno())) as twin:
         twin.send_bytes(twin.recv_bytes())
@@ -297,13 +297,13 @@ def asks_for_the_digest_that_it_owes(address, marker):
 
 
 STRANGERS = {
-    "silent": says_nothing,
-    "garbage": says(b"\xff" * 10_000),
-    "a message of 2 GiB": says(struct.pack("!i", 2**31 - 1), b"x" * 10_000),
-    "half a message": says(struct.pack("!i", 16), b"x"),
+    "silent": sends_nothing,
+    "garbage": sends(b"\xff" * 10_000),
+    "a message of 2 GiB": sends(struct.pack("!i", 2**31 - 1), b"x" * 10_000),
+    "half a message": sends(struct.pack("!i", 16), b"x"),
     "a pickle": sends_a_pickle,
     "another key": has_another_key,
-    "a reflected challenge": asks_for_the_digest_that_it_owes,
+    "a reflected challenge": reflects_the_challenge,
 }
 
 
@@ -345,7 +345,7 @@ def opens_with(address, openings):
 
 
 def openings(seed, number):
-    """Bytes as they come, behind a length that is right or wrong, or behind the challenge's own first words."""
+    """Bytes as they come, behind a length that is right or wrong, or behind the first bytes of a challenge."""
     dice = random.Random(seed)
     for _ in range(number):
         body = dice.choice([b"", b"#CHALLENGE#", b"#WELCOME#"]) + dice.randbytes(dice.randrange(300))
@@ -363,7 +363,7 @@ def test_random_openings(seed=16, number=1000):
     assert until(lambda: len(listener.admitted) == 1)
 
 
-def test_a_stranger_who_dribbles_is_let_go_in_time(monkeypatch):
+def test_a_stranger_who_sends_slowly_is_disconnected_in_time(monkeypatch):
     monkeypatch.setattr("labtools.admission.HANDSHAKE", 0.5)
     listener = Listener(LOOPBACK, 2, secrets.token_bytes(32))
     begun = time.monotonic()
@@ -384,7 +384,7 @@ IMPOSTORS = {
 
 
 @pytest.mark.parametrize(("greet", "error"), IMPOSTORS.values(), ids=IMPOSTORS)
-def test_a_rank_believes_no_impostor(greet, error, tmp_path, monkeypatch):
+def test_a_rank_rejects_an_impostor(greet, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("labtools.admission.HANDSHAKE", 0.3)
     monkeypatch.setattr("labtools.admission.ATTEMPTS", 2)
@@ -432,28 +432,13 @@ def socket_path_greeting(path):
 
 
 @needs_root
-def test_a_rank_believes_no_other_users_socket(tmp_path):
+def test_a_rank_rejects_another_users_socket(tmp_path):
     path = str(tmp_path / "ranks")
     with socket.socket(socket.AF_UNIX) as impostor:
         impostor.bind(path)
-        as_nobody(impostor.listen)  # the system takes the user who listens for the one at the other end
+        as_nobody(impostor.listen)  # the system reports the user who listens as the peer
         with pytest.raises(AuthenticationError, match=f"uid {NOBODY}, not to 0"):
             connect(path)
-
-
-@pytest.fixture
-def engines(tmp_path, monkeypatch):
-    import ipyparallel
-
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    cluster = ipyparallel.Cluster(n=2, log_level=40)
-    cluster.start_cluster_sync()
-    try:
-        cluster.connect_client_sync().wait_for_engines(2, timeout=60)
-        yield cluster
-    finally:
-        cluster.stop_cluster_sync()
 
 
 def rank():
@@ -463,7 +448,8 @@ def rank():
     return hvd.rank()
 
 
-def test_silent_connections_and_ranks_beside_engines(engines):
+def test_silent_connections_and_ranks_beside_engines(start_engines):
+    start_engines()
     before = ports_of(os.getpid())
     ranks = Ranks(2)
     ((address, port),) = ports_of(os.getpid()) - before

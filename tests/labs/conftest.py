@@ -1,0 +1,31 @@
+"""The ipyparallel engines that tests of ranks beside engines share."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def start_engines(tmp_path, monkeypatch):
+    """`start_engines(engines="mpi")`: a cluster of two ipyparallel engines, which ends with the test."""
+    import ipyparallel
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for library in ("OMPI", "PRTE"):
+        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT", "1")
+        monkeypatch.setenv(f"{library}_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    started = []
+
+    def start(**settings):
+        cluster = ipyparallel.Cluster(n=2, log_level=40, **settings)
+        cluster.start_cluster_sync()
+        started.append(cluster)
+        cluster.connect_client_sync().wait_for_engines(2, timeout=60)
+        return cluster
+
+    yield start
+    for cluster in started:
+        cluster.stop_cluster_sync()
