@@ -130,7 +130,7 @@ print(f"{FRAMEWORK} on {device}")
 #
 # - **1,000**, all points (*full batch*): the gradient is exact, and an epoch is one step.
 # - **100** (*mini-batch*): ten steps an epoch, along gradients that are right on average.
-# - **1** (*single sample*): a thousand steps an epoch, each after one point's word. It needs a much smaller LR.
+# - **1** (*single sample*): a thousand steps an epoch, each from one point's gradient. It needs a much smaller LR.
 
 # %%
 RUNS = {1000: 0.5, 100: 0.5, 1: 0.01}  # LR by batch size
@@ -153,7 +153,7 @@ for batch_size, lr in RUNS.items():
 # ## The paths over the loss surface
 #
 # The map shows the loss of every line: slope to the right, intercept upwards. It is a long valley, twelve times as
-# curved in $n$ as in $m$. Each path starts at the square and goes for the same number of epochs.
+# curved in $n$ as in $m$. Each path starts at the square and lasts the same number of epochs.
 
 # %%
 figure, panels = plt.subplots(1, 3, figsize=(20, 7), sharey=True)
@@ -176,8 +176,8 @@ plt.show()
 # %% [markdown]
 # ## The same as loss curves
 #
-# By how much is the loss over *all* points still above its minimum? On the left over **epochs**: at one place all three
-# have seen the same number of points. On the right over **steps**.
+# By how much is the loss over *all* points still above its minimum? On the left over **epochs**: at each epoch all
+# three have seen the same number of points. On the right over **steps**.
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(16, 6), sharey=True)
@@ -200,8 +200,8 @@ plt.show()
 # LR, needs many more.
 #
 # This is the question of data-parallel training. $N$ devices compute one step over an $N$ times larger batch in the
-# time of one. That pays only if the larger batch makes **more way in a step**, and for this its LR has to grow. How,
-# and how far, labs 2 and 4 show.
+# time of one. That pays only if the larger batch gets **further in a step**, and for this its LR has to grow. Labs
+# 2 and 4 show how, and how far.
 
 # %% [markdown]
 # ## Watch one

@@ -16,14 +16,14 @@
 #
 # | gap | function | what it does |
 # |---|---|---|
-# | 1 | `init` | makes the processes know one another |
-# | 2 | `shard` | gives each its part of a batch |
+# | 1 | `init` | makes the processes ranks of one training |
+# | 2 | `shard` | gives each its local batch |
 # | 3 | `scale` | fits the learning rate (LR) to the larger batch |
 # | 4 | `wrap` | averages the gradients |
 # | 5 | `broadcast` | lets all start from the same weights |
 #
-# In the exercise you fill them. Below each one a check runs your function on four real ranks and says that it is
-# right, or what is wrong and why. Then the ranks train while you watch, and two pictures show what four ranks change
+# In the exercise you fill them. Below each one a check runs your function on four real ranks and prints that it is
+# right, or what is wrong and why. Then the ranks train while you watch, and two figures show what four ranks change
 # and what they do not.
 #
 # The cells of the solution run in under a minute; for the exercise take half an hour. Run the cells from top to
@@ -67,14 +67,14 @@ check = Check(ranks)
 #         optimizer.step()
 # ```
 #
-# In **data-parallel** training every rank holds the whole model and a part of each batch. It computes the gradient
-# over its own part; an *allreduce* averages the gradients over the ranks; and every rank makes the same update. The
-# parts of all ranks together are the **global batch**.
+# In **data-parallel** training every rank holds the whole model and a part of each batch, its **local batch**. It
+# computes the gradient over its local batch; an *allreduce* averages the gradients over the ranks; and every rank makes
+# the same update. The local batches of all ranks together are the **global batch**.
 
 # %% [markdown]
 # ## Gap 1: init
 #
-# A process does not know by itself that there are others. Once Horovod has been started in each of them, `hvd.size()`
+# A process does not know of the others by itself. Once Horovod has been started in each of them, `hvd.size()`
 # is their number $N$, and `hvd.rank()` is a process's own number, from 0 to $N - 1$.
 
 
@@ -92,14 +92,14 @@ check.init(init)
 # ## Gap 2: shard
 #
 # `batch` holds the numbers of the examples of one global batch, in the same order on every rank. Each rank takes its
-# part, so that every example is on exactly one rank and all parts have one size: then the mean of the ranks'
-# gradients is the gradient over the whole batch. (The length of `batch` is a multiple of the number of ranks. Which
-# part is whose does not matter.)
+# local batch, so that every example is on exactly one rank and all local batches have one size. Then the mean of the
+# ranks' gradients is the gradient over the whole batch. (The length of `batch` is a multiple of the number of ranks.
+# Which rank takes which examples does not matter.)
 
 
 # %%
 def shard(batch):
-    """This rank's part of the numbers in `batch`, a NumPy array."""
+    """This rank's local batch: some of the numbers in `batch`, a NumPy array."""
     # Use hvd.rank() and hvd.size(). A slice will do.
     ...
 
@@ -150,9 +150,9 @@ check.wrap(wrap)
 # %% [markdown]
 # ## Gap 5: broadcast
 #
-# Each rank has made random weights of its own. The same updates from different starts never meet, so all ranks take
-# over what rank 0 has. This is also how a checkpoint reaches them, which rank 0 alone has read: its weights, and the
-# state of its optimizer, here the momentum.
+# Each rank has made random weights of its own. The same updates never make different weights equal, so all ranks
+# take over what rank 0 has. This is also how a checkpoint, which rank 0 alone has read, reaches them: its weights, and
+# the state of its optimizer, here the momentum.
 
 
 # %%
@@ -190,9 +190,9 @@ def train(worker_batch, scale, broadcast, pause=0.0):
     for epoch in range(EPOCHS):
         order = Epoch.of(len(X), seed=0, epoch=epoch, draws=0).order
         for start in range(0, len(X), global_batch):
-            mine = shard(order[start : start + global_batch])  # 2
+            local_batch = shard(order[start : start + global_batch])  # 2
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(X[mine]), Y[mine]).backward()
+            torch.nn.functional.mse_loss(model(X[local_batch]), Y[local_batch]).backward()
             optimizer.step()
             path.append(torch.cat([p.data.ravel() for p in model.parameters()]).numpy())
             tell(path[-1])
@@ -214,10 +214,10 @@ with LivePaths(x, y, 4, "No broadcast: the paths part") as live:
 
 # %% [markdown]
 # Four parallel paths: every update is the same on all ranks, so the distances between them stay what they were at the
-# start. None ends at the minimum, and each gradient was computed at four different places. Nothing crashes, and the
-# loss goes down: this mistake is easily overlooked.
+# start. None ends at the minimum, and the gradients of a step were computed at four different points. Nothing crashes,
+# and the loss goes down: this mistake is easily overlooked.
 #
-# Now with the broadcast. The four paths are one; the markers of the ranks take turns along it.
+# Now with the broadcast. The four paths are one; the markers of the ranks alternate along it.
 
 # %%
 with LivePaths(x, y, 4, "With broadcast: one path") as live:
@@ -263,7 +263,7 @@ beside(
     },
 )
 # %% [markdown]
-# On the left the two paths lie on one another. On the right they do not: four ranks at the scaled LR go another way,
+# On the left the two paths lie on one another. On the right they do not: four ranks at the scaled LR take another path,
 # in fewer and longer steps; at the LR of one rank they have come only a part of the way when the epochs are over.
 
 # %%
@@ -276,7 +276,7 @@ progress(per_rank, EPOCHS)
 #
 # $$\mathrm{LR} \cdot (g_1 + \ldots + g_N) = N \cdot \mathrm{LR} \cdot \frac{g_1 + \ldots + g_N}{N}$$
 #
-# So over **epochs** (left) the scaled path of four ranks makes about as much way as that of one rank, in a quarter of
+# So over **epochs** (left) the scaled path of four ranks gets about as far as that of one rank, in a quarter of
 # the **steps** (right). Without scaling each step is as long as before, and there are four times fewer.
 #
 # The rule has an end. On this line SGD with momentum 0.5 is stable up to an LR of about 1.5 (the curvature in $n$ is

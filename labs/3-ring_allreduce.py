@@ -12,7 +12,7 @@
 # # 3. The ring allreduce
 #
 # After every step of a data-parallel training each rank has a gradient of its own, and all need the sum. That is an
-# **allreduce**, and how it is done decides how many ranks are worth their while.
+# **allreduce**, and its algorithm decides how many ranks are worth having.
 #
 # You write the one that Horovod made popular, the **ring**, in 20 lines of NumPy over MPI; see each of its steps; count
 # its bytes; and race it against MPI's own, against Horovod, and against the obvious way to do it.
@@ -86,8 +86,8 @@ def ring_allreduce(array, comm):
 # ## Every step of it
 #
 # `run_mpi` runs a function on the ranks of one `mpirun` and brings back what each returns. Four ranks add up an array
-# of four numbers; a `Watched` communicator takes note of what is sent, and of what every rank holds afterwards. A
-# chunk says whose numbers have been added up in it. The arrows are the sends of the step: below rank 3 the ring closes.
+# of four numbers; a `Watched` communicator records what is sent, and what every rank holds afterwards. A chunk
+# shows whose numbers have been added up in it. The arrows are the sends of the step: below rank 3 the ring closes.
 
 
 # %%
@@ -95,7 +95,7 @@ def watch_the_ring():
     """What this rank sent in each step, and what it held after it."""
     from mpi4py import MPI
 
-    array = np.array([2**MPI.COMM_WORLD.rank] * 4)  # powers of two: each sum tells what went into it
+    array = np.array([2**MPI.COMM_WORLD.rank] * 4)  # powers of two: each sum shows its summands
     watched = ring.Watched(MPI.COMM_WORLD, array)
     ring_allreduce(array, watched)
     return watched.steps
@@ -240,7 +240,7 @@ plt.show()
 print(f"This machine has {os.cpu_count()} cores for 2, 4 and 8 ranks.")
 
 # %% [markdown]
-# The model leaves out cores altogether. With more ranks than cores, a step waits for every rank to have its turn:
+# The model leaves out cores altogether. With more ranks than cores, a step waits until every rank has had a core:
 # $\alpha$ and $\beta$ grow with the number of ranks, as the printed values show, and points scatter. On a cluster with
 # one rank a GPU the model is good enough to plan with: lab 5 does.
 

@@ -40,12 +40,12 @@ style.use()
 torch.set_num_threads(1)  # the trainings run side by side instead, one on each core
 
 # %% [markdown]
-# ## 1. The pictures
+# ## 1. The images
 #
-# scikit-learn's digits are 1,797 scanned pictures of $8 \times 8$ pixels: 1,437 to train on, 360 to validate with. A
-# batch of 2048 would not even fit in. So here an **epoch** is eight passes over the 1,437, each picture shifted by up
+# scikit-learn's digits are 1,797 scanned images of $8 \times 8$ pixels: 1,437 to train on, 360 to validate with. A
+# batch of 2048 would not even fit in. So here an **epoch** is eight passes over the 1,437, each image shifted by up
 # to one pixel, anew each time: 11,496 examples. Their order and their shifts are drawn from seed and epoch alone, so
-# they are the same at every batch size (and on any number of ranks). The validation pictures stay as they are.
+# they are the same at every batch size (and on any number of ranks). The validation images stay as they are.
 
 # %%
 digits = batches.digits()
@@ -86,15 +86,15 @@ for batch in BATCHES:
 # ## 3. A network and its training
 #
 # Two hidden layers, their weights drawn as [He et al. 2015](https://arxiv.org/abs/1502.01852) do. The loop is plain
-# SGD with momentum. Look at `share`: this one process is rank 0 of 1 and takes the whole global batch; on $N$ ranks,
-# rank $r$ takes its $r$-th part of the very same examples.
+# SGD with momentum. Look at `share`: this one process is rank 0 of 1, and its local batch is the whole global batch. On
+# $N$ ranks, rank $r$ takes the $r$-th part of the very same examples.
 
 
 # %%
-def network(pictures, seed):
-    classes = pictures.train[1].max() + 1
+def network(images, seed):
+    classes = images.train[1].max() + 1
     generator = torch.Generator().manual_seed(seed)
-    sizes = [pictures.train[0][0].size, 128, 128, classes]
+    sizes = [images.train[0][0].size, 128, 128, classes]
     layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
     for layer in layers:
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
@@ -102,27 +102,27 @@ def network(pictures, seed):
     return nn.Sequential(nn.Flatten(), layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
-def train(pictures, base_lr, epochs, setting, seed):
-    model = network(pictures, seed)
+def train(images, base_lr, epochs, setting, seed):
+    model = network(images, seed)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     peak = peak_lr(base_lr, 128, setting.batch, setting.rule)
-    steps = len(pictures) // setting.batch
+    steps = len(images) // setting.batch
     schedule = Schedule(peak, steps, epochs, setting.warmup_epochs, decay="cosine")
     history = History()
     for epoch in range(epochs):
-        plan = Epoch.of(len(pictures), seed, epoch, draws=2)
+        plan = Epoch.of(len(images), seed, epoch, draws=2)
         for step in range(steps):
             indices = plan.share(step * setting.batch, setting.batch, rank=0, size=1)
-            x, y = pictures.batch(indices, plan.draws[indices])
+            x, y = images.batch(indices, plan.draws[indices])
             loss = nn.functional.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y))
             optimizer.zero_grad()
             loss.backward()
             optimizer.param_groups[0]["lr"] = schedule.lr(epoch + step / steps)
             optimizer.step()
             history.losses.append(loss.item())
-        history.train_accuracy.append(accuracy(model, *pictures.train))
-        history.valid_accuracy.append(accuracy(model, *pictures.valid))
-    hidden = model[:5](torch.from_numpy(pictures.train[0]))  # all but the last layer
+        history.train_accuracy.append(accuracy(model, *images.train))
+        history.valid_accuracy.append(accuracy(model, *images.valid))
+    hidden = model[:5](torch.from_numpy(images.train[0]))  # all but the last layer
     history.silent_units = (hidden == 0).all(0).float().mean().item()
     return history
 
@@ -149,7 +149,7 @@ results = batches.train_all(
 # ## 4. The gap opens
 #
 # Nothing but the batch changes: 128 against 2048, the same learning rate, the same epochs. Lines are means over the
-# seeds, bands reach from the lowest to the highest. (The training accuracy is that on the unshifted pictures.)
+# seeds, bands reach from the lowest to the highest. (The training accuracy is that on the unshifted images.)
 
 # %%
 shown = {
@@ -161,17 +161,17 @@ batches.curves(results, shown)
 # %% [markdown]
 # Two different things are called *generalisation gap*.
 #
-# - Of **one model**: how much better it is on the pictures it was trained on than on new ones, that is, the
+# - Of **one model**: how much better it is on the images it was trained on than on new ones, that is, the
 #   difference between the left panel and the right.
 # - Of **large batches** ([Keskar et al. 2017](https://arxiv.org/abs/1609.04836)): the validation accuracy lost
 #   against the small batch, that is, the distance of the two lines in the right panel. This is the one meant here:
 #   **at equal epochs**.
 #
-# Look left: the large batch is as far behind on its own training pictures. It has not fitted them and then failed on
+# Look left: the large batch is as far behind on its own training images. It has not fitted them and then failed on
 # new ones; it has not got there yet: too few steps, and too small ones. (Keskar et al. train until the training
-# pictures are learned, and still find a gap, which they put down to sharper minima. Hoffer et al. make theirs go away
+# images are learned, and still find a gap, which they put down to sharper minima. Hoffer et al. make theirs go away
 # with as many *updates* as the small batch had, not as many epochs, among other things. That is a remedy, too, but
-# one in which $N$ ranks save no time: each makes as many steps as one alone.)
+# one by which $N$ ranks save no time: each makes as many steps as one alone.)
 #
 # ## 5. Larger steps, and how they go wrong
 #
@@ -192,7 +192,7 @@ batches.first_losses(results, shown, updates=20, classes=10)
 # Update by update, the batch of 2048 without a rule does as well as that of 128; it only makes fewer of them. With
 # the linear rule and no warm-up, the large steps overshoot, and the loss leaps far above that of guessing
 # ($\ln 10 \approx 2.3$). It soon comes down again, but the damage stays: such a leap leaves hidden units with weights
-# for which they are 0 for every picture, and a unit that is always 0 gets no gradient, so it never comes back. The
+# for which they are 0 for every image, and a unit that is always 0 gets no gradient, so it never comes back. The
 # last column of the table below counts these silent units. With warm-up the first steps are small, and there is no
 # leap.
 #
@@ -206,7 +206,7 @@ batches.report(results, shown)
 
 # %% [markdown]
 # The linear rule with warm-up brings most of it back, with a sixteenth of the updates. (All is the mean over the
-# seeds; one validation picture is 0.3 points.) Now all of the batches; the bars reach from the lowest to the highest
+# seeds; one validation image is 0.3 points.) Now all of the batches; the bars reach from the lowest to the highest
 # seed, and the axis does not begin at 0:
 
 # %%
@@ -226,14 +226,14 @@ batches.over_batch(results)
 # stands, but neither is every cold start a fall (two of the ten ended no worse than without a rule), nor every
 # warm-up long enough (the seed with 91 % leapt all the same).
 #
-# Where the cliff stands depends on network and data. That is why hvdtrain's recipes say rule and base batch, and
-# every run prints the learning rate it came to. No rule holds for ever: Goyal et al. kept the accuracy of ResNet-50
+# Where the cliff stands depends on network and data. That is why hvdtrain's recipes state rule and base batch, and
+# every run prints its peak learning rate. No rule holds for ever: Goyal et al. kept the accuracy of ResNet-50
 # on ImageNet up to a batch of 8192, and lost some beyond. Try it: `BASE_LR = 0.12`, or `WARMUP_EPOCHS = 1`.
 #
 # ## 7. CIFAR-100
 #
 # The same network and loop on photographs, where the files are there. So that the minute holds, not all of CIFAR-100:
-# the first 20 of its 100 classes, 500 training pictures each, averaged from $32 \times 32$ to $8 \times 8$ pixels and
+# the first 20 of its 100 classes, 500 training images each, averaged from $32 \times 32$ to $8 \times 8$ pixels and
 # shifted by up to one of these. An epoch is one pass over these 10,000. (`HVDTRAIN_LAB_SCALE=5` takes all classes,
 # and ten seeds instead of two, and some minutes.)
 
@@ -254,10 +254,10 @@ if cifar100:
     batches.report(photographs, shown)
 
 # %% [markdown]
-# Where it was trained: the accuracies are those of a tiny network that sees thumbnails (guessing gives 5 %), but the
+# If CIFAR-100 was there: the accuracies are those of a tiny network that sees thumbnails (guessing gives 5 %), but the
 # gap is the same, and larger. Without a rule a great part of the accuracy is lost; sqrt brings nearly half of that
 # back, linear about three quarters. Here it hardly needs its warm-up: its peak of 0.32, instead of 0.96, does not
 # overshoot.
 #
-# The real thing is the recipe `cifar100`: ResNet50, whole pictures, 100 epochs, for a GPU or more. Its batches of
+# The real thing is the recipe `cifar100`: ResNet50, whole images, 100 epochs, for a GPU or more. Its batches of
 # 1024 and 2048 have warm-up.

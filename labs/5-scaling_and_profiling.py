@@ -14,7 +14,7 @@
 # %% [markdown]
 # # 5. Scaling and profiling
 #
-# How much faster is a training on more ranks, where does the time go that is lost, and what would you ask for next:
+# How much faster is a training on more ranks, where does the time go that is lost, and what would you request next:
 # more GPUs, a faster network, faster storage? You train a small ResNet on 1, 2 and 4 ranks of this machine, take the
 # time of every part of its step, read Horovod's own record of it, fit a model of the step to what you measured, and
 # then put the same model to published runs, up to 1,024 GPUs.
@@ -39,17 +39,17 @@ ranks = Ranks(4, preload=["torch._dynamo", "torchvision.models", "sklearn.datase
 # ## 1. A training loop with a clock
 #
 # This is an ordinary Horovod loop. What is new are the lines with `now()`: a stamp between any two parts of a step.
-# Three things in it are worth a look.
+# Note three things.
 #
-# - `loss.backward()` already **starts** the allreduce: as soon as the gradient of a layer is there, Horovod sends it
-#   on its way, while the layers before it are still being computed. `optimizer.synchronize()` then **waits** for what
-#   is still under way. So the part that we call `allreduce` is not how long the gradients travel, but how long they
-#   keep us waiting.
+# - `loss.backward()` already **starts** the allreduce: as soon as the gradient of a layer is there, Horovod starts
+#   to communicate it, while the layers before it are still being computed. `optimizer.synchronize()` then **waits** for
+#   what is not complete. So the part that we call `allreduce` is not how long the communication takes, but how long the
+#   rank waits for it.
 # - That includes waiting for a slower rank: no sum is complete before its last term.
 # - Each rank computes with one thread, so that 4 ranks use 4 cores, if there are as many.
 
 # %%
-BATCH = 16  # pictures a rank and step
+BATCH = 16  # images a rank and step
 
 
 def train(batch, steps):
@@ -115,7 +115,7 @@ def train(batch, steps):
 # $$\text{throughput}(N) = \frac{N B}{t(N)}, \qquad
 # \text{efficiency}(N) = \frac{\text{throughput}(N)}{N \cdot \text{throughput}(1)} = \frac{t(1)}{t(N)}.$$
 #
-# But ranks compute on cores. Where there are fewer cores than ranks, the ranks take turns, and no software in the world
+# But ranks compute on cores. Where there are fewer cores than ranks, their computation is interleaved, and no software
 # makes 4 ranks on 2 cores 4 times as fast as one. The green line is the most that this machine's cores allow.
 
 # %%
@@ -165,9 +165,9 @@ plt.show()
 # | phase | what happens |
 # |---|---|
 # | NEGOTIATE | one rank has the gradient, and waits for the others to have it as well |
-# | QUEUE | all have it; another allreduce is under way |
+# | QUEUE | all have it; another allreduce is running |
 # | MEMCPY_IN | several gradients are copied into one buffer, **fused**: one large message is faster than many small |
-# | ALLREDUCE | the buffer travels around the ring (here GLOO_ALLREDUCE; with MPI or NCCL the name says so) |
+# | ALLREDUCE | the buffer is communicated around the ring (here GLOO_ALLREDUCE; with MPI or NCCL the name says so) |
 # | MEMCPY_OUT | the sums are copied back |
 
 # %%
@@ -182,8 +182,8 @@ plt.show()
 
 # %% [markdown]
 # How to read it: the grey bars on top are rank 0's own stamps. Below them, each row is a group of gradients that
-# travelled together: the largest one's name, how many others, and their size. From top to bottom they are in the
-# order of travel, which is that of backward: from the network's last layer to its first.
+# were communicated together: the largest one's name, how many others, and their size. From top to bottom they are in
+# the order of communication, which is that of backward: from the network's last layer to its first.
 #
 # - **Overlap with backward.** What is left of the dashed line happens while backward still computes: it costs
 #   nothing, at least where somebody else than the computing cores does it (a GPU's copy engines, a network adapter).
@@ -281,11 +281,11 @@ print(f"One GPU needs {1e3 * 128 * scaling.JSC_ONE.image_seconds:.1f} ms for 128
 # Each line is a cheap experiment: a few minutes on **one** GPU with batch 128; the bandwidth test of the network; the
 # time until a run's first step, and between its epochs. And the network of the first story would be a slow one: a
 # single InfiniBand adapter of 200 Gbit/s carries up to 25 GB/s. A run on 64 GPUs, of an hour or less, would tell the
-# stories apart: look at the band there. Ask for that before you ask for a thousand.
+# stories apart: look at the band there. Request that before you request a thousand.
 #
-# ## 7. What to ask for next
+# ## 7. What to request next
 #
-# Amdahl's law: if a part has the share $f$ of a step, then a part twice as fast makes the training $\frac{1}{1 -
+# Amdahl's law: if a part takes the fraction $f$ of a step, then a part twice as fast makes the training $\frac{1}{1 -
 # f/2}$ times as fast, and no improvement of this part alone ever makes it more than $\frac{1}{1 - f}$ times as fast.
 
 # %%
@@ -313,5 +313,5 @@ for index, (part, remedy) in enumerate(REMEDY.items()):
 #   million photographs on a shared file system do.)
 #
 # **Try:** `BATCH = 4` and `BATCH = 64` above. Which columns change, and why? Then give the timeline's run
-# `"HOROVOD_CYCLE_TIME": "50"` as well: how many groups are there now, and where do they travel, left or right of the
+# `"HOROVOD_CYCLE_TIME": "50"` as well: how many groups are there now, and are they left or right of the
 # dashed line?
