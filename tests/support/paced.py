@@ -1,21 +1,23 @@
-"""`python paced.py hvdtrain.FRAMEWORK ARGV`: `python -m hvdtrain.FRAMEWORK ARGV` that rests in every step, so that many
-endless runs on few processors leave them to those that still start."""
+"""`python paced.py hvdtrain.FRAMEWORK ARGV` is `python -m hvdtrain.FRAMEWORK ARGV` with a pause in every step.
+
+Many endless runs on few processors so leave them to the runs that still start.
+"""
 
 import importlib
-import runpy
 import sys
 import time
 
-REST = 0.05  # seconds
+from warm import perform
+
+PAUSE = 0.05  # seconds
 
 if __name__ == "__main__":
-    sys.argv[:] = sys.argv[1:]
-    trainer = importlib.import_module(f"{sys.argv[0]}.trainer").Trainer
+    trainer = importlib.import_module(f"{sys.argv[1]}.trainer").Trainer
     update = trainer.update
 
-    def rest_and_update(*given):
-        time.sleep(REST)
+    def pause_and_update(*given):
+        time.sleep(PAUSE)
         update(*given)
 
-    trainer.update = rest_and_update
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    trainer.update = pause_and_update
+    perform(["-m", *sys.argv[1:]])

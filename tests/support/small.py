@@ -1,12 +1,14 @@
-"""A residual network with all kinds of ResNet50's layers in its place: blocks with and without a convolution beside
-them, with and without a stride. `python small.py hvdtrain.FRAMEWORK ARGV`: `python -m hvdtrain.FRAMEWORK ARGV` with it.
+"""Replaces ResNet50 by a small network with all its kinds of layers: blocks with and without a convolution in the
+shortcut, with and without a stride. `python small.py hvdtrain.FRAMEWORK ARGV` is `python -m hvdtrain.FRAMEWORK ARGV`
+with it.
 
 ResNet50 takes TensorFlow ten seconds to trace in every process, and a step of it ten times as long on either framework.
 """
 
 import os
-import runpy
 import sys
+
+from warm import perform
 
 WHOLE = "HVDTRAIN_TEST_WHOLE_NETWORK"
 """Set in the environment, it leaves ResNet50 as it is."""
@@ -30,6 +32,5 @@ SMALL_STAGES = ((2, 64, 1), (1, 128, 2))
 SMALL_BLOCKS = {"layer1": 2, "layer2": 1}
 
 if __name__ == "__main__":
-    sys.argv[:] = sys.argv[1:]
-    shrink(sys.argv[0].rpartition(".")[2])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    shrink(sys.argv[1].rpartition(".")[2])
+    perform(["-m", *sys.argv[1:]])
