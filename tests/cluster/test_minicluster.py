@@ -23,9 +23,15 @@ class Mini:
     def __init__(self, state):
         self.state = state
 
+    @contextlib.contextmanager
     def start(self, *words, **settings):
+        """A process, which is killed if it still runs at the end of the block."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([COMMAND, "--state", self.state, *words], **(pipes | settings))
+        with subprocess.Popen([COMMAND, "--state", self.state, *words], **(pipes | settings)) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def run(self, *words, given=None, **settings):
         """Exit code, output and errors."""
@@ -379,6 +385,7 @@ def speed(mini):
         server.stdout.readline()
         answer, transfer = map(float, mini("exec", "nid002", "python3", "-c", TALK, "nid001").split())
         server.terminate()
+        server.wait(60)
     return answer, transfer
 
 
@@ -526,9 +533,9 @@ def test_only_for_root(mini, words):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"minicluster: {said}\n")
 
 
+@contextlib.contextmanager
 def begun(mini):
-    """An `up` that has its login host, and the network namespaces it has made."""
-    process = mini.start("up", "--nodes", "4")
+    """An `up` that has its login host, and the process id of that host."""
     known = {}
 
     def has_a_head():
@@ -536,32 +543,33 @@ def begun(mini):
             known.update(json.loads((mini.state / "cluster.json").read_text())["processes"])
         return "head" in known
 
-    until(has_a_head)
-    return process, known["head"][0]
+    with mini.start("up", "--nodes", "4") as process:
+        until(has_a_head)
+        yield process, known["head"][0]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
 def test_an_interrupted_up_leaves_nothing(state, how):
-    process, _ = begun(Mini(state))
-    process.send_signal(how)
-    assert process.communicate(timeout=60) == ("", "minicluster: interrupted\n")
+    with begun(Mini(state)) as (process, _):
+        process.send_signal(how)
+        assert process.communicate(timeout=60) == ("", "minicluster: interrupted\n")
     assert process.returncode == 128 + how
     assert gone(state)
 
 
 def test_what_a_killed_up_left_goes_down(state):
-    process, head = begun(Mini(state))
-    namespace = Path(f"/proc/{head}/ns/net").readlink()
-    process.kill()
-    process.communicate(timeout=60)
+    with begun(Mini(state)) as (process, head):
+        namespace = Path(f"/proc/{head}/ns/net").readlink()
+        process.kill()
+        process.communicate(timeout=60)
     Mini(state)("down")
     assert gone(state, {namespace})
 
 
 def test_a_host_that_dies_ends_up(state):
-    process, head = begun(Mini(state))
-    os.kill(head, signal.SIGKILL)
-    output, errors = process.communicate(timeout=60)
+    with begun(Mini(state)) as (process, head):
+        os.kill(head, signal.SIGKILL)
+        output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (2, "")
     assert errors.startswith("minicluster: ")
     assert errors.count("\n") == 1
