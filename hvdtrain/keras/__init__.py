@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.errors import KerasError
 
-HOMES = {
+MODULES = {
     "init": "ranks",
     "DistributedOptimizer": "optimizer",
     "DistributedGradientTape": "tape",
@@ -31,20 +31,20 @@ HOROVODS_OWN = (
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES and name not in HOROVODS_OWN:
+    if name not in MODULES and name not in HOROVODS_OWN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _choose_backend()
-    home = importlib.import_module(f"{__name__}.{HOMES.get(name, 'ranks')}")
-    globals()[name] = found = getattr(home if name in HOMES else home.hvd, name)
+    module = importlib.import_module(f"{__name__}.{MODULES.get(name, 'ranks')}")
+    globals()[name] = found = getattr(module if name in MODULES else module.hvd, name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES, *HOROVODS_OWN})
+    return sorted({*globals(), *MODULES, *HOROVODS_OWN})
 
 
 def _choose_backend() -> None:
-    """Raises KerasError where Keras runs, or is told to run, on another backend than TensorFlow."""
+    """Raises KerasError where Keras runs, or is set to run, on another backend than TensorFlow."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if keras := sys.modules.get("keras"):
         backend = keras.config.backend()

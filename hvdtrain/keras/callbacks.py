@@ -23,11 +23,11 @@ class _Callback(keras.callbacks.Callback):
 
 
 class BroadcastCallback(_Callback):
-    """Starts all ranks from the root's weights and optimizer state, and keeps BatchNorm's moving statistics one.
+    """Starts all ranks from the root's weights and optimizer state, and averages BatchNorm's moving statistics.
 
-    A model that its first batch builds is sent after that batch. Random seeds stay each rank's own. What layers in
-    training keep beside their trainable weights in floating point is averaged at the end of an epoch, before its
-    validation. jit_compile="auto", which compiles by XLA on a GPU, is turned off.
+    A model that its first batch builds is broadcast after that batch. Random seeds stay each rank's own. The
+    floating-point statistics of layers in training are averaged at the end of an epoch, before its validation.
+    jit_compile="auto", which compiles by XLA on a GPU, is turned off.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -41,11 +41,11 @@ class BroadcastCallback(_Callback):
         super().__init__()
         self.root_rank = root_rank
         self._sent = False
-        self._apart = False  # whether batches have moved the ranks' statistics apart
+        self._apart = False  # whether batches have made the ranks' statistics differ
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        # Keras records what "auto" came to, not "auto": on a GPU an explicit True cannot be told from it.
+        # Keras records what "auto" resolved to, not "auto": on a GPU an explicit True cannot be told from it.
         if hvd.size() > 1 and model.jit_compile and model._resolve_auto_jit_compile():
             model.jit_compile = False
             model.train_function = None
@@ -96,10 +96,10 @@ def _statistics(model: keras.Model) -> list[keras.Variable]:
 class MetricAverageCallback(_Callback):
     """Puts into an epoch's logs the metrics of all ranks' examples together, the same on every rank.
 
-    The states behind Keras's metrics, such as sums and counts, are added over the ranks, so shares may be of unequal
-    size; the metrics themselves stay as they are. What no metric stands behind is averaged. Callbacks that read
-    the logs come after this one. A metric of your own must have states that may be added. Raises KerasError where
-    the ranks' logs have different names.
+    The states of Keras's metrics, such as sums and counts, are added over the ranks, so local batches may be of
+    unequal size; the metrics themselves stay as they are. A logged value that no metric computes is averaged.
+    Callbacks that read the logs come after this one. A metric of your own must have states that may be added.
+    Raises KerasError where the ranks' logs have different names.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -160,17 +160,17 @@ class MetricAverageCallback(_Callback):
 
 
 def _check_names(names: list[str]) -> None:
-    everybodys = sharing.of_ranks(names, hvd.rank(), hvd.size(), _sum)
-    for rank, others in enumerate(everybodys):
-        if others != everybodys[0]:
+    of_ranks = sharing.of_ranks(names, hvd.rank(), hvd.size(), _sum)
+    for rank, others in enumerate(of_ranks):
+        if others != of_ranks[0]:
             raise KerasError(
-                f"rank {rank} logs {', '.join(others)}, but rank 0 {', '.join(everybodys[0])}: MetricAverageCallback "
+                f"rank {rank} logs {', '.join(others)}, but rank 0 {', '.join(of_ranks[0])}: MetricAverageCallback "
                 "needs the same metrics of every rank; validate on all ranks or on none."
             )
 
 
 def _sum(array: np.ndarray) -> np.ndarray:
-    with tf.device("/CPU:0"):  # NCCL has nothing to do with what lies on the host
+    with tf.device("/CPU:0"):  # NCCL takes no part in sums on the host
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.logs").numpy()  # type: ignore[no-any-return]
 
 
@@ -216,6 +216,6 @@ class WarmupCallback(_Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if self._epoch < self.warmup_epochs:
-            share = (self._epoch + (batch + 1) / self._steps) / self.warmup_epochs
-            self.model.optimizer.learning_rate = self.peak_lr / hvd.size() * (1 + (hvd.size() - 1) * min(1, share))
+            done = (self._epoch + (batch + 1) / self._steps) / self.warmup_epochs
+            self.model.optimizer.learning_rate = self.peak_lr / hvd.size() * (1 + (hvd.size() - 1) * min(1, done))
             self._rising = True

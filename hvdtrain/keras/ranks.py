@@ -1,4 +1,4 @@
-"""The ranks under Keras 3: joined, given rank 0's variables, and their tensors added up."""
+"""The ranks under Keras 3: initialisation, broadcast and sums."""
 
 import os
 from collections.abc import Sequence
@@ -70,11 +70,11 @@ def sum_over_ranks(tensor: tf.Tensor) -> tf.Tensor:
 def sum_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Each array added up over the ranks, in float64; all of them in one allreduce."""
     flat = np.concatenate([np.zeros(0), *(np.ravel(array) for array in arrays)])
-    with tf.device("/CPU:0"):  # NCCL has nothing to do with what lies on the host
+    with tf.device("/CPU:0"):  # NCCL takes no part in sums on the host
         total = hvd.allreduce(tf.constant(flat, tf.float64), op=hvd.Sum, name="hvdtrain.sum").numpy()
     ends = np.cumsum([array.size for array in arrays])
-    parts = np.split(total, ends[:-1]) if arrays else []
-    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    sums = np.split(total, ends[:-1]) if arrays else []
+    return [each.reshape(array.shape) for each, array in zip(sums, arrays, strict=True)]
 
 
 def tf_variable(variable: Any) -> Any:

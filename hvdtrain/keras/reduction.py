@@ -11,7 +11,7 @@ from hvdtrain.errors import KerasError
 from hvdtrain.keras.ranks import refuse_xla, tf_variable
 from hvdtrain.tensorflow.engines.horovod import hvd
 
-# Horovod's arguments that have no place under Keras 3, and what to write instead.
+# Horovod's arguments that do not exist under Keras 3, and what to write instead.
 REMEDIES = {
     "backward_passes_per_step": "Keras accumulates by itself, give its optimizer gradient_accumulation_steps",
     "average_aggregated_gradients": "gradient_accumulation_steps of Keras's optimizer always averages",
@@ -23,7 +23,7 @@ REMEDIES = {
 class Reduction:
     """Averages gradients over the ranks.
 
-    `op`: Average, Sum or Adasum. `groups`: how many allreduces, or lists of variables that travel together.
+    `op`: Average, Sum or Adasum. `groups`: how many allreduces, or lists of variables that are communicated together.
     `local_layers`: layers whose weights each rank trains for itself, by the gradient of the ranks' mean loss (its
     own gradient divided by the number of ranks). Raises KerasError for an option that is none.
     """
@@ -70,21 +70,22 @@ class Reduction:
         if self._process_set.size() == 1 or not self._process_set.included():
             return averaged
         refuse_xla()
-        places = {place for place, gradient in enumerate(averaged) if gradient is not None}
-        local = {place for place in places if self._local and id(tf_variable(variables[place])) in self._local}
-        for place in local:
-            averaged[place] = tf.math.scalar_mul(1 / self._process_set.size(), averaged[place])
+        given = {index for index, gradient in enumerate(averaged) if gradient is not None}
+        local = {index for index in given if self._local and id(tf_variable(variables[index])) in self._local}
+        for index in local:
+            averaged[index] = tf.math.scalar_mul(1 / self._process_set.size(), averaged[index])
         # Horovod 0.28.1 takes a sparse gradient's shape from another in its group.
-        sparse = {place for place in places - local if isinstance(averaged[place], tf.IndexedSlices)}
-        parts = self._parts(sorted(places - local - sparse), variables) + [[place] for place in sorted(sparse)]
-        for part in parts:
-            for place, gradient in zip(part, self._reduced([averaged[place] for place in part], part[0]), strict=True):
-                averaged[place] = gradient
+        sparse = {index for index in given - local if isinstance(averaged[index], tf.IndexedSlices)}
+        groups = self._grouped(sorted(given - local - sparse), variables) + [[index] for index in sorted(sparse)]
+        for group in groups:
+            means = self._reduced([averaged[index] for index in group], group[0])
+            for index, gradient in zip(group, means, strict=True):
+                averaged[index] = gradient
         return averaged
 
-    def _reduced(self, gradients: list[Any], place: int) -> list[Any]:
+    def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
         # A name of our own: Keras numbers layers in the order in which this rank made them.
-        settings = {**self._settings, "name": f"hvdtrain.{place}"}
+        settings = {**self._settings, "name": f"hvdtrain.{number}"}
         if len(gradients) == 1:
             return [hvd.allreduce(gradients[0], **settings)]
         return hvd.grouped_allreduce(gradients, **settings)
@@ -93,14 +94,14 @@ class Reduction:
         sparse = isinstance(gradient, tf.IndexedSlices)
         return tf.convert_to_tensor(gradient) if sparse and self._sparse_as_dense else gradient
 
-    def _parts(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """The places of gradients that travel together."""
+    def _grouped(self, indices: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """The indices of gradients that are communicated together."""
         if self._groups is None:
-            return [[place] for place in places]
+            return [[index] for index in indices]
         if isinstance(self._groups, int):
-            return [part.tolist() for part in np.array_split(places, self._groups) if part.size]
+            return [group.tolist() for group in np.array_split(indices, self._groups) if group.size]
         group_of = {id(tf_variable(v)): number for number, group in enumerate(self._groups) for v in group}
-        parts: dict[int, list[int]] = {}
-        for place in places:
-            parts.setdefault(group_of.get(id(tf_variable(variables[place])), -1 - place), []).append(place)
-        return list(parts.values())
+        groups: dict[int, list[int]] = {}
+        for index in indices:
+            groups.setdefault(group_of.get(id(tf_variable(variables[index])), -1 - index), []).append(index)
+        return list(groups.values())

@@ -41,7 +41,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The classes, each loaded when it is first asked for."""
+    """The classes, each loaded at its first use."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
@@ -52,7 +52,7 @@ def _horovod(**settings: Any) -> Any:
     return __getattr__("HorovodStrategy")(**settings)
 
 
-# Once Lightning is imported, by whomever: `python -m hvdtrain.lightning` reads recipe and data before.
+# Whenever Lightning is imported, now or later: `python -m hvdtrain.lightning` checks recipe and data before that.
 @wrapt.when_imported("lightning.pytorch.strategies")
 def _register(strategies: Any) -> None:
     if "horovod" not in strategies.StrategyRegistry:

@@ -13,7 +13,7 @@ from hvdtrain.run.run import Run
 
 
 def train(prepared: Run) -> None:
-    """Imports the framework only now that recipe, data and output folder have been found good."""
+    """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
     try:
         with interrupts.postponed():
             import lightning.pytorch  # noqa: F401

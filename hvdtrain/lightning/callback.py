@@ -12,10 +12,10 @@ from hvdtrain.torch.trainer import Replica
 
 
 class RunCallback(Callback):
-    """The run's log, metrics and checkpoints: those of hvdtrain.torch, word for word and number for number."""
+    """The run's log, metrics and checkpoints: the same as those of hvdtrain.torch."""
 
-    # The loop's collectives stand in hooks that every rank comes by: a rank without validation examples skips
-    # Lightning's hooks around validation.
+    # The loop's collectives stand in hooks that Lightning calls on every rank: on a rank without validation examples
+    # it skips those around validation.
 
     def __init__(self, loop: Loop[Replica], module: RecipeModule) -> None:
         self.loop, self.module = loop, module

@@ -43,7 +43,7 @@ class UnpaddedSampler(DistributedSampler):
 
 
 class Batches:
-    """A loader whose batches are `requests()` of a split, asked for each time it is iterated."""
+    """A loader whose batches are `requests()` of a split, called each time it is iterated."""
 
     def __init__(self, loader: Loader, split: Split, requests: Callable[[], list[Request]]) -> None:
         self._loader, self._split, self._requests = loader, split, requests
@@ -56,7 +56,7 @@ class Batches:
 
 
 class RecipeDataModule(LightningDataModule):
-    """The data of a recipe's run, from where its module's `progress` stands: one epoch at a time.
+    """The data of a recipe's run, from its module's `progress` on, one epoch at a time.
 
     Examples:
         >>> import hvdtrain.lightning as hl  # `module` is a RecipeModule, `dataset` its data set
@@ -105,7 +105,7 @@ class ImageNetDataModule(LightningDataModule):
         valid_crop: int = 224,
         seed: int = 0,
     ) -> None:
-        """`batch_size` is the global one: all ranks' pictures in one step. Raises DataError and RecipeError."""
+        """`batch_size` is the global one: all ranks' images in one step. Raises DataError and RecipeError."""
         super().__init__()
         self.recipe = recipes.load(
             "imagenet",
@@ -124,15 +124,15 @@ class ImageNetDataModule(LightningDataModule):
         self._loader = Loader(self.recipe, self.dataset, torch.device("cpu"))
 
     def setup(self, stage: str) -> None:
-        """Refuses what the ranks cannot share. Raises PlanError."""
-        size, pictures = self._ranks()[1], len(self.dataset.train)
-        if self.batch_size % size or self.batch_size > pictures:
+        """Refuses a batch or a validation set that the ranks cannot divide. Raises PlanError."""
+        size, images = self._ranks()[1], len(self.dataset.train)
+        if self.batch_size % size or self.batch_size > images:
             raise PlanError(
-                f"batch_size must be a multiple of {size} ranks and at most the {pictures} training pictures, got "
+                f"batch_size must be a multiple of {size} ranks and at most the {images} training images, got "
                 f"{self.batch_size}."
             )
         if len(self.dataset.valid) < size:
-            raise PlanError(f"validation needs a picture a rank, got {len(self.dataset.valid)} for {size} ranks.")
+            raise PlanError(f"validation needs an image a rank, got {len(self.dataset.valid)} for {size} ranks.")
 
     def train_dataloader(self) -> Batches:
         return Batches(self._loader, self.dataset.train, self._train_requests)
@@ -141,16 +141,16 @@ class ImageNetDataModule(LightningDataModule):
         rank, size = self._ranks()
         mine = shard(len(self.dataset.valid), rank, size)
         batch = self.batch_size // size
-        requests: list[Request] = [(mine[start : start + batch], None) for start in range(0, len(mine), batch)]
+        requests: list[Request] = [(mine[begin : begin + batch], None) for begin in range(0, len(mine), batch)]
         return Batches(self._loader, self.dataset.valid, lambda: requests)
 
     def _train_requests(self) -> list[Request]:
         rank, size = self._ranks()
-        pictures = len(self.dataset.train)
-        epoch = Epoch.of(pictures, self.recipe.seed, self.trainer.current_epoch if self.trainer else 0, DRAWS)
-        starts = range(0, pictures - self.batch_size + 1, self.batch_size)
-        shares = (epoch.share(start, self.batch_size, rank, size) for start in starts)
-        return [(share, epoch.draws[share]) for share in shares]
+        images = len(self.dataset.train)
+        epoch = Epoch.of(images, self.recipe.seed, self.trainer.current_epoch if self.trainer else 0, DRAWS)
+        begins = range(0, images - self.batch_size + 1, self.batch_size)
+        local_batches = (epoch.share(begin, self.batch_size, rank, size) for begin in begins)
+        return [(indices, epoch.draws[indices]) for indices in local_batches]
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -15,7 +15,7 @@ from hvdtrain.launch.topology import Topology, discover
 class RankEnvironment(ClusterEnvironment):
     """The ranks of any launcher that hvdtrain knows: horovodrun, mpirun, torchrun, mpiexec, an srun step, or none.
 
-    Lightning's own environments would ask SLURM first, wherever an mpirun inside the step says otherwise.
+    Lightning's own environments would read SLURM's first, also inside an mpirun that sets others.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -57,10 +57,10 @@ class RankEnvironment(ClusterEnvironment):
         return self.topology.node or 0
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has said it."""
+        """Does nothing: the launcher has set it."""
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has said it."""
+        """Does nothing: the launcher has set it."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Refuses a Trainer that was promised other ranks than there are. Raises DeviceError."""
@@ -78,7 +78,7 @@ class RankEnvironment(ClusterEnvironment):
 
 
 class OneDevice(ParallelStrategy):
-    """A rank's device, and its place among the ranks, whatever number of them each host has."""
+    """A rank's device and its sampler settings, whatever number of ranks each host has."""
 
     @property
     def root_device(self) -> torch.device:

@@ -39,17 +39,17 @@ class Averager:
         for name, parameter in learning.items():
             if parameter not in self._sent:
                 self._send(name, parameter)
-        for parameter, (handle, wire, context) in self._sent.items():
-            wait(handle, wire.device.type)
-            if wire is not parameter.grad:
-                parameter.grad.copy_(self._compression.decompress(wire, context))
+        for parameter, (handle, compressed, context) in self._sent.items():
+            wait(handle, compressed.device.type)
+            if compressed is not parameter.grad:
+                parameter.grad.copy_(self._compression.decompress(compressed, context))
         self._sent.clear()
         for parameter, ranks in zip(learning.values(), wait(counted).tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Lets go of the module."""
+        """Releases the module: removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -67,6 +67,6 @@ class Averager:
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad.is_sparse:
             raise RecipeError(f"the gradient of {name} is sparse, which Horovod averages only dense; drop sparse=True.")
-        wire, context = self._compression.compress(parameter.grad)
-        handle = hvd.allreduce_async_(flat(wire), op=hvd.Average, name=f"gradient.{name}")
-        self._sent[parameter] = handle, wire, context
+        compressed, context = self._compression.compress(parameter.grad)
+        handle = hvd.allreduce_async_(flat(compressed), op=hvd.Average, name=f"gradient.{name}")
+        self._sent[parameter] = handle, compressed, context

@@ -17,7 +17,7 @@ from hvdtrain.torch.step import mean_loss, sgd
 class RecipeModule(LightningModule):
     """The network of a plan's recipe on the engine's device, trained as hvdtrain.torch trains it.
 
-    `progress` says which update comes next; its LR is set before each update, in the open.
+    `progress` counts the updates; each update's LR is set before it, in the open.
 
     Examples:
         >>> import hvdtrain.lightning as hl  # `plan` is a Plan, `engine` an open engine of hvdtrain.torch
@@ -40,14 +40,14 @@ class RecipeModule(LightningModule):
         return self.model(x)
 
     def training_step(self, batch: Pair, batch_idx: int) -> torch.Tensor:
-        """The mean loss of this rank's share, times what the share counts in the mean over all ranks."""
+        """The mean loss of this rank's local batch, times its weight in the mean over all ranks."""
         return self._loss(batch, self.plan.recipe.label_smoothing) * self.plan.weight(len(batch[1]))
 
     def validation_step(self, batch: Pair, batch_idx: int) -> None:
         self._loss(batch)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """One update, from the parts of this rank's share."""
+        """One update, of the micro-batches of this rank's local batch."""
         self.lr = self.progress.lr(self.plan)
         for group in optimizer.param_groups:
             group["lr"] = self.lr

@@ -26,7 +26,7 @@ def horovod(run: Run, engine: Engine) -> Strategy:
     from hvdtrain.lightning.strategy import HorovodStrategy  # which imports Horovod
 
     class RunHorovod(HorovodStrategy):
-        """Without a collective around validation, which a rank without examples for it does not come by."""
+        """Without a collective around validation, which a rank without validation examples would not reach."""
 
         def on_validation_start(self) -> None:
             """The callback has averaged BatchNorm's statistics."""

@@ -73,8 +73,8 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     def set_world_ranks(self) -> None:
         """What Lightning calls once it has set devices and nodes. Raises DeviceError where they fit no rank."""
         self.environment.validate_settings(len(self.parallel_devices or [None]), self.num_nodes)
-        speaks: Any = rank_zero_only
-        speaks.rank = self.global_rank
+        printing: Any = rank_zero_only
+        printing.rank = self.global_rank
 
     def setup_environment(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
@@ -119,7 +119,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within it gradients only add up on their ranks."""
+        """Within it gradients add up on their ranks, without communication."""
         self._accumulating = True
         try:
             yield
@@ -173,7 +173,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         hvd.broadcast_parameters(tensors, root_rank=0)
 
     def _join_metrics(self) -> None:
-        """The module's metrics are synchronised by Horovod, but for those that say how themselves."""
+        """Horovod synchronises the module's metrics, except those with a dist_sync_fn of their own."""
         for metric in self._whole.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 self._gathering.append((metric, metric.distributed_available_fn))
@@ -195,9 +195,9 @@ class _Gathered(torch.autograd.Function):
 @outside_inference
 def gather(result: Tensor, group: Any = None) -> list[Tensor]:
     """The ranks' tensors, whatever their sizes, as a list on every rank: what a metric calls to be synchronised."""
-    card = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)
-    card[0, 0] = result.dim()
-    card[0, 1 : 1 + result.dim()] = torch.tensor(result.shape)
-    shapes = [row[1 : 1 + row[0]] for row in hvd.allgather(card, name="hvdtrain.shapes").tolist()]
+    own = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)
+    own[0, 0] = result.dim()
+    own[0, 1 : 1 + result.dim()] = torch.tensor(result.shape)
+    shapes = [row[1 : 1 + row[0]] for row in hvd.allgather(own, name="hvdtrain.shapes").tolist()]
     values = hvd.allgather(result.detach().clone().flatten(), name="hvdtrain.values")
     return [part.view(shape) for part, shape in zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)]

@@ -46,7 +46,7 @@ def fit(run: Run, engine: Engine) -> None:
 
 
 def trainer_of(loop: Loop[Replica], module: RecipeModule) -> Trainer:
-    """Lightning's Trainer for what is left of the run, with nothing that writes or speaks but the loop."""
+    """Lightning's Trainer for what is left of the run, where only the loop writes files and prints."""
     run, recipe, progress, engine = loop.run, loop.recipe, loop.progress, loop.trainer.engine
     return Trainer(
         accelerator="cpu" if engine.device.type == "cpu" else "gpu",
@@ -59,7 +59,7 @@ def trainer_of(loop: Loop[Replica], module: RecipeModule) -> Trainer:
         gradient_clip_val=recipe.clip_norm,
         benchmark=recipe.cudnn_benchmark,
         callbacks=[RunCallback(loop, module)],
-        reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from where the run stands
+        reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from the run's progress
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         logger=False,
@@ -84,7 +84,7 @@ def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradSca
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Lightning's tips and remarks are about what the run has settled already."""
+    """Silences Lightning's tips: they are about what the run has settled already."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # By its name: that package stands on this one.
+    # Imported by name: hvdtrain.keras is the layer above this one.
     return getattr(importlib.import_module("hvdtrain.keras"), name)
 
 

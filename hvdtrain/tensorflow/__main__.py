@@ -17,12 +17,12 @@ from hvdtrain.run.run import Run
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
-# What TensorFlow 2.21 says of itself while it is imported, whatever the level.
+# What TensorFlow 2.21 prints while it is imported, whatever the level.
 BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable the following instructions")
 
 
 def train(prepared: Run) -> None:
-    """Imports the framework only now that recipe, data and output folder have been found good."""
+    """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
     with without_banner(), interrupts.postponed():
         from hvdtrain.run.loop import Loop
         from hvdtrain.tensorflow.engines.replication import replication_of
@@ -40,7 +40,7 @@ def train(prepared: Run) -> None:
 def without_banner() -> Iterator[None]:
     """Leaves TensorFlow's banner out of what the block writes to stderr.
 
-    What a crash inside the block had to say is lost: TF_CPP_MIN_LOG_LEVEL=0 leaves everything as it is.
+    What a crash inside the block prints is lost: TF_CPP_MIN_LOG_LEVEL=0 leaves everything as it is.
     """
     if os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0":
         yield

@@ -1,4 +1,4 @@
-"""Batches read ahead by tf.data while the step before is computed."""
+"""Batches read ahead by tf.data during the previous step."""
 
 import itertools
 from collections.abc import Iterator
@@ -45,11 +45,11 @@ class _Pipeline:
         self._split, self._requests = split, list[Request]()
         self._error: Exception | None = None
         with tf.device("/CPU:0"):
-            places = tf.data.Dataset.from_generator(
+            indices = tf.data.Dataset.from_generator(
                 lambda: range(len(self._requests)), output_signature=tf.TensorSpec((), tf.int64)
             )
-            pairs = places.map(
-                lambda place: tf.numpy_function(self._read, [place], types),
+            pairs = indices.map(
+                lambda index: tf.numpy_function(self._read, [index], types),
                 num_parallel_calls=readers,
                 deterministic=True,
             )
@@ -67,17 +67,19 @@ class _Pipeline:
         except tf.errors.OpError as error:
             raise self._error or error from None
 
-    def _read(self, place: np.int64) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, index: np.int64) -> tuple[np.ndarray, np.ndarray]:
         try:
-            return self._split.read(*self._requests[place])
+            return self._split.read(*self._requests[index])
         except Exception as error:  # TensorFlow would make an OpError of it
             self._error = error
             raise
 
 
 def evened(requests: list[list[Request]]) -> tuple[list[Request], list[list[float]]]:
-    """Requests of several replicas, theirs of one step side by side, and for every step what each of them counts:
-    where a replica has fewer than another, it reads what the other reads, and that counts 0."""
+    """Requests of several replicas, those of one step side by side, and for every step the weight of each.
+
+    A replica with fewer requests than another reads what the other reads, with weight 0.
+    """
     steps = list(itertools.zip_longest(*requests))
     read = [one or next(filter(None, step)) for step in steps for one in step]
     return read, [[float(one is not None) for one in step] for step in steps]

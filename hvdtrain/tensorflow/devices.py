@@ -25,7 +25,7 @@ def take(setup: Setup, *, gpu_operations: bool = True) -> str:
 def take_threads(topology: Topology) -> None:
     """Computes with the rank's share of the host's processors."""
     count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, topology, os.environ)
-    said = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
-    if count or said.isdecimal():
+    requested = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
+    if count or requested.isdecimal():
         with contextlib.suppress(RuntimeError):  # in a notebook TensorFlow may have begun: it keeps its threads then
-            tf.config.threading.set_intra_op_parallelism_threads(count or int(said))
+            tf.config.threading.set_intra_op_parallelism_threads(count or int(requested))

@@ -16,7 +16,7 @@ V1 = tf.compat.v1
 
 class EventWriter:
     """Scalars into a new file of `folder`; readers forget those from `first_step` on that older files hold.
-    Every verb raises OSError where the disk is full."""
+    Every method raises OSError where the disk is full."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -29,20 +29,20 @@ class EventWriter:
 
     def flush(self) -> None:
         """Makes what was added visible to a reader."""
-        with self._full_disk_told():
+        with self._full_disk_as_os_error():
             self._records.flush()
 
     def close(self) -> None:
         """Ends the file."""
-        with self._full_disk_told():
+        with self._full_disk_as_os_error():
             self._records.close()
 
     def _write(self, **what: Any) -> None:
-        with self._full_disk_told():
+        with self._full_disk_as_os_error():
             self._records.write(V1.Event(wall_time=time.time(), **what).SerializeToString())
 
     @contextlib.contextmanager
-    def _full_disk_told(self) -> Iterator[None]:
+    def _full_disk_as_os_error(self) -> Iterator[None]:
         """Raises OSError for a full disk, as Python's own files do."""
         try:
             yield

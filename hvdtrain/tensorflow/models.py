@@ -24,7 +24,7 @@ POLICIES = {
     "float16": "mixed_float16",
     "float64": "float64",
 }
-# torchvision's, in TensorFlow's words: PyTorch's momentum of .1 weighs the new statistics.
+# torchvision's, in TensorFlow's convention: PyTorch's momentum of .1 weighs the new statistics.
 BATCH_NORM_MOMENTUM = 0.9
 BATCH_NORM_EPSILON = 1e-5
 STAGES = ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2))
@@ -32,14 +32,14 @@ EXPANSION = 4
 
 
 def keep_own(change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]) -> None:
-    """What one replica does."""
+    """Applies the change: what one replica alone does."""
     change(tensors)
 
 
 def build(recipe: Recipe, classes: int | None, engine: Engine, keep: Keep = keep_own) -> keras.Model:
     """The recipe's network, its weights drawn from the recipe's seed alone; `keep` is a `Replication`'s.
 
-    linear: [n, 1] -> [n, 1], starting at 0. resnet50: pictures [n, height, width, 3] -> logits [n, classes].
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, height, width, 3] -> logits [n, classes].
     Layers are named as torchvision names its modules.
     """
     policy = POLICIES[recipe.precision]
@@ -59,10 +59,10 @@ def _norm(recipe: Recipe, engine: Engine, keep: Keep = keep_own) -> Callable[...
     own = recipe.batch_norm == "sync" or recipe.precision == "float64"  # the fused kernel knows neither
     sum_over_ranks = engine.sum_tensor if recipe.batch_norm == "sync" else tf.identity
 
-    def norm(name: str, start: str) -> BatchNorm:
+    def norm(name: str, gamma: str) -> BatchNorm:
         return BatchNorm(
             name,
-            start,
+            gamma,
             frozen=recipe.batch_norm == "frozen",
             sum_over_ranks=sum_over_ranks if own else None,
             keep=keep,
@@ -88,8 +88,8 @@ class _ResNet50:
         self._seeds = _seeds(seed)
 
     def model(self) -> keras.Model:
-        pictures = keras.Input((None, None, 3), dtype=_real(self.policy))
-        x = self._conv(pictures, 64, 7, 1 if self.stem == "cifar" else 2, "conv1")
+        images = keras.Input((None, None, 3), dtype=_real(self.policy))
+        x = self._conv(images, 64, 7, 1 if self.stem == "cifar" else 2, "conv1")
         x = self._relu(self.norm("bn1", "ones")(x))
         if self.stem == "imagenet":
             x = layers.ZeroPadding2D(1, dtype=self.policy)(x)  # nothing after a ReLU is less than the 0 it pads with
@@ -98,7 +98,7 @@ class _ResNet50:
             for block in range(blocks):
                 x = self._bottleneck(x, width, stride if block == 0 else 1, f"layer{stage}.{block}", block == 0)
         x = layers.GlobalAveragePooling2D(dtype=self.policy)(x)
-        return keras.Model(pictures, self._linear(x, "fc"))
+        return keras.Model(images, self._linear(x, "fc"))
 
     def _bottleneck(self, x: Any, width: int, stride: int, name: str, downsample: bool) -> Any:
         y = self._relu(self.norm(f"{name}.bn1", "ones")(self._conv(x, width, 1, 1, f"{name}.conv1")))
@@ -111,7 +111,7 @@ class _ResNet50:
         return self._relu(layers.Add(dtype=self.policy)([x, y]))
 
     def _conv(self, x: Any, filters: int, side: int, stride: int, name: str) -> Any:
-        if stride > 1 and side > 1:  # "same" would pad an even picture on one side only
+        if stride > 1 and side > 1:  # "same" would pad an even image on one side only
             x = layers.ZeroPadding2D(side // 2, dtype=self.policy)(x)
         return layers.Conv2D(
             filters,
@@ -149,14 +149,14 @@ class BatchNorm(layers.Layer):
     """PyTorch's BatchNorm2d: x [n, height, width, channels] normalised by the batch's mean and biased variance, the
     running variance taken unbiased.
 
-    `sum_over_ranks` None takes the fused kernel over this replica's own share. `start` initialises gamma; `keep` is
-    a `Replication`'s.
+    `sum_over_ranks` None takes the fused kernel over this replica's own batch. `gamma` names its initialiser; `keep`
+    is a `Replication`'s.
     """
 
     def __init__(
         self,
         name: str,
-        start: str = "ones",
+        gamma: str = "ones",
         *,
         frozen: bool = False,
         sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] | None = None,
@@ -164,15 +164,15 @@ class BatchNorm(layers.Layer):
         dtype: str = "float32",
     ) -> None:
         super().__init__(name=name, dtype=dtype)
-        self._start, self._frozen, self._sum_over_ranks, self._keep = start, frozen, sum_over_ranks, keep
+        self._initial_gamma, self._frozen, self._sum_over_ranks, self._keep = gamma, frozen, sum_over_ranks, keep
 
     def build(self, shape: tuple[int | None, ...]) -> None:
-        def weight(name: str, start: str, trainable: bool) -> Any:
+        def weight(name: str, initializer: str, trainable: bool) -> Any:
             return self.add_weight(
-                shape=(shape[-1],), initializer=start, trainable=trainable, name=name, autocast=False
+                shape=(shape[-1],), initializer=initializer, trainable=trainable, name=name, autocast=False
             )
 
-        self.gamma, self.beta = weight("gamma", self._start, True), weight("beta", "zeros", True)
+        self.gamma, self.beta = weight("gamma", self._initial_gamma, True), weight("beta", "zeros", True)
         self.moving_mean = weight("moving_mean", "zeros", False)
         self.moving_variance = weight("moving_variance", "ones", False)
 

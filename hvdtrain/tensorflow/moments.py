@@ -15,7 +15,7 @@ def global_moments(
     """Mean, biased variance and number of the values of x over `axes` and all ranks: x's dtype, its shape without
     `axes`.
 
-    Where there is a boolean `mask` (x's shape), only what it marks counts. A rank may have nothing that counts.
+    With a boolean `mask` (x's shape) only the values that it marks count. A rank may have none.
     Squared deviations from each rank's own mean are combined, so that no large sums are subtracted from one
     another: Chan, Golub, LeVeque 1983, doi:10.1080/00031305.1983.10483115.
     """

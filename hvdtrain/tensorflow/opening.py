@@ -12,7 +12,7 @@ from hvdtrain.tensorflow.engines.replication import replication_of
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:
     """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
-    where the block finds another rank gone."""
+    where another rank is lost within the block."""
     engine = open_engine(run)
     return opening.joined(run, engine, *replication_of(engine).world)
 

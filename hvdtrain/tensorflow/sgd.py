@@ -72,7 +72,7 @@ class Scaler:
         put(self.scale, self.scale * tf.where(finite, tf.where(grown, self.GROWTH, 1.0), self.BACKOFF))
 
     def state_dict(self) -> dict[str, Any]:
-        """In GradScaler's words; empty where it is not enabled."""
+        """With GradScaler's keys; empty where it is not enabled."""
         if not self.enabled:
             return {}
         return {

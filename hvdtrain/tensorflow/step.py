@@ -1,4 +1,4 @@
-"""One update of the weights, and what a batch is measured by, as graphs on all replicas of a rank."""
+"""One update of the weights, and the metrics of a batch, as graphs on all replicas of a rank."""
 
 from collections.abc import Callable, Sequence
 
@@ -36,7 +36,7 @@ class Step:
     def __init__(
         self, recipe: Recipe, dataset: Dataset, engine: Engine, replication: Replication, weight: Callable[[int], float]
     ) -> None:
-        """`weight`: what a micro-batch of so many examples counts in the mean over all shares."""
+        """`weight` of a micro-batch of so many examples in the mean over all local batches."""
         self.recipe, self._dataset, self._weight = recipe, dataset, weight
         self._engine, self._replication = engine, replication
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
@@ -51,7 +51,7 @@ class Step:
         self._update, self._add = replication.replicate(self._make_update), replication.replicate(self._add_gradients)
         self._update_with_gathered = replication.replicate(self._apply_gathered)
         self.evaluate = replication.replicate(self._measure, relaxed=True)
-        """Measures a validation batch (x, y, what it counts) of each replica."""
+        """Measures a validation batch (x, y, weight) of each replica."""
 
     def __call__(self, batch: Sequence[Pair], lr: float) -> None:
         """The update of this rank's micro-batches (x, y), each one's replicas side by side."""

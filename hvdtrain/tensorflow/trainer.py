@@ -32,19 +32,19 @@ class Trainer:
         self.loader = Loader(self.recipe, run.dataset, engine.device)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
         first = engine.rank * self.replication.replicas
-        self._shares = range(first, first + self.replication.replicas)
-        """Which of the plan's shares this rank's replicas read."""
+        self._local_batches = range(first, first + self.replication.replicas)
+        """Which of the plan's local batches this rank's replicas read."""
 
     def events(self, folder: Path, first_step: int) -> EventWriter:
         return EventWriter(folder, first_step)
 
     def batches(self, progress: Progress) -> Iterator[list[Pair]]:
         """This rank's micro-batches of each update that is left of the epoch, each one's replicas side by side."""
-        of_each = [train_requests(self.plan, progress, share) for share in self._shares]
-        requests = [request for part in zip(*(own for _, own in of_each), strict=True) for request in part]
+        of_each = [train_requests(self.plan, progress, index) for index in self._local_batches]
+        requests = [request for step in zip(*(own for _, own in of_each), strict=True) for request in step]
         pairs = self.loader.batches(self.dataset.train, requests)
         for _ in of_each[0][0]:
-            yield [next(pairs) for _ in range(self.recipe.accumulation_steps * len(self._shares))]
+            yield [next(pairs) for _ in range(self.recipe.accumulation_steps * len(self._local_batches))]
 
     def update(self, batch: list[Pair], lr: float, step: int) -> None:
         self.step(batch, lr)
@@ -52,7 +52,7 @@ class Trainer:
 
     def validate(self) -> Totals:
         """Totals of this rank's part: every replica reads its own, no example counts twice."""
-        requests, counts = evened([valid_requests(self.plan, share) for share in self._shares])
+        requests, counts = evened([valid_requests(self.plan, index) for index in self._local_batches])
         pairs = self.loader.batches(self.dataset.valid, requests)
         for weights in counts:
             with tf.device(self.engine.device):

@@ -1,5 +1,5 @@
-"""Changes to variables inside a graph, by the replica that asks: under tf.distribute it has its own of each, and a
-variable's own `assign` would ask for an aggregation first."""
+"""Changes to variables inside a graph, on the calling replica alone: under tf.distribute it has its own of each, and
+a variable's own `assign` would require an aggregation first."""
 
 import tensorflow as tf
 

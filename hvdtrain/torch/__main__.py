@@ -10,7 +10,7 @@ from hvdtrain.run.run import Run
 
 
 def train(prepared: Run) -> None:
-    """Imports the framework only now that recipe, data and output folder have been found good."""
+    """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
     with interrupts.postponed():
         from hvdtrain.run.loop import Loop
         from hvdtrain.torch.opening import engine_of

@@ -33,17 +33,17 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compile_training(model: nn.Module, in_parts: bool) -> None:
+def compile_training(model: nn.Module, in_blocks: bool) -> None:
     """Compiles the model's forward and backward in training mode; evaluation stays as it is.
 
-    A compiled backward hands over all its gradients at its end. `in_parts`, for an engine that sends gradients while
+    A compiled backward hands over all its gradients at its end. `in_blocks`, for an engine that sends gradients while
     backward runs, compiles a ResNet's blocks one by one where most of the parameters are.
     """
-    for part in _parts(model) if in_parts else [model]:
-        part.forward = _in_training(part)
+    for module in _blocks(model) if in_blocks else [model]:
+        module.forward = _in_training(module)
 
 
-def _parts(model: Any) -> Iterable[nn.Module]:
+def _blocks(model: Any) -> Iterable[nn.Module]:
     if isinstance(model, nn.Linear):
         return [model]
     return [model.layer1, model.layer2, *model.layer3, *model.layer4]
@@ -66,8 +66,8 @@ def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Tensors]]:
 class Captured:
     """An update of static shapes whose kernels are recorded once and then started together.
 
-    `update` maps parts [(x, y), …] to their results. The first WARM_STEPS updates are ordinary ones. What a call
-    returns is overwritten by the next.
+    `update` maps micro-batches [(x, y), …] to their results. The first WARM_STEPS updates are ordinary ones. A call
+    overwrites what the one before returned.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Captured:
     ) -> None:
         self._update, self._record, self._warm = update, record, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The same tensors from the first step on: a capture must meet nothing that would be compiled anew.
+        # The same tensors from the first step on: a capture must run nothing that would be compiled anew.
         self._inputs: list[Tensors] = []
         self._results: list[Tensors] = []
         self._replay: Callable[[], object] | None = None
 
-    def __call__(self, parts: list[Tensors]) -> list[Tensors]:
-        self._inputs = self._inputs or [tuple(tensor.clone() for tensor in part) for part in parts]
-        for own, given in zip(self._inputs, parts, strict=True):
+    def __call__(self, micro_batches: list[Tensors]) -> list[Tensors]:
+        self._inputs = self._inputs or [tuple(tensor.clone() for tensor in each) for each in micro_batches]
+        for own, given in zip(self._inputs, micro_batches, strict=True):
             for kept, new in zip(own, given, strict=True):
                 kept.copy_(new)
         if self._warm < WARM_STEPS:

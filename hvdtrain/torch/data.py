@@ -1,4 +1,4 @@
-"""Batches on the device: read ahead while the step before is computed, or gathered where the data set lies."""
+"""Batches on the device: read ahead during the previous step, or gathered from a data set that the device holds."""
 
 import contextlib
 import multiprocessing
@@ -92,14 +92,14 @@ class Loader:
 
     def _copied(self, pair: Pair, stream: torch.cuda.Stream) -> Pair:
         with torch.cuda.stream(stream):
-            x, y = (part.pin_memory().to(self.device, non_blocking=True) for part in pair)
+            x, y = (tensor.pin_memory().to(self.device, non_blocking=True) for tensor in pair)
         return x, y
 
     def _received(self, pair: Pair, stream: torch.cuda.Stream) -> Pair:
         current = torch.cuda.current_stream()
         current.wait_stream(stream)
-        for part in pair:
-            part.record_stream(current)
+        for tensor in pair:
+            tensor.record_stream(current)
         return self._normalised(*pair)
 
     def _normalised(self, x: torch.Tensor, y: torch.Tensor) -> Pair:

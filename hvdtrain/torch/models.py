@@ -103,7 +103,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
 
 class _GlobalNorm(torch.autograd.Function):
-    """Normalises x [n, c, h, w] by mean and variance [c] over all ranks; ranks' sums meet in fixed order.
+    """Normalises x [n, c, h, w] by mean and variance [c] over all ranks; the ranks' sums are added in fixed order.
 
     Means and squared deviations are combined as in Chan, Golub, LeVeque 1983, so no precision is lost to a
     difference of large sums. Gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3.

@@ -14,7 +14,7 @@ from hvdtrain.torch.engines import Engine
 
 def engine_of(run: Run, *, fuses: bool = False) -> AbstractContextManager[Engine]:
     """The run's engine, of the world that the launcher promised, until the block ends; `fuses`: see Setup.
-    Raises HvdtrainError, also where the block finds another rank gone."""
+    Raises HvdtrainError, also where another rank is lost within the block."""
     engine = open_engine(run, fuses=fuses)
     return opening.joined(run, engine, engine.rank, engine.size)
 
@@ -27,6 +27,6 @@ def open_engine(run: Run, *, fuses: bool = False) -> Engine:
 
 
 def is_one_graph(recipe: Recipe, engine: str, device: torch.device) -> bool:
-    """Whether the whole update is one CUDA graph: not with a loss scale, nor with phases to be told apart."""
+    """Whether the whole update is one CUDA graph: not with a loss scale, nor with phases to be measured apart."""
     whole = engine == "local" and device.type == "cuda" and recipe.compile
     return whole and recipe.precision != "float16" and not recipe.profile

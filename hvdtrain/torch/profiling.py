@@ -67,10 +67,10 @@ class Profiler:
         self._add("step", self._began)
         self._steps += 1
         self._trace.step()
-        return self._told() if self._steps == WARM_STEPS + TIMED_STEPS else []
+        return self._table() if self._steps == WARM_STEPS + TIMED_STEPS else []
 
     def lacking(self) -> list[str]:
-        """What to tell of a run that was too short."""
+        """What the log reports of a run that was too short."""
         if self._steps >= STEPS:
             return []
         return [f"the run's {self._steps} steps are too few for a profile: table and trace need {STEPS} steps"]
@@ -87,7 +87,7 @@ class Profiler:
         event.record()
         return event
 
-    def _told(self) -> list[str]:
+    def _table(self) -> list[str]:
         if self._on_gpu:
             torch.cuda.synchronize()
         sums = {name: sum(self._milliseconds(*span) for span in spans) for name, spans in self._spans.items()}
@@ -95,8 +95,8 @@ class Profiler:
         step = mean.pop("step")
         mean["rest"] = step - sum(mean.values())
         clock = "CUDA events" if self._on_gpu else "the host's clock"
-        facts = {"steps": TIMED_STEPS, "clock": clock, "step_ms": step, "phases_ms": mean}
-        files.write(self._folder / "phases.json", json.dumps(facts, indent=1))
+        results = {"steps": TIMED_STEPS, "clock": clock, "step_ms": step, "phases_ms": mean}
+        files.write(self._folder / "phases.json", json.dumps(results, indent=1))
         return table(mean, step, f"mean of {TIMED_STEPS} steps, by {clock}")
 
     def _milliseconds(self, began: Any, ended: Any) -> float:

@@ -1,4 +1,4 @@
-"""Data sets that lie on the device whole: a batch is gathered there, augmented, from its examples' numbers."""
+"""Data sets that the device holds whole: it gathers and augments a batch from its examples' indices."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +24,7 @@ class Held(Protocol):
     def batches(self, requests: list["Request"]) -> Iterator[Pair]:
         """For each request what `Split.read` gives for it, to the bit, as tensors on the device.
 
-        What the requests say goes to the device in one piece, before the first batch: no step waits for it.
+        All requests are copied to the device at once, before the first batch: no step waits for them.
         """
 
 
@@ -47,49 +47,49 @@ class _Rows:
         self._x, self._y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
     def batches(self, requests: list["Request"]) -> Iterator[Pair]:
-        for part in _sent([indices for indices, _ in requests], self._x.device):
-            rows = part % len(self._y)
+        for indices in _copied([indices for indices, _ in requests], self._x.device):
+            rows = indices % len(self._y)
             yield self._x[rows], self._y[rows]
 
 
 class _Pixels:
-    """CIFAR's pictures, cropped, flipped and rotated by one gather from all pixels."""
+    """CIFAR's images, cropped, flipped and rotated by one gather from all pixels."""
 
     def __init__(self, split: Cifar, device: torch.device) -> None:
-        self._pixels, self._labels = (torch.from_numpy(part).to(device) for part in (split.pixels, split.labels))
+        self._pixels, self._labels = (torch.from_numpy(array).to(device) for array in (split.pixels, split.labels))
 
     def batches(self, requests: list["Request"]) -> Iterator[Pair]:
         device = self._pixels.device
-        parts = _sent([indices for indices, _ in requests], device)
+        batches = _copied([indices for indices, _ in requests], device)
         draws = [drawn for _, drawn in requests if drawn is not None]
         if not draws:
-            pictures = self._pixels[:-1].view(-1, SIDE, SIDE, 3)
-            yield from ((pictures[part], self._labels[part]) for part in parts)
+            images = self._pixels[:-1].view(-1, SIDE, SIDE, 3)
+            yield from ((images[indices], self._labels[indices]) for indices in batches)
             return
         # Sine and cosine are the host's: the device's may differ in the last bit, and a pixel with it.
-        placed = _sent([placements(drawn) for drawn in draws], device)
-        for part, place in zip(parts, placed, strict=True):
-            yield self._pixels[self._sources(part, place)], self._labels[part]
+        placed = _copied([placements(drawn) for drawn in draws], device)
+        for indices, placement in zip(batches, placed, strict=True):
+            yield self._pixels[self._sources(indices, placement)], self._labels[indices]
 
-    def _sources(self, indices: torch.Tensor, placed: torch.Tensor) -> torch.Tensor:
-        """The pixels' numbers in the table [n, 32, 32]; the last one is black."""
-        pixel, inside = source_pixels(placed)
+    def _sources(self, indices: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
+        """The pixels' indices in the table [n, 32, 32]; the last one is black."""
+        pixel, inside = source_pixels(placement)
         return torch.where(inside, pixel + indices[:, None, None] * PIXELS, len(self._pixels) - 1)
 
 
-def source_pixels(placed: torch.Tensor) -> Pair:
+def source_pixels(placement: torch.Tensor) -> Pair:
     """`hvdtrain.datasets.cifar100.source_pixels` from placements [n, 2, 4], in integers: exact on any device."""
-    steps = torch.arange(SIDE, dtype=torch.int32, device=placed.device)
-    start, per_row, per_column, offset = placed[..., None, None].unbind(2)
+    steps = torch.arange(SIDE, dtype=torch.int32, device=placement.device)
+    start, per_row, per_column, offset = placement[..., None, None].unbind(2)
     cropped = (start + per_row * steps[:, None] + per_column * steps) >> FIXED_BITS
     inside = (cropped >= -offset) & (cropped >= 0) & (cropped < SIDE) & (cropped < SIDE - offset)
     row, column = (cropped + offset).unbind(1)
     return row * SIDE + column, inside.all(1)
 
 
-def _sent(parts: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The parts on the device, copied there as one."""
-    if not parts:
+def _copied(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on the device, copied there as one."""
+    if not arrays:
         return []
-    whole = torch.from_numpy(np.concatenate(parts)).to(device)
-    return list(whole.split([len(part) for part in parts]))
+    whole = torch.from_numpy(np.concatenate(arrays)).to(device)
+    return list(whole.split([len(array) for array in arrays]))

@@ -22,9 +22,9 @@ class ResNet(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, stride=2, padding=1)
         channels = 64
-        for place, (name, count) in enumerate(BLOCKS.items()):
-            width = 64 << place
-            first = Bottleneck(channels, width, stride=2 if place else 1)
+        for index, (name, count) in enumerate(BLOCKS.items()):
+            width = 64 << index
+            first = Bottleneck(channels, width, stride=2 if index else 1)
             channels = width * EXPANSION
             self.add_module(name, nn.Sequential(first, *(Bottleneck(channels, width) for _ in range(count - 1))))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -79,7 +79,7 @@ def resnet50(classes: int, stem: str) -> ResNet:
 
     The stem cifar has stride 1 and no max-pool, for images of 8 to 64 pixels. Each residual branch starts at 0 (Goyal
     et al. 2017, arXiv:1706.02677, section 5.1). With torchvision's default the first gradients are so large that
-    rounding alone parts two float32 runs by percents in two steps.
+    rounding alone makes two float32 runs differ by percents in two steps.
 
     Examples:
         >>> sum(weights.numel() for weights in resnet50(10, "cifar").parameters())

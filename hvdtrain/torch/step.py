@@ -30,7 +30,7 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 
 def unwatched(name: str) -> AbstractContextManager[None]:
-    """A phase of a step that nobody measures.
+    """A phase of a step that is not measured.
 
     Examples:
         >>> with unwatched("forward"):
@@ -88,16 +88,16 @@ class Step:
         in_one: bool = False,
         record: compiling.Recorder | None = None,
     ) -> None:
-        """`weight`: what a part of so many examples counts in the mean over all ranks. `phase` goes around each part of
-        a step. `in_one`: one process with one device, so that what is compiled may be one piece. `record` makes a graph
-        of the whole update, of parts whose shapes never change; a graph has no phases, and no float16.
+        """`weight` of a micro-batch of so many examples in the mean over all ranks. `phase` goes around each phase of
+        a step. `in_one`: one process with one device, which may compile the network as one. `record` makes a graph of
+        the whole update, of micro-batches whose shapes never change; a graph has no phases, and no float16.
 
         Raises EngineUnavailable where the recipe's `compile` finds no compiler.
         """
         self.recipe, self.engine, self.model, self._weight, self._phase = recipe, engine, model, weight, phase
         if recipe.compile:
             compiling.check_compiler(engine.device)
-            compiling.compile_training(model, in_parts=not in_one)
+            compiling.compile_training(model, in_blocks=not in_one)
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.network, self.optimizer = engine.wrap(model, sgd(recipe, model, lr, fused))
@@ -110,22 +110,22 @@ class Step:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(lr, device=engine.device)  # a number would be recorded with the kernels
 
-    def __call__(self, parts: list[Pair], lr: float) -> list[Seen]:
+    def __call__(self, micro_batches: list[Pair], lr: float) -> list[Seen]:
         """`update` at this LR."""
         self.set_lr(lr)
-        return self.update(parts)
+        return self.update(micro_batches)
 
     def set_lr(self, lr: float) -> None:
-        """The LR of the updates to come."""
+        """Sets the LR of the next updates."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
 
-    def _update(self, parts: list[Pair]) -> list[Seen]:
+    def _update(self, micro_batches: list[Pair]) -> list[Seen]:
         self.optimizer.zero_grad()
-        seen = self._differentiate(parts)
+        seen = self._differentiate(micro_batches)
         with self._phase("allreduce"):
             self.engine.finish()
         with self._phase("update"):
@@ -136,16 +136,16 @@ class Step:
             self.scaler.update()
         return seen
 
-    def _differentiate(self, parts: list[Pair]) -> list[Seen]:
+    def _differentiate(self, micro_batches: list[Pair]) -> list[Seen]:
         seen = []
         with self._phase("forward"):
-            outputs = self.engine.outputs(self.network, [x for x, _ in parts])
-        for _, y in parts:
+            outputs = self.engine.outputs(self.network, [x for x, _ in micro_batches])
+        for _, y in micro_batches:
             with self._phase("forward"), autocast(self.recipe, self.engine.device):
                 out = next(outputs)
                 loss = mean_loss(out, y, self.recipe.label_smoothing)
             with self._phase("backward"):
-                self.scaler.scale(loss * self._weight(len(y)) / len(parts)).backward()
+                self.scaler.scale(loss * self._weight(len(y)) / len(micro_batches)).backward()
             seen.append((loss.detach(), out.detach(), y))
         return seen
 
@@ -169,7 +169,7 @@ def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.opt
 
 
 class SGD(torch.optim.SGD):
-    """PyTorch's own, without what it tells PyTorch's compiler: to import that takes each rank more than a second.
+    """PyTorch's own, without its marks for PyTorch's compiler, whose import takes each rank more than a second.
 
     Where a release of PyTorch marks its methods in another way, the compiler is imported after all.
 

@@ -393,10 +393,10 @@ def test_the_pages_examples_train_one_model(number, tmp_path):
 
 
 def test_the_pages_examples_use_every_name():
-    from hvdtrain.keras import HOMES
+    from hvdtrain.keras import MODULES
 
     assert len(examples()) == 2
-    assert [name for name in HOMES if f"hvd.{name}(" not in "".join(examples())] == []
+    assert [name for name in MODULES if f"hvd.{name}(" not in "".join(examples())] == []
 
 
 def here(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":

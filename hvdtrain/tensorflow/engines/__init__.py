@@ -1,4 +1,4 @@
-"""Engines: one collective library each, behind the same few verbs."""
+"""Engines: one collective library each, behind the same few methods."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from hvdtrain.run import loop
 LOST = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,
 )  # fmt: skip
-"""What tf.distribute raises where another task is gone."""
+"""What tf.distribute raises where another task is lost."""
 
 
 class Engine(loop.Engine, Protocol):
@@ -27,13 +27,13 @@ class Engine(loop.Engine, Protocol):
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The ranks' tensors, combined as the recipe's reduction says. Each sets out once it is ready."""
+        """The ranks' tensors, combined as the recipe's reduction says. Each is communicated once it is ready."""
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the ranks' tensors."""
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether the error says that another rank is gone."""
+        """Whether the error means that another rank is lost."""
 
     def close(self) -> None:
         """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""

@@ -1,5 +1,5 @@
-"""tf.distribute's CentralStorageStrategy behind the engine's verbs: one process, several devices that compute, and one
-copy of every variable, on the CPU or on the only GPU."""
+"""tf.distribute's CentralStorageStrategy behind the engine's methods: one process, several devices that compute, and
+one copy of every variable, on the CPU or on the only GPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from hvdtrain.tensorflow.engines.replication import Change
 
 
 class CentralEngine(Distributed):
-    """A replica on each device, all on the same variables; see `Engine` for the verbs."""
+    """A replica on each device, all on the same variables; see `Engine` for the methods."""
 
     def __init__(self, recipe: Recipe, devices: Sequence[str]) -> None:
         strategy = tf.distribute.experimental.CentralStorageStrategy(take(devices))
@@ -34,8 +34,8 @@ class CentralEngine(Distributed):
     def keep(self, change: Change, tensors: list[tf.Tensor]) -> None:
         self._once(change, self._reduced(MEAN, tensors) if tensors else [])
 
-    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
-        return facts
+    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
+        return metadata
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array

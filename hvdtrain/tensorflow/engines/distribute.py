@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import DeviceError
-from hvdtrain.tensorflow.engines.replication import Replication, Share, graph
+from hvdtrain.tensorflow.engines.replication import Inputs, Replication, graph
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 
 
 class Distributed(Replication):
-    """See `Engine` and `Replication` for the verbs. Every replica has its own copy of each variable."""
+    """See `Engine` and `Replication` for the methods. Every replica has its own copy of each variable."""
 
     rank = 0
     size = 1
@@ -31,11 +31,11 @@ class Distributed(Replication):
 
     def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
         @graph
-        def on_replicas(share: Share, *same: tf.Tensor) -> None:
-            self.strategy.run(step, (*share, *same))
+        def on_replicas(inputs: Inputs, *same: tf.Tensor) -> None:
+            self.strategy.run(step, (*inputs, *same))
 
-        def on_all(shares: Sequence[Share], *same: tf.Tensor) -> None:
-            on_replicas(self._dealt(shares), *same)
+        def on_all(inputs: Sequence[Inputs], *same: tf.Tensor) -> None:
+            on_replicas(self._per_replica(inputs), *same)
 
         return on_all
 
@@ -62,11 +62,11 @@ class Distributed(Replication):
         placed = tf.nest.map_structure(tf.identity, tensors)
         return tf.distribute.get_replica_context().all_reduce(how, placed)
 
-    def _dealt(self, shares: Sequence[Share]) -> Share:
-        """Each place of the shares as one value that differs from replica to replica."""
+    def _per_replica(self, inputs: Sequence[Inputs]) -> Inputs:
+        """The replicas' inputs as one tuple, whose values differ from replica to replica."""
         if self.replicas == 1:
-            return shares[0]
-        return tuple(map(self._of_each, zip(*shares, strict=True)))
+            return inputs[0]
+        return tuple(map(self._of_each, zip(*inputs, strict=True)))
 
     def _of_each(self, tensors: Sequence[tf.Tensor]) -> Any:
         return self.strategy.experimental_distribute_values_from_function(
@@ -75,7 +75,7 @@ class Distributed(Replication):
 
 
 def take(devices: Sequence[str]) -> list[str]:
-    """TensorFlow's names of this process's devices, which it is bound to: cpu is one more part of the CPU each time.
+    """TensorFlow's names of this process's devices, which it is bound to: each cpu is a logical device of the CPU.
 
     Raises DeviceError.
     """
@@ -85,11 +85,11 @@ def take(devices: Sequence[str]) -> list[str]:
         (cpu,) = tf.config.list_physical_devices("CPU")
         if len(tf.config.get_logical_device_configuration(cpu) or [cpu]) != len(devices):
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(devices))
-        return [f"/CPU:{place}" for place in range(len(devices))]
-    places = [int(device.partition(":")[2] or 0) for device in devices]
-    if missing := [place for place in places if place >= len(gpus)]:
+        return [f"/CPU:{index}" for index in range(len(devices))]
+    indices = [int(device.partition(":")[2] or 0) for device in devices]
+    if missing := [index for index in indices if index >= len(gpus)]:
         raise DeviceError(f"--devices names cuda:{missing[0]}, TensorFlow sees {len(gpus)} GPUs; name others.")
-    tf.config.set_visible_devices([gpus[place] for place in places], "GPU")
-    for place in places:
-        tf.config.experimental.set_memory_growth(gpus[place], True)
-    return [f"/GPU:{place}" for place in range(len(places))]
+    tf.config.set_visible_devices([gpus[index] for index in indices], "GPU")
+    for index in indices:
+        tf.config.experimental.set_memory_growth(gpus[index], True)
+    return [f"/GPU:{index}" for index in range(len(indices))]

@@ -1,4 +1,4 @@
-"""Horovod behind the engine's verbs."""
+"""Horovod behind the engine's methods."""
 
 import os
 import re
@@ -23,8 +23,8 @@ except ImportError as error:
         "python -m hvdtrain build --frameworks tensorflow"
     ) from None
 
-# Horovod's failures have no type of their own: its words, or the names that we gave its operations.
-FAILURE = re.compile(r"Horovod|hvdtrain\.(gradient|sum|facts)")
+# Horovod's failures have no type of their own: its name, or the names that we gave its operations.
+FAILURE = re.compile(r"Horovod|hvdtrain\.(gradient|sum)")
 
 
 class Widened(hvd.Compression.none):
@@ -43,7 +43,7 @@ COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp6
 
 
 class HorovodEngine:
-    """Ranks joined by Horovod; see `Engine` for the verbs."""
+    """Ranks joined by Horovod; see `Engine` for the methods."""
 
     notes: tuple[str, ...] = ()
 
@@ -69,15 +69,15 @@ class HorovodEngine:
         """Whether this Horovod averages tensors that lie on a GPU."""
         return bool(hvd.nccl_built() or hvd.cuda_built())
 
-    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
+    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         if variables:
             hvd.broadcast_variables(list(variables.values()), root_rank=0)
-        return sharing.from_rank_0(facts, self.rank, self.sum)
+        return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [
-            hvd.allreduce(tensor, op=self._op, compression=self._compression, name=f"hvdtrain.gradient.{place}")
-            for place, tensor in enumerate(tensors)
+            hvd.allreduce(tensor, op=self._op, compression=self._compression, name=f"hvdtrain.gradient.{index}")
+            for index, tensor in enumerate(tensors)
         ]
 
     def sum(self, array: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The engine of one process: every verb is the identity."""
+"""The engine of one process: every method is the identity."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from hvdtrain.tensorflow import devices
 
 
 class LocalEngine:
-    """One rank alone; see `Engine` for the verbs."""
+    """One rank alone; see `Engine` for the methods."""
 
     rank = 0
     size = 1
@@ -23,8 +23,8 @@ class LocalEngine:
     def open(cls, setup: Setup) -> "LocalEngine":
         return cls(devices.take(setup))
 
-    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
-        return facts
+    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
+        return metadata
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return tensors

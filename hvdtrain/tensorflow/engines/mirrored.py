@@ -1,4 +1,4 @@
-"""tf.distribute.MirroredStrategy behind the engine's verbs: one process, several devices, one step for all."""
+"""tf.distribute.MirroredStrategy behind the engine's methods: one process, several devices, one step for all."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from hvdtrain.tensorflow.engines.distribute import Distributed, take
 
 
 class MirroredEngine(Distributed):
-    """A replica on each device; see `Engine` for the verbs. GPUs add over NCCL, parts of the CPU in its memory."""
+    """A replica on each device; see `Engine` for the methods. GPUs add over NCCL, logical CPUs in memory."""
 
     def __init__(self, recipe: Recipe, devices: Sequence[str]) -> None:
         super().__init__(recipe, tf.distribute.MirroredStrategy(take(devices)), len(devices))
@@ -25,8 +25,8 @@ class MirroredEngine(Distributed):
     def world(self) -> tuple[int, int]:
         return self.rank, self.strategy.num_replicas_in_sync // self.replicas
 
-    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
-        return facts
+    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
+        return metadata
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array

@@ -1,4 +1,4 @@
-"""tf.distribute.MultiWorkerMirroredStrategy behind the engine's verbs: one replica a rank, joined by TensorFlow's own
+"""tf.distribute.MultiWorkerMirroredStrategy behind the engine's methods: one replica a rank, joined by TensorFlow's own
 collectives."""
 
 import os
@@ -23,14 +23,14 @@ Implementation = tf.distribute.experimental.CommunicationImplementation
 
 
 class MultiWorkerEngine(Distributed):
-    """Ranks joined by TensorFlow: over gRPC on the CPU, over NCCL on GPUs; see `Engine` for the verbs."""
+    """Ranks joined by TensorFlow: over gRPC on the CPU, over NCCL on GPUs; see `Engine` for the methods."""
 
     def __init__(self, recipe: Recipe, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
         cluster = tf_config.workers(endpoints)
         # The strategy reads it from the process environment, and nowhere else.
         os.environ["TF_CONFIG"] = tf_config.of(cluster, "worker", topology.rank) if cluster else "{}"
-        way = Implementation.NCCL if "GPU" in device else Implementation.RING
-        options = tf.distribute.experimental.CommunicationOptions(implementation=way)
+        implementation = Implementation.NCCL if "GPU" in device else Implementation.RING
+        options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         super().__init__(recipe, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
         self.rank, self.size, self.device = self.strategy.cluster_resolver.task_id or 0, topology.size, device
         self.notes = (f"workers     {', '.join(cluster.get('worker', ['this process alone']))}",)
@@ -44,14 +44,14 @@ class MultiWorkerEngine(Distributed):
     def world(self) -> tuple[int, int]:
         return self.rank, self.strategy.num_replicas_in_sync
 
-    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
+    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         held = [variable.numpy() for variable in variables.values()]
-        told = b"".join(array.tobytes() for array in held) if self.rank == 0 else b""
-        told, start = sharing.bytes_from_rank_0(told, self.sum), 0
+        own = b"".join(array.tobytes() for array in held) if self.rank == 0 else b""
+        received, offset = sharing.bytes_from_rank_0(own, self.sum), 0
         for variable, array in zip(variables.values(), held, strict=True):
-            variable.assign(np.frombuffer(told, array.dtype, array.size, start).reshape(array.shape))
-            start += array.nbytes
-        return sharing.from_rank_0(facts, self.rank, self.sum)
+            variable.assign(np.frombuffer(received, array.dtype, array.size, offset).reshape(array.shape))
+            offset += array.nbytes
+        return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return self._summed(tf.constant(array)).numpy()  # type: ignore[no-any-return]

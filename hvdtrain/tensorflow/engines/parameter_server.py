@@ -1,4 +1,4 @@
-"""tf.distribute's ParameterServerStrategy behind the engine's verbs: the chief hands each worker one batch after the
+"""tf.distribute's ParameterServerStrategy behind the engine's methods: the chief hands each worker one batch after the
 other, and every worker changes the variables on the parameter servers without waiting for the others."""
 
 import collections
@@ -16,15 +16,16 @@ from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import LOST
-from hvdtrain.tensorflow.engines.replication import Replication, Share, graph
+from hvdtrain.tensorflow.engines.replication import Inputs, Replication, graph
 
 BEHIND = 2
 """Batches that wait for each worker while it computes."""
 
 
 class ParameterServerEngine(Replication):
-    """Every rank's process is a worker, the first of a host a parameter server too, rank 0's the one that leads; see
-    `Engine` and `Replication` for the verbs. An update is one worker's; of the world that the loop sees, rank 0 is all.
+    """Every rank is a worker, the first of a host also a parameter server, rank 0 also the chief.
+
+    See `Engine` and `Replication` for the methods. An update is one worker's; the loop on rank 0 sees a world of one.
     """
 
     rank = 0
@@ -58,7 +59,7 @@ class ParameterServerEngine(Replication):
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
         self._strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
-        self._asked: collections.deque[Any] = collections.deque()
+        self._scheduled: collections.deque[Any] = collections.deque()
 
     @property
     def world(self) -> tuple[int, int]:
@@ -73,23 +74,23 @@ class ParameterServerEngine(Replication):
     def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
         compiled = graph(step, reduce_retracing=relaxed)
 
-        def on_a_worker(shares: Sequence[Share], *same: tf.Tensor) -> None:
-            self._asked.append(self._coordinator.schedule(compiled, args=(*shares[0], *same)))
-            if len(self._asked) > self.topology.size * (1 + BEHIND):
-                self._asked.popleft().fetch()
+        def on_a_worker(inputs: Sequence[Inputs], *same: tf.Tensor) -> None:
+            self._scheduled.append(self._coordinator.schedule(compiled, args=(*inputs[0], *same)))
+            if len(self._scheduled) > self.topology.size * (1 + BEHIND):
+                self._scheduled.popleft().fetch()
 
         return on_a_worker
 
     def copies(self, variable: tf.Variable) -> Sequence[tf.Variable]:
         self._coordinator.join()
-        self._asked.clear()
+        self._scheduled.clear()
         return (variable,)
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return tensors
 
-    def broadcast(self, variables: dict[str, tf.Variable], facts: Any) -> Any:
-        return facts
+    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
+        return metadata
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return array

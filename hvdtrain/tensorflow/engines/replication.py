@@ -13,13 +13,13 @@ from hvdtrain.tensorflow.engines import Engine
 # AutoGraph would only cost time: what depends on a tensor says so with tf.cond.
 graph = functools.partial(tf.function, autograph=False)
 
-Share = tuple[tf.Tensor, ...]
-"""What one replica computes on."""
+Inputs = tuple[tf.Tensor, ...]
+"""What one replica computes on: a micro-batch, in validation with its weight."""
 Change = Callable[[list[tf.Tensor]], None]
 
 
 class Replication:
-    """One replica with plain variables; the engines over tf.distribute override what is otherwise with theirs.
+    """One replica with plain variables; the engines over tf.distribute override what differs.
 
     `combine`, `update` and `keep` are called by every replica, inside what `replicate` made.
     """
@@ -27,7 +27,7 @@ class Replication:
     rank: int
     size: int
     replicas = 1
-    """How many this rank has; each reads a share of the plan's."""
+    """How many this rank has; each reads a local batch of the plan's."""
     serves = False
     """Whether this rank only computes what rank 0 requests, and has no loop of its own."""
 
@@ -41,12 +41,12 @@ class Replication:
         return contextlib.nullcontext()
 
     def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
-        """`on_all(shares, *same)`: a graph of step(*share, *same) on every replica of this rank, each with its own.
+        """`on_all(inputs, *same)`: a graph of step(*inputs[i], *same) on every replica i of this rank.
         `relaxed`: the sizes of batches vary."""
         compiled = graph(step, reduce_retracing=relaxed)
 
-        def on_all(shares: Sequence[Share], *same: tf.Tensor) -> None:
-            compiled(*shares[0], *same)
+        def on_all(inputs: Sequence[Inputs], *same: tf.Tensor) -> None:
+            compiled(*inputs[0], *same)
 
         return on_all
 

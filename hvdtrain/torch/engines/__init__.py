@@ -1,4 +1,4 @@
-"""Engines: one collective library each, behind the same few verbs."""
+"""Engines: one collective library each, behind the same few methods."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from hvdtrain.engines.registry import Setup
 
 
 class Engine(Protocol):
-    """What the training loop asks of a collective library. Every verb is called by every rank, in one order."""
+    """What the training loop needs of a collective library. Every rank calls the same methods in the same order."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """The ranks' rows [n] as [size, n], on every rank; no gradient flows through."""
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether the error says that another rank is gone."""
+        """Whether the error means that another rank is lost."""
 
     def close(self) -> None:
         """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""

@@ -106,7 +106,7 @@ class _Message:
 
 
 class _Alone(_Message):
-    """One gradient, from where it lies."""
+    """One gradient, in its own memory."""
 
     def content(self) -> torch.Tensor:
         gradient = self.parameters[0].grad

@@ -10,12 +10,12 @@ from hvdtrain.torch.engines.local import LocalEngine
 
 ADVICE = (
     "PyTorch's documentation recommends DistributedDataParallel instead of DataParallel, even on a single node: "
-    "one process speaks for all GPUs, and copies the model to them in every step; --engine ddp is faster"
+    "one process drives all GPUs, and copies the model to them in every step; --engine ddp is faster"
 )
 
 
 class DataParallelEngine(LocalEngine):
-    """One process that hands each GPU a part of the batch; see `Engine` for the verbs.
+    """One process that hands each GPU a part of the batch; see `Engine` for the methods.
 
     BatchNorm takes the statistics of each GPU's part, and keeps those of the first GPU.
     """

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel behind the engine's verbs: NCCL on GPUs, Gloo elsewhere, MPI where torch has it."""
+"""PyTorch's DistributedDataParallel behind the engine's methods: NCCL on GPUs, else Gloo, or MPI where torch has it."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_co
 
 
 class DdpEngine:
-    """Ranks joined by torch.distributed; see `Engine` for the verbs.
+    """Ranks joined by torch.distributed; see `Engine` for the methods.
 
     Address and port of rank 0 are read from MASTER_ADDR and MASTER_PORT, which the run has set for itself.
     """
@@ -121,6 +121,6 @@ def _backend(topology: Topology, device: torch.device) -> str:
 
 
 def _join(topology: Topology, backend: str) -> None:
-    """Starts torch.distributed with the launcher's numbers; one process needs no address."""
+    """Starts torch.distributed with the launcher's rank and size; one process needs no address."""
     rendezvous = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
     dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **rendezvous)

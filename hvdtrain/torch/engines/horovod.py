@@ -1,4 +1,4 @@
-"""Horovod behind the engine's verbs."""
+"""Horovod behind the engine's methods."""
 
 import contextlib
 import os
@@ -72,7 +72,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class HorovodEngine:
-    """Ranks joined by Horovod; see `Engine` for the verbs."""
+    """Ranks joined by Horovod; see `Engine` for the methods."""
 
     notes: tuple[str, ...] = ()
 

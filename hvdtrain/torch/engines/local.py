@@ -1,4 +1,4 @@
-"""The engine of one process: every verb is the identity."""
+"""The engine of one process: every method is the identity."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from hvdtrain.torch import devices
 
 
 class LocalEngine:
-    """One rank alone; see `Engine` for the verbs."""
+    """One rank alone; see `Engine` for the methods."""
 
     rank = 0
     size = 1

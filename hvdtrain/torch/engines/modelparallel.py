@@ -15,7 +15,7 @@ from hvdtrain.torch.engines.local import LocalEngine
 
 
 class ModelParallelEngine(LocalEngine):
-    """One process whose devices hold consecutive layers; see `Engine` for the verbs.
+    """One process whose devices hold consecutive layers; see `Engine` for the methods.
 
     The micro-batches (accumulation_steps) follow one another through the devices (GPipe: Huang et al. 2019,
     arXiv:1811.06965): while one computes a micro-batch, the device before it computes the next. The first device takes
