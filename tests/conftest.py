@@ -7,7 +7,7 @@ pytest_plugins = ["core_fixtures", "rerun"]
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """`world("mpi-2", "tensorflow")`: what that start of worlds.STARTS gave; each is started once a session."""
+    """`world("mpi-2", "tensorflow")`: what that launch of worlds.LAUNCHES gave; each is started once a session."""
     from worlds import begin
 
     begun = {}
@@ -17,7 +17,7 @@ def world(tmp_path_factory):
         if key not in begun:
             begun[key] = None
             begun[key] = begin(framework, name, tmp_path_factory.mktemp(key))
-        assert begun[key], f"the start {key} failed before"
+        assert begun[key], f"the launch {key} failed before"
         return begun[key]
 
     return of

@@ -17,7 +17,7 @@ SLOW = (
     "ddp-4",
     "same_bit[line-4]",
     "same_bit[short-4]",
-    "same_bit[parts-4]",
+    "same_bit[micro-batches-4]",
     "torch-mpi-4",
     "gloo-1",
 )
@@ -26,26 +26,26 @@ on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
 torch_alone, tensorflow_alone = NEEDS["torch"], NEEDS["tensorflow"]
 
 
-@pytest.mark.parametrize(("framework", "start"), on(*SEVERAL))
-def test_the_line_has_one_curve(world, framework, start):
+@pytest.mark.parametrize(("framework", "launch"), on(*SEVERAL))
+def test_the_line_has_one_curve(world, framework, launch):
     theirs = world("alone-1", framework).losses("line")
     assert len(theirs) == 200
-    assert furthest(world(start, framework).losses("line"), theirs) < 1e-5
+    assert furthest(world(launch, framework).losses("line"), theirs) < 1e-5
 
 
-@pytest.mark.parametrize(("framework", "start"), on("alone-1", *SEVERAL))
-def test_the_line_is_the_least_squares_one(world, framework, start):
+@pytest.mark.parametrize(("framework", "launch"), on("alone-1", *SEVERAL))
+def test_the_line_is_the_least_squares_one(world, framework, launch):
     points = linear.load(0).train
     expected = np.polyfit(points.x[:, 0], points.y[:, 0], 1)
-    for rank in world(start, framework).of("line"):
+    for rank in world(launch, framework).of("line"):
         assert rank["line"] == pytest.approx(expected, abs=1e-2)
-    assert world(start, framework).losses("line")[-10:].mean() == pytest.approx(1 / 12, rel=0.1)
+    assert world(launch, framework).losses("line")[-10:].mean() == pytest.approx(1 / 12, rel=0.1)
 
 
-@pytest.mark.parametrize(("framework", "start"), on("mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"))
-def test_all_ranks_end_with_one_state_to_the_bit(world, framework, start):
-    for run in world(start, framework).told["trainings"][0]:
-        assert len({rank["state"] for rank in world(start, framework).of(run)}) == 1, run
+@pytest.mark.parametrize(("framework", "launch"), on("mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"))
+def test_all_ranks_end_with_one_state_to_the_bit(world, framework, launch):
+    for run in world(launch, framework).results["trainings"][0]:
+        assert len({rank["state"] for rank in world(launch, framework).of(run)}) == 1, run
 
 
 # Steps, and the largest relative difference in any of them. At so small an LR a gradient that is added up instead of
@@ -59,44 +59,44 @@ CURVES = {
 
 
 @pytest.mark.parametrize(
-    ("framework", "start", "run"), [param for start in SEVERAL for run in NETWORKS for param in having(start, run)]
+    ("framework", "launch", "run"), [param for launch in SEVERAL for run in NETWORKS for param in having(launch, run)]
 )
-def test_resnet50_has_one_curve(world, framework, start, run):
+def test_resnet50_has_one_curve(world, framework, launch, run):
     steps, limit = CURVES[run]
     theirs = world("alone-1", framework).losses(run)
     assert len(theirs) == steps
-    assert furthest(world(start, framework).losses(run), theirs) < limit
+    assert furthest(world(launch, framework).losses(run), theirs) < limit
 
 
 # What one process gives with the plain settings, within a relative difference.
 SAME = {
     "line a rank": ("line", 1e-5),
-    "parts": ("short", 1e-5),
+    "micro-batches": ("short", 1e-5),
     "clipped": ("clipped", 1e-5),
-    "clipped parts": ("clipped", 1e-5),
+    "clipped micro-batches": ("clipped", 1e-5),
     "compressed": ("short", 2e-3),
     "bfloat16": ("short", 2e-2),
 }
 
 
-@pytest.mark.parametrize(("framework", "start"), on("alone-1", "mpi-2", "ddp-2", "mpi-4", "ddp-4"))
+@pytest.mark.parametrize(("framework", "launch"), on("alone-1", "mpi-2", "ddp-2", "mpi-4", "ddp-4"))
 @pytest.mark.parametrize("run", SAME)
-def test_ranks_give_what_one_process_gives(world, framework, start, run):
-    if not start.endswith("4") and run == "line a rank":
+def test_ranks_give_what_one_process_gives(world, framework, launch, run):
+    if not launch.endswith("4") and run == "line a rank":
         pytest.skip("25 a rank is the global batch of 100 on 4 ranks only")
     theirs, limit = SAME[run]
-    assert furthest(world(start, framework).losses(run), world("alone-1", framework).losses(theirs)) < limit
+    assert furthest(world(launch, framework).losses(run), world("alone-1", framework).losses(theirs)) < limit
 
 
-@pytest.mark.parametrize(("framework", "start"), on("alone-1", "mpi-2"))
+@pytest.mark.parametrize(("framework", "launch"), on("alone-1", "mpi-2"))
 @pytest.mark.parametrize(("run", "like"), [("float16", "short"), ("float16 clipped", "clipped")])
-def test_float16_is_close(world, framework, start, run, like):
-    assert furthest(world(start, framework).losses(run), world("alone-1", framework).losses(like)) < 2e-2
+def test_float16_is_close(world, framework, launch, run, like):
+    assert furthest(world(launch, framework).losses(run), world("alone-1", framework).losses(like)) < 2e-2
 
 
 @torch_alone
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("run", ["line", "short", "parts"])
+@pytest.mark.parametrize("run", ["line", "short", "micro-batches"])
 def test_ddp_and_horovod_add_to_the_same_bit(world, ranks, run):
     np.testing.assert_array_equal(world(f"ddp-{ranks}").losses(run), world(f"mpi-{ranks}").losses(run))
 
@@ -108,7 +108,7 @@ def test_ddp_compresses(world, run, limit):
 
 
 @torch_alone
-@pytest.mark.parametrize("run", ["split curve", "split in parts curve"])
+@pytest.mark.parametrize("run", ["split curve", "split micro-batches curve"])
 def test_a_split_network_has_the_same_curve(world, run):
     assert furthest(world("alone-1").losses(run), world("alone-1").losses("frozen curve")) < 1e-6
 
@@ -121,7 +121,7 @@ def test_clipping_changes_the_curve(world, framework):
 
 @on_both
 def test_adasum_adds_what_is_at_right_angles(world, framework):
-    assert world("mpi-2", framework).told["adasum"] == [[-1.0, -1.0]] * 2  # an average would be half of it
+    assert world("mpi-2", framework).results["adasum"] == [[-1.0, -1.0]] * 2  # an average would be half of it
 
 
 @on_both
@@ -132,7 +132,7 @@ def test_adasum_learns(world, framework):
 
 @on_both
 def test_an_overflow_is_skipped_by_all_ranks(world, framework):
-    (first, second, third), other = (rank["seen"] for rank in world("mpi-2", framework).told["overflow"])
+    (first, second, third), other = (rank["seen"] for rank in world("mpi-2", framework).results["overflow"])
     assert [first, second, third] == other
     assert second[0] == first[0] and second[1] == first[1] / 2
     assert third[0] != second[0] and third[1] == second[1]
@@ -145,9 +145,9 @@ def test_readers_beside_the_loop_change_no_bit(world, framework):
     np.testing.assert_array_equal(ranks.losses("workers"), ranks.losses("short"))
 
 
-@pytest.mark.parametrize(("framework", "start"), on("mpi-2", "ddp-2"))
-def test_fewer_examples_to_validate_than_ranks(world, framework, start):
-    lines = records(world(start, framework).folder / "few to validate")
+@pytest.mark.parametrize(("framework", "launch"), on("mpi-2", "ddp-2"))
+def test_fewer_examples_to_validate_than_ranks(world, framework, launch):
+    lines = records(world(launch, framework).folder / "few to validate")
     (epoch,) = (line for line in lines if line["kind"] == "epoch")
     assert epoch["valid_loss"] > 0
 
@@ -167,11 +167,11 @@ def test_a_compiled_step_has_the_same_curve(world):
 @on_both
 def test_a_parted_replica_stops_every_rank(world, framework):
     ranks = world("mpi-2", framework)
-    for told in ranks.told["parted"]:
-        assert told["code"] == 1
-    chief, other = (told["err"] for told in ranks.told["parted"])
+    for results in ranks.results["parted"]:
+        assert results["code"] == 1
+    message, other = (results["err"] for results in ranks.results["parted"])
     host = socket.gethostname()
-    assert chief == (
+    assert message == (
         f"ReplicaError (rank 0 on {host}): after step 30 the weights of rank 1 on {host} differ from rank 0's: the "
         "replicas have parted and training stops; resume from the last checkpoint with the same command, and check "
         "that host's memory.\n"
@@ -180,14 +180,14 @@ def test_a_parted_replica_stops_every_rank(world, framework):
     assert [line["step"] for line in records(ranks.folder / "parted") if line["kind"] == "step"][-1] == 30
 
 
-@pytest.mark.parametrize(("framework", "start"), on("gloo-2", "ddp-2"))
-def test_a_rank_that_is_gone_ends_the_other(world, framework, start):
-    ranks = world(start, framework)
+@pytest.mark.parametrize(("framework", "launch"), on("gloo-2", "ddp-2"))
+def test_a_lost_rank_ends_the_other(world, framework, launch):
+    ranks = world(launch, framework)
     host = socket.gethostname()
-    told, gone = ranks.told["abandoned"]
+    results, gone = ranks.results["abandoned"]
     assert gone is None
-    assert told["code"] == 1
-    assert told["err"] == (
+    assert results["code"] == 1
+    assert results["err"] == (
         f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a message: killed, out of memory, or "
         "crashed; all ranks end. The same command continues from the last checkpoint.\n"
     )
@@ -197,6 +197,6 @@ def test_a_rank_that_is_gone_ends_the_other(world, framework, start):
 @on_both
 def test_no_process_holds_both_frameworks(world, framework):
     ranks = world("mpi-2", framework)
-    for run in ranks.told["trainings"][0]:
+    for run in ranks.results["trainings"][0]:
         for rank in ranks.of(run):
             assert {"torch", "tensorflow"} & set(rank["modules"]) == {framework}

@@ -22,8 +22,8 @@ def expected(framework, size):
         "sum of int64": [2**62 + 1 - int(total - size), 2**53 * int(total - size) + size],
         "sum of a table": [[total] * 3] * 2,
         "sum of another shape": [size * i for i in range(7)],
-        "facts": {"step": 3, "best": None, "text": "é"},
-        "no facts": None,
+        "metadata": {"step": 3, "best": None, "text": "é"},
+        "no metadata": None,
         "broadcast": {"scalar": 7, "counts": [2**53 + 1] * 3, "weights": [[0.5] * 2] * 2, "doubles": [0.1] * 2},
         # Averaged once: (size + 1) / 2, then ten times that.
         "updates": [[total / size, -total / size], [10 * total / size, -11 * total / size]],
@@ -32,48 +32,48 @@ def expected(framework, size):
 
 
 SLOW = ("tensorflow-mpi-4", "gloo-4", "ddp-4", "torch-mpi-4", "gloo-1")
-STARTS = ("mpi-1", "gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-3", "mpi-4", "gloo-4", "ddp-4")
+LAUNCHES = ("mpi-1", "gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-3", "mpi-4", "gloo-4", "ddp-4")
 
 
-def check(told, framework, size):
-    for rank, verbs in enumerate(told):
-        assert verbs == {"place": [rank, size], **expected(framework, size)}
+def check(results, framework, size):
+    for rank, verbs in enumerate(results):
+        assert verbs == {"rank and size": [rank, size], **expected(framework, size)}
 
 
-@pytest.mark.parametrize(("framework", "start"), on(*STARTS))
-def test_verbs_are_arithmetic(world, framework, start):
-    check(world(start, framework).told["verbs"], framework, world(start, framework).size)
+@pytest.mark.parametrize(("framework", "launch"), on(*LAUNCHES))
+def test_verbs_are_arithmetic(world, framework, launch):
+    check(world(launch, framework).results["verbs"], framework, world(launch, framework).size)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_one_process_has_the_same_verbs(world, framework):
-    check(world("alone-1", framework).told["local_verbs"], framework, 1)
+    check(world("alone-1", framework).results["local_verbs"], framework, 1)
 
 
 @needs_torch
 @needs_horovod
-@pytest.mark.parametrize("start", ["mpi-2", "mpi-3"])
-def test_torchs_sync_batch_norm_is_batch_norm_on_the_global_batch(world, start):
-    for furthest in world(start).told["sync_batch_norm"]:
+@pytest.mark.parametrize("launch", ["mpi-2", "mpi-3"])
+def test_torchs_sync_batch_norm_is_batch_norm_on_the_global_batch(world, launch):
+    for furthest in world(launch).results["sync_batch_norm"]:
         assert max(furthest.values()) < 1e-10, furthest
 
 
 @needs_torch
 @needs_horovod
-@pytest.mark.parametrize("start", ["mpi-2", "mpi-3", "gloo-2"])
-def test_torchs_gradients_are_the_mean_of_the_ranks_own(world, start):
-    for told in world(start).told["gradients"]:
-        assert told.pop("filters")
+@pytest.mark.parametrize("launch", ["mpi-2", "mpi-3", "gloo-2"])
+def test_torchs_gradients_are_the_mean_of_the_ranks_own(world, launch):
+    for results in world(launch).results["gradients"]:
+        assert results.pop("filters")
         for case in GRADIENTS["cases"]:
-            assert told[case] < (1e-2 if case == "float16" else 1e-5), case
-            assert told[f"{case}, without"] == ["never.weight", "never.bias", "frozen.weight", "frozen.bias"], case
-            assert told[f"{case}, layout"], case
+            assert results[case] < (1e-2 if case == "float16" else 1e-5), case
+            assert results[f"{case}, without"] == ["never.weight", "never.bias", "frozen.weight", "frozen.bias"], case
+            assert results[f"{case}, layout"], case
 
 
 @needs_torch
 @needs_horovod
 def test_a_rank_that_waits_leaves_the_processor_to_others(world):
-    assert max(world("gloo-2").told["patience"]) < 1
+    assert max(world("gloo-2").results["patience"]) < 1
 
 
 ADASUM = {
@@ -84,9 +84,9 @@ ADASUM = {
 
 
 @pytest.mark.parametrize(
-    ("framework", "start", "case"),
+    ("framework", "launch", "case"),
     [*on("gloo-2", besides=("gloo",)), *on("mpi-3", besides=("three ranks",))],
 )
-def test_adasum_is_refused_where_it_cannot_be_right(world, framework, start, case):
-    ranks = world(start, framework)
-    assert [told[case] for told in ranks.told["refusals"]] == [ADASUM[case]] * ranks.size
+def test_adasum_is_refused_where_it_cannot_be_right(world, framework, launch, case):
+    ranks = world(launch, framework)
+    assert [results[case] for results in ranks.results["refusals"]] == [ADASUM[case]] * ranks.size

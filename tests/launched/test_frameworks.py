@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod
 FRAMEWORKS = ("torch", "tensorflow")
 PROGRAMS = SUPPORT / "frameworks_programs.py"
 EVERY_STEP = ["--log-every-steps", "1"]
-# The digits are not augmented. In float32 a higher LR lets one ReLU near 0 part the curves by rounding alone, in
+# The digits are not augmented. In float32 a higher LR lets one ReLU near 0 make the curves differ by rounding alone, in
 # whatever framework; in float64 the recipe's own LR, momentum and warm-up are followed to the last digits.
 GENTLE = ["--lr-rule", "none", "--warmup-epochs", "0", "--lr-schedule", "constant", "--base-lr", "1e-4"]
 RUNS = {
@@ -35,7 +35,7 @@ OF_RANKS = {1: list(RUNS), 2: ["line", "momentum", "digits"]}
 
 
 def start(framework, ranks, folder, given):
-    """The programs on that many ranks; what each rank told."""
+    """The programs on that many ranks; what each rank returned."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given))
     launcher = "alone" if ranks == 1 else "mpi"
@@ -49,11 +49,11 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def first_checkpoints(tmp_path_factory):
     """A folder with every run's checkpoint of step 0, made by PyTorch: FRAMEWORK-RANKS/RUN."""
     folder = tmp_path_factory.mktemp("frameworks")
     first = {name: [*argv, "--output", str(folder / "first" / name)] for name, argv in RUNS.items()}
-    start("torch", 1, folder / "told-first", {"initial": first})
+    start("torch", 1, folder / "results-first", {"initial": first})
     for name in RUNS:
         source = folder / "first" / name
         convert.main([str(source), "--to", "tensorflow"])
@@ -67,17 +67,17 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(place):
-    """`trained(framework, ranks)`: the folder of those ranks' runs, and what each rank told of them."""
+def trained(first_checkpoints):
+    """`trained(framework, ranks)`: the folder of those ranks' runs, and what each rank returned of them."""
     begun = {}
 
     def of(framework, ranks):
         if (framework, ranks) not in begun:
-            folder = place / f"{framework}-{ranks}"
+            folder = first_checkpoints / f"{framework}-{ranks}"
             given = {name: [*RUNS[name], "--output", str(folder / name)] for name in OF_RANKS[ranks]}
             begun[framework, ranks] = None
-            begun[framework, ranks] = folder, start(framework, ranks, folder / "told", {"train": given})
-        assert begun[framework, ranks], "that start failed before"
+            begun[framework, ranks] = folder, start(framework, ranks, folder / "results", {"train": given})
+        assert begun[framework, ranks], "that launch failed before"
         return begun[framework, ranks]
 
     return of
@@ -101,18 +101,18 @@ def reference(steps):
     """The losses of `line`, by NumPy in float64."""
     loaded = recipe.load("linear", {"epochs": 5})
     plan = plans.make(loaded, 1, load_dataset(loaded))
-    points, (slope, intercept), told = linear.load(0).train, (0.0, 0.0), []
+    points, (slope, intercept), results = linear.load(0).train, (0.0, 0.0), []
     for epoch in range(5):
         progress = Progress(epoch=epoch)
         _, requests = train_requests(plan, progress, 0)
         for indices, _ in requests:
             x, y = points.x[indices, 0].astype(float), points.y[indices, 0].astype(float)
             error = slope * x + intercept - y
-            told.append(np.mean(error**2))
+            results.append(np.mean(error**2))
             lr = progress.lr(plan)
             progress.advance(plan)
             slope, intercept = slope - lr * np.mean(2 * error * x), intercept - lr * np.mean(2 * error)
-    return np.array(told[:steps])
+    return np.array(results[:steps])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

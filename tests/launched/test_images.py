@@ -59,11 +59,11 @@ def test_images_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
         "imagenet": ["imagenet", "--data-dir", str(imagenette), *CROPS, *FEW, "--workers", "1"],
     }
     given = {name: [*argv, "--output", str(tmp_path / name)] for name, argv in runs.items()}
-    told = programs(framework, "mpi", 2, tmp_path / "told", {"trainings": {"given": given}})["trainings"]
+    results = programs(framework, "mpi", 2, tmp_path / "results", {"trainings": {"given": given}})["trainings"]
     for name in runs:
         losses = [line["loss"] for line in records(tmp_path / name) if line["kind"] == "step"]
         assert len(losses) == 2 and np.isfinite(losses).all()
-        assert told[0][name]["state"] == told[1][name]["state"]
+        assert results[0][name]["state"] == results[1][name]["state"]
 
 
 @needs_images

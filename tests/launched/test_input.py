@@ -28,7 +28,7 @@ SRUN = {
     "SLURM_JOB_ID": "22", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0",
 }  # fmt: skip
-# Runs the module as `python -m` does, and says at the end which frameworks were loaded.
+# Runs the module as `python -m` does, and prints at the end which frameworks were loaded.
 WATCHED = """
 import atexit, runpy, sys
 atexit.register(lambda: print("loaded:", sorted({"torch", "tensorflow", "keras", "horovod"} & set(sys.modules))))
@@ -71,7 +71,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def inputs(tmp_path_factory):
     """A working folder with everything that the cases name."""
     folder = tmp_path_factory.mktemp("input")
     (folder / "mine.yaml").write_text(YAML % "batch_sise: 3")
@@ -109,14 +109,14 @@ on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 @either
 @pytest.mark.parametrize("case", CASES)
-def test_one_line_and_no_framework(framework, case, place):
+def test_one_line_and_no_framework(framework, case, inputs):
     argv, expected = CASES[case]
-    check_refused(watched(framework, argv, place), expected)
+    check_refused(watched(framework, argv, inputs), expected)
 
 
-def test_pytorch_has_no_xla(place):
+def test_pytorch_has_no_xla(inputs):
     expected = "RecipeError: xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.\n"
-    check_refused(watched("torch", ["linear", "--xla"], place), expected)
+    check_refused(watched("torch", ["linear", "--xla"], inputs), expected)
 
 
 def check_refused(ended, expected):
@@ -130,8 +130,8 @@ def check_refused(ended, expected):
 @needs_horovod
 def test_torchruns_ranks_train_over_gloo(tmp_path):
     torchrun = Path(sys.executable).with_name("torchrun")
-    words = [torchrun, "--nproc-per-node", "2", "-m", "hvdtrain.torch", "linear", "--epochs", "2"]
-    ended = run("alone", 1, [*map(str, words), "--output", str(tmp_path / "run")]).good()
+    argv = [torchrun, "--nproc-per-node", "2", "-m", "hvdtrain.torch", "linear", "--epochs", "2"]
+    ended = run("alone", 1, [*map(str, argv), "--output", str(tmp_path / "run")]).good()
     assert "2 ranks, torchrun, horovod on cpu (torch)" in ended.out
     assert "finished at step 20" in ended.out
 
@@ -168,9 +168,9 @@ UNDER_RANKS = {
         if framework == "torch" or "below a file" in case  # the others end before a framework is loaded
     ],
 )
-def test_ranks_say_it_once_and_end(framework, case, place):
+def test_ranks_print_it_once_and_end(framework, case, inputs):
     launcher, argv, expected = UNDER_RANKS[case]
-    with started(launcher, 2, command(framework, *argv), place) as ranks:
+    with started(launcher, 2, command(framework, *argv), inputs) as ranks:
         ended = ranks.wait(60)
     assert ended.code != 0
     assert ended.left == []

@@ -16,8 +16,8 @@ def test_resnet50_has_one_curve(framework, tmp_path):
     for launcher, ranks in (("alone", 1), ("mpi", 2)):
         folder = tmp_path / launcher
         given = {"trainings": {"given": {"curve": [*EXACT, "--output", str(folder / "curve")]}}}
-        told = programs(framework, launcher, ranks, folder, given, **{WHOLE: "1"})
-        world = World(ranks, folder, told)
+        results = programs(framework, launcher, ranks, folder, given, **{WHOLE: "1"})
+        world = World(ranks, folder, results)
         assert len({rank["state"] for rank in world.of("curve")}) == 1
         assert {rank["parameters"] for rank in world.of("curve")} == {23_528_522}
         curves.append(world.losses("curve"))

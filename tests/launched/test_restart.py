@@ -56,7 +56,7 @@ def test_a_line_killed_again_and_again(world, framework, tmp_path):
 
 
 def test_resnet50_killed_inside_an_epoch(world, framework, tmp_path):
-    # Statistics of the own share; every checkpoint averages them, so both runs must commit at the same steps.
+    # Each rank has its own statistics; every checkpoint averages them, so both runs must commit at the same steps.
     folder = tmp_path / "killed"
     argv = [*RUNS["inside"], "--output", folder]
     with started("gloo", 2, command(framework, *argv)) as ranks:
@@ -82,7 +82,7 @@ def test_on_another_number_of_ranks(world, framework, tmp_path):
     np.testing.assert_allclose(epochs, whole, rtol=1e-5)  # a mean over the whole epoch, whoever began it
 
 
-def test_a_batch_said_per_rank_ends_with_the_epochs(framework, train_here, tmp_path):
+def test_a_batch_given_per_rank_ends_with_the_epochs(framework, train_here, tmp_path):
     folder = tmp_path / "grown"
     argv = ["linear", "--batch-size-per-rank", "50", "--log-every-steps", "1", "--output", folder]
     train_here(framework, *argv, "--epochs", "1", "--max-steps", "10").good()  # half of an epoch of 20 steps
@@ -134,7 +134,7 @@ def test_a_finished_run_stays_finished(finished, framework, train_here, tmp_path
     assert [line["kind"] for line in records(folder)] == [line["kind"] for line in records(finished)]
 
 
-def test_another_precision_goes_on(finished, framework, train_here, tmp_path):
+def test_another_precision_continues(finished, framework, train_here, tmp_path):
     folder = tmp_path / "mixed"
     shutil.copytree(finished, folder)
     train_here(framework, *SMALL, "--epochs", "3", "--precision", "float16", "--output", folder).good()

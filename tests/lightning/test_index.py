@@ -103,9 +103,9 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_index_is_refused_in_a_line(tmp_path, capsys, case):
-    held, words = BAD[case]
+    held, message = BAD[case]
     write(tmp_path, held, {"a": 0})
-    with pytest.raises(DataError, match=rf"train_data\.pkl:? .*{words}: {REMEDY}") as refused:
+    with pytest.raises(DataError, match=rf"train_data\.pkl:? .*{message}: {REMEDY}") as refused:
         datasets.load("imagenet", data_dir=tmp_path, **SIDES)
     assert "\n" not in str(refused.value) and capsys.readouterr().out == ""
 
@@ -233,5 +233,5 @@ def test_the_course_script_validates_over_two_ranks_what_one_process_does(imagen
     assert trained["horovod"]["losses"] == pytest.approx(trained["ddp"]["losses"], rel=1e-3)
     alone = course("alone", 1, *few, "--checkpoint", weights["horovod"])
     for figures in (alone, *trained.values()):
-        assert figures["pictures"] == 17
+        assert figures["images"] == 17
         assert figures["accuracy"] == alone["accuracy"] > 0

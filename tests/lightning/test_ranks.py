@@ -22,7 +22,7 @@ TINY = [
 ]  # fmt: skip
 CASES = {
     "line": LINE,
-    "parts": [*LINE, "--accumulation-steps", "5"],
+    "micro-batches": [*LINE, "--accumulation-steps", "5"],
     "clipped": [*LINE, "--clip-norm", "0.05", "--momentum", "0.5"],
     "uneven": [*LINE, "--batch-size", "99"],
     "network": [*TINY, "--batch-norm", "frozen", "--max-steps", "3"],
@@ -41,14 +41,14 @@ STOPPED = {
     "signalled": INSIDE,
 }
 CASES_OF = {
-    "mpi-1": ["line", "parts"],
+    "mpi-1": ["line", "micro-batches"],
     "mpi-2": [*CASES],
     "mpi-4": ["line", "uneven", "network"],
     "gloo-2": ["line"],
 }
 SETTINGS = {
     "plain": {},
-    "parts": {"accumulate_grad_batches": 2},
+    "micro-batches": {"accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": 0.1},
     "bfloat16": {"precision": "bf16-mixed"},
 }
@@ -64,7 +64,7 @@ def by_strategy(cases, *besides):
 
 
 def given(name, folder):
-    """The programs of a start."""
+    """The programs of a launch."""
     two = name == "mpi-2"
     cases = {case: CASES[case] for case in CASES_OF[name]}
     runs = by_strategy({**cases, **(ON_TWO if two else {})})
@@ -75,7 +75,7 @@ def given(name, folder):
         chosen |= {f"{e} few": [*few, "--engine", e, "--output", str(folder / f"{e} few")] for e in ("horovod", "ddp")}
         for run, argv in STOPPED.items():
             output = ["--engine", "horovod", "--output", str(folder / run)]
-            chosen |= {run: [*argv, *output], f"on from {run}": [*INSIDE, *output]}
+            chosen |= {run: [*argv, *output], f"continued from {run}": [*INSIDE, *output]}
     programs = {}
     if name.startswith("mpi"):
         settings = SETTINGS if two else {"plain": {}}
@@ -88,8 +88,8 @@ def given(name, folder):
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """`start("mpi-2")`: the folder of that start's runs, and what each rank told; each is started once."""
+def launched(tmp_path_factory):
+    """`launched("mpi-2")`: the folder of that launch's runs, and each rank's results; each is started once."""
     begun = {}
 
     def of(name):
@@ -98,15 +98,15 @@ def start(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             launcher, _, size = name.partition("-")
             begun[name] = folder, programs("lightning", launcher, int(size), folder, given(name, folder))
-        assert begun[name], f"the start {name} failed before"
+        assert begun[name], f"the launch {name} failed before"
         return begun[name]
 
     return of
 
 
-STARTS = ["mpi-1", "mpi-2", "mpi-4", "gloo-2"]
-MPI = [name for name in STARTS if name.startswith("mpi")]
-on_all = pytest.mark.parametrize("name", STARTS)
+LAUNCHES = ["mpi-1", "mpi-2", "mpi-4", "gloo-2"]
+MPI = [name for name in LAUNCHES if name.startswith("mpi")]
+on_all = pytest.mark.parametrize("name", LAUNCHES)
 on_mpi = pytest.mark.parametrize("name", MPI)
 
 
@@ -118,74 +118,74 @@ def losses(folder, run):
     return np.array([record["loss"] for record in records(folder / run) if record["kind"] == "step"])
 
 
-def told_at_epochs(folder, run):
+def epoch_records(folder, run):
     keys = ("step", "epoch", "train_loss", "valid_loss", "valid_acc1")
     return [[record.get(key, 0) for key in keys] for record in records(folder / run) if record["kind"] == "epoch"]
 
 
 @on_all
-def test_every_run_ends_as_it_should(start, name):
-    _, told = start(name)
-    for rank in told["recipes"]:
+def test_every_run_ends_as_it_should(launched, name):
+    _, results = launched(name)
+    for rank in results["recipes"]:
         for run, ended in rank.items():
             assert ended["code"] == (143 if run == "signalled" else 0), (run, ended)
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES_OF.items() for case in cases])
-def test_a_recipe_has_the_losses_of_the_horovod_engine(start, name, case, strategy):
+def test_a_recipe_has_the_losses_of_the_horovod_engine(launched, name, case, strategy):
     limit = 1e-3 if case == "network" else 1e-5
-    folder, _ = start(name)
+    folder, _ = launched(name)
     theirs, ours = losses(folder, f"torch {case}"), losses(folder, f"{strategy} {case}")
     assert len(theirs) and ours == pytest.approx(theirs, rel=limit)
     if case == "line":
         assert ours.tolist() == theirs.tolist()
-    at_epochs = told_at_epochs(folder, f"torch {case}")
-    for mine, his in zip(told_at_epochs(folder, f"{strategy} {case}"), at_epochs, strict=True):
+    at_epochs = epoch_records(folder, f"torch {case}")
+    for mine, his in zip(epoch_records(folder, f"{strategy} {case}"), at_epochs, strict=True):
         assert mine == pytest.approx(his, rel=limit)
 
 
 @pytest.mark.parametrize("case", ON_TWO)
-def test_precisions_and_statistics_are_those_of_the_horovod_engine(start, case):
-    folder, _ = start("mpi-2")
+def test_precisions_and_statistics_are_those_of_the_horovod_engine(launched, case):
+    folder, _ = launched("mpi-2")
     theirs = losses(folder, f"torch {case}")
     assert losses(folder, f"horovod {case}") == pytest.approx(theirs, rel=1e-3)
-    for ours, his in zip(*(told_at_epochs(folder, f"{a} {case}") for a in ("horovod", "torch")), strict=True):
+    for ours, his in zip(*(epoch_records(folder, f"{a} {case}") for a in ("horovod", "torch")), strict=True):
         assert ours == pytest.approx(his, rel=1e-3)
     if case not in ONLY_HOROVOD:
         assert losses(folder, f"ddp {case}") == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.parametrize("stopped", STOPPED)
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(start, stopped):
-    folder, told = start("mpi-2")
+def test_a_stopped_run_continues_as_if_nothing_had_been(launched, stopped):
+    folder, results = launched("mpi-2")
     assert losses(folder, stopped).tolist() == losses(folder, "horovod line").tolist()
-    assert "resuming from step" in told["recipes"][0][f"on from {stopped}"]["out"]
+    assert "resuming from step" in results["recipes"][0][f"continued from {stopped}"]["out"]
     assert json.loads((folder / stopped / "status.json").read_text())["state"] == "finished"
 
 
-def test_a_signal_stops_all_ranks_with_a_checkpoint(start):
-    _, told = start("mpi-2")
-    assert "StoppedError" in told["recipes"][0]["signalled"]["err"]
-    assert "with a checkpoint; the same command continues from it." in told["recipes"][0]["signalled"]["err"]
+def test_a_signal_stops_all_ranks_with_a_checkpoint(launched):
+    _, results = launched("mpi-2")
+    assert "StoppedError" in results["recipes"][0]["signalled"]["err"]
+    assert "with a checkpoint; the same command continues from it." in results["recipes"][0]["signalled"]["err"]
 
 
-def test_the_log_is_the_chiefs_and_lightning_is_silent(start):
-    folder, told = start("mpi-2")
-    chief, other = (rank["horovod network"] for rank in told["recipes"])
-    assert other["out"] == "" and other["err"] == "" and chief["err"] == ""
-    assert all(line.startswith("INFO - ") for line in chief["out"].splitlines())
+def test_the_log_is_rank_0s_and_lightning_is_silent(launched):
+    folder, results = launched("mpi-2")
+    first, other = (rank["horovod network"] for rank in results["recipes"])
+    assert other["out"] == "" and other["err"] == "" and first["err"] == ""
+    assert all(line.startswith("INFO - ") for line in first["out"].splitlines())
     assert list((folder / "horovod network").glob("events.out.tfevents.*"))
 
 
 @on_all
-def test_the_strategys_verbs_are_arithmetic(start, name):
-    _, told = start(name)
+def test_the_strategys_verbs_are_arithmetic(launched, name):
+    _, results = launched(name)
     size = size_of(name)
     total = size * (size + 1) / 2
-    for rank, verbs in enumerate(told["strategy_verbs"]):
+    for rank, verbs in enumerate(results["strategy_verbs"]):
         assert verbs == {
-            "place": [rank, rank, size, rank == 0],
+            "ranks": [rank, rank, size, rank == 0],
             "reduced": {"mean": total / size, "avg": total / size, "sum": total, "max": size, "min": 1},
             "as torch says": total,
             "whole numbers": total / size - 1,
@@ -201,16 +201,16 @@ def test_the_strategys_verbs_are_arithmetic(start, name):
 
 
 @on_all
-def test_no_rank_imports_tensorflow(start, name):
-    _, told = start(name)
-    for rank in told["modules"]:
+def test_no_rank_imports_tensorflow(launched, name):
+    _, results = launched(name)
+    for rank in results["modules"]:
         assert "torch" in rank and not {"tensorflow", "keras"} & set(rank)
 
 
 @pytest.mark.parametrize(("name", "case"), [("mpi-1", "plain"), ("mpi-4", "plain"), *(("mpi-2", s) for s in SETTINGS)])
-def test_anybodys_module_reaches_under_horovod_what_it_reaches_under_ddp(start, name, case):
-    _, told = start(name)
-    for rank in told["own_module"]:
+def test_anybodys_module_reaches_under_horovod_what_it_reaches_under_ddp(launched, name, case):
+    _, results = launched(name)
+    for rank in results["own_module"]:
         ours, theirs = rank[f"horovod {case}"], rank[f"ddp {case}"]
         for metric in ("accuracy", "exact", "mean"):
             assert ours["metrics"][metric] == pytest.approx(theirs["metrics"][metric], rel=1e-5)
@@ -221,46 +221,46 @@ def test_anybodys_module_reaches_under_horovod_what_it_reaches_under_ddp(start, 
 
 
 @on_mpi
-def test_ranks_end_with_one_module(start, name):
-    _, told = start(name)
-    for case in told["own_module"][0]:
-        weights = [rank[case]["weights"] for rank in told["own_module"]]
+def test_ranks_end_with_one_module(launched, name):
+    _, results = launched(name)
+    for case in results["own_module"][0]:
+        weights = [rank[case]["weights"] for rank in results["own_module"]]
         learnt = [{key: value for key, value in rank.items() if "running" not in key} for rank in weights]
         assert all(rank == learnt[0] for rank in learnt)
 
 
 @on_mpi
-def test_metrics_are_exact_though_ranks_validate_unequal_numbers_of_batches(start, name):
-    _, told = start(name)
-    for rank in told["own_module"]:
+def test_metrics_are_exact_though_ranks_validate_unequal_numbers_of_batches(launched, name):
+    _, results = launched(name)
+    for rank in results["own_module"]:
         metrics = rank["horovod plain"]["metrics"]
-        assert metrics == told["own_module"][0]["horovod plain"]["metrics"]
+        assert metrics == results["own_module"][0]["horovod plain"]["metrics"]
         assert round(metrics["exact"] * 25) == pytest.approx(metrics["exact"] * 25, abs=1e-5)
         assert metrics["accuracy"] == pytest.approx(metrics["exact"], rel=1e-6)
         assert metrics["logged"] == pytest.approx(metrics["mean"], rel=1e-5)
 
 
 @pytest.mark.parametrize("other", ["horovod", "ddp"])
-def test_a_checkpoint_of_one_strategy_goes_on_under_the_other(start, other):
-    _, told = start("mpi-2")
-    for resumed, before in zip(told["resumed"], told["own_module"], strict=True):
+def test_a_checkpoint_of_one_strategy_continues_under_the_other(launched, other):
+    _, results = launched("mpi-2")
+    for resumed, before in zip(results["resumed"], results["own_module"], strict=True):
         assert same(resumed[f"horovod {other}"], resumed[f"ddp {other}"])
         assert resumed[f"horovod {other}"]["head.weight"] != before["horovod plain"]["weights"]["head.weight"]
 
 
-def test_only_the_last_part_of_an_update_communicates(start):
-    _, told = start("mpi-2")
-    for rank in told["own_module"]:
+def test_only_the_last_micro_batch_of_an_update_communicates(launched):
+    _, results = launched("mpi-2")
+    for rank in results["own_module"]:
         averaged = {case: rank[f"horovod {case}"]["averaged"] for case in SETTINGS}
-        assert averaged == {"plain": 8, "parts": 4, "clipped": 8, "bfloat16": 8}
+        assert averaged == {"plain": 8, "micro-batches": 4, "clipped": 8, "bfloat16": 8}
 
 
 @on_mpi
-def test_optimizers_stepped_by_hand(start, name):
-    _, told = start(name)
-    for rank in told["manual"]:
+def test_optimizers_stepped_by_hand(launched, name):
+    _, results = launched(name)
+    for rank in results["manual"]:
         assert same(rank["horovod"]["weights"], rank["ddp"]["weights"])
-        assert rank["horovod"]["weights"] == told["manual"][0]["horovod"]["weights"]
+        assert rank["horovod"]["weights"] == results["manual"][0]["horovod"]["weights"]
 
 
 def same(ours, theirs):

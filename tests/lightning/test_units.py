@@ -1,4 +1,4 @@
-"""What Lightning's adapter says before any rank computes: names, places, refusals."""
+"""Lightning's adapter before any rank computes: names, ranks, refusals."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[light
 pytestmark = pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
 
 
-def told_by(code, *argv):
+def output_of(code, *argv):
     done = subprocess.run(
         [sys.executable, *argv, code], capture_output=True, text=True, check=False, env=clean_environ(), timeout=120
     )
@@ -23,7 +23,7 @@ def test_the_command_reads_its_recipe_before_it_loads_a_framework():
     code = "import runpy, sys; sys.argv = ['-m', '-h']\n"
     code += "try: runpy.run_module('hvdtrain.lightning', run_name='__main__', alter_sys=False)\n"
     code += "except SystemExit: print('loaded:', *({'torch', 'lightning', 'horovod'} & set(sys.modules)))"
-    assert told_by(code, "-c")[-1] == "loaded:"
+    assert output_of(code, "-c")[-1] == "loaded:"
 
 
 def test_importing_the_package_registers_the_strategy_without_horovod():
@@ -32,7 +32,7 @@ def test_importing_the_package_registers_the_strategy_without_horovod():
     code += "from lightning.pytorch import Trainer; import hvdtrain.lightning as ours\n"
     code += "strategy = Trainer(strategy='horovod', accelerator='cpu', logger=False).strategy\n"
     code += "print(type(strategy) is ours.HorovodStrategy, strategy.world_size)"
-    assert told_by(code, "-c")[-5:] == ["True", "False", "False", "True", "1"]
+    assert output_of(code, "-c")[-5:] == ["True", "False", "False", "True", "1"]
 
 
 REFUSED = {
@@ -53,10 +53,10 @@ def test_what_lightning_cannot_do_is_refused(case):
     from hvdtrain.core.recipe import load
     from hvdtrain.errors import RecipeError
 
-    overrides, words = REFUSED[case]
+    overrides, message = REFUSED[case]
     with pytest.raises(RecipeError) as refused:
         check(choice("horovod", "lightning", load("linear", overrides)), {})
-    assert str(refused.value) == words
+    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_trainer_must_fit_the_ranks(devices, nodes, fits):
     from hvdtrain.lightning import RankEnvironment
 
     environment = RankEnvironment(Topology(5, 8, 1, 4, 1, "n1", "srun", "7"))
-    place = environment.global_rank(), environment.world_size(), environment.local_rank(), environment.node_rank()
-    assert place == (5, 8, 1, 1)
+    found = environment.global_rank(), environment.world_size(), environment.local_rank(), environment.node_rank()
+    assert found == (5, 8, 1, 1)
     if fits:
         environment.validate_settings(devices, nodes)
         return
@@ -82,7 +82,7 @@ def test_a_trainer_must_fit_the_ranks(devices, nodes, fits):
     )
 
 
-def test_the_chief_is_found_where_the_run_or_the_launcher_says(monkeypatch):
+def test_rank_0_is_found_where_the_run_or_the_launcher_says(monkeypatch):
     from hvdtrain.launch.topology import Topology
     from hvdtrain.lightning import RankEnvironment
 

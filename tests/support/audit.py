@@ -1,5 +1,5 @@
 """`make check`: pip-audit over the installed packages. A known vulnerability fails it, but for those in IGNORED;
-where the service cannot be asked, one line says so."""
+where the service cannot be reached, it prints one line."""
 
 import json
 import re
@@ -23,11 +23,11 @@ def main(flags: Sequence[str] = ()) -> int:
         return 0
     if done.stdout.startswith("{"):
         return _report(json.loads(done.stdout)["dependencies"])
-    said = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
     if re.search(UNREACHABLE, done.stderr):
-        print(f"pip-audit: NOT AUDITED, the service cannot be asked: {said}")
+        print(f"pip-audit: NOT AUDITED, the service cannot be reached: {reason}")
         return 0
-    print(f"pip-audit failed: {said}", file=sys.stderr)
+    print(f"pip-audit failed: {reason}", file=sys.stderr)
     return 1
 
 

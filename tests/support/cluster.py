@@ -34,13 +34,13 @@ class Minicluster:
     state: Path
     folder: Path
 
-    def __call__(self, *words: object) -> str:
+    def __call__(self, *arguments: object) -> str:
         """The output of one of minicluster's own commands, which must succeed."""
-        return self.run(*words).good().out
+        return self.run(*arguments).good().out
 
     @contextlib.contextmanager
     def started(
-        self, *words: object, build: str = "openmpi", cwd: Path | None = None, **environ: str
+        self, *arguments: object, build: str = "openmpi", cwd: Path | None = None, **environ: str
     ) -> Iterator[Ranks]:
         """`srun -N2 …`, `exec nid001 …` and the like, in that build's environment; killed at the end of the block."""
         tag = uuid.uuid4().hex
@@ -50,7 +50,7 @@ class Minicluster:
             out, err = Path(folder) / "out", Path(folder) / "err"
             with out.open("w") as to_out, err.open("w") as to_err:
                 process = subprocess.Popen(
-                    [COMMAND, "--state", self.state, *map(str, words)],
+                    [COMMAND, "--state", self.state, *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
                     stdout=to_out,
                     stderr=to_err,
@@ -65,10 +65,10 @@ class Minicluster:
                 run.kill()
 
     def run(
-        self, *words: object, build: str = "openmpi", limit: float = LIMIT, cwd: Path | None = None, **environ: str
+        self, *arguments: object, build: str = "openmpi", limit: float = LIMIT, cwd: Path | None = None, **environ: str
     ) -> Ended:
         """The same to its end."""
-        with self.started(*words, build=build, cwd=cwd, **environ) as process:
+        with self.started(*arguments, build=build, cwd=cwd, **environ) as process:
             return process.wait(limit)
 
     def jobs(self, node: str) -> list[str]:
@@ -76,9 +76,9 @@ class Minicluster:
         return self("squeue", "--noheader", "--format=%i", "--nodelist", node).split()
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM says of a job: JobState, ExitCode, Restarts, NodeList, …"""
-        told = self("scontrol", "show", "job", number)
-        return dict(re.findall(r"(\S+?)=(\S*)", told))
+        """SLURM's record of a job: JobState, ExitCode, Restarts, NodeList, …"""
+        output = self("scontrol", "show", "job", number)
+        return dict(re.findall(r"(\S+?)=(\S*)", output))
 
     def batch(self, script: Path, *flags: str, build: str = "openmpi", limit: float = LIMIT) -> dict[str, str]:
         """Submits a job script and waits until SLURM calls the job done."""
@@ -102,10 +102,10 @@ class Minicluster:
 @contextlib.contextmanager
 def minicluster(folder: Path, *flags: object) -> Iterator[Minicluster]:
     """A cluster of its own, up with these flags. `folder`, beside which tests may write too, is where commands run."""
-    shares = {folder.parent, REPOSITORY, *ENVIRONMENTS.values(), Path(sys.base_prefix)}
+    folders = {folder.parent, REPOSITORY, *ENVIRONMENTS.values(), Path(sys.base_prefix)}
     state = Path(tempfile.mkdtemp(prefix="minicluster-")) / "state"
     cluster = Minicluster(state, folder)
-    cluster("up", "--share", *(share for share in shares if share.is_dir()), *flags)
+    cluster("up", "--share", *(each for each in folders if each.is_dir()), *flags)
     try:
         yield cluster
     finally:

@@ -48,14 +48,14 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("a full disk needs `mount`")
     if done.returncode:
         pytest.skip(f"a full disk needs the right to mount a tmpfs, as root has: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -3,7 +3,7 @@
 
 def environment(text: str, **changed: str | None) -> dict[str, str]:
     """The assignments in text, some of them changed, or taken out with None."""
-    merged = {**dict(word.split("=", 1) for word in text.split()), **changed}
+    merged = {**dict(pair.split("=", 1) for pair in text.split()), **changed}
     return {name: value for name, value in merged.items() if value is not None}
 
 

@@ -43,7 +43,7 @@ def train(argv: list[str]) -> list[str]:
 
 
 def logits(argv: list[str]) -> list[list[float]]:
-    """What the run's newest checkpoint answers to its first validation pictures."""
+    """What the run's newest checkpoint answers to its first validation images."""
     trainer = prepared(argv).trainer
     indices = np.arange(32)
     x, _ = next(trainer.loader.batches(trainer.dataset.valid, [(indices, None)]))
@@ -56,5 +56,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[2])
     rank = discover(os.environ).rank
     given = json.loads((folder / "given.json").read_text())
-    told = {program: {name: globals()[program](argv) for name, argv in of.items()} for program, of in given.items()}
-    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
+    results = {program: {name: globals()[program](argv) for name, argv in of.items()} for program, of in given.items()}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(results))

@@ -336,12 +336,12 @@ def text(r: random.Random, atoms: list[str], corpus: list[bytes]) -> bytes:
 
 
 def argv(r: random.Random, known: list[str]) -> list[str]:
-    """Flags and values, most of them in their place."""
-    words: list[str] = []
+    """Flags and values, most of them in order."""
+    argv: list[str] = []
     for _ in range(r.randint(0, 6)):
         value = r.choice([r.choice(NUMBERS), r.choice(WORDS), f"{r.choice(NUMBERS)}:{r.choice(NUMBERS)}", "4:9", "8:5"])
-        words += [r.choice(known), value] if r.random() < 0.9 else [value]
-    return words
+        argv += [r.choice(known), value] if r.random() < 0.9 else [value]
+    return argv
 
 
 def value(r: random.Random, depth: int = 0) -> object:
@@ -420,10 +420,10 @@ def read_figures(r: random.Random) -> None:
 
 
 def read_child(r: random.Random) -> None:
-    said = gather.values_in(
+    values = gather.values_in(
         text(r, JSON, [b'{"rank": 1, "size": 2, "seconds": {"4": 0.1}, "clocks": [1.5]}']).decode(errors="replace")
     )
-    assert isinstance(said, dict)
+    assert isinstance(values, dict)
 
 
 def read_library(r: random.Random) -> None:
@@ -445,10 +445,10 @@ READERS: dict[str, Callable[[random.Random], None]] = {
 
 def once(reader: Callable[[random.Random], None], r: random.Random) -> str:
     """What is wrong with how the reader took one input; "" for nothing."""
-    said = io.StringIO()
+    output = io.StringIO()
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             reader(r)
     except HvdtrainError as error:
         line = one_line(error)
@@ -459,7 +459,7 @@ def once(reader: Callable[[random.Random], None], r: random.Random) -> str:
         return traceback.format_exc(limit=-4)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    said.getvalue().encode()  # a lone surrogate would be a traceback on a terminal
+    output.getvalue().encode()  # a lone surrogate would be a traceback on a terminal
     return ""
 
 
@@ -474,8 +474,8 @@ def main(name: str, seed: int, count: int) -> None:
         os.chdir(folder)
         for number in range(seed, seed + count):
             started = time.process_time()
-            if told := once(READERS[name], random.Random(f"{name} {number}")):
-                wrong.append((number, told))
+            if results := once(READERS[name], random.Random(f"{name} {number}")):
+                wrong.append((number, results))
             slowest = max(slowest, time.process_time() - started)
         os.chdir("/")
     peak = peak_mib()

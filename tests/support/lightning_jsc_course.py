@@ -2,7 +2,7 @@
 
     srun python lightning_jsc_course.py DATA_DIR --strategy horovod
 
-With --checkpoint it validates those weights, and trains nothing. The chief prints the figures as a line of JSON.
+With --checkpoint it validates those weights, and trains nothing. Rank 0 prints the figures as a line of JSON.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class ResNet50(LightningModule):
         x, labels = batch
         self.accuracy.update(self(x), labels)
         self.log("accuracy", self.accuracy)
-        self.log("pictures", float(len(labels)), reduce_fx="sum", sync_dist=True)
+        self.log("images", float(len(labels)), reduce_fx="sum", sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.02)

@@ -235,15 +235,15 @@ def strategy_verbs() -> dict[str, Any]:
     grown = torch.full((), float(rank + 1), requires_grad=True)
     strategy.all_gather(grown, sync_grads=True).sum().backward()
     return {
-        "place": [rank, strategy.local_rank, strategy.world_size, strategy.is_global_zero],
+        "ranks": [rank, strategy.local_rank, strategy.world_size, strategy.is_global_zero],
         "reduced": {op: strategy.reduce(number, reduce_op=op).item() for op in ("mean", "avg", "sum", "max", "min")},
         "as torch says": strategy.reduce(number, reduce_op=torch.distributed.ReduceOp.SUM).item(),
         "whole numbers": strategy.reduce(torch.tensor(rank), reduce_op="mean").item(),
         "no tensor": strategy.reduce("text"),
         "gathered": strategy.all_gather(torch.tensor([rank, 10 * rank])).tolist(),
         "gradient": grown.grad.item(),
-        "of any size": [part.tolist() for part in gather(torch.arange(rank * 2).view(rank, 2))],
-        "scalars": [part.tolist() for part in gather(torch.tensor(rank))],
+        "of any size": [each.tolist() for each in gather(torch.arange(rank * 2).view(rank, 2))],
+        "scalars": [each.tolist() for each in gather(torch.tensor(rank))],
         "broadcast": strategy.broadcast({"rank": rank}, src=strategy.world_size - 1),
         "all": [strategy.reduce_boolean_decision(rank == 0), strategy.reduce_boolean_decision(True)],
         "any": [strategy.reduce_boolean_decision(rank == 0, all=False)],

@@ -28,7 +28,7 @@ from hvdtrain.run.world import World, variables
 FRAMEWORK = sys.argv[1]
 framework: Any = importlib.import_module(f"{FRAMEWORK}_programs")
 small.shrink(FRAMEWORK)
-told: dict[str, Any] = {}
+results: dict[str, Any] = {}
 
 
 def prepared(argv: list[str]) -> Any:
@@ -40,20 +40,20 @@ def prepared(argv: list[str]) -> Any:
 
 def digest(arrays: dict[str, np.ndarray]) -> str:
     """The same for two ranks only where every array is the same to the bit."""
-    said = hashlib.sha256()
+    content = hashlib.sha256()
     for name, array in sorted(arrays.items()):
-        said.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
-    return said.hexdigest()
+        content.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return content.hexdigest()
 
 
 def verbs(engine: str = "horovod") -> dict[str, Any]:
     """Every verb of an engine that joins ranks."""
-    return framework.told_by(getattr(framework, engine)())
+    return framework.results_of(getattr(framework, engine)())
 
 
 def local_verbs() -> dict[str, Any]:
     """Every verb of the engine of one process."""
-    return framework.told_by(framework.local())
+    return framework.results_of(framework.local())
 
 
 def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
 
     Of a network's curve only the first epoch's updates are made: validating and storing it takes far longer.
     """
-    told = {}
+    results = {}
     for name, argv in given.items():
         training = prepared(argv)
         if name.endswith("curve"):
@@ -69,7 +69,7 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
                 pass
         else:
             training.train()
-        told[name] = {
+        results[name] = {
             "state": digest(framework.state(training.trainer)),
             "modules": sorted({name.partition(".")[0] for name in sys.modules}),
             "line": training.fitted_line(),
@@ -77,19 +77,19 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
         }
         del training
         gc.collect()
-    return told
+    return results
 
 
 def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """What the engine says to each recipe that it cannot run here."""
-    told = {}
+    """The engine's refusal of each recipe that it cannot run here."""
+    results = {}
     for name, overrides in cases.items():
         try:
             framework.horovod(**overrides)
-            told[name] = "taken"
+            results[name] = "taken"
         except HvdtrainError as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def overflow(argv: list[str]) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def overflow(argv: list[str]) -> dict[str, Any]:
     trainer = training.trainer
     seen = []
     for step, own in zip(range(3), trainer.batches(training.progress), strict=False):
-        parts = own
+        micro_batches = own
         if step == 1 and trainer.engine.rank == trainer.engine.size - 1:
-            parts = [(x * 1e30, y) for x, y in own]
-        trainer.update(parts, 0.01, step)
+            micro_batches = [(x * 1e30, y) for x, y in own]
+        trainer.update(micro_batches, 0.01, step)
         weights = framework.state(trainer)
         finite = all(bool(np.isfinite(array).all()) for array in weights.values())
         seen.append([digest(weights), trainer.state.scaler.state_dict()["scale"], finite])
@@ -124,28 +124,28 @@ def parted(argv: list[str], step: int) -> dict[str, Any]:
         trainer.update = flip_then_update
         Loop(run, trainer).train()
 
-    return main_told(argv, train)
+    return main_results(argv, train)
 
 
 def abandoned(argv: list[str], step: int) -> dict[str, Any]:
-    """A run whose last rank is gone at that step, which no launcher takes for a failure: exit code and stderr.
+    """A run whose last rank exits at that step, which no launcher takes for a failure: exit code and stderr.
 
-    The last program of a start, as the ranks are joined no more.
+    The last program of a launch, as the ranks are joined no more.
     """
     update = framework.Trainer.update
 
     def leave_or_update(trainer: Any, batch: Any, lr: float, made: int) -> None:
         if made + 1 == step and trainer.engine.rank == trainer.engine.size - 1:
-            told["abandoned"] = None
+            results["abandoned"] = None
             write(trainer.engine.rank)
             os._exit(0)
         update(trainer, batch, lr, made)
 
     framework.Trainer.update = leave_or_update
-    return main_told(argv, framework.train)
+    return main_results(argv, framework.train)
 
 
-def main_told(argv: list[str], train: Any) -> dict[str, Any]:
+def main_results(argv: list[str], train: Any) -> dict[str, Any]:
     """Exit code, stdout and stderr of a run in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -155,19 +155,19 @@ def main_told(argv: list[str], train: Any) -> dict[str, Any]:
 
 
 def write(rank: int) -> None:
-    (Path(sys.argv[2]) / f"rank-{rank}.json").write_text(json.dumps(told))
+    (Path(sys.argv[2]) / f"rank-{rank}.json").write_text(json.dumps(results))
 
 
 def serve() -> None:
     for line in sys.stdin:
-        print(json.dumps(list(main_told(json.loads(line), framework.train).values())), flush=True)
+        print(json.dumps(list(main_results(json.loads(line), framework.train).values())), flush=True)
 
 
 def run_all(folder: Path) -> None:
     rank = discover(os.environ).rank
     for name, given in json.loads((folder / "given.json").read_text()).items():
         program = globals().get(name) or getattr(framework, name)
-        told[name] = program(**given)
+        results[name] = program(**given)
     write(rank)
 
 

@@ -86,22 +86,22 @@ class Ranks:
         return Ended(code, self.out.read_text(), self.err.read_text(), self.left())
 
     def left(self) -> list[str]:
-        """The commands of this start that outlive its launcher by more than a moment."""
+        """The commands of this launch that outlive its launcher by more than a moment."""
         for _ in range(100):
             if not (pids := tagged(self.tag)):
                 break
             time.sleep(0.05)
-        return [" ".join(_words(pid, "cmdline")) for pid in pids]
+        return [" ".join(_fields(pid, "cmdline")) for pid in pids]
 
     def members(self) -> dict[int, int]:
         """Process number by rank."""
         found = {}
         for pid in tagged(self.tag):
-            command = _words(pid, "cmdline")
+            command = _fields(pid, "cmdline")
             if any(f"hvdtrain.{name}" in command for name in TITLES) and Path(command[0]).name[:6] == "python":
-                said = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
+                environ = dict(pair.partition("=")[::2] for pair in _fields(pid, "environ"))
                 names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID")
-                if rank := next(filter(None, map(said.get, names)), None):
+                if rank := next(filter(None, map(environ.get, names)), None):
                     found[int(rank)] = pid
         return found
 
@@ -127,7 +127,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a start ended. `left`: processes that outlived the launcher."""
+    """How a launch ended. `left`: processes that outlived the launcher."""
 
     code: int
     out: str
@@ -211,7 +211,7 @@ class Trainer:
     def train(self, *argv: object) -> Ended:
         """As `python -m hvdtrain.FRAMEWORK ARGV` would."""
         assert self._process.stdin and self._process.stdout
-        print(json.dumps([str(word) for word in argv]), file=self._process.stdin, flush=True)
+        print(json.dumps([str(argument) for argument in argv]), file=self._process.stdin, flush=True)
         return Ended(*json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
@@ -226,8 +226,8 @@ def programs(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given, default=str))
     run(launcher, ranks, warm.command(framework, PROGRAMS, framework, folder), **more).good()
-    told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    return {name: [rank[name] for rank in told] for name in given}
+    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: [rank[name] for rank in results] for name in given}
 
 
 def wait_for_step(ranks: Ranks, folder: Path, step: int) -> None:
@@ -260,10 +260,10 @@ def tagged(tag: str) -> list[int]:
     """The live processes whose environment holds the tag, or which are forked and have it for a name."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     names = {tag[: warm.NAME_LENGTH]}
-    return [pid for pid in pids if f"{TAG}={tag}" in _words(pid, "environ") or names & {*_words(pid, "comm")}]
+    return [pid for pid in pids if f"{TAG}={tag}" in _fields(pid, "environ") or names & {*_fields(pid, "comm")}]
 
 
-def _words(pid: int, file: str) -> list[str]:
+def _fields(pid: int, file: str) -> list[str]:
     try:  # a zombie's are empty
         return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").rstrip("\0\n").split("\0")
     except OSError:

@@ -1,5 +1,5 @@
 """Programs of the engines over tf.distribute, for programs.py. A process can start each of them once, so all trainings
-of a start share one."""
+of a launch share one."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ from hvdtrain.tensorflow.trainer import Trainer
 
 def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[str, Any]:
     """For each engine, by its name and devices as in "mirrored cpu,cpu": what its verbs gave, and what each of these
-    runs told, by name; they are in FOLDER/ENGINE."""
+    runs reported, by name; they are in FOLDER/ENGINE."""
     return {name: of_engine(name, chosen, Path(folder) / name) for name, chosen in engines.items()}
 
 
@@ -38,11 +38,11 @@ def of_engine(name: str, chosen: dict[str, list[str]], folder: Path) -> dict[str
         if replication_of(engine).serves:
             run.world.serve_rank_0()
             return {"served": replication_of(engine).world}
-        told: dict[str, Any] = {"verbs": verbs(engine)}
+        results: dict[str, Any] = {"verbs": verbs(engine)}
         for title, argv in chosen.items():
             prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], run.world)
-            told[title] = PROGRAMS.get(title, trained)(prepared, engine)
-    return told
+            results[title] = PROGRAMS.get(title, trained)(prepared, engine)
+    return results
 
 
 @contextlib.contextmanager
@@ -86,16 +86,16 @@ def overflow(run: runs.Run, engine: Engine) -> list[Any]:
     trainer = training.trainer
     seen = []
     for step, own in zip(range(3), trainer.batches(training.progress), strict=False):
-        *parts, (x, y) = own
-        parts.append((x * (1e30 if step == 1 and engine.rank == engine.size - 1 else 1), y))
-        trainer.update(parts, 0.01, step)
+        *micro_batches, (x, y) = own
+        micro_batches.append((x * (1e30 if step == 1 and engine.rank == engine.size - 1 else 1), y))
+        trainer.update(micro_batches, 0.01, step)
         weight = [copy.numpy().item() for copy in trainer.replication.copies(trainer.weights[0])]
         seen.append([weight, trainer.state.scaler.state_dict()["scale"]])
     return seen
 
 
 def parted(run: runs.Run, engine: Engine) -> str:
-    """What is said once one bit of the last replica's weights has changed."""
+    """What is printed once one bit of the last replica's weights has changed."""
     training = training_of(run, engine)
     weight = training.trainer.replication.copies(training.trainer.weights[0])[-1]
     bits = weight.numpy()
@@ -121,19 +121,19 @@ def verbs(engine: Engine) -> dict[str, Any]:
         "sum of a table": np.full((2, 3), rank + 1.0),
         "sum of another shape": np.arange(7.0),
     }
-    told: dict[str, Any] = {name: engine.sum(array).tolist() for name, array in arrays.items()}
+    results: dict[str, Any] = {name: engine.sum(array).tolist() for name, array in arrays.items()}
     replication = replication_of(engine)
-    told["place"] = [*replication.world, replication.replicas]
+    results["world"] = [*replication.world, replication.replicas]
     with replication.scope():
         kept = {
             "scalar": tf.Variable(rank + 7, trainable=False),
             "counts": tf.Variable(tf.fill((3,), tf.constant(2**53 + 1 + rank, tf.int64)), trainable=False),
             "doubles": tf.Variable(tf.fill((2,), tf.constant(rank + 0.1, tf.float64)), trainable=False),
         }
-    told["facts"] = engine.broadcast(kept, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
-    told["no facts"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
-    told["broadcast"] = {name: variable.numpy().tolist() for name, variable in kept.items()}
-    return {**told, **replicated(engine)}
+    results["metadata"] = engine.broadcast(kept, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
+    results["no metadata"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
+    results["broadcast"] = {name: variable.numpy().tolist() for name, variable in kept.items()}
+    return {**results, **replicated(engine)}
 
 
 def replicated(engine: Engine) -> dict[str, list[float]]:
@@ -144,7 +144,7 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
     """
     replication = replication_of(engine)
     with replication.scope():
-        told = {
+        results = {
             name: tf.Variable(0.0, dtype=tf.float64, trainable=False) for name in ("sum", "gradient", "weight", "kept")
         }
 
@@ -153,17 +153,17 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
             tape.watch(own)
             total = engine.sum_tensor(own)
             loss = total * tf.stop_gradient(own)
-        variables.put(told["sum"], total)
-        variables.put(told["gradient"], tape.gradient(loss, own))
-        replication.update(lambda combined: variables.subtract(told["weight"], combined[0]), [own * factor])
-        replication.keep(lambda tensors: variables.add(told["kept"], tensors[0]), [own])
+        variables.put(results["sum"], total)
+        variables.put(results["gradient"], tape.gradient(loss, own))
+        replication.update(lambda combined: variables.subtract(results["weight"], combined[0]), [own * factor])
+        replication.keep(lambda tensors: variables.add(results["kept"], tensors[0]), [own])
 
     on_all = replication.replicate(step)
     first = 1 + engine.rank * replication.replicas
-    shares = [(tf.constant(float(first + place), tf.float64),) for place in range(replication.replicas)]
+    inputs = [(tf.constant(float(first + index), tf.float64),) for index in range(replication.replicas)]
     for factor in (1.0, 10.0):
-        on_all(shares, tf.constant(factor, tf.float64))
-    return {name: [float(copy) for copy in replication.copies(variable)] for name, variable in told.items()}
+        on_all(inputs, tf.constant(factor, tf.float64))
+    return {name: [float(copy) for copy in replication.copies(variable)] for name, variable in results.items()}
 
 
 def evened() -> list[Any]:
@@ -173,11 +173,11 @@ def evened() -> list[Any]:
 
 
 def refused(cases: list[list[str]]) -> list[str]:
-    """What is said to each list of devices."""
-    told = []
+    """The names or the error for each list of devices."""
+    results = []
     for devices in cases:
         try:
-            told.append(" ".join(distribute.take(devices)))
+            results.append(" ".join(distribute.take(devices)))
         except HvdtrainError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            results.append(f"{type(error).__name__}: {error}")
+    return results

@@ -31,7 +31,7 @@ RANK, SIZE = ours.rank(), ours.size()
 ALONE = SIZE == 1
 
 draw = np.random.RandomState(0)
-PICTURES = draw.randn(STEPS, RANKS, SHARE, 6, 6, 2).astype("f")
+IMAGES = draw.randn(STEPS, RANKS, SHARE, 6, 6, 2).astype("f")
 VALUES = draw.randn(STEPS, RANKS, SHARE, 1).astype("f")
 WORDS = draw.randint(0, 50, (STEPS, RANKS, SHARE, 5))
 OVERFLOWS = VALUES.copy()
@@ -51,7 +51,7 @@ class Case:
     optimizer: Callable[[], keras.optimizers.Optimizer]
     options: Callable[[keras.Model], dict[str, Any]] = lambda model: {}
     compiled: dict[str, Any] = field(default_factory=lambda: {"jit_compile": False})
-    x: np.ndarray = field(default_factory=lambda: PICTURES)
+    x: np.ndarray = field(default_factory=lambda: IMAGES)
     y: np.ndarray = field(default_factory=lambda: VALUES)
     policy: str = "float32"
     epochs: int = EPOCHS
@@ -70,7 +70,7 @@ def network(norm: Callable[[], layers.Layer] | None = None) -> keras.Model:
     )
 
 
-def words() -> keras.Model:
+def embedding() -> keras.Model:
     return keras.Sequential(
         [layers.Input((5,), dtype="int32"), layers.Embedding(50, 3), layers.Flatten(), layers.Dense(1)]
     )
@@ -123,8 +123,8 @@ CASES = {
         sgd(gradient_accumulation_steps=3, global_clipnorm=0.1),
         lambda model: {"groups": [model.trainable_variables[1:4]]},
     ),
-    "sparse": Case(words, lambda: keras.optimizers.Adagrad(0.1), x=WORDS),
-    "sparse as dense": Case(words, sgd(), lambda model: {"sparse_as_dense": True}, x=WORDS),
+    "sparse": Case(embedding, lambda: keras.optimizers.Adagrad(0.1), x=WORDS),
+    "sparse as dense": Case(embedding, sgd(), lambda model: {"sparse_as_dense": True}, x=WORDS),
     "float16": Case(network, loss_scaled(), policy="mixed_float16"),
     "float16 overflow": Case(network, loss_scaled(), y=OVERFLOWS, policy="mixed_float16"),
     "float16 accumulating": Case(
@@ -162,7 +162,7 @@ def training(name: str) -> dict[str, Any]:
             callbacks=callbacks,
         )
     precision("float32")
-    told = {
+    results = {
         "weights": flat(model.weights),
         "state": flat(optimizer.variables),
         "seeds": flat([v for v in model.variables if "seed" in v.path]),
@@ -170,8 +170,8 @@ def training(name: str) -> dict[str, Any]:
         "jit": model.jit_compile,
     }
     if case.policy == "mixed_float16":
-        told |= {"scale": float(optimizer.dynamic_scale), "updates": int(optimizer.iterations)}
-    return told
+        results |= {"scale": float(optimizer.dynamic_scale), "updates": int(optimizer.iterations)}
+    return results
 
 
 def precision(policy: str) -> None:
@@ -223,7 +223,7 @@ def flat(variables: list[Any]) -> list[float]:
 
 def updates(adasum: bool) -> dict[str, list[float]]:
     """Two weights after an update of lr 1 from 0, where rank r's gradients are r + 1 and 10 (r + 1)."""
-    told = {}
+    results = {}
     own_gradients = [tf.fill((1, 1), RANK + 1.0), tf.fill((1, 1), 10.0 * (RANK + 1))]
     rows = tf.IndexedSlices(own_gradients[1], tf.constant([0], tf.int64), tf.constant([1, 1], tf.int64))
     cases: dict[str, tuple[dict[str, Any], list[Any]]] = {
@@ -254,8 +254,8 @@ def updates(adasum: bool) -> dict[str, list[float]]:
         )
         optimizer.build(model.trainable_variables)
         tf.function(optimizer.apply)(gradients)
-        told[name] = flat(model.weights)
-    return told
+        results[name] = flat(model.weights)
+    return results
 
 
 def loops() -> dict[str, list[float]]:
@@ -284,7 +284,7 @@ def loop(compiled: Callable[[Any], Any], nested: bool) -> list[float]:
         gradients = ours.DistributedGradientTape(tape).gradient(loss, sources)
         optimizer.apply([*gradients["body"], gradients["head"]] if nested else gradients, [*body, head])
 
-    batches = zip(*(np.split(own(table), STEPS) for table in (PICTURES, VALUES)), strict=True)
+    batches = zip(*(np.split(own(table), STEPS) for table in (IMAGES, VALUES)), strict=True)
     for number, (x, y) in enumerate(batches):
         step(tf.constant(x), tf.constant(y), number == 0)
     return flat(model.weights)
@@ -311,15 +311,15 @@ def started() -> dict[str, list[float]]:
 
 
 def moments(offset: float) -> dict[str, float]:
-    """The largest differences of global_moments to NumPy's on all ranks' values: unequal shares, one of them empty."""
-    told = {}
+    """The largest differences of global_moments to NumPy's on all ranks' values: unequal local batches, one empty."""
+    results = {}
     for dtype in ("float32", "float64"):
-        for name, shares in {"unequal": (3, 5), "empty": (0, 4)}.items():
-            values = np.random.RandomState(1).randn(sum(shares), 7, 4) + offset
-            begin = sum(shares[:RANK])
-            mine = tf.constant(values[begin : begin + shares[RANK]] if not ALONE else values, dtype)
+        for name, local_batches in {"unequal": (3, 5), "empty": (0, 4)}.items():
+            values = np.random.RandomState(1).randn(sum(local_batches), 7, 4) + offset
+            begin = sum(local_batches[:RANK])
+            mine = tf.constant(values[begin : begin + local_batches[RANK]] if not ALONE else values, dtype)
             marked = np.random.RandomState(2).rand(*values.shape) < 0.6
-            mask = tf.constant(marked[begin : begin + shares[RANK]] if not ALONE else marked)
+            mask = tf.constant(marked[begin : begin + local_batches[RANK]] if not ALONE else marked)
             add = tf.identity if ALONE else ranks.sum_over_ranks
             typed = values.astype(dtype).astype("f8")
             for masked in (False, True):
@@ -336,9 +336,9 @@ def moments(offset: float) -> dict[str, float]:
                 )
                 # Every rank's goal is the same one, and all of them are summed.
                 right = SIZE * (np.cos(m) + 4 * v * (typed - m)) / n * (marked if masked else 1)
-                right = right if ALONE else right[begin : begin + shares[RANK]]
+                right = right if ALONE else right[begin : begin + local_batches[RANK]]
                 key = f"{dtype} {name}{' masked' * masked}"
-                told[key] = {
+                results[key] = {
                     "mean": float(np.abs(mean - m).max() / max(1, offset)),
                     "variance": float(np.abs(variance - v).max()),
                     "count": float(np.abs(count - n).max()),
@@ -346,16 +346,16 @@ def moments(offset: float) -> dict[str, float]:
                     "dtype": mean.dtype.name,
                     "shape": [*mean.shape, *variance.shape, *count.shape],
                 }
-    return told
+    return results
 
 
 def masked_norm() -> dict[str, Any]:
     """BatchNorm over sequences with a mask: outputs and moving statistics; alone, of all ranks' sequences."""
     x = np.random.RandomState(3).randn(RANKS * 3, 5, 2).astype("f") + 10
     mask = np.random.RandomState(4).rand(RANKS * 3, 5) < 0.5
-    part = slice(None) if ALONE else slice(3 * RANK, 3 * RANK + 3)
+    own_rows = slice(None) if ALONE else slice(3 * RANK, 3 * RANK + 3)
     layer = norm()
-    out = layer(x[part], training=True, mask=tf.constant(mask[part]))
+    out = layer(x[own_rows], training=True, mask=tf.constant(mask[own_rows]))
     again = type(layer).from_config(layer.get_config())
     return {
         "out": out.numpy().tolist(),
@@ -365,14 +365,14 @@ def masked_norm() -> dict[str, Any]:
 
 
 def metrics(folder: str) -> dict[str, Any]:
-    """Exact metrics of unequal shares, of weights that stay as they are."""
+    """Exact metrics of unequal local batches, of weights that stay as they are."""
     draw = np.random.RandomState(5)
     sizes = {"train": (23, 9), "valid": (4, 13)}
-    shares = {}
+    local_batches = {}
     for kind, counts in sizes.items():
         x, y = draw.randn(sum(counts), 3).astype("f"), draw.randint(0, 2, (sum(counts), 1)).astype("f")
-        part = slice(None) if ALONE else slice(sum(counts[:RANK]), sum(counts[: RANK + 1]))
-        shares[kind] = (x[part] + (x[part, :1] > 0), y[part])
+        own_rows = slice(None) if ALONE else slice(sum(counts[:RANK]), sum(counts[: RANK + 1]))
+        local_batches[kind] = (x[own_rows] + (x[own_rows, :1] > 0), y[own_rows])
     keras.utils.set_random_seed(3)
     model = keras.Sequential([layers.Input((3,)), layers.Dense(1, activation="sigmoid")])
     optimizer = keras.optimizers.SGD(0.0)
@@ -396,12 +396,12 @@ def metrics(folder: str) -> dict[str, Any]:
     )
     batch = 32 if ALONE else 8 + 4 * RANK  # 3 steps of 8, or 1 of 12
     steps = 1 if ALONE else 3
-    data = tf.data.Dataset.from_tensor_slices(shares["train"]).batch(
-        batch if ALONE else -(-len(shares["train"][0]) // steps)
+    data = tf.data.Dataset.from_tensor_slices(local_batches["train"]).batch(
+        batch if ALONE else -(-len(local_batches["train"][0]) // steps)
     )
     history = model.fit(
         data,
-        validation_data=tf.data.Dataset.from_tensor_slices(shares["valid"]).batch(3),
+        validation_data=tf.data.Dataset.from_tensor_slices(local_batches["valid"]).batch(3),
         validation_freq=2,
         epochs=2,
         verbose=0,
@@ -476,7 +476,7 @@ def allreduces() -> dict[str, list[int]]:
         return real(*args, **kwargs)
 
     ranks.hvd.allreduce = counted
-    told = {}
+    results = {}
     for name, options in {"at the update": {}, "each step": {"groups": [[]]}}.items():
         model, sent = network(), []
         optimizer = ours.DistributedOptimizer(sgd(gradient_accumulation_steps=3)(), **options)
@@ -484,17 +484,17 @@ def allreduces() -> dict[str, list[int]]:
         for _ in range(6):
             sent.append(0)
             optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
-        told[name] = sent
+        results[name] = sent
     ranks.hvd.allreduce = real
-    return told
+    return results
 
 
 def saved(folder: str) -> dict[str, Any]:
-    """A training that goes on from a stored model, beside one that was not interrupted."""
+    """A training that continues from a stored model, beside one that was not interrupted."""
     keras.utils.set_random_seed(7)
 
     def fit(model: keras.Model, epochs: int) -> None:
-        model.fit(own(PICTURES), own(VALUES), batch_size=SHARE, epochs=epochs, shuffle=False, verbose=0,
+        model.fit(own(IMAGES), own(VALUES), batch_size=SHARE, epochs=epochs, shuffle=False, verbose=0,
                   callbacks=[ours.BroadcastCallback()])  # fmt: skip
 
     model = network(norm)
@@ -515,7 +515,7 @@ def saved(folder: str) -> dict[str, Any]:
         "loaded": loaded,
         "config": keras.optimizers.serialize(model.optimizer)
         == keras.optimizers.serialize(keras.optimizers.Adam.from_config(model.optimizer.get_config())),
-        "went on": flat(again.weights),
+        "continued": flat(again.weights),
         "uninterrupted": flat(whole.weights),
     }
 
@@ -527,6 +527,8 @@ def modules() -> list[str]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    told = {name: globals()[name](**given) for name, given in json.loads((folder / "given.json").read_text()).items()}
-    (folder / f"rank-{RANK}.json").write_text(json.dumps(told))
+    results = {
+        name: globals()[name](**given) for name, given in json.loads((folder / "given.json").read_text()).items()
+    }
+    (folder / f"rank-{RANK}.json").write_text(json.dumps(results))
     ours.shutdown()

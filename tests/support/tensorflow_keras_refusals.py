@@ -14,17 +14,17 @@ from hvdtrain.errors import HvdtrainError
 
 
 def refusals() -> dict[str, str]:
-    """What is said to everything that would go wrong."""
-    told = {}
+    """The refusal of everything that would go wrong."""
+    results = {}
     for name, program in REFUSED.items():
         keras.config.set_dtype_policy("mixed_float16" if "float16" in name else "float32")
         try:
             program()
-            told[name] = "taken"
+            results[name] = "taken"
         except HvdtrainError as error:
-            told[name] = f"{type(error).__name__}: {error}"
+            results[name] = f"{type(error).__name__}: {error}"
     keras.config.set_dtype_policy("float32")
-    return told
+    return results
 
 
 def tiny_fit(optimizer: Any, *callbacks: Any, **compiled: Any) -> keras.Model:

@@ -47,11 +47,11 @@ def flip_a_bit(trainer: Trainer) -> None:
     trainer.weights[0].assign(weight)
 
 
-def told_by(engine: Engine) -> dict[str, Any]:
+def results_of(engine: Engine) -> dict[str, Any]:
     """What each verb of an engine gave on this rank, as plain lists."""
     rank = engine.rank
-    told: dict[str, Any] = {
-        "place": [rank, engine.size],
+    results: dict[str, Any] = {
+        "rank and size": [rank, engine.size],
         "sum of float64": engine.sum(np.array([rank + 1.0, 0.125 * rank])).tolist(),
         "sum of float32": engine.sum(np.array([rank + 1.0], np.float32)).tolist(),
         "sum of int64": engine.sum(np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1])).tolist(),
@@ -65,11 +65,11 @@ def told_by(engine: Engine) -> dict[str, Any]:
         "weights": tf.Variable(tf.fill((2, 2), rank + 0.5)),
         "doubles": tf.Variable(tf.fill((2,), tf.constant(rank + 0.1, tf.float64))),
     }
-    told["facts"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
-    told["no facts"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
-    told["broadcast"] = {name: tensor.numpy().tolist() for name, tensor in tensors.items()}
-    told["updates"] = updates(engine)
-    return told
+    results["metadata"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
+    results["no metadata"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
+    results["broadcast"] = {name: tensor.numpy().tolist() for name, tensor in tensors.items()}
+    results["updates"] = updates(engine)
+    return results
 
 
 def summed(engine: Engine) -> list[float]:
@@ -111,7 +111,7 @@ def adasum() -> list[float]:
 
 
 def batch_norm(recipes: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
-    """For each recipe what its BatchNorm makes of this rank's share of the pictures, step by step."""
+    """For each recipe what its BatchNorm computes of this rank's local batch, step by step."""
     engine = horovod()
     return {name: normalised(engine, overrides, values) for name, overrides in recipes.items()}
 
@@ -133,30 +133,30 @@ def normalised(engine: Engine, overrides: dict[str, Any], values: dict[str, Any]
             loss = tf.reduce_sum(tf.cast(out, real) * g)
         return out, tape.gradient(loss, [x, layer.gamma.value, layer.beta.value])
 
-    told: dict[str, Any] = {"out": [], "x gradient": [], "gamma gradient": [], "beta gradient": []}
+    results: dict[str, Any] = {"out": [], "x gradient": [], "gamma gradient": [], "beta gradient": []}
     for one_x, one_g in zip(x, g, strict=True):
         out, gradients = step(tf.constant(one_x, real), tf.constant(one_g, real))
-        for name, tensor in zip(told, (out, *gradients), strict=True):
-            told[name].append(tensor.numpy().tolist())
-    told["dtype"] = out.dtype.name
+        for name, tensor in zip(results, (out, *gradients), strict=True):
+            results[name].append(tensor.numpy().tolist())
+    results["dtype"] = out.dtype.name
     models.average_statistics(tf.keras.Sequential([layer]), engine)
-    told["moving_mean"], told["moving_variance"] = (v.numpy().tolist() for v in layer.non_trainable_weights)
-    told["evaluated"] = layer(tf.constant(x[0], layer.compute_dtype), training=False).numpy().tolist()
-    return told
+    results["moving_mean"], results["moving_variance"] = (v.numpy().tolist() for v in layer.non_trainable_weights)
+    results["evaluated"] = layer(tf.constant(x[0], layer.compute_dtype), training=False).numpy().tolist()
+    return results
 
 
 def sgd_steps(options: dict[str, dict[str, Any]], start: list[float], gradients: list[Any], lrs: list[float]) -> Any:
     """For each choice of options the variable after every update."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, chosen in options.items():
         variable = tf.Variable(start, dtype=tf.float64)
         optimizer = sgd.SGD(load("linear", chosen), [variable])
         descend = tf.function(optimizer.descend, autograph=False)
-        told[name] = []
+        results[name] = []
         for gradient, lr in zip(gradients, lrs, strict=True):
             descend([tf.constant(gradient, tf.float64)], tf.constant(lr, tf.float64))
-            told[name].append(variable.numpy().tolist())
-    return told
+            results[name].append(variable.numpy().tolist())
+    return results
 
 
 def clipping(gradients: list[list[float]], norms: list[float]) -> list[list[list[float]]]:
@@ -170,20 +170,20 @@ def scaling(finite: list[bool], interval: int) -> dict[str, Any]:
     scaler = sgd.Scaler(enabled=True)
     first = scaler.state_dict()
     scaler.INTERVAL = interval
-    told = []
+    results = []
     for was_finite in finite:
         scaler.update(tf.constant(was_finite))
         state = scaler.state_dict()
-        told.append([state["scale"], state["_growth_tracker"]])
+        results.append([state["scale"], state["_growth_tracker"]])
     another = sgd.Scaler(enabled=True)
     another.load_state_dict(scaler.state_dict())
     kept = another.state_dict()
-    return {"first": first, "then": told, "kept": [kept["scale"], kept["_growth_tracker"]]}
+    return {"first": first, "then": results, "kept": [kept["scale"], kept["_growth_tracker"]]}
 
 
 def fingerprints() -> dict[str, dict[str, Any]]:
     """By dtype: how many fingerprints the flips of every single bit gave, how many flips; the swaps not seen."""
-    told = {}
+    results = {}
     for dtype in (np.float32, np.float64):
         word = f"i{np.dtype(dtype).itemsize}"
         arrays = [np.array([[1.0, -1.0, 2.0], [0.0, -0.0, -2.0]], dtype), np.zeros(2, dtype)]
@@ -196,12 +196,12 @@ def fingerprints() -> dict[str, dict[str, Any]]:
         seen, flips, unseen = {before}, 0, []
         for variable, array in zip(variables, arrays, strict=True):
             bits = array.reshape(-1).view(word.replace("i", "u"))
-            for place in range(bits.size):
+            for index in range(bits.size):
                 for bit in range(8 * array.itemsize):
-                    bits[place] ^= bits.dtype.type(1 << bit)
+                    bits[index] ^= bits.dtype.type(1 << bit)
                     variable.assign(array)
                     seen.add(mark())
-                    bits[place] ^= bits.dtype.type(1 << bit)
+                    bits[index] ^= bits.dtype.type(1 << bit)
                     flips += 1
             variable.assign(array)
         flat = arrays[0].reshape(-1)
@@ -212,8 +212,8 @@ def fingerprints() -> dict[str, dict[str, Any]]:
                 unseen += [[i, j]] if mark() == before else []
                 flat[[i, j]] = flat[[j, i]]
         variables[0].assign(arrays[0])
-        told[np.dtype(dtype).name] = {"seen": len(seen), "flips": flips, "unseen": unseen, "same": mark() == before}
-    return told
+        results[np.dtype(dtype).name] = {"seen": len(seen), "flips": flips, "unseen": unseen, "same": mark() == before}
+    return results
 
 
 WHOLE = models.STAGES
@@ -231,25 +231,25 @@ def whole_networks() -> Iterator[None]:
 def networks(classes: list[int]) -> dict[str, Any]:
     """Trainable parameters for each number of classes; of the last one each weight's shape, standard deviation and
     largest value; and the sides of the maps that the stems leave and that the network ends with."""
-    told: dict[str, Any] = {"trainable": [], "maps": []}
+    results: dict[str, Any] = {"trainable": [], "maps": []}
     for number in classes:
         model = models.resnet50(number, "imagenet")
-        told["trainable"].append(sum(int(np.prod(weight.shape)) for weight in model.trainable_weights))
+        results["trainable"].append(sum(int(np.prod(weight.shape)) for weight in model.trainable_weights))
     of_stem = {"cifar": models.resnet50(10, "cifar"), "imagenet": model}
     arrays = {weight.path: weight.numpy() for weight in model.weights}
-    told["weights"] = {
+    results["weights"] = {
         name: [array.shape, float(array.std()), float(np.abs(array).max())] for name, array in arrays.items()
     }
     for stem, side in (("cifar", 8), ("cifar", 32), ("imagenet", 64)):
         model = of_stem[stem]
         ends = [model.get_layer("layer1.0.conv1").input, model.layers[-2].input]
         maps = tf.keras.Model(model.input, ends)(tf.zeros((1, side, side, 3)))
-        told["maps"].append([stem, side, *(one.shape[1] for one in maps)])
-    return told
+        results["maps"].append([stem, side, *(one.shape[1] for one in maps)])
+    return results
 
 
 def seeds() -> list[bool]:
-    """Whether two models of one seed start the same, and two of different seeds."""
+    """Whether two models of one seed begin with the same weights, and two of different seeds."""
     first = []
     for seed in (1, 1, 2):
         tf.random.set_seed(len(first))

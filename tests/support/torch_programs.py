@@ -51,11 +51,11 @@ def flip_a_bit(trainer: Trainer) -> None:
     trainer.model.weight.detach().view(torch.int32)[0] ^= 1
 
 
-def told_by(engine: Engine) -> dict[str, Any]:
+def results_of(engine: Engine) -> dict[str, Any]:
     """What each verb of an engine gave on this rank, as plain lists."""
     rank = engine.rank
-    told: dict[str, Any] = {
-        "place": [rank, engine.size],
+    results: dict[str, Any] = {
+        "rank and size": [rank, engine.size],
         "sum of float64": engine.sum(np.array([rank + 1.0, 0.125 * rank])).tolist(),
         "sum of float32": engine.sum(np.array([rank + 1.0], np.float32)).tolist(),
         "sum of int64": engine.sum(np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1])).tolist(),
@@ -70,11 +70,11 @@ def told_by(engine: Engine) -> dict[str, Any]:
         "weights": torch.full((2, 2), rank + 0.5),
         "doubles": torch.full((2,), rank + 0.1, dtype=torch.float64),
     }
-    told["facts"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
-    told["no facts"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
-    told["broadcast"] = {name: tensor.tolist() for name, tensor in tensors.items()}
-    told["updates"] = updates(engine)
-    return told
+    results["metadata"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
+    results["no metadata"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
+    results["broadcast"] = {name: tensor.tolist() for name, tensor in tensors.items()}
+    results["updates"] = updates(engine)
+    return results
 
 
 def patience() -> float:
@@ -111,8 +111,8 @@ def sync_batch_norm(shape: list[int], steps: int) -> dict[str, float]:
     engine = horovod()
     wide = {"dtype": torch.float64}
     torch.manual_seed(0)
-    pictures = torch.randn(steps, engine.size * shape[0], *shape[1:], **wide) * 3 + 100
-    gradients = torch.randn(pictures.shape, **wide)
+    images = torch.randn(steps, engine.size * shape[0], *shape[1:], **wide) * 3 + 100
+    gradients = torch.randn(images.shape, **wide)
     plain = nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.3).double()
     with torch.no_grad():
         plain.weight.copy_(torch.rand(shape[1]))
@@ -126,23 +126,23 @@ def sync_batch_norm(shape: list[int], steps: int) -> dict[str, float]:
     def compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         furthest[name] = max(furthest.get(name, 0.0), (ours - theirs).abs().max().item())
 
-    for x, g in zip(pictures, gradients, strict=True):
-        whole, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
-        theirs, ours = plain(whole), synced(part)
+    for x, g in zip(images, gradients, strict=True):
+        whole, own = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+        theirs, ours = plain(whole), synced(own)
         compare("output", ours, theirs[mine])
         plain.zero_grad(), synced.zero_grad()
         theirs.backward(g), ours.backward(g[mine])
-        compare("input's gradient", part.grad, whole.grad[mine])
+        compare("input's gradient", own.grad, whole.grad[mine])
         for name in ("weight", "bias"):  # of a sum over the batch: the ranks' gradients add up to it
             summed = torch.from_numpy(engine.sum(getattr(synced, name).grad.numpy()))
             compare(f"{name}'s gradient", summed, getattr(plain, name).grad)
     for name, buffer in plain.named_buffers():
         compare(name, dict(synced.named_buffers())[name], buffer)
     plain.eval(), synced.eval()
-    compare("evaluated", synced(pictures[0]), plain(pictures[0]))
+    compare("evaluated", synced(images[0]), plain(images[0]))
     narrow = models.with_sync_batch_norm(nn.Sequential(nn.Conv2d(shape[1], 4, 3), nn.BatchNorm2d(4)), engine)
     with torch.autocast("cpu", torch.bfloat16):
-        out = narrow(pictures[0][mine].float())
+        out = narrow(images[0][mine].float())
     out.float().square().sum().backward()
     furthest["bfloat16"] = 0.0 if out.dtype == torch.bfloat16 and narrow[0].weight.grad.isfinite().all() else 1.0
     return furthest
@@ -176,13 +176,13 @@ class Branches(nn.Module):
         return self.frozen(hidden + (self.sometimes(hidden) if self.rank == 0 else 0))
 
 
-LAYERS = ((768, 768), (768, 768), (4, 4), (768, 2))  # 2.25 MiB: more than travel side by side
+LAYERS = ((768, 768), (768, 768), (4, 4), (768, 2))  # 2.25 MiB: more than are communicated at once
 
 
 def gradients(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """By recipe keys: how far a model's averaged gradients are from the mean of the ranks' own, relative to it; then
     which have none, and whether the filters' ones lie as the filters do. And what a broadcast made of filters."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, keys in cases.items():
         engine = horovod(**keys)
         torch.manual_seed(engine.rank)
@@ -190,24 +190,24 @@ def gradients(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
         engine.broadcast({name: weight.detach() for name, weight in model.state_dict().items()}, None)
         torch.manual_seed(0)
         reference = Branches()
-        told["filters"] = torch.equal(model.filters.weight, reference.filters.weight)
+        results["filters"] = torch.equal(model.filters.weight, reference.filters.weight)
         passes = keys.get("accumulation_steps", 1)
-        pictures = torch.randn(engine.size, passes, 5, 3, 6, 6).to(torch.float32)
+        images = torch.randn(engine.size, passes, 5, 3, 6, 6).to(torch.float32)
         network, optimizer = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
         furthest = 0.0
         for factor in (1.0, 3.0):
             optimizer.zero_grad(), reference.zero_grad()
-            for out in engine.outputs(network, list(factor * pictures[engine.rank])):
+            for out in engine.outputs(network, list(factor * images[engine.rank])):
                 out.square().mean().backward()
             engine.finish()
-            for reference.rank, parts in enumerate(factor * pictures):
-                for part in parts:
-                    (reference(part).square().mean() / engine.size).backward()
+            for reference.rank, micro_batches in enumerate(factor * images):
+                for micro_batch in micro_batches:
+                    (reference(micro_batch).square().mean() / engine.size).backward()
             for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
                 if theirs.grad is not None:
                     apart = (ours.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-3)
                     furthest = max(furthest, apart.item())
-        told[name] = furthest
-        told[f"{name}, without"] = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-        told[f"{name}, layout"] = model.filters.weight.grad.is_contiguous(memory_format=torch.channels_last)
-    return told
+        results[name] = furthest
+        results[f"{name}, without"] = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        results[f"{name}, layout"] = model.filters.weight.grad.is_contiguous(memory_format=torch.channels_last)
+    return results

@@ -1,9 +1,9 @@
 """Warm Python: processes forked from one in which a framework is loaded, so that a rank starts in milliseconds.
 
-`command(kind, *words)` stands for `python WORDS`: a small process that a launcher starts as it would start Python. It
+`command(kind, *argv)` stands for `python ARGV`: a small process that a launcher starts as it would start Python. It
 hands its arguments, environment, folder, stdin, stdout and stderr to the server of that kind, which forks a process
-that runs the words; it passes its signals on, and ends as that process does. Where the small process is killed, so is
-the forked one. `python warm.py KIND SOCKET` is the server; `python -IS warm.py SOCKET WORDS` the small process, which
+that runs them; it passes its signals on, and ends as that process does. Where the small process is killed, so is
+the forked one. `python warm.py KIND SOCKET` is the server; `python -IS warm.py SOCKET ARGV` the small process, which
 loads nothing.
 """
 
@@ -29,8 +29,8 @@ NAME_LENGTH = 15  # of what a process may be called
 PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose environment no other can read
 
 
-def command(kind: str, *words: object) -> list[str]:
-    """`python WORDS`, forked from the server of that kind, which is started the first time."""
+def command(kind: str, *argv: object) -> list[str]:
+    """`python ARGV`, forked from the server of that kind, which is started the first time."""
     import atexit
     import subprocess
     import tempfile
@@ -54,19 +54,19 @@ def command(kind: str, *words: object) -> list[str]:
 
         atexit.register(process.communicate)  # it ends with its stdin
         _servers[kind] = str(folder / "socket")
-    return [sys.executable, "-IS", __file__, _servers[kind], *map(str, words)]
+    return [sys.executable, "-IS", __file__, _servers[kind], *map(str, argv)]
 
 
 _servers: dict[str, str] = {}
 
 
-def start(path: str, words: list[str]) -> None:
+def start(path: str, argv: list[str]) -> None:
     """The small process."""
     import _signal
 
     server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     server.connect(path)
-    request = marshal.dumps((words, {bytes(k): bytes(v) for k, v in posix.environ.items()}, posix.getcwdb()))
+    request = marshal.dumps((argv, {bytes(k): bytes(v) for k, v in posix.environ.items()}, posix.getcwdb()))
     files = b"".join(number.to_bytes(SIZE, sys.byteorder) for number in (0, 1, 2))
     server.sendmsg([len(request).to_bytes(SIZE, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
     server.sendall(request)
@@ -109,14 +109,14 @@ class Server:
         self.peers: dict[int, Any] = {}
         """By a forked process's number, the small process's socket."""
         self.ends: dict[int, int] = {}
-        """By a forked process's number, the file descriptor that tells of its end."""
+        """By a forked process's number, the file descriptor that is readable at its end."""
 
     def serve(self) -> list[str]:
-        """Serves until stdin ends; returns the words in each forked process."""
+        """Serves until stdin ends; returns the arguments in each forked process."""
         while True:
             for key, _ in self.waiting.select():
-                if words := key.data():
-                    return words
+                if argv := key.data():
+                    return argv
 
     def close(self) -> None:
         import posixpath
@@ -136,19 +136,19 @@ class Server:
         sent = b"".join(data for _, _, data in extra)
         files = [int.from_bytes(sent[at : at + SIZE], sys.byteorder) for at in range(0, len(sent), SIZE)]
         request = peer.recv(int.from_bytes(head, "big"), self.socket.MSG_WAITALL)
-        if len(request) < int.from_bytes(head, "big") or not request:  # killed before it had said all
+        if len(request) < int.from_bytes(head, "big") or not request:  # killed before it had sent all
             for file in files:
                 posix.close(file)
             peer.close()
             return None
-        words, environ, folder = marshal.loads(request)
+        argv, environ, folder = marshal.loads(request)
         process = posix.fork()
         if not process:
             self.become(environ, folder, files, peer)
-            return words
+            return argv
         for file in files:
             posix.close(file)
-        with contextlib.suppress(OSError):  # killed since, which `left` is told
+        with contextlib.suppress(OSError):  # killed since, which `left` handles
             peer.sendall(process.to_bytes(SIZE, "big"))
         self.peers[process], self.ends[process] = peer, posix.pidfd_open(process)
         self.waiting.register(self.ends[process], self.selectors.EVENT_READ, functools.partial(self.ended, process))
@@ -194,7 +194,7 @@ class Server:
 
 
 def serve(kind: str, path: str) -> list[str]:
-    """Loads the kind's modules and serves; returns the words in each forked process."""
+    """Loads the kind's modules and serves; returns the arguments in each forked process."""
     import gc
     import importlib
 
@@ -209,23 +209,23 @@ def serve(kind: str, path: str) -> list[str]:
     return server.serve()
 
 
-def perform(words: list[str]) -> None:
-    """What `python WORDS` does."""
+def perform(argv: list[str]) -> None:
+    """What `python ARGV` does."""
     import runpy
     from pathlib import Path
 
-    if words[0] == "-m":
-        sys.argv[:] = words[1:]
+    if argv[0] == "-m":
+        sys.argv[:] = argv[1:]
         sys.path[0] = ""
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv[:] = ["-c", *words[2:]]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    elif argv[0] == "-c":
+        sys.argv[:] = ["-c", *argv[2:]]
         sys.path[0] = ""
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv[:] = words
-        sys.path[0] = str(Path(words[0]).parent)
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv[:] = argv
+        sys.path[0] = str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is run on how many ranks: one start for each framework, launcher and size, shared by all tests of a session."""
+"""What is run on how many ranks: one launch for each framework, launcher and size, shared by all tests of a session."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ranks import LAUNCHERS, NEEDS, programs
 LINE = ["linear", "--epochs", "20", "--log-every-steps", "1", "--guard-every-steps", "10"]
 SHORT_LINE = ["linear", "--epochs", "4", "--log-every-steps", "1"]
 CLIPPED = [*SHORT_LINE, "--clip-norm", "0.05", "--momentum", "0.5"]
-PICTURES = [
+IMAGES = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
     "--lr-rule", "none", "--base-lr", "0.01", "--momentum", "0.9", "--weight-decay", "5e-4",
 ]  # fmt: skip
@@ -28,53 +28,53 @@ SINGLE = ["--base-lr", "1e-5"]
 EXACT = ["--base-lr", "1e-3", "--max-steps", "4", "--precision", "float64"]
 
 SPLIT = ["--engine", "modelparallel", "--devices"]
-TWO_PARTS = ["--accumulation-steps", "2"]
+TWO_MICRO_BATCHES = ["--accumulation-steps", "2"]
 
 RUNS: dict[str, list[str]] = {
     "line": LINE,
     "line a rank": [*LINE, "--batch-size-per-rank", "25"],
     "short": SHORT_LINE,
-    "parts": [*SHORT_LINE, "--accumulation-steps", "5"],
+    "micro-batches": [*SHORT_LINE, "--accumulation-steps", "5"],
     "clipped": CLIPPED,
-    "clipped parts": [*CLIPPED, "--accumulation-steps", "5"],
+    "clipped micro-batches": [*CLIPPED, "--accumulation-steps", "5"],
     "compressed": [*SHORT_LINE, "--compression", "fp16"],
     "adasum": [*SHORT_LINE, "--reduction", "adasum"],
     "bfloat16": [*SHORT_LINE, "--precision", "bfloat16"],
     "float16": [*SHORT_LINE, "--precision", "float16"],
     "float16 clipped": [*CLIPPED, "--precision", "float16", "--compression", "fp16"],
     "workers": [*SHORT_LINE, "--workers", "1"],
-    "few to validate": [*PICTURES, "--examples", "16", "--max-steps", "1"],
-    "nesterov curve": [*PICTURES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
-    "unfused curve": [*PICTURES, "--nesterov", "--max-steps", "3"],
-    "channels last curve": [*PICTURES, "--nesterov", "--channels-last", "--max-steps", "3"],
+    "few to validate": [*IMAGES, "--examples", "16", "--max-steps", "1"],
+    "nesterov curve": [*IMAGES, "--nesterov", "--fused-optimizer", "--max-steps", "3"],
+    "unfused curve": [*IMAGES, "--nesterov", "--max-steps", "3"],
+    "channels last curve": [*IMAGES, "--nesterov", "--channels-last", "--max-steps", "3"],
     "compressed bf16": [*SHORT_LINE, "--compression", "bf16"],
     "compressed float16": [*SHORT_LINE, "--precision", "float16", "--compression", "fp16"],
     "xla": [*SHORT_LINE, "--xla"],
-    "inside": [*PICTURES, "--max-steps", "7", "--checkpoint-every-steps", "3", "--checkpoint-every-epochs", "9"],
+    "inside": [*IMAGES, "--max-steps", "7", "--checkpoint-every-steps", "3", "--checkpoint-every-epochs", "9"],
     "sync curve": [*SYNC, *SINGLE, "--max-steps", "8"],
     "frozen curve": [*FROZEN, *SINGLE, "--max-steps", "6"],
     "sync float64 curve": [*SYNC, *EXACT],
     "frozen float64 curve": [*FROZEN, *EXACT],
     "split curve": [*FROZEN, *SINGLE, "--max-steps", "6", *SPLIT, "cpu,cpu"],
-    "split in parts curve": [*FROZEN, *SINGLE, "--max-steps", "6", *SPLIT, "cpu,cpu,cpu,cpu", *TWO_PARTS],
+    "split micro-batches curve": [*FROZEN, *SINGLE, "--max-steps", "6", *SPLIT, "cpu,cpu,cpu,cpu", *TWO_MICRO_BATCHES],
 }
 
 
 @dataclass(frozen=True)
 class World:
-    """What one start gave: by program, what each rank told; and the folders of its runs."""
+    """What one launch gave: by program, what each rank returned; and the folders of its runs."""
 
     size: int
     folder: Path
-    told: dict[str, list[Any]]
+    results: dict[str, list[Any]]
 
     def losses(self, run: str) -> np.ndarray:
         """The training loss of every step that the run recorded."""
         return np.array([record["loss"] for record in records(self.folder / run) if record["kind"] == "step"])
 
     def of(self, run: str) -> list[dict[str, Any]]:
-        """What each rank told of that run."""
-        return [rank[run] for rank in self.told["trainings"]]
+        """What each rank returned of that run."""
+        return [rank[run] for rank in self.results["trainings"]]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def furthest(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.max(np.abs(ours - theirs) / np.abs(theirs)))
 
 
-LINES = ["line", "line a rank", "short", "parts", "clipped", "clipped parts", "compressed", "bfloat16"]
+LINES = ["line", "line a rank", "short", "micro-batches", "clipped", "clipped micro-batches", "compressed", "bfloat16"]
 EXACT_NETWORKS = ["sync float64 curve", "frozen float64 curve"]
 NETWORKS = ["sync curve", "frozen curve", *EXACT_NETWORKS]
 
@@ -154,7 +154,7 @@ CLIPPING: dict[str, Any] = {"gradients": [[3.0, -4.0], [12.0]], "norms": [1.0, 1
 SCALING: dict[str, Any] = {"finite": [True] * 7 + [False, True, True, False, False, True, True, True], "interval": 3}
 CLASSES = [10, 100, 1000]  # of every shipped recipe's network
 
-STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
+LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
     "torch": {
         "alone-1": (
             [
@@ -165,7 +165,7 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "unfused curve",
                 "channels last curve",
                 "split curve",
-                "split in parts curve",
+                "split micro-batches curve",
                 *NETWORKS,
             ],
             {"local_verbs": {}},
@@ -191,7 +191,7 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         ),
         "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
         "gloo-4": (["line"], {}),
-        "ddp-1": (["line", "parts"], {}),
+        "ddp-1": (["line", "micro-batches"], {}),
         "ddp-2": ([*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS], DDP_ABANDONED),
         "ddp-4": ([*LINES, "sync curve"], {}),
     },
@@ -219,31 +219,31 @@ STARTS: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
 }
 
 
-def on(*starts: str, besides: tuple[Any, ...] = ()) -> list[Any]:
-    """(framework, start, *besides) of each of these starts that a framework has, as parameters of a test."""
+def on(*launches: str, besides: tuple[Any, ...] = ()) -> list[Any]:
+    """(framework, launch, *besides) of each of these launches that a framework has, as parameters of a test."""
     return [
         pytest.param(
-            framework, start, *besides, id="-".join((framework, start, *map(str, besides))), marks=NEEDS[framework]
+            framework, launch, *besides, id="-".join((framework, launch, *map(str, besides))), marks=NEEDS[framework]
         )
-        for framework, begun in STARTS.items()
-        for start in starts
-        if start in begun
+        for framework, begun in LAUNCHES.items()
+        for launch in launches
+        if launch in begun
     ]
 
 
-def having(start: str, run: str) -> list[Any]:
-    """The same of a start and one of its runs, for each framework that makes it there."""
-    return [param for param in on(start, besides=(run,)) if run in STARTS[param.values[0]][start][0]]
+def having(launch: str, run: str) -> list[Any]:
+    """The same of a launch and one of its runs, for each framework that makes it there."""
+    return [param for param in on(launch, besides=(run,)) if run in LAUNCHES[param.values[0]][launch][0]]
 
 
 def begin(framework: str, name: str, folder: Path) -> World:
-    """Everything of that start; its runs are in `folder`."""
+    """Everything of that launch; its runs are in `folder`."""
     kind, _, size = name.partition("-")
     engine = [] if kind in LAUNCHERS else ["--engine", kind]
     launcher = kind if kind in LAUNCHERS else "alone" if size == "1" else "mpi"
-    chosen, more = STARTS[framework][name]
+    chosen, more = LAUNCHES[framework][name]
     runs = {run: [*RUNS[run], *engine, "--output", str(folder / run)] for run in chosen}
     filled = json.loads(json.dumps(more).replace("{folder}", str(folder)))
-    # Trainings first: a rank's threads can be said only before TensorFlow has computed anything.
+    # Trainings first: a rank's threads can be set only before TensorFlow has computed anything.
     given = {"trainings": {"given": runs}, "verbs": {"engine": kind} if engine else {}, **filled}
     return World(int(size), folder, programs(framework, launcher, int(size), folder, given))

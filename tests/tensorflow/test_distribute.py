@@ -24,7 +24,7 @@ RUNS = {
     "unwatched": ["linear", "--epochs", "30", "--log-every-steps", "1000"],
     "uneven": [*SHORT_LINE, "--batch-size", "102"],
     "clipped": CLIPPED,
-    "clipped parts": [*CLIPPED, "--accumulation-steps", "5"],
+    "clipped micro-batches": [*CLIPPED, "--accumulation-steps", "5"],
     "plain": [*SHORT_LINE, "--compression", "none"],
     "bfloat16": [*SHORT_LINE, "--precision", "bfloat16"],
     "float16": [*SHORT_LINE, "--precision", "float16"],
@@ -36,14 +36,14 @@ RUNS = {
     "frozen": [*NETWORK, "--batch-norm", "frozen"],
     "local": [*NETWORK, "--batch-norm", "local"],
 }
-LINES = ["line", "uneven", "clipped", "clipped parts", "plain", "bfloat16", "float16", "float64", "xla"]
+LINES = ["line", "uneven", "clipped", "clipped micro-batches", "plain", "bfloat16", "float16", "float64", "xla"]
 NO_XLA = LINES[:-1]
 ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64"]
 MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
 SLOW = ("four", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2")
-# By start: launcher and ranks, and what its engines run. One start holds as many engines as a process can.
-STARTS: dict[str, tuple[str, int, dict[str, list[str]]]] = {
+# By launch: launcher and ranks, and what its engines run. One launch holds as many engines as a process can.
+LAUNCHES: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "one": (
         "alone",
         1,
@@ -77,34 +77,34 @@ BESIDES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Begun:
-    """What one start told: by program, and by rank."""
+    """What one launch returned: by program, and by rank."""
 
     folder: Any
-    told: dict[str, list[Any]]
+    results: dict[str, list[Any]]
 
     def losses(self, engine, run):
         """The training loss of every step."""
         return np.array([line["loss"] for line in records(self.folder / engine / run) if line["kind"] == "step"])
 
     def of(self, engine):
-        """What each rank told of that engine."""
-        return [rank[engine] for rank in self.told["strategies"]]
+        """What each rank returned of that engine."""
+        return [rank[engine] for rank in self.results["strategies"]]
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """`begun("mpi-2")`: what that start gave; each is made once."""
+    """`begun("mpi-2")`: what that launch gave; each is made once."""
     made = {}
 
     def of(name):
         if name not in made:
             made[name] = None
             made[name] = make(name)
-        assert made[name], f"the start {name} failed before"
+        assert made[name], f"the launch {name} failed before"
         return made[name]
 
     def make(name):
-        launcher, ranks, engines = STARTS[name]
+        launcher, ranks, engines = LAUNCHES[name]
         folder = tmp_path_factory.mktemp(name)
         chosen = {engine: {run: RUNS[run] for run in runs} for engine, runs in engines.items()}
         given = {"strategies": {"engines": chosen, "folder": str(folder)}, **BESIDES.get(name, {})}
@@ -114,10 +114,10 @@ def begun(tmp_path_factory):
 
 
 def synchronous(*runs):
-    """(start, engine, run) of all synchronous engines that have these runs."""
+    """(launch, engine, run) of all synchronous engines that have these runs."""
     return [
-        pytest.param(start, engine, run, id=f"{engine}-{start}-{run}".replace(" ", "-"))
-        for start, (_, _, engines) in STARTS.items()
+        pytest.param(launch, engine, run, id=f"{engine}-{launch}-{run}".replace(" ", "-"))
+        for launch, (_, _, engines) in LAUNCHES.items()
         for engine, chosen in engines.items()
         for run in chosen
         if run in runs and engine not in {"local", "parameter-server"}
@@ -131,14 +131,14 @@ def expected(ranks, replicas, shared):
     total, numbers = ranks * (ranks + 1) / 2, range(1, ranks * replicas + 1)
     mean, copies = sum(numbers) / len(numbers), 1 if shared else replicas
     return {
-        "place": [ranks, replicas],
+        "world": [ranks, replicas],
         "sum of float64": [total, 0.125 * (total - ranks)],
         "sum of float32": [total],
         "sum of int64": [2**62 + 1 - int(total - ranks), 2**53 * int(total - ranks) + ranks],
         "sum of a table": [[total] * 3] * 2,
         "sum of another shape": [ranks * i for i in range(7)],
-        "facts": {"step": 3, "best": None, "text": "é"},
-        "no facts": None,
+        "metadata": {"step": 3, "best": None, "text": "é"},
+        "no metadata": None,
         "broadcast": {"scalar": 7, "counts": [2**53 + 1] * 3, "doubles": [0.1] * 2},
         "sum": [sum(numbers)] * copies,
         "gradient": [sum(numbers)] * copies,
@@ -147,51 +147,51 @@ def expected(ranks, replicas, shared):
 
 
 VERBS = [
-    (start, engine)
-    for start, (_, _, engines) in STARTS.items()
+    (launch, engine)
+    for launch, (_, _, engines) in LAUNCHES.items()
     for engine in engines
-    if not start.startswith("served-")
+    if not launch.startswith("served-")
 ]
 
 
-@pytest.mark.parametrize(("start", "engine"), VERBS)
-def test_verbs_are_arithmetic(begun, start, engine):
-    ranks, replicas, shared = STARTS[start][1], engine.count("cpu") or 1, engine.startswith("central")
-    for rank, told in enumerate(begun(start).of(engine)):
-        verbs = dict(told["verbs"])
-        own = [2.0 * (rank * replicas + place + 1) for place in range(replicas)]
+@pytest.mark.parametrize(("launch", "engine"), VERBS)
+def test_verbs_are_arithmetic(begun, launch, engine):
+    ranks, replicas, shared = LAUNCHES[launch][1], engine.count("cpu") or 1, engine.startswith("central")
+    for rank, results in enumerate(begun(launch).of(engine)):
+        verbs = dict(results["verbs"])
+        own = [2.0 * (rank * replicas + index + 1) for index in range(replicas)]
         assert verbs.pop("kept") == ([replicas + 1.0] if shared else own)
-        assert verbs.pop("place") == [rank, *expected(ranks, replicas, shared)["place"]]
-        assert verbs == {name: value for name, value in expected(ranks, replicas, shared).items() if name != "place"}
+        assert verbs.pop("world") == [rank, *expected(ranks, replicas, shared)["world"]]
+        assert verbs == {name: value for name, value in expected(ranks, replicas, shared).items() if name != "world"}
 
 
-@pytest.mark.parametrize(("start", "ranks"), [("served-2", 2), ("served-4", 4)])
-def test_every_rank_is_a_worker_and_the_chief_leads(begun, start, ranks):
-    chief, *others = begun(start).of("parameter-server")
-    assert chief["verbs"]["place"] == [0, ranks, 1]
-    assert [told["served"] for told in others] == [[rank, ranks] for rank in range(1, ranks)]
+@pytest.mark.parametrize(("launch", "ranks"), [("served-2", 2), ("served-4", 4)])
+def test_every_rank_is_a_worker_and_the_chief_leads(begun, launch, ranks):
+    chief, *others = begun(launch).of("parameter-server")
+    assert chief["verbs"]["world"] == [0, ranks, 1]
+    assert [results["served"] for results in others] == [[rank, ranks] for rank in range(1, ranks)]
 
 
 # Curves: relative difference to one process.
 
 LIMITS = {
-    "line": 1e-5, "uneven": 1e-5, "clipped": 1e-5, "clipped parts": 1e-5, "plain": 1e-5, "xla": 1e-5, "float64": 1e-12,
-    "bfloat16": 2e-2, "float16": 2e-2,
+    "line": 1e-5, "uneven": 1e-5, "clipped": 1e-5, "clipped micro-batches": 1e-5, "plain": 1e-5, "xla": 1e-5,
+    "float64": 1e-12, "bfloat16": 2e-2, "float16": 2e-2,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("start", "engine", "run"), synchronous(*LIMITS))
-def test_the_line_has_the_curve_of_one_process(begun, start, engine, run):
+@pytest.mark.parametrize(("launch", "engine", "run"), synchronous(*LIMITS))
+def test_the_line_has_the_curve_of_one_process(begun, launch, engine, run):
     theirs = begun("one").losses("local", run)
     assert len(theirs) == (200 if run == "line" else 36 if run == "uneven" else 40)
-    assert furthest(begun(start).losses(engine, run), theirs) < LIMITS[run]
+    assert furthest(begun(launch).losses(engine, run), theirs) < LIMITS[run]
 
 
-@pytest.mark.parametrize(("start", "engine", "run"), synchronous("sync", "frozen"))
-def test_resnet50_has_the_curve_of_one_process(begun, start, engine, run):
+@pytest.mark.parametrize(("launch", "engine", "run"), synchronous("sync", "frozen"))
+def test_resnet50_has_the_curve_of_one_process(begun, launch, engine, run):
     theirs = begun("one").losses("local", run)
     assert len(theirs) == 3
-    assert furthest(begun(start).losses(engine, run), theirs) < 1e-6
+    assert furthest(begun(launch).losses(engine, run), theirs) < 1e-6
 
 
 @pytest.mark.parametrize("run", [*ASYNCHRONOUS, "frozen"])
@@ -199,32 +199,32 @@ def test_one_worker_of_a_parameter_server_makes_the_updates_of_one_process(begun
     np.testing.assert_array_equal(begun("served").losses("parameter-server", run), begun("one").losses("local", run))
 
 
-@pytest.mark.parametrize("start", ["served-2", "served-4"])
-def test_workers_that_do_not_wait_learn_the_line(begun, start):
+@pytest.mark.parametrize("launch", ["served-2", "served-4"])
+def test_workers_that_do_not_wait_learn_the_line(begun, launch):
     points = linear.load(0).train
-    told = begun(start).of("parameter-server")[0]["unwatched"]
-    assert told["line"] == pytest.approx(np.polyfit(points.x[:, 0], points.y[:, 0], 1), abs=5e-2)
+    results = begun(launch).of("parameter-server")[0]["unwatched"]
+    assert results["line"] == pytest.approx(np.polyfit(points.x[:, 0], points.y[:, 0], 1), abs=5e-2)
 
 
-@pytest.mark.parametrize("start", ["served-2", "served-4"])
-def test_workers_that_are_watched_at_every_step_take_turns(begun, start):
+@pytest.mark.parametrize("launch", ["served-2", "served-4"])
+def test_workers_that_are_watched_at_every_step_are_interleaved(begun, launch):
     theirs = begun("one").losses("local", "line")
-    np.testing.assert_array_equal(begun(start).losses("parameter-server", "line"), theirs)
+    np.testing.assert_array_equal(begun(launch).losses("parameter-server", "line"), theirs)
 
 
 # Replicas.
 
 
-@pytest.mark.parametrize(("start", "engine", "run"), synchronous("line", "float16", "clipped parts", "sync"))
-def test_all_replicas_end_with_one_state_to_the_bit(begun, start, engine, run):
-    states = {state for told in begun(start).of(engine) for state in told[run]["states"]}
+@pytest.mark.parametrize(("launch", "engine", "run"), synchronous("line", "float16", "clipped micro-batches", "sync"))
+def test_all_replicas_end_with_one_state_to_the_bit(begun, launch, engine, run):
+    states = {state for results in begun(launch).of(engine) for state in results[run]["states"]}
     assert len(states) == 1
 
 
-@pytest.mark.parametrize(("start", "engine", "run"), synchronous("overflow"))
-def test_an_overflow_is_skipped_by_all_replicas(begun, start, engine, run):
-    for told in begun(start).of(engine):
-        (first, scale), (second, halved), (third, kept) = told[run]
+@pytest.mark.parametrize(("launch", "engine", "run"), synchronous("overflow"))
+def test_an_overflow_is_skipped_by_all_replicas(begun, launch, engine, run):
+    for results in begun(launch).of(engine):
+        (first, scale), (second, halved), (third, kept) = results[run]
         assert second == first and halved == scale / 2
         assert third != second and kept == halved
         assert len({*third}) == 1 and np.isfinite(third).all()
@@ -238,20 +238,20 @@ def test_a_parted_replica_is_found(begun):
         f"ReplicaError: after step 0 the weights of replica 1 on cpu differ from replica 0's: {stops} check that "
         "device's memory."
     )
-    assert {told["parted"] for told in begun("mpi-2").of("multiworker")} == {
+    assert {results["parted"] for results in begun("mpi-2").of("multiworker")} == {
         f"ReplicaError: after step 0 the weights of rank 1 on {host} differ from rank 0's: {stops} check that host's "
         "memory."
     }
 
 
 def test_replicas_with_less_to_validate_read_what_counts_nothing(begun):
-    read, counts = begun("one").told["evened"][0]
+    read, counts = begun("one").results["evened"][0]
     assert read == ["a0", "b0", "a0", "a1", "b1", "a1", "a2", "a2", "a2"]
     assert counts == [[1, 1, 0], [1, 1, 0], [1, 0, 0]]
 
 
 def test_devices_that_no_strategy_takes(begun):
-    (unseen,) = begun("served").told["refused"][0]
+    (unseen,) = begun("served").results["refused"][0]
     assert unseen == "DeviceError: --devices names cuda:1, TensorFlow sees 0 GPUs; name others."
 
 
@@ -264,7 +264,7 @@ def test_tensorflow_itself_cannot_compile_what_uses_a_variable_on_another_device
 # Whole runs, as they are started.
 
 
-def test_a_run_goes_on_under_another_engine(begun, tmp_path, train_here):
+def test_a_run_continues_under_another_engine(begun, tmp_path, train_here):
     argv = [*LINE, "--output", tmp_path / "moved"]
     train_here("tensorflow", *argv, "--max-steps", "105", "--engine", "local").good()
     ended = train("tensorflow", "gloo", 2, *argv, "--max-steps", "143", "--engine", "multiworker").good()

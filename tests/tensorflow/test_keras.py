@@ -72,7 +72,7 @@ COMMON: dict[str, Any] = {
     "masked_norm": {},
     "metrics": {"folder": "FOLDER"},
 }
-STARTS: dict[str, dict[str, Any]] = {
+LAUNCHES: dict[str, dict[str, Any]] = {
     "alone-1": {**COMMON, "trainings": {"names": FIRST}},
     "mpi-2": {
         **COMMON,
@@ -95,16 +95,16 @@ STARTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class World:
-    """What one start gave: by program, what each rank told."""
+    """What one launch gave: by program, what each rank returned."""
 
     folder: Path
-    told: dict[str, list[Any]]
+    results: dict[str, list[Any]]
     out: str
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """`world("mpi-2")`: what that start of STARTS gave; each is started once."""
+    """`world("mpi-2")`: what that launch of LAUNCHES gave; each is started once."""
 
     begun: dict[str, World | None] = {}
 
@@ -112,17 +112,17 @@ def world(tmp_path_factory):
         if name not in begun:
             begun[name] = None
             begun[name] = begin(name)
-        assert begun[name], f"the start {name} failed before"
+        assert begun[name], f"the launch {name} failed before"
         return begun[name]
 
     def begin(name: str) -> World:
         launcher, size, *_ = name.split("-")
         folder = tmp_path_factory.mktemp(name)
-        given = json.loads(json.dumps(STARTS[name]).replace("FOLDER", str(folder)))
+        given = json.loads(json.dumps(LAUNCHES[name]).replace("FOLDER", str(folder)))
         (folder / "given.json").write_text(json.dumps(given))
         ended = run(launcher, int(size), warm.command("tensorflow", PROGRAMS, folder)).good()
-        told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(int(size))]
-        return World(folder, {program: [rank[program] for rank in told] for program in given}, ended.out)
+        results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(int(size))]
+        return World(folder, {program: [rank[program] for rank in results] for program in given}, ended.out)
 
     return of
 
@@ -134,16 +134,16 @@ def furthest(ours: list[float], theirs: list[float]) -> float:
 
 @needs_tensorflow
 @pytest.mark.parametrize(
-    ("start", "case"),
+    ("launch", "case"),
     [
         *[("mpi-2", case) for case in FIRST],
         *[("mpi-2-more", case) for case in MORE],
         *[("gloo-2", case) for case in OVER_GLOO],
     ],
 )
-def test_fit_on_two_ranks_is_fit_on_their_batches_together(world, start, case):
-    ours, others = [told[case] for told in world(start).told["trainings"]]
-    alone = world("alone-1-more" if case in MORE else "alone-1").told["trainings"][0][case]
+def test_fit_on_two_ranks_is_fit_on_their_batches_together(world, launch, case):
+    ours, others = [results[case] for results in world(launch).results["trainings"]]
+    alone = world("alone-1-more" if case in MORE else "alone-1").results["trainings"][0][case]
     assert ours["weights"] == others["weights"]
     assert ours["state"] == others["state"]
     assert str(ours["history"]) == str(others["history"])
@@ -160,28 +160,28 @@ def test_fit_on_two_ranks_is_fit_on_their_batches_together(world, start, case):
     ("case", "scale", "updates"), [("float16 overflow", 256, 22), ("float16 accumulating", 256, 7)]
 )
 def test_every_rank_skips_the_step_in_which_one_overflows(world, case, scale, updates):
-    for told in [*world("mpi-2").told["trainings"], *world("alone-1").told["trainings"]]:
-        assert (told[case]["scale"], told[case]["updates"]) == (scale, updates)
+    for results in [*world("mpi-2").results["trainings"], *world("alone-1").results["trainings"]]:
+        assert (results[case]["scale"], results[case]["updates"]) == (scale, updates)
 
 
 @needs_tensorflow
 def test_dropout_stays_each_ranks_own(world):
-    ours, others = [told["dropout"] for told in world("mpi-2").told["trainings"]]
+    ours, others = [results["dropout"] for results in world("mpi-2").results["trainings"]]
     assert ours["weights"] == others["weights"]
     assert ours["seeds"] != others["seeds"]
 
 
 @needs_tensorflow
 def test_a_model_that_its_first_batch_builds_becomes_one(world):
-    ours, others = [told["built by a batch"] for told in world("mpi-2").told["trainings"]]
+    ours, others = [results["built by a batch"] for results in world("mpi-2").results["trainings"]]
     assert (ours["weights"], ours["state"]) == (others["weights"], others["state"])
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
-def test_a_step_of_ones_own_is_a_step_on_the_whole_batch(world, start):
-    alone = world("alone-1").told["loops"][0]
-    ours, others = world(start).told["loops"]
+@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+def test_a_step_of_ones_own_is_a_step_on_the_whole_batch(world, launch):
+    alone = world("alone-1").results["loops"][0]
+    ours, others = world(launch).results["loops"]
     assert ours == others
     for written, weights in ours.items():
         assert furthest(weights, alone[written]) < 5e-6, written
@@ -204,41 +204,41 @@ UPDATES = {
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
-def test_options_are_arithmetic(world, start):
-    for rank, told in enumerate(world(start).told["updates"]):
+@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+def test_options_are_arithmetic(world, launch):
+    for rank, results in enumerate(world(launch).results["updates"]):
         local = [-1.5, -10 * (rank + 1) / 2]
-        adasum = {"adasum": [-1.5, -15]} if start == "mpi-2" else {}
-        assert told == {**UPDATES, "local layer": local, "sparse local layer": local, **adasum}
+        adasum = {"adasum": [-1.5, -15]} if launch == "mpi-2" else {}
+        assert results == {**UPDATES, "local layer": local, "sparse local layer": local, **adasum}
 
 
 @needs_tensorflow
 def test_accumulation_communicates_at_the_update_where_it_can(world):
-    for told in world("mpi-2").told["allreduces"]:
-        assert told == {"at the update": [0, 0, 6, 0, 0, 6], "each step": [6] * 6}
+    for results in world("mpi-2").results["allreduces"]:
+        assert results == {"at the update": [0, 0, 6, 0, 0, 6], "each step": [6] * 6}
 
 
 @needs_tensorflow
 def test_a_single_source_gives_a_single_gradient(world):
-    assert world("mpi-2").told["single_source"] == [[1.5, 1.5]] * 2
+    assert world("mpi-2").results["single_source"] == [[1.5, 1.5]] * 2
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
-def test_broadcast_takes_any_variables(world, start):
-    assert world(start).told["started"] == [{"whole": 2**53 + 1, "pair": [1.1, 1.1, 1.5], "single": [1.0]}] * 2
+@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+def test_broadcast_takes_any_variables(world, launch):
+    assert world(launch).results["started"] == [{"whole": 2**53 + 1, "pair": [1.1, 1.1, 1.5], "single": [1.0]}] * 2
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("start", ["alone-1", "mpi-2", "gloo-2"])
-def test_moments_are_those_of_all_values(world, start):
+@pytest.mark.parametrize("launch", ["alone-1", "mpi-2", "gloo-2"])
+def test_moments_are_those_of_all_values(world, launch):
     limits = {
         "float32": {"mean": 2e-7, "variance": 1e-4, "count": 0, "gradient": 2e-4},
         "float64": {"mean": 1e-15, "variance": 1e-12, "count": 0, "gradient": 1e-12},
     }
-    for told in world(start).told["moments"]:
-        assert len(told) == 8
-        for case, found in told.items():
+    for results in world(launch).results["moments"]:
+        assert len(results) == 8
+        for case, found in results.items():
             dtype = case.partition(" ")[0]
             assert (found["dtype"], found["shape"]) == (dtype, [4, 4, 4])
             for name, limit in limits[dtype].items():
@@ -246,21 +246,21 @@ def test_moments_are_those_of_all_values(world, start):
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
-def test_masked_batch_norm_is_kerass_on_all_sequences(world, start):
-    alone = world("alone-1").told["masked_norm"][0]
-    told = world(start).told["masked_norm"]
-    assert np.abs(np.concatenate([rank["out"] for rank in told]) - alone["out"]).max() < 1e-5
-    for rank in told:
+@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+def test_masked_batch_norm_is_kerass_on_all_sequences(world, launch):
+    alone = world("alone-1").results["masked_norm"][0]
+    results = world(launch).results["masked_norm"]
+    assert np.abs(np.concatenate([rank["out"] for rank in results]) - alone["out"]).max() < 1e-5
+    for rank in results:
         assert furthest(rank["statistics"], alone["statistics"]) < 1e-6
         assert rank["config"]
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("start", ["mpi-2", "gloo-2"])
-def test_metrics_are_those_of_all_examples_whatever_the_shares(world, start):
-    alone = world("alone-1").told["metrics"][0]["history"]
-    ours, others = world(start).told["metrics"]
+@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+def test_metrics_are_those_of_all_examples_whatever_the_local_batches(world, launch):
+    alone = world("alone-1").results["metrics"][0]["history"]
+    ours, others = world(launch).results["metrics"]
     assert ours["history"] == others["history"]
     assert ours["later"] == others["later"]
     assert {"loss", "accuracy", "auc", "f1_score", "mae", "val_loss", "val_auc", "val_r2_score"} < alone.keys()
@@ -276,32 +276,34 @@ def test_metrics_are_those_of_all_examples_whatever_the_shares(world, start):
 
 @needs_tensorflow
 def test_what_a_step_of_ones_own_logs_under_a_metrics_name_is_averaged(world):
-    assert world("mpi-2").told["own_step"] == [{"loss": [5.0], "steps": [1.0]}] * 2
+    assert world("mpi-2").results["own_step"] == [{"loss": [5.0], "steps": [1.0]}] * 2
 
 
 @needs_tensorflow
 def test_warm_up_rises_to_the_peak(world):
     rising = [[0.45, 0.5, 0.55, 0.6], [0.65, 0.7, 0.75, 0.8], [0.8] * 4, [0.8] * 4]
-    for told in world("mpi-2").told["warmups"]:
-        np.testing.assert_allclose(told["every batch"], rising, rtol=1e-6)
-        np.testing.assert_allclose(told["two batches a call"], [[0.45, 0.55], [0.65, 0.75], [0.8] * 2, [0.8] * 2], 1e-6)
-    said = [line for line in world("mpi-2").out.splitlines() if "LR warm-up" in line]
-    assert [line.partition("<stdout>: ")[2] for line in said] == [
+    for results in world("mpi-2").results["warmups"]:
+        np.testing.assert_allclose(results["every batch"], rising, rtol=1e-6)
+        np.testing.assert_allclose(
+            results["two batches a call"], [[0.45, 0.55], [0.65, 0.75], [0.8] * 2, [0.8] * 2], 1e-6
+        )
+    printed = [line for line in world("mpi-2").out.splitlines() if "LR warm-up" in line]
+    assert [line.partition("<stdout>: ")[2] for line in printed] == [
         "LR warm-up: 0.4 to 0.8 (2 ranks) over 2 epochs of 4 steps"
     ] * 2
 
 
 @needs_tensorflow
-def test_a_stored_model_goes_on(world):
-    ours, others = world("mpi-2").told["saved"]
-    assert ours["went on"] == ours["uninterrupted"] == others["went on"]
+def test_a_stored_model_continues(world):
+    ours, others = world("mpi-2").results["saved"]
+    assert ours["continued"] == ours["uninterrupted"] == others["continued"]
     assert ours["loaded"] == ["Adam", False]
     assert ours["config"]
 
 
 @needs_tensorflow
 def test_a_stored_model_loads_without_hvdtrain(world):
-    world("mpi-2").told["saved"]
+    world("mpi-2").results["saved"]
     program = """
 import sys, keras
 model = keras.models.load_model(sys.argv[1])
@@ -359,15 +361,15 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_would_go_wrong_is_refused(world, case):
     kind, _, reason = REFUSALS[case].partition(": ")
-    for told in world("mpi-2").told["refusals"]:
-        assert told.keys() == REFUSALS.keys()
-        assert told[case].startswith(f"{kind}: ")  # TensorFlow may put "in user code" before the reason
-        assert reason in told[case]
+    for results in world("mpi-2").results["refusals"]:
+        assert results.keys() == REFUSALS.keys()
+        assert results[case].startswith(f"{kind}: ")  # TensorFlow may put "in user code" before the reason
+        assert reason in results[case]
 
 
 @needs_tensorflow
 def test_no_process_holds_both_frameworks(world):
-    assert world("mpi-2").told["modules"] == [["horovod", "tensorflow"]] * 2
+    assert world("mpi-2").results["modules"] == [["horovod", "tensorflow"]] * 2
 
 
 def examples() -> list[str]:

@@ -17,9 +17,9 @@ from hvdtrain.torch import models  # noqa: E402
 
 
 @pytest.fixture
-def told(world):
-    """What a program told in one process."""
-    return lambda program: world("alone-1", "tensorflow").told[program][0]
+def results(world):
+    """What a program returned in one process."""
+    return lambda program: world("alone-1", "tensorflow").results[program][0]
 
 
 def wide(values):
@@ -30,19 +30,19 @@ def channels_first(values):
     return wide(values).movedim(-1, 1)
 
 
-def test_the_networks_have_the_parameters_of_the_plan(told):
-    counted = dict(zip(CLASSES, told("networks")["trainable"], strict=True))
+def test_the_networks_have_the_parameters_of_the_plan(results):
+    counted = dict(zip(CLASSES, results("networks")["trainable"], strict=True))
     assert counted[1000] == 25_557_032  # torchvision's
     for chosen in map(recipe.load, ENTRIES):
         if classes := DATA_SETS.get(chosen.dataset, chosen.classes):
             assert plan.parameters(chosen, classes) == counted[classes]
 
 
-def test_the_first_weights_are_drawn_as_torchs(told):
+def test_the_first_weights_are_drawn_as_torchs(results):
     theirs = dict(models.resnet50(1000, "imagenet").named_parameters())
     names = {"kernel": "weight", "gamma": "weight", "bias": "bias", "beta": "bias"}
     seen = 0
-    for path, (shape, std, most) in told("networks")["weights"].items():
+    for path, (shape, std, most) in results("networks")["weights"].items():
         layer, _, kind = path.rpartition("/")
         if kind not in names:
             assert (std, most) == (0, float(kind == "moving_variance")), path
@@ -55,47 +55,47 @@ def test_the_first_weights_are_drawn_as_torchs(told):
     assert seen == len(theirs)
 
 
-def test_a_stem_leaves_maps_of_a_size(told):
-    assert told("networks")["maps"] == [["cifar", 8, 8, 1], ["cifar", 32, 32, 4], ["imagenet", 64, 16, 2]]
+def test_a_stem_leaves_maps_of_a_size(results):
+    assert results("networks")["maps"] == [["cifar", 8, 8, 1], ["cifar", 32, 32, 4], ["imagenet", 64, 16, 2]]
 
 
-def test_the_seed_alone_decides_the_first_weights(told):
-    assert told("seeds") == [True, False]
+def test_the_seed_alone_decides_the_first_weights(results):
+    assert results("seeds") == [True, False]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_fingerprint_shows_every_flipped_bit_and_swap(told, dtype):
-    marks = told("fingerprints")[dtype]
+def test_a_fingerprint_shows_every_flipped_bit_and_swap(results, dtype):
+    marks = results("fingerprints")[dtype]
     assert marks == {"seen": marks["flips"] + 1, "flips": 8 * 8 * np.dtype(dtype).itemsize, "unseen": [], "same": True}
 
 
 def reference(case, x, g):
-    """What PyTorch's BatchNorm2d makes of the pictures [steps, n, height, width, maps], in float64."""
+    """What PyTorch's BatchNorm2d makes of the images [steps, n, height, width, maps], in float64."""
     values = BATCH_NORM["values"]
     layer = torch.nn.BatchNorm2d(len(values["gamma"])).double()
     for ours, theirs in (("gamma", "weight"), ("beta", "bias")):
         getattr(layer, theirs).data = wide(values[ours])
     for ours, theirs in (("moving_mean", "running_mean"), ("moving_variance", "running_var")):
         getattr(layer, theirs).copy_(wide(values[ours]))
-    told = {"out": [], "x gradient": [], "gamma gradient": [], "beta gradient": []}
+    results = {"out": [], "x gradient": [], "gamma gradient": [], "beta gradient": []}
     layer.train("frozen" not in case)
     for one_x, one_g in zip(x, g, strict=True):
-        pictures = channels_first(one_x).requires_grad_()
-        out = layer(pictures)
-        found = (out, *torch.autograd.grad(out, [pictures, layer.weight, layer.bias], channels_first(one_g)))
-        for name, tensor in zip(told, found, strict=True):
-            told[name].append(tensor.detach().numpy())
+        images = channels_first(one_x).requires_grad_()
+        out = layer(images)
+        found = (out, *torch.autograd.grad(out, [images, layer.weight, layer.bias], channels_first(one_g)))
+        for name, tensor in zip(results, found, strict=True):
+            results[name].append(tensor.detach().numpy())
     layer.eval()
-    told["evaluated"] = layer(channels_first(x[0])).detach().numpy()
-    told["moving_mean"], told["moving_variance"] = layer.running_mean.numpy(), layer.running_var.numpy()
-    return {name: np.array(value) for name, value in told.items()}
+    results["evaluated"] = layer(channels_first(x[0])).detach().numpy()
+    results["moving_mean"], results["moving_variance"] = layer.running_mean.numpy(), layer.running_var.numpy()
+    return {name: np.array(value) for name, value in results.items()}
 
 
-def as_torch_has_it(told):
-    """A rank's values as arrays, pictures with the maps first."""
-    arrays = {name: np.array(value) for name, value in told.items() if name != "dtype"}
-    pictures = ("out", "x gradient", "evaluated")
-    return {name: np.moveaxis(array, -1, -3) if name in pictures else array for name, array in arrays.items()}
+def as_torch_has_it(results):
+    """A rank's values as arrays, images with the maps first."""
+    arrays = {name: np.array(value) for name, value in results.items() if name != "dtype"}
+    images = ("out", "x gradient", "evaluated")
+    return {name: np.moveaxis(array, -1, -3) if name in images else array for name, array in arrays.items()}
 
 
 LIMITS = {"float32": 2e-5, "float64": 1e-12, "float16": 2e-2}
@@ -112,10 +112,10 @@ CASES = list(BATCH_NORM["recipes"])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batch_norm_is_torchs(told, case):
+def test_batch_norm_is_torchs(results, case):
     precision = BATCH_NORM["recipes"][case]["precision"]
     x, g = BATCH_NORM["values"]["x"], BATCH_NORM["values"]["g"]
-    ours = told("batch_norm")[case]
+    ours = results("batch_norm")[case]
     assert ours["dtype"] == precision
     check(as_torch_has_it(ours), reference(case, x, g), precision)
 
@@ -123,7 +123,7 @@ def test_batch_norm_is_torchs(told, case):
 @pytest.mark.parametrize("case", CASES)
 def test_batch_norm_on_two_ranks(world, case):
     precision = BATCH_NORM["recipes"][case]["precision"]
-    ranks = [as_torch_has_it(rank[case]) for rank in world("mpi-2", "tensorflow").told["batch_norm"]]
+    ranks = [as_torch_has_it(rank[case]) for rank in world("mpi-2", "tensorflow").results["batch_norm"]]
     x, g = (np.array(BATCH_NORM["values"][name]) for name in ("x", "g"))
     statistics = ("moving_mean", "moving_variance")
     for name in statistics:  # an epoch ends with the ranks' mean
@@ -143,23 +143,23 @@ def test_batch_norm_on_two_ranks(world, case):
     check(whole, reference(case, x, g), precision)
 
 
-def test_frozen_statistics_stay_while_training(told):
-    assert told("frozen") == {"moving_mean": 0, "moving_variance": 0, "trainable": 1}
+def test_frozen_statistics_stay_while_training(results):
+    assert results("frozen") == {"moving_mean": 0, "moving_variance": 0, "trainable": 1}
 
 
 @pytest.mark.parametrize("options", SGD["options"])
-def test_sgd_is_torchs(told, options):
+def test_sgd_is_torchs(results, options):
     weight = torch.nn.Parameter(wide(SGD["start"]))
     optimizer = torch.optim.SGD([weight], lr=1.0, **SGD["options"][options])
-    for gradient, lr, ours in zip(SGD["gradients"], SGD["lrs"], told("sgd_steps")[options], strict=True):
+    for gradient, lr, ours in zip(SGD["gradients"], SGD["lrs"], results("sgd_steps")[options], strict=True):
         weight.grad = wide(gradient)
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         np.testing.assert_allclose(ours, weight.detach(), rtol=1e-14)
 
 
-def test_clipping_is_torchs(told):
-    for norm, ours in zip(CLIPPING["norms"], told("clipping"), strict=True):
+def test_clipping_is_torchs(results):
+    for norm, ours in zip(CLIPPING["norms"], results("clipping"), strict=True):
         weights = [torch.nn.Parameter(torch.zeros(len(gradient)).double()) for gradient in CLIPPING["gradients"]]
         for weight, gradient in zip(weights, CLIPPING["gradients"], strict=True):
             weight.grad = wide(gradient)
@@ -168,8 +168,8 @@ def test_clipping_is_torchs(told):
             np.testing.assert_allclose(clipped, weight.grad, rtol=1e-12)
 
 
-def test_the_loss_scale_is_torchs(told):
-    ours = told("scaling")
+def test_the_loss_scale_is_torchs(results):
+    ours = results("scaling")
     theirs = torch.amp.GradScaler("cpu", growth_interval=SCALING["interval"])
     weight = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)

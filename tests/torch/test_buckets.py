@@ -24,13 +24,13 @@ def test_parameters_are_grouped_as_backward_reaches_them(sizes, limit, wanted):
     assert [[parameter.numel() for parameter in group] for group in grouped(parameters, limit)] == wanted
 
 
-PICTURES = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
+IMAGES = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
 LAYOUTS = {
     "a number": torch.tensor(3.0),
     "rows": torch.arange(6.0).view(2, 3),
     "columns": torch.arange(6.0).view(2, 3).t(),
-    "channels last": PICTURES.to(memory_format=torch.channels_last),
-    "filters of one place": torch.rand(4, 3, 1, 1).to(memory_format=torch.channels_last),
+    "channels last": IMAGES.to(memory_format=torch.channels_last),
+    "filters of 1x1": torch.rand(4, 3, 1, 1).to(memory_format=torch.channels_last),
     "volumes": torch.rand(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
     "inside of another": torch.arange(24.0)[4:10].view(2, 3),
     "empty": torch.zeros(0, 3),

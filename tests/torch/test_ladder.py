@@ -30,7 +30,7 @@ from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.opening import is_one_graph  # noqa: E402
 from hvdtrain.torch.step import Step, mean_loss  # noqa: E402
 
-SLOW = ("a_compiled_run", "a_compiled_network", "compiled_in_parts")
+SLOW = ("a_compiled_run", "a_compiled_network", "compiled_in_blocks")
 CPU = torch.device("cpu")
 
 
@@ -49,8 +49,8 @@ def test_resnet50_is_torchvisions_to_the_bit(stem):
         for layer in resnet.BLOCKS:
             for block in getattr(model, layer):
                 torch.nn.init.constant_(block.bn3.weight, 0.5)
-    pictures = torch.randn(2, 3, 32, 32)
-    outputs = [model(pictures) for model in (ours, theirs)]
+    images = torch.randn(2, 3, 32, 32)
+    outputs = [model(images) for model in (ours, theirs)]
     assert torch.equal(*outputs)
     for out in outputs:
         out.square().sum().backward()
@@ -70,7 +70,7 @@ EDGES = np.array([0, 0.5, np.nextafter(np.float32(1), np.float32(0))], np.float3
 
 
 def requests(count, seed=0):
-    """Three of them, with draws that meet every edge."""
+    """Three of them, with draws that reach every edge."""
     random = np.random.default_rng(seed)
     draws = random.random((600, datasets.DRAWS), dtype=np.float32)
     draws[:81, :4] = np.stack(np.meshgrid(EDGES, EDGES, EDGES, EDGES), axis=-1).reshape(81, 4)
@@ -78,11 +78,11 @@ def requests(count, seed=0):
     return [(indices[:100], draws[:100]), (indices[100:590], draws[100:590]), (indices[590:], draws[590:])]
 
 
-def test_pictures_on_the_device_have_the_readers_bytes(cifar):
+def test_images_on_the_device_have_the_readers_bytes(cifar):
     held = resident.hold(cifar.train, CPU)
-    for split, asked in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
+    for split, wanted in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
         held = resident.hold(split, CPU)
-        for (x, y), request in zip(held.batches(asked), asked, strict=True):
+        for (x, y), request in zip(held.batches(wanted), wanted, strict=True):
             expected = split.read(*request)
             assert x.dtype == torch.uint8
             np.testing.assert_array_equal(x.numpy(), expected[0])
@@ -103,9 +103,9 @@ def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
     sizes = {"image_size": plain.image_size, "classes": plain.classes, "examples": plain.examples}
     dataset = datasets.load(plain.dataset, **sizes)
     for split in (dataset.train, dataset.valid):
-        asked = [(part, None) for part in np.array_split(np.random.default_rng(1).permutation(len(split)), 3)]
+        wanted = [(indices, None) for indices in np.array_split(np.random.default_rng(1).permutation(len(split)), 3)]
         pairs = [
-            list(Loader(plain.model_copy(update={"data_on_device": held}), dataset, CPU).batches(split, asked))
+            list(Loader(plain.model_copy(update={"data_on_device": held}), dataset, CPU).batches(split, wanted))
             for held in (False, True)
         ]
         for (x, y), (held_x, held_y) in zip(*pairs, strict=True):
@@ -120,10 +120,10 @@ def test_a_split_of_files_is_refused():
 
 
 class Backend:
-    """torch.compile's tracing without a C++ compiler: counts graphs, and tells when a backward one runs."""
+    """torch.compile's tracing without a C++ compiler: counts graphs, and records when a backward one runs."""
 
     def __init__(self):
-        self.graphs, self.told = 0, []
+        self.graphs, self.events = 0, []
 
     def compile(self, graph, inputs):
         self.graphs += 1
@@ -134,7 +134,7 @@ class Backend:
 
     def backward(self, graph, inputs):
         def run(*given):
-            self.told.append("backward")
+            self.events.append("backward")
             return graph.forward(*given)
 
         return make_boxed_func(run)
@@ -178,10 +178,10 @@ def ddp(chosen):
     return DdpEngine(chosen, Topology.alone("here"), CPU)
 
 
-# How many graphs: one without breaks, and none for evaluation; DDP's buckets cut some of the parts in two.
+# How many graphs: one without breaks, and none for evaluation; DDP's buckets cut some of the blocks in two.
 COMPILED = {
     "whole": ({"label_smoothing": 0.1}, {"in_one": True}, [1]),
-    "in parts": ({}, {"in_one": False}, [4]),
+    "in blocks": ({}, {"in_one": False}, [4]),
     "under DDP": ({}, {"in_one": False, "engine": ddp}, range(4, 9)),
     "under DDP, accumulating": ({"accumulation_steps": 2}, {"in_one": False, "engine": ddp}, range(4, 9)),
 }
@@ -200,20 +200,22 @@ def test_a_compiled_network_learns_the_same(small, case):
         torch.testing.assert_close(compiled_state[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-IN_TURN = ["fc", "backward", "layer4", "backward", "layer3", "backward", "layer2", "backward", "layer1", "stem"]
+INTERLEAVED = ["fc", "backward", "layer4", "backward", "layer3", "backward", "layer2", "backward", "layer1", "stem"]
 
 
-@pytest.mark.parametrize(("in_parts", "order"), [(True, IN_TURN), (False, ["backward", "all"])], ids=["parts", "whole"])
-def test_gradients_of_a_network_compiled_in_parts_leave_while_backward_runs(small, in_parts, order):
+@pytest.mark.parametrize(
+    ("in_blocks", "order"), [(True, INTERLEAVED), (False, ["backward", "all"])], ids=["blocks", "whole"]
+)
+def test_gradients_of_a_network_compiled_in_blocks_leave_while_backward_runs(small, in_blocks, order):
     model = models.resnet50(10, "cifar").train()
-    compiling.compile_training(model, in_parts)
+    compiling.compile_training(model, in_blocks)
     names = {"conv1": "stem", "bn1": "stem"}
     for name, parameter in model.named_parameters():
         layer = name.partition(".")[0]
-        told = names.get(layer, layer) if in_parts else "all"
-        parameter.register_post_accumulate_grad_hook(lambda _, told=told: small.told.append(told))
+        event = names.get(layer, layer) if in_blocks else "all"
+        parameter.register_post_accumulate_grad_hook(lambda _, event=event: small.events.append(event))
     model(torch.randn(4, 3, 8, 8)).sum().backward()
-    assert [told for told, _ in itertools.groupby(small.told)] == order
+    assert [event for event, _ in itertools.groupby(small.events)] == order
 
 
 class Tape:
@@ -234,8 +236,8 @@ class Tape:
 
 
 GRAPHS = {
-    "one part": {},
-    "parts": {"accumulation_steps": 2},
+    "one micro-batch": {},
+    "micro-batches": {"accumulation_steps": 2},
     "clipped bfloat16": {"clip_norm": 1.0, "precision": "bfloat16"},
 }
 
@@ -255,7 +257,7 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
 
 
 class Stream:
-    """A CUDA stream that tells what it waits for."""
+    """A CUDA stream that records what it waits for."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -282,7 +284,7 @@ def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream(mo
     monkeypatch.setattr(torch.cuda, "stream", block)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph("graph"))
     monkeypatch.setattr(torch.cuda, "graph", block)
-    captured = compiling.Captured(lambda parts: log.append("update") or parts, torch.device("cuda"))
+    captured = compiling.Captured(lambda micro_batches: log.append("update") or micro_batches, torch.device("cuda"))
     results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
     warm = ["another waits for the default", "on another", "update", "end", "the default waits for another"]
     assert log == [*warm * compiling.WARM_STEPS, "into graph", "update", "end", "replay graph", "replay graph"]
@@ -325,7 +327,7 @@ COMPILERS = {
 
 
 @pytest.mark.parametrize("case", COMPILERS)
-def test_a_missing_compiler_is_told(monkeypatch, case):
+def test_a_missing_compiler_is_reported(monkeypatch, case):
     device, environ, has_triton, message = COMPILERS[case]
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: has_triton or None)
     for name, value in environ.items():
@@ -356,8 +358,8 @@ def test_torchs_smoothed_loss(smoothing):
 @needs_tensorflow
 def test_tensorflows_smoothed_loss(tmp_path):
     given = {"smoothed": {"logits": LOGITS, "labels": LABELS, "smoothings": [0.0, 0.1, 0.9]}}
-    told = programs("tensorflow", "alone", 1, tmp_path, given)["smoothed"][0]
-    assert told == pytest.approx([smoothed(LOGITS, LABELS, s) for s in (0.0, 0.1, 0.9)], rel=1e-12)
+    results = programs("tensorflow", "alone", 1, tmp_path, given)["smoothed"][0]
+    assert results == pytest.approx([smoothed(LOGITS, LABELS, s) for s in (0.0, 0.1, 0.9)], rel=1e-12)
 
 
 def test_smoothing_is_for_training_alone(tmp_path, train_here):
@@ -373,13 +375,13 @@ def test_smoothing_is_for_training_alone(tmp_path, train_here):
 
 def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
     ended = train_here("torch", "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
-    facts = json.loads((tmp_path / "phases.json").read_text())
-    assert (facts["steps"], facts["clock"]) == (10, "the host's clock")
-    assert list(facts["phases_ms"]) == [*profiling.PHASES, "rest"]
-    assert sum(facts["phases_ms"].values()) == pytest.approx(facts["step_ms"])
-    assert all(value > 0 for value in facts["phases_ms"].values())
+    written = json.loads((tmp_path / "phases.json").read_text())
+    assert (written["steps"], written["clock"]) == (10, "the host's clock")
+    assert list(written["phases_ms"]) == [*profiling.PHASES, "rest"]
+    assert sum(written["phases_ms"].values()) == pytest.approx(written["step_ms"])
+    assert all(value > 0 for value in written["phases_ms"].values())
     lines = [line.removeprefix("INFO - ") for line in ended.out.splitlines()]
-    expected = profiling.table(facts["phases_ms"], facts["step_ms"], "mean of 10 steps, by the host's clock")
+    expected = profiling.table(written["phases_ms"], written["step_ms"], "mean of 10 steps, by the host's clock")
     assert lines[lines.index(expected[0]) :][: len(expected)] == expected
     traced = {event.get("name") for event in json.loads((tmp_path / "profile.json").read_text())["traceEvents"]}
     assert set(profiling.PHASES) <= traced
@@ -420,18 +422,18 @@ def test_on_a_gpu_events_are_the_clock(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
     profiler = profiling.Profiler(tmp_path, torch.device("cuda"))
-    told = []
+    results = []
     for step in range(profiling.WARM_STEPS + profiling.TIMED_STEPS + 1):
-        for place, name in enumerate(profiling.PHASES):
+        for index, name in enumerate(profiling.PHASES):
             with profiler.phase(name):
-                Event.now += place + 1 if step >= profiling.WARM_STEPS else 1000
+                Event.now += index + 1 if step >= profiling.WARM_STEPS else 1000
         Event.now += 5
-        told.append(profiler.step())
-    assert told.pop() == [] and not any(told[:-1])
-    assert told[-1][0] == "phase            ms      %  (mean of 10 steps, by CUDA events)"
-    facts = json.loads((tmp_path / "phases.json").read_text())
+        results.append(profiler.step())
+    assert results.pop() == [] and not any(results[:-1])
+    assert results[-1][0] == "phase            ms      %  (mean of 10 steps, by CUDA events)"
+    written = json.loads((tmp_path / "phases.json").read_text())
     expected = {"data": 1.0, "forward": 2.0, "backward": 3.0, "allreduce": 4.0, "update": 5.0, "rest": 5.0}
-    assert facts == {"steps": 10, "clock": "CUDA events", "step_ms": 20.0, "phases_ms": expected}
+    assert written == {"steps": 10, "clock": "CUDA events", "step_ms": 20.0, "phases_ms": expected}
     assert waits == [1]
     assert ranges[:4] == ["data", "end", "forward", "end"]
 

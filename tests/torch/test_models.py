@@ -71,12 +71,12 @@ def test_a_fingerprint_shows_every_flipped_bit_and_swap(dtype):
     flips = 0
     for parameter in model.parameters():
         bits = parameter.data.view(-1).view(word)
-        for place in range(bits.numel()):
+        for index in range(bits.numel()):
             for bit in range(8 * parameter.element_size()):
                 mask = np.array(1 << bit, f"u{parameter.element_size()}").view(f"i{parameter.element_size()}").item()
-                bits[place] ^= mask
+                bits[index] ^= mask
                 seen.add(models.fingerprint(model, True))
-                bits[place] ^= mask
+                bits[index] ^= mask
                 flips += 1
     assert len(seen) == flips + 1
     assert models.fingerprint(model, True) == before
@@ -90,9 +90,9 @@ def test_a_fingerprint_shows_every_flipped_bit_and_swap(dtype):
             flat[[i, j]] = flat[[j, i]]
 
 
-def test_a_fingerprint_takes_in_statistics_where_asked():
+def test_a_fingerprint_has_the_statistics_where_requested():
     model = torch.nn.BatchNorm2d(4)
-    without, with_them = (models.fingerprint(model, asked) for asked in (False, True))
+    without, with_them = (models.fingerprint(model, with_statistics) for with_statistics in (False, True))
     model.num_batches_tracked += 1
     assert models.fingerprint(model, False) == without
     assert models.fingerprint(model, True) != with_them

@@ -30,8 +30,8 @@ class IdleEngine:
     def wrap(self, model, optimizer):
         return model, optimizer
 
-    def outputs(self, network, parts):
-        return map(network, parts)
+    def outputs(self, network, micro_batches):
+        return map(network, micro_batches)
 
     def finish(self):
         pass
