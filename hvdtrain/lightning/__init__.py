@@ -47,6 +47,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})
+
+
 def _horovod(**settings: Any) -> Any:
     """Loaded when a Trainer takes it: whoever trains with ddp needs no Horovod."""
     return __getattr__("HorovodStrategy")(**settings)

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Imported by name: hvdtrain.keras is the layer above this one.
-    return getattr(importlib.import_module("hvdtrain.keras"), name)
+    if not name.startswith("__") and hasattr(library := importlib.import_module("hvdtrain.keras"), name):
+        return getattr(library, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

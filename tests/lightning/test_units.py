@@ -35,6 +35,12 @@ def test_importing_the_package_registers_the_strategy_without_horovod():
     assert output_of(code, "-c")[-5:] == ["True", "False", "False", "True", "1"]
 
 
+def test_the_package_lists_its_classes_and_loads_none():
+    code = "import sys, hvdtrain.lightning as ours; assert {*ours.MODULES} == {*ours.__all__} <= {*dir(ours)}\n"
+    code += "print('loaded:', hasattr(ours, 'Strategy'), *({'torch', 'lightning', 'horovod'} & set(sys.modules)))"
+    assert output_of(code, "-c") == ["loaded:", "False"]
+
+
 REFUSED = {
     "adasum": ({"reduction": "adasum"}, "reduction adasum is hvdtrain.torch's; drop it, or train with hvdtrain.torch."),
     "profile": ({"profile": True}, "profile is hvdtrain.torch's; drop it, or train with hvdtrain.torch."),
