@@ -18,13 +18,14 @@ import pydantic
 import tyro
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import Field
 
 from hvdtrain import datasets, files
 from hvdtrain.core import flags
 from hvdtrain.datasets.imagenet import Encoded, opened, rgb
 from hvdtrain.datasets.packed import shards
 from hvdtrain.datasets.packed.containers import CONTAINERS, Name
-from hvdtrain.errors import OutputError, RecipeError
+from hvdtrain.errors import OutputError
 
 THREADS = 16  # more than processors: a parallel file system is waited for
 CHUNK = 256
@@ -38,11 +39,15 @@ class Options:
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="a data_dir of the data set imagenet")]
     dest: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="new folder of the shards: a data_dir too")]
     format: Annotated[Name, tyro.conf.arg(help="tar shards as webdataset's, or TFRecord files")] = "webdataset"
-    shard_mb: Annotated[int, tyro.conf.arg(help="MiB a shard is filled to")] = 512
-    shards: Annotated[int | None, tyro.conf.arg(help="instead of shard-mb: number of training shards")] = None
-    resize: Annotated[int | None, tyro.conf.arg(help="shorter side to shrink larger images to, pixels")] = None
-    quality: Annotated[int, tyro.conf.arg(help="of the JPEGs that resize makes, 1 to 95")] = 90
-    seed: Annotated[int, tyro.conf.arg(help="of the order in which the images are packed")] = 0
+    shard_mb: Annotated[int, Field(ge=1), tyro.conf.arg(help="MiB a shard is filled to")] = 512
+    shards: Annotated[int | None, Field(ge=1), tyro.conf.arg(help="instead of shard-mb: number of training shards")] = (
+        None
+    )
+    resize: Annotated[
+        int | None, Field(ge=1), tyro.conf.arg(help="shorter side to shrink larger images to, pixels")
+    ] = None
+    quality: Annotated[int, Field(ge=1, le=95), tyro.conf.arg(help="of the JPEGs that resize makes, 1 to 95")] = 90
+    seed: Annotated[int, Field(ge=0), tyro.conf.arg(help="of the order in which the images are packed")] = 0
 
 
 class Sample(NamedTuple):
@@ -56,20 +61,8 @@ class Sample(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Packs both splits. Raises RecipeError, DataError for a damaged image, OutputError."""
-    options = flags.parse(Options, "python -m hvdtrain pack", argv)
-    _check(options)
-    pack(options)
+    pack(flags.parse(Options, "python -m hvdtrain pack", argv))
     return 0
-
-
-def _check(options: Options) -> None:
-    for flag, value in (("shard-mb", options.shard_mb), ("shards", options.shards), ("resize", options.resize)):
-        if value is not None and value < 1:
-            raise RecipeError(f"--{flag} must be at least 1, got {value}.")
-    if not 1 <= options.quality <= 95:
-        raise RecipeError(f"--quality must lie in [1, 95], got {options.quality}.")
-    if options.seed < 0:
-        raise RecipeError(f"--seed must be at least 0, got {options.seed}.")
 
 
 def pack(options: Options) -> None:

@@ -244,11 +244,11 @@ def test_an_empty_folder_is_filled(tree, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--shard-mb", "0"], "--shard-mb must be at least 1, got 0."),
-        (["--shards", "0"], "--shards must be at least 1, got 0."),
-        (["--resize", "-1"], "--resize must be at least 1, got -1."),
-        (["--quality", "96"], "--quality must lie in [1, 95], got 96."),
-        (["--seed", "-1"], "--seed must be at least 0, got -1."),
+        (["--shard-mb", "0"], "--shard-mb must be at least 1, got '0'; --help lists the flags."),
+        (["--shards", "0"], "--shards must be at least 1, got '0'; --help lists the flags."),
+        (["--resize", "-1"], "--resize must be at least 1, got '-1'; --help lists the flags."),
+        (["--quality", "96"], "--quality must be at most 95, got '96'; --help lists the flags."),
+        (["--seed", "-1"], "--seed must be at least 0, got '-1'; --help lists the flags."),
         (["--format", "zip"], "--format must be 'webdataset' or 'tfrecord', got 'zip'; --help lists the flags."),
     ],
     ids=["shard-mb", "shards", "resize", "quality", "seed", "format"],

@@ -216,12 +216,15 @@ REFUSALS = {
         [*JSC, "--overlap", "0.5"],
         "--overlap beside points needs --link-gbit; without it the points alone speak.",
     ),
-    "overlap above one": ([*JSC, "--overlap", "2"], "--overlap must lie in [0, 1], got 2."),
+    "overlap above one": ([*JSC, "--overlap", "2"], "--overlap must be at most 1, got '2'; --help lists the flags."),
     "all fixed": (
         [*JSC, "--fixed-seconds", "2000"],
         "--fixed-seconds must be less than the 1488.2 s of a whole run, got 2000.",
     ),
-    "no link": (["--step-seconds", "1", "--link-gbit", "0"], "--link-gbit must be more than 0, got 0."),
+    "no link": (
+        ["--step-seconds", "1", "--link-gbit", "0"],
+        "--link-gbit must be at least 1e-09, got '0'; --help lists the flags.",
+    ),
     "absent file": (
         ["--from", "/absent.json"],
         "--from must name the JSON of bench scaling, got /absent.json: No such file or directory.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import tyro
+from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.errors import EngineUnavailable, RecipeError
@@ -39,8 +40,10 @@ class Options(measure.Kept):
     sizes: Annotated[str, tyro.conf.arg(help="megabytes (10^6 bytes) of float32, smallest first")] = (
         "0.004,0.1,1,10,100"
     )
-    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, where no launcher says")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="measurements of each library and size, interleaved")] = 5
+    ranks: Annotated[
+        measure.RankCount, Field(ge=2), tyro.conf.arg(help="ranks on this machine, where no launcher says")
+    ] = 2
+    rounds: Annotated[measure.Count, tyro.conf.arg(help="measurements of each library and size, interleaved")] = 5
     device: Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="where the tensors lie")] = "auto"
 
     @property
@@ -85,7 +88,6 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> Options:
     """The flags. Raises RecipeError."""
     options: Options = flags.parse(Options, "python -m hvdtrain bench allreduce", argv)
-    measure.check_counts(options, ranks=(2, measure.MOST_RANKS), rounds=(1, measure.MOST))
     _ = options.byte_sizes
     return options
 

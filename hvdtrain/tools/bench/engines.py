@@ -36,9 +36,9 @@ class Options(measure.Kept):
         Literal["torch", "tensorflow"] | None, tyro.conf.arg(help="whose engines; left out: all that are installed")
     ] = None
     recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "digits"
-    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine, or devices of one process")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="runs of each engine, interleaved")] = 6
-    steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
+    ranks: Annotated[measure.RankCount, tyro.conf.arg(help="ranks on this machine, or devices of one process")] = 2
+    rounds: Annotated[measure.Count, tyro.conf.arg(help="runs of each engine, interleaved")] = 6
+    steps: Annotated[measure.Count, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,6 @@ def table(found: dict[Contender, Measured]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and all of it as JSON; 1 where nothing could be measured. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
-    measure.check_counts(options, ranks=(1, measure.MOST_RANKS), rounds=(1, measure.MOST), steps=(1, measure.MOST))
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)

@@ -25,6 +25,7 @@ import numpy as np
 import pydantic
 import tyro
 from PIL import Image
+from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.datasets.packed import shards
@@ -48,11 +49,11 @@ class Options(measure.Kept):
         Path | None, tyro.conf.arg(help="folders train/<class> and val/<class>; left out: generated images")
     ] = None
     packed: Annotated[Path | None, tyro.conf.arg(help="the same set packed; left out: packed for the while")] = None
-    workers: Annotated[int, tyro.conf.arg(help="reader processes; 0 is one thread")] = 2
-    batch_size: Annotated[int, tyro.conf.arg(help="images a batch")] = 64
-    pictures: Annotated[int, tyro.conf.arg(help="images a round, at most all")] = 1024
-    crop: Annotated[int, tyro.conf.arg(help="side of a training image, pixels")] = 224
-    rounds: Annotated[int, tyro.conf.arg(help="passes of each, interleaved, after one to warm up")] = 5
+    workers: Annotated[int, Field(ge=0, le=1024), tyro.conf.arg(help="reader processes; 0 is one thread")] = 2
+    batch_size: Annotated[measure.Count, tyro.conf.arg(help="images a batch")] = 64
+    pictures: Annotated[measure.Count, tyro.conf.arg(help="images a round, at most all")] = 1024
+    crop: Annotated[int, Field(ge=1, le=4096), tyro.conf.arg(help="side of a training image, pixels")] = 224
+    rounds: Annotated[measure.Count, tyro.conf.arg(help="passes of each, interleaved, after one to warm up")] = 5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,8 +79,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: Options) -> None:
-    many = (1, measure.MOST)
-    measure.check_counts(options, workers=(0, 1024), batch_size=many, pictures=many, crop=(1, 4096), rounds=many)
     if importlib.util.find_spec("torchvision") is None:
         raise EngineUnavailable("bench loader needs torchvision; install it: pip install torchvision")
     if options.data_dir and shards.is_in(options.data_dir):

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import pydantic
 import tyro
+from pydantic import Field
 
 from hvdtrain import files
-from hvdtrain.errors import EngineUnavailable, OutputError, RecipeError
+from hvdtrain.errors import EngineUnavailable, OutputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_RANKS = 16_384
-MOST = 1_000_000  # of rounds, steps, images
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+"""Of rounds, steps, images."""
+RankCount = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "lightning", "mpi4py", "numpy")
 
 
@@ -36,16 +39,6 @@ class Spread(NamedTuple):
     median: float
     low: float
     high: float
-
-
-def check_counts(options: object, **bounds: tuple[int, int]) -> None:
-    """Refuses a number outside of its bounds, both included. Raises RecipeError."""
-    for name, (least, most) in bounds.items():
-        value, flag = getattr(options, name), name.replace("_", "-")
-        if value is not None and value < least:
-            raise RecipeError(f"--{flag} must be at least {least}, got {value}.")
-        if value is not None and value > most:
-            raise RecipeError(f"--{flag} must be at most {most}, got {value}.")
 
 
 def spread(values: Sequence[float]) -> Spread:

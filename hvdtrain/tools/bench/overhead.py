@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import tyro
+from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
@@ -26,8 +27,12 @@ class Options(measure.Kept):
     framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
     engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
     recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take the steps from")] = "digits"
-    ranks: Annotated[int, tyro.conf.arg(help="ranks on this machine")] = 2
-    rounds: Annotated[int, tyro.conf.arg(help="epochs of each loop, interleaved step by step; the first warms up")] = 6
+    ranks: Annotated[measure.RankCount, tyro.conf.arg(help="ranks on this machine")] = 2
+    rounds: Annotated[
+        measure.Count,
+        Field(ge=2),
+        tyro.conf.arg(help="epochs of each loop, interleaved step by step; the first warms up"),
+    ] = 6
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,9 +56,6 @@ def _report(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]
 
 
 def _check(options: Options) -> None:
-    if options.rounds < 2:
-        raise RecipeError(f"--rounds must be at least 2, as the first is warm-up, got {options.rounds}.")
-    measure.check_counts(options, ranks=(1, measure.MOST_RANKS), rounds=(2, measure.MOST))
     if options.engine == "ddp" and options.framework == "tensorflow":
         raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
     recipe: Any = recipes.load(options.recipe)

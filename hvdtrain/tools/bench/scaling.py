@@ -55,10 +55,10 @@ class Options(measure.Kept):
     engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
     recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "synthetic"
     batch: Annotated[
-        int | None, tyro.conf.arg(help=f"of one rank; left out: {CPU_BATCH} on CPUs, the recipe's on GPUs")
+        measure.Count | None, tyro.conf.arg(help=f"of one rank; left out: {CPU_BATCH} on CPUs, the recipe's on GPUs")
     ] = None
-    rounds: Annotated[int, tyro.conf.arg(help="runs of each number of ranks, interleaved")] = 3
-    steps: Annotated[int, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
+    rounds: Annotated[measure.Count, tyro.conf.arg(help="runs of each number of ranks, interleaved")] = 3
+    steps: Annotated[measure.Count, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
     mpi: Annotated[str | None, tyro.conf.arg(help="srun's plugin: pmix, pmi2, ...", metavar="PLUGIN")] = None
     site: Annotated[str | None, tyro.conf.arg(help="print the job script for it: slurm --list")] = None
     nodes: Annotated[str | None, tyro.conf.arg(help="as 1,2,4; with --site: in place of --ranks", metavar="N,N")] = None
@@ -207,7 +207,6 @@ def job(options: Options, site_name: str) -> str:
 
 
 def _check(options: Options) -> None:
-    measure.check_counts(options, rounds=(1, measure.MOST), steps=(1, measure.MOST), batch=(1, measure.MOST))
     if options.engine == "ddp" and options.framework == "tensorflow":
         raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
     pmi.check_name(options.mpi)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import pydantic
 import tyro
+from pydantic import Field
 
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.patching import Patch, Release, Target
@@ -37,7 +38,7 @@ class Options:
         Literal["auto", "none", "nccl"],
         tyro.conf.arg(help="auto: nccl where a GPU is visible to a CUDA build of torch"),
     ] = "auto"
-    jobs: Annotated[int, tyro.conf.arg(help="compilers at a time; 0: one per core")] = 0
+    jobs: Annotated[int, Field(ge=0), tyro.conf.arg(help="compilers at a time; 0: one per core")] = 0
     wheel_dir: Annotated[Path | None, tyro.conf.arg(help="cache of finished wheels; ~/.cache/hvdtrain/wheels")] = None
     wheel_sha256: Annotated[
         str | None, tyro.conf.arg(help="install the wheel with this SHA-256 from --wheel-dir, though another built it")
@@ -86,8 +87,6 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     """The plan for these surroundings and the user's own cache. Pure. Raises BuildError where no build can succeed."""
     if options.wheel_sha256 and not re.fullmatch("[0-9a-f]{64}", options.wheel_sha256):
         raise BuildError(f"--wheel-sha256 must be 64 hexadecimal digits in lower case, got {options.wheel_sha256!r}.")
-    if options.jobs < 0:
-        raise BuildError(f"--jobs must be at least 1, or 0 for one per core, got {options.jobs}.")
     if here.compiler is None:
         raise BuildError(
             "no C++ compiler found (c++, g++, clang++ or CXX): install one, as with `apt install g++` or "

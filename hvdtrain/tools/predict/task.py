@@ -22,6 +22,11 @@ LEAST, MOST = 1e-9, 1e12  # of seconds, megabytes, ...: far beyond any, and thei
 MOST_BYTES = 2**20  # of a file of points
 WORST_MISFIT = 0.25
 
+Count = Annotated[int, Field(ge=1, le=int(MOST))]
+Positive = Annotated[float, Field(ge=LEAST, le=MOST)]
+NotNegative = Annotated[float, Field(ge=0, le=MOST)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
@@ -39,24 +44,26 @@ class Options:
     ] = None
     ranks: Annotated[str | None, tyro.conf.arg(help="as 32,64,128; left out: powers of two", metavar="N,N")] = None
     ranks_per_node: Annotated[
-        int | None, tyro.conf.arg(help="left out: the fewest ranks of a point, else 1", metavar="N")
+        Count | None, tyro.conf.arg(help="left out: the fewest ranks of a point, else 1", metavar="N")
     ] = None
-    cores: Annotated[int | None, tyro.conf.arg(help="that all ranks share; left out: enough", metavar="N")] = None
+    cores: Annotated[Count | None, tyro.conf.arg(help="that all ranks share; left out: enough", metavar="N")] = None
     fixed_seconds: Annotated[
-        float | None, tyro.conf.arg(help="of a run, the same whatever the ranks; left out: not known", metavar="S")
+        NotNegative | None,
+        tyro.conf.arg(help="of a run, the same whatever the ranks; left out: not known", metavar="S"),
     ] = None
-    examples: Annotated[int | None, tyro.conf.arg(help="that a run reads, all epochs together", metavar="N")] = None
-    batch: Annotated[int | None, tyro.conf.arg(help="examples a rank and step", metavar="N")] = None
-    step_seconds: Annotated[float | None, tyro.conf.arg(help="of one rank alone", metavar="S")] = None
-    gradient_mb: Annotated[float | None, tyro.conf.arg(help="4 bytes a parameter; 1e6 bytes", metavar="MB")] = None
-    link_gbit: Annotated[float | None, tyro.conf.arg(help="of a node, each way; 1e9 bits/s", metavar="GBIT")] = None
-    latency_us: Annotated[float, tyro.conf.arg(help="of a message between nodes", metavar="US")] = 0.0
-    node_gbit: Annotated[float | None, tyro.conf.arg(help="of a rank inside its node; left out: free")] = None
+    examples: Annotated[Count | None, tyro.conf.arg(help="that a run reads, all epochs together", metavar="N")] = None
+    batch: Annotated[Count | None, tyro.conf.arg(help="examples a rank and step", metavar="N")] = None
+    step_seconds: Annotated[Positive | None, tyro.conf.arg(help="of one rank alone", metavar="S")] = None
+    gradient_mb: Annotated[Positive | None, tyro.conf.arg(help="4 bytes a parameter; 1e6 bytes", metavar="MB")] = None
+    link_gbit: Annotated[Positive | None, tyro.conf.arg(help="of a node, each way; 1e9 bits/s", metavar="GBIT")] = None
+    latency_us: Annotated[NotNegative, tyro.conf.arg(help="of a message between nodes", metavar="US")] = 0.0
+    node_gbit: Annotated[Positive | None, tyro.conf.arg(help="of a rank inside its node; left out: free")] = None
     overlap: Annotated[
-        float | None, tyro.conf.arg(help="part of a step behind which the allreduce hides; left out: 0 to 2/3")
+        Annotated[float, Field(ge=0, le=1)] | None,
+        tyro.conf.arg(help="part of a step behind which the allreduce hides; left out: 0 to 2/3"),
     ] = None
     fusion_mb: Annotated[
-        float | None, tyro.conf.arg(help="buffers of this size, the last never hidden; left out: one, hidden")
+        Positive | None, tyro.conf.arg(help="buffers of this size, the last never hidden; left out: one, hidden")
     ] = None
     json: Annotated[bool, tyro.conf.arg(help="print JSON alone")] = False
     picture: Annotated[Path | None, tyro.conf.arg(help="draw efficiency over ranks", metavar="FILE.png")] = None
@@ -79,10 +86,6 @@ class Task:
     """Whether seconds are those of a run; else of a step's work of one rank."""
 
 
-Seconds = Annotated[float, Field(ge=LEAST, le=MOST)]
-Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-
-
 class Scaling(BaseModel):
     """What is read of `bench scaling`'s JSON: seconds of a step by the number of ranks, one figure a round."""
 
@@ -92,14 +95,13 @@ class Scaling(BaseModel):
     cores: Annotated[int, Field(ge=1, le=10**6)] | None
     ranks_per_node: Ranks
     weak: Annotated[
-        dict[Annotated[Ranks, Field(strict=False)], Annotated[list[Seconds], Field(min_length=1)]],
+        dict[Annotated[Ranks, Field(strict=False)], Annotated[list[Positive], Field(min_length=1)]],
         Field(max_length=MOST_POINTS),
     ]
 
 
 def task_of(options: Options) -> Task:
     """The options' meaning. Raises RecipeError for what breaks a rule."""
-    _refuse_bad_numbers(options)
     measured = bool(options.point or options.from_file)
     if measured and options.step_seconds is not None:
         raise RecipeError("--step-seconds and measured points are two ways to ask; give one of them.")
@@ -140,24 +142,6 @@ def parse_points(words: Sequence[str]) -> tuple[Point, ...]:
             "--point must be given at least twice, got 1; or give --step-seconds, --gradient-mb and --link-gbit."
         )
     return tuple(points)
-
-
-def _refuse_bad_numbers(options: Options) -> None:
-    positive = ("ranks_per_node", "cores", "examples", "batch", "step_seconds", "gradient_mb", "link_gbit")
-    for name in (*positive, "node_gbit", "fusion_mb"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise RecipeError(f"{_flag(name)} must be more than 0, got {value:g}.")
-        if value is not None and not LEAST <= value <= MOST:
-            raise RecipeError(f"{_flag(name)} must lie in [{LEAST:g}, {MOST:g}], got {value:g}.")
-    for name in ("fixed_seconds", "latency_us"):
-        value = getattr(options, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise RecipeError(f"{_flag(name)} must be at least 0, got {value:g}.")
-        if value is not None and value > MOST:
-            raise RecipeError(f"{_flag(name)} must be at most {MOST:g}, got {value:g}.")
-    if options.overlap is not None and not 0 <= options.overlap <= 1:
-        raise RecipeError(f"--overlap must lie in [0, 1], got {options.overlap:g}.")
 
 
 def _refuse_rising(points: Sequence[Point], options: Options) -> None:

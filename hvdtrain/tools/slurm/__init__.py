@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import pydantic
 import tyro
+from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.core.recipe import nearest
@@ -25,7 +26,7 @@ AS_IN = f"give it after --, as in: {PROG} --site NAME -- python -m hvdtrain.torc
 NAME = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 OF_A_RANK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 COMMENTS_AT = 48
-MOST = 1_000_000  # of anything that is counted
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
 OF_A_TRAINING = ("--signal", "--requeue", "--open-mode")
 LISTENS = "120 s before its time limit hvdtrain saves and requeues the job"
 DEAF = "120 s before its time limit; delete it if COMMAND ignores USR2"
@@ -87,7 +88,7 @@ class Options:
     """
 
     site: Annotated[str | None, tyro.conf.arg(help=", ".join(SITES))] = None
-    nodes: int = 1
+    nodes: Count = 1
     time: Annotated[str | None, tyro.conf.arg(help="HH:MM:SS; left out: the site's usual", metavar="TIME")] = None
     account: Annotated[str | None, tyro.conf.arg(help="the project that pays", metavar="NAME")] = None
     partition: Annotated[str | None, tyro.conf.arg(help="left out: the site's", metavar="NAME")] = None
@@ -98,8 +99,10 @@ class Options:
         tyro.conf.arg(help="srun: one task a GPU; torchrun: one task a node; tf-config: one GPU a node and TF_CONFIG"),
     ] = "srun"
     job_name: Annotated[str, tyro.conf.arg(metavar="NAME")] = "hvdtrain"
-    gpus_per_node: Annotated[int | None, tyro.conf.arg(help="left out: all of the site's", metavar="N")] = None
-    cpus_per_task: Annotated[int | None, tyro.conf.arg(help="left out: the GPU's share of a node", metavar="N")] = None
+    gpus_per_node: Annotated[Count | None, tyro.conf.arg(help="left out: all of the site's", metavar="N")] = None
+    cpus_per_task: Annotated[Count | None, tyro.conf.arg(help="left out: the GPU's share of a node", metavar="N")] = (
+        None
+    )
     submit: Annotated[bool, tyro.conf.arg(help="give it to sbatch and print the job's number")] = False
     check: Annotated[Path | None, tyro.conf.arg(help="report what is wrong with this job script", metavar="FILE")] = (
         None
@@ -204,11 +207,6 @@ def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) ->
             f"the command's ${found.group(1)} would be filled in by the job's shell, the same for every rank; "
             "read it in the program, or in a script of your own that the command starts."
         )
-    for name in ("nodes", "gpus_per_node", "cpus_per_task"):
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= MOST:
-            rule = "at least 1" if value < 1 else f"at most {MOST}"
-            raise JobError(f"--{name.replace('_', '-')} must be {rule}, got {value}.")
     for name in ("account", "partition", "reservation", "job_name"):
         value = getattr(options, name)
         if value is not None and not re.fullmatch(r"[\w.@%+,-]+", value):

@@ -17,8 +17,10 @@ from hvdtrain.tools.bench.measure import interleaved
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        pytest.param(["--ranks", "0"], "--ranks must be at least 1, got 0.", id="no ranks"),
-        pytest.param(["--rounds", "1"], "--rounds must be at least 2, as the first is warm-up, got 1.", id="one round"),
+        pytest.param(["--ranks", "0"], "--ranks must be at least 1, got '0'; --help lists the flags.", id="no ranks"),
+        pytest.param(
+            ["--rounds", "1"], "--rounds must be at least 2, got '1'; --help lists the flags.", id="one round"
+        ),
         pytest.param(
             ["--recipe", "linear"],
             "--recipe must have model resnet50, as the hand-written loop has, got linear.",

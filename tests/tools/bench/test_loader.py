@@ -78,11 +78,11 @@ def test_generated_pictures_are_a_folder_of_classes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--workers", "-1"], "--workers must be at least 0, got -1."),
-        (["--batch-size", "0"], "--batch-size must be at least 1, got 0."),
-        (["--pictures", "0"], "--pictures must be at least 1, got 0."),
-        (["--crop", "0"], "--crop must be at least 1, got 0."),
-        (["--rounds", "0"], "--rounds must be at least 1, got 0."),
+        (["--workers", "-1"], "--workers must be at least 0, got '-1'; --help lists the flags."),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got '0'; --help lists the flags."),
+        (["--pictures", "0"], "--pictures must be at least 1, got '0'; --help lists the flags."),
+        (["--crop", "0"], "--crop must be at least 1, got '0'; --help lists the flags."),
+        (["--rounds", "0"], "--rounds must be at least 1, got '0'; --help lists the flags."),
         (
             ["--data-dir", "{packed}"],
             "--data-dir must be a folder of images for torchvision, {packed} is packed.",

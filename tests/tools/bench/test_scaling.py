@@ -88,7 +88,7 @@ REFUSALS = {
         ["--ranks", "few"],
         "RecipeError: --ranks must be growing whole numbers in [1, 16384], as in 1,2,4; got 'few'.",
     ),
-    "no rounds": (["--rounds", "0"], "RecipeError: --rounds must be at least 1, got 0."),
+    "no rounds": (["--rounds", "0"], "RecipeError: --rounds must be at least 1, got '0'; --help lists the flags."),
     "too small a batch": (
         ["--ranks", "1,4", "--mode", "strong", "--batch", "2"],
         "RecipeError: --batch must be at least the 4 ranks that share it, got 2.",

@@ -334,8 +334,14 @@ REFUSED = {  # argv: the one line
         "the command's $SLURM_PROCID would be filled in by the job's shell, the same for every rank; read it in the "
         "program, or in a script of your own that the command starts.",
     ),
-    "no node": (["--site", "capella", "--nodes", "0", "--", "x"], "--nodes must be at least 1, got 0."),
-    "no GPU": (["--site", "capella", "--gpus-per-node", "0", "--", "x"], "--gpus-per-node must be at least 1, got 0."),
+    "no node": (
+        ["--site", "capella", "--nodes", "0", "--", "x"],
+        "--nodes must be at least 1, got '0'; --help lists the flags.",
+    ),
+    "no GPU": (
+        ["--site", "capella", "--gpus-per-node", "0", "--", "x"],
+        "--gpus-per-node must be at least 1, got '0'; --help lists the flags.",
+    ),
     "too many GPUs": (
         ["--site", "capella", "--gpus-per-node", "5", "--", "x"],
         "--gpus-per-node must lie in [1, 4] at ZIH Capella, got 5.",
@@ -366,7 +372,7 @@ REFUSED = {  # argv: the one line
     ),
     "more nodes than there are": (
         ["--site", "capella", "--nodes", "9" * 30, "--", "x"],
-        f"--nodes must be less than 2^64, got {'9' * 30}.",
+        f"--nodes must be at most 1000000, got '{'9' * 30}'; --help lists the flags.",
     ),
     "plugin": (
         ["--site", "capella", "--mpi", "openmp", "--", "x"],
