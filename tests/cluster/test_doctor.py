@@ -26,7 +26,7 @@ TWO = "nid001:1,nid002:1"
 IN_A_JOB = ("salloc", "-Q", "-N2", "--ntasks-per-node=1", "-wnid001,nid002", "bash", "-c")
 OF_TWO_CPUS = (*IN_A_JOB[:-2], "--cpus-per-task=2", *IN_A_JOB[-2:])
 BY_HAND = ("exec", "nid001", "bash", "-c")
-# As any program has it, which imports Horovod and asks.
+# As any program has it, which imports Horovod and prints its rank.
 ALONE = 'import horovod.torch as hvd; hvd.init(); print("rank", hvd.rank(), "of", hvd.size())'
 
 
@@ -62,7 +62,7 @@ RIGHT = {  # build, how, command; over what they add
 
 @dataclass(frozen=True)
 class Wrong:
-    """A launch that makes no world. `alone`: each process then is rank 0 of 1 without a word; else it aborts."""
+    """A launch that makes no world. `alone`: each process then is rank 0 of 1, silently; else it aborts."""
 
     build: str
     launch: str
@@ -136,14 +136,14 @@ WRONG = {
         "mpich",
         "mpiexec.hydra -n 2 -ppn 1",
         False,
-        "mpiexec started 2 ranks; Horovod said: .* Found both env vars PMI_SIZE and PMIX_NAMESPACE.*",
+        "mpiexec started 2 ranks; Horovod reported: .* Found both env vars PMI_SIZE and PMIX_NAMESPACE.*",
         MPICH_HYDRA,
     ),
     "MPICH, horovodrun --mpi over the job's pmix": Wrong(
         "mpich",
         f"horovodrun --mpi -np 2 -H {TWO}",
         False,
-        "mpiexec started 2 ranks; Horovod said: .* Found both env vars PMI_SIZE and PMIX_NAMESPACE.*",
+        "mpiexec started 2 ranks; Horovod reported: .* Found both env vars PMI_SIZE and PMIX_NAMESPACE.*",
         MPICH_HYDRA,
     ),
     "no MPI, mpirun": Wrong(
@@ -165,19 +165,19 @@ WRONG = {
 
 
 class Doctors:
-    """Runs the doctor under a launch; what it said is kept, so that the fixes and the right launches share starts."""
+    """Runs the doctor under a launch; its report is kept, so that the fixes and the right launches share starts."""
 
     def __init__(self, cluster: Minicluster) -> None:
         self.cluster = cluster
-        self.told: dict[tuple[str, ...], tuple[int, dict[str, Check]]] = {}
+        self.reported: dict[tuple[str, ...], tuple[int, dict[str, Check]]] = {}
 
     def __call__(self, build: str, how: tuple[str, ...], command: str) -> tuple[int, dict[str, Check]]:
         """The exit code of the launch, and the checks by name."""
         key = (build, *how, command)
-        if key not in self.told:
+        if key not in self.reported:
             ended = self.cluster.run(*how, command, build=build)
-            self.told[key] = (ended.code, checks(ended))
-        return self.told[key]
+            self.reported[key] = (ended.code, checks(ended))
+        return self.reported[key]
 
 
 def checks(ended: Ended) -> dict[str, Check]:
@@ -195,20 +195,20 @@ def doctor(cluster: Minicluster) -> Doctors:
     return Doctors(cluster)
 
 
-def sound(told: tuple[int, dict[str, Check]]) -> bool:
+def sound(reported: tuple[int, dict[str, Check]]) -> bool:
     """Whether the ranks are one world, and nothing is to be fixed."""
-    code, found = told
+    code, found = reported
     assert [check for check in found.values() if check.status == "fail"] == []
-    assert found["world"].found.endswith(" started 2 ranks, and Horovod says 2 on 2 hosts")
+    assert found["world"].found.endswith(" started 2 ranks, and Horovod reports 2 on 2 hosts")
     assert re.fullmatch(r"over (MPI|Gloo); 1 MB: .*\d [GM]B/s", found["allreduce"].found)
     return code == 0
 
 
 @pytest.mark.parametrize(("build", "how", "command", "over"), RIGHT.values(), ids=RIGHT)
 def test_a_launch_that_is_right(doctor, build, how, command, over):
-    told = doctor(build, how, command)
-    assert sound(told)
-    assert told[1]["allreduce"].found.startswith(f"over {over}; ")
+    reported = doctor(build, how, command)
+    assert sound(reported)
+    assert reported[1]["allreduce"].found.startswith(f"over {over}; ")
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
@@ -240,7 +240,7 @@ def test_horovodrun_itself_refuses_mpi_where_there_is_none(cluster):
     assert "MPI support has not been built" in ended.err
 
 
-# The minicluster's SLURM binds nobody; a site's binds a task to one CPU where SRUN_CPUS_PER_TASK does not say more.
+# The minicluster's SLURM binds nobody; a site's binds a task to one CPU where SRUN_CPUS_PER_TASK does not request more.
 SICK = """\
 [ "$SLURMD_NODENAME" = nid001 ] || export NCCL_SOCKET_IFNAME=ipogif0
 exec taskset -c 0 python -m hvdtrain doctor --json
@@ -291,10 +291,10 @@ def test_what_else_a_step_lacks_is_told(sick, name):
 def test_what_else_a_step_lacks_is_cured(sick, doctor):
     assert sorted(check.name for check in sick.values() if check.status == "fail") == sorted(FAULTS)
     *before, command = (sick[name].fix for name in FAULTS)
-    told = doctor("gloo", OF_TWO_CPUS, f"cd {FULL}; {'; '.join(before)}; {command}")
-    assert sound(told)
-    assert told[1]["NCCL's interface"].found.endswith(", from NCCL_SOCKET_IFNAME")
-    assert told[1]["cpus per task"].found == f"{os.cpu_count()} of the host's {os.cpu_count()}, 2 asked for"
+    reported = doctor("gloo", OF_TWO_CPUS, f"cd {FULL}; {'; '.join(before)}; {command}")
+    assert sound(reported)
+    assert reported[1]["NCCL's interface"].found.endswith(", from NCCL_SOCKET_IFNAME")
+    assert reported[1]["cpus per task"].found == f"{os.cpu_count()} of the host's {os.cpu_count()}, 2 requested"
 
 
 def test_a_healthy_step_of_four_nodes_prints_one_table(cluster):

@@ -27,7 +27,7 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks, and on the chief prints; 1 where a check fails. Raises HvdtrainError where the launcher is mad."""
+    """Checks, and rank 0 prints; 1 where a check fails. Raises TopologyError where the launcher contradicts itself."""
     from rich.console import Console
 
     from hvdtrain.core import flags
@@ -58,7 +58,7 @@ def judge(findings: Findings) -> list[Check]:
 
 
 def gather_findings(environ: Mapping[str, str]) -> Findings | None:
-    """All there is to judge, on the chief; None on the other ranks, which only send theirs."""
+    """All there is to judge, on rank 0; None on the other ranks, which only send theirs."""
     topology = discover(environ)
     mine = host.rank(topology, environ)
     step = host.step(topology, environ)

@@ -27,7 +27,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one judgement says, not yet under a name."""
+    """The result of one judgement, not yet under a name."""
 
     status: Status
     found: str
@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Framework:
-    """What importing a framework, and Horovod for it, came to in a process of its own. "" is unknown or not there."""
+    """What importing a framework, and Horovod for it, gave in a process of its own. "" is unknown or not there."""
 
     name: str
     version: str = ""
@@ -55,7 +55,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class Program:
-    """A launcher, and the MPI it says it is; `on_path` where its bare name means it."""
+    """A launcher, and the MPI it belongs to; `on_path` where its bare name finds it."""
 
     name: str
     path: Path
@@ -65,13 +65,13 @@ class Program:
 
     @property
     def command(self) -> str:
-        """What to type for this very one."""
+        """What to type for this launcher and no other."""
         return self.name if self.on_path else str(self.path)
 
 
 @dataclass(frozen=True)
 class Software:
-    """What is installed, as the chief finds it."""
+    """What is installed, as rank 0 finds it."""
 
     frameworks: tuple[Framework, ...] = ()
     horovod: str = ""
@@ -134,11 +134,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Live:
-    """What the ranks did together. `size` is None where Horovod never said; `said` is why."""
+    """What the ranks did together. `size` is None where Horovod never reported it; `error` is why."""
 
     rank: int | None = None
     size: int | None = None
-    said: str = ""
+    error: str = ""
     over: str = ""
     clocks: tuple[float, ...] = ()
     seconds: Mapping[int, float] = field(default_factory=dict)
@@ -147,10 +147,10 @@ class Live:
 
 @dataclass(frozen=True)
 class Step:
-    """How this process was started, and by which words it can be started again.
+    """How this process was started, and the command line that starts it again.
 
     `plugin` is the one of srun's step around it, be it that of another launcher's daemons.
-    `gloo`: the user has asked Horovod for Gloo, whatever MPI it has. `key`: where the ranks have their key from, ""
+    `gloo`: the user has chosen Gloo for Horovod, whatever MPI it has. `key`: where the ranks have their key from, ""
     where they have none; `bad_key` is why one is refused.
     """
 
@@ -161,14 +161,14 @@ class Step:
     bad_key: str = ""
     nodes: int = 1
     hosts: str = ""
-    words: tuple[str, ...] = ("python", "-m", "hvdtrain", "doctor")
+    argv: tuple[str, ...] = ("python", "-m", "hvdtrain", "doctor")
     root: bool = False
     live: Live | None = None
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything there is to judge; `ranks` are all of the step, or the chief alone where they could not join."""
+    """Everything there is to judge; `ranks` are all of the step, or rank 0 alone where they could not join."""
 
     software: Software
     ranks: tuple[Rank, ...]
@@ -176,7 +176,7 @@ class Findings:
     clock: float
 
     @property
-    def chief(self) -> Rank:
+    def rank_0(self) -> Rank:
         """The rank that judges."""
         return self.ranks[0]
 

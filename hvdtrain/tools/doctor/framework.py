@@ -1,4 +1,4 @@
-"""What a framework and Horovod for it say of themselves: `python -m hvdtrain.tools.doctor.framework torch`."""
+"""Prints what a framework and Horovod for it are: `python -m hvdtrain.tools.doctor.framework torch`."""
 
 import importlib
 import json
@@ -11,13 +11,13 @@ MARK = "hvdtrain-doctor "
 def imported(name: str) -> tuple[Any, Any]:
     """The framework and Horovod for it. Prints what each is as soon as it is there: a crash leaves the first."""
     module = importlib.import_module(name)
-    say(version=module.__version__, **(_cuda(module) if name == "torch" else {}))
+    emit(version=module.__version__, **(_cuda(module) if name == "torch" else {}))
     hvd = importlib.import_module(f"horovod.{name}")
-    say(nccl_built=bool(hvd.nccl_built()))
+    emit(nccl_built=bool(hvd.nccl_built()))
     return module, hvd
 
 
-def say(**values: Any) -> None:
+def emit(**values: Any) -> None:
     """Prints the values for the doctor, among whatever else a library prints."""
     print(MARK + json.dumps(values), flush=True)
 

@@ -1,4 +1,4 @@
-"""What is installed: packages, launchers, and what children that import a framework say. Nothing is judged here."""
+"""What is installed: packages, launchers, and what children that import a framework report. Nothing is judged here."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; p
 
 
 def software(environ: Mapping[str, str], names: Sequence[str]) -> Software:
-    """What is installed and what it says, and those frameworks, asked of several children at a time."""
+    """What is installed, its versions, and those frameworks, each imported in a child of its own at the same time."""
     with ThreadPoolExecutor() as pool:
         frameworks = pool.map(lambda name: framework(name, environ), names)
         mpi4py = pool.submit(_mpi4py, environ)
@@ -62,15 +62,15 @@ def framework(name: str, environ: Mapping[str, str]) -> Framework:
     built = mpi.horovod_library(name) is not None
     if not version:
         return Framework(name, horovod_built=built)
-    said, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.framework", name], environ)
-    if "version" not in said:
+    reported, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.framework", name], environ)
+    if "version" not in reported:
         return Framework(name, version, error=wrong, horovod_built=built)
-    metadata = {key: said[key] for key in KEYS if key in said}
-    return Framework(name, horovod_error="" if "nccl_built" in said else wrong, horovod_built=built, **metadata)
+    metadata = {key: reported[key] for key in KEYS if key in reported}
+    return Framework(name, horovod_error="" if "nccl_built" in reported else wrong, horovod_built=built, **metadata)
 
 
-class Said(BaseModel):
-    """What children may say of the frameworks and of the ranks."""
+class Reported(BaseModel):
+    """What children may report of the frameworks and of the ranks."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -95,13 +95,20 @@ class Joined(NamedTuple):
 
 
 def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Joined:
-    """What came of the ranks' joining over Horovod for that framework. All ranks call it."""
-    said, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.live", name], environ, json.dumps(mine))
-    seconds = {int(size): value for size, value in said.get("seconds", {}).items()}
-    seen = Live(said.get("rank"), said.get("size"), wrong, said.get("over", ""), tuple(said.get("clocks", ())), seconds)
-    metadata = {key: said[key] for key in KEYS if key in said}
+    """The result of the ranks' joining over Horovod for that framework. All ranks call it."""
+    reported, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.live", name], environ, json.dumps(mine))
+    seconds = {int(size): value for size, value in reported.get("seconds", {}).items()}
+    seen = Live(
+        reported.get("rank"),
+        reported.get("size"),
+        wrong,
+        reported.get("over", ""),
+        tuple(reported.get("clocks", ())),
+        seconds,
+    )
+    metadata = {key: reported[key] for key in KEYS if key in reported}
     framework = Framework(name, horovod_built=True, **metadata) if "nccl_built" in metadata else None
-    return Joined(seen, said.get("ranks", ()), framework)
+    return Joined(seen, reported.get("ranks", ()), framework)
 
 
 def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -> tuple[dict[str, Any], str]:
@@ -122,32 +129,32 @@ def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -
         return {}, f"{command[0]}: {error.strerror}"
     try:
         out, err = process.communicate(given, timeout=SECONDS)
-        wrong = _last_words(err, process.returncode) if process.returncode else ""
+        wrong = _last_error(err, process.returncode) if process.returncode else ""
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
         wrong = f"{NO_END} {SECONDS} s"
-    said: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for line in out.splitlines():
         _, mark, values = line.partition(MARK)
-        said |= values_in(values) if mark else {}
-    return said, wrong
+        reported |= values_in(values) if mark else {}
+    return reported, wrong
 
 
 def values_in(text: str) -> dict[str, Any]:
-    """Those of `Said` in a line that a child printed; none where it is damaged, as by another process's words."""
+    """Those of `Reported` in a line that a child printed; none where it is damaged, as by another process's output."""
     try:
-        return Said.model_validate_json(text).model_dump(exclude_unset=True)
+        return Reported.model_validate_json(text).model_dump(exclude_unset=True)
     except ValidationError:
         return {}
 
 
-def _last_words(err: str, code: int) -> str:
-    """The most telling line of stderr: an error's, or the last one with words."""
+def _last_error(err: str, code: int) -> str:
+    """The most informative line of stderr: an error's, or the last one with text."""
     lines = [line.strip() for line in err.splitlines() if re.search("[A-Za-z]{3}", line)]
-    telling = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|\*\*\*|.*\b(abort|Abort\w+\.)", line)]
-    code_says = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    return " ".join([*(telling or lines or [""])[-1].split(), f"({code_says})"])
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|\*\*\*|.*\b(abort|Abort\w+\.)", line)]
+    ended = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+    return " ".join([*(errors or lines or [""])[-1].split(), f"({ended})"])
 
 
 def _output(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
@@ -171,23 +178,23 @@ def _output(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
 
 
 def _built_against() -> dict[str, str]:
-    """Version by framework, as Horovod's build has noted them."""
+    """Version by framework, as Horovod's build recorded them."""
     spec = importlib.util.find_spec("horovod")
     notes = [Path(folder, "metadata.json") for folder in (spec and spec.submodule_search_locations) or []]
     names = {"pytorch": "torch", "tensorflow": "tensorflow"}
-    noted = next((_noted(note) for note in notes if note.is_file()), {})
-    return {names[key]: str(version) for key, version in noted.items() if key in names}
+    recorded = next((_recorded(note) for note in notes if note.is_file()), {})
+    return {names[key]: str(version) for key, version in recorded.items() if key in names}
 
 
-def _noted(note: Path) -> dict[str, Any]:
+def _recorded(note: Path) -> dict[str, Any]:
     try:
         return TypeAdapter(dict[str, Any]).validate_json(read_bytes(note, MOST_BYTES))
-    except (OSError, ValueError):  # pydantic's too, which is what is said of damaged JSON, however deep
+    except (OSError, ValueError):  # pydantic's too, for damaged JSON, however deep
         return {}
 
 
 def _mpi4py(environ: Mapping[str, str]) -> str:
-    """What mpi4py's MPI says it is; "" where mpi4py is not installed."""
+    """What mpi4py's MPI names itself; "" where mpi4py is not installed."""
     if not importlib.util.find_spec("mpi4py"):
         return ""
     output = _output([sys.executable, "-c", MPI4PY], environ)
@@ -195,7 +202,7 @@ def _mpi4py(environ: Mapping[str, str]) -> str:
 
 
 def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
-    """The one that the PATH means, and the one beside this Python where that is another."""
+    """The one that the PATH finds, and the one beside this Python where that is another."""
     on_path = shutil.which(name, path=environ.get("PATH", ""))
     beside = shutil.which(name, path=str(Path(sys.executable).parent))
     paths = dict.fromkeys(path for path in (on_path, beside) if path)
@@ -205,7 +212,7 @@ def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
 def _program(name: str, path: str, on_path: bool, environ: Mapping[str, str]) -> Program:
     if name == "horovodrun":
         return Program(name, Path(path), None, on_path=on_path)
-    # A launcher told that it is somebody's rank may try to join in.
+    # A launcher whose environment makes it a rank may try to join.
     outside = {key: value for key, value in environ.items() if not key.startswith(pmi.PREFIXES)}
     output = _output([path, "--version"], outside) or ""
     release = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", output)), "")
@@ -213,7 +220,7 @@ def _program(name: str, path: str, on_path: bool, environ: Mapping[str, str]) ->
 
 
 def kind_in(output: str) -> Kind | None:
-    """The MPI that a launcher's or a library's own words mean."""
+    """The MPI that a launcher's or a library's own output names."""
     if re.search(r"Open MPI|OpenRTE|open-mpi|prte", output, re.IGNORECASE):
         return "openmpi"
     return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", output, re.IGNORECASE) else None

@@ -57,7 +57,7 @@ def rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
 
 
 def step(topology: Topology, environ: Mapping[str, str]) -> Step:
-    """How this process was started; its words are those that can be typed again."""
+    """How this process was started; its argv can be typed again."""
     inside_srun = topology.launcher == "srun"
     key, bad_key = _key(topology, environ)
     return Step(
@@ -68,7 +68,7 @@ def step(topology: Topology, environ: Mapping[str, str]) -> Step:
         bad_key=bad_key,
         nodes=(whole_number(environ.get("SLURM_STEP_NUM_NODES", "")) or 1) if inside_srun else 1,
         hosts=launch.hosts(topology, environ, _ancestors()),
-        words=tuple(sys.orig_argv),
+        argv=tuple(sys.orig_argv),
         root=os.geteuid() == 0,
     )
 
@@ -125,16 +125,16 @@ def _ancestors() -> list[list[str]]:
     while pid > 1:
         try:
             with Path(f"/proc/{pid}/cmdline").open("rb") as file:
-                words = file.read(MOST_BYTES).decode(errors="replace").rstrip("\0").split("\0")
+                argv = file.read(MOST_BYTES).decode(errors="replace").rstrip("\0").split("\0")
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             break
-        # Open MPI's and Horovod's launchers may run a shell with the whole command as one word.
-        found += [words, *(_words(word) for word in words if " " in word)]
+        # Open MPI's and Horovod's launchers may run a shell with the whole command as one argument.
+        found += [argv, *(_split(argument) for argument in argv if " " in argument)]
     return found
 
 
-def _words(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How the ranks were started, whether Horovod's MPI can hear it, and the command that starts them right."""
+"""How the ranks were started, whether Horovod's MPI can join its ranks, and the command that starts them right."""
 
 import re
 import shlex
@@ -39,8 +39,8 @@ def fix(findings: Findings) -> str:
     """The command that starts these ranks as one world, or the one that builds a Horovod for it."""
     step, software = findings.step, findings.software
     if step.topology.launcher == "srun" and software.mpi and mismatch(step, software.mpi):
-        speaks = slurm_speaks(software.slurm_plugins, software.mpi)
-        return srun(findings) if speaks else build_for(software.slurm_plugins)
+        common = common_plugins(software.slurm_plugins, software.mpi)
+        return srun(findings) if common else build_for(software.slurm_plugins)
     family = FAMILIES.get(step.topology.launcher)
     # MPICH 5 refuses Hydra's connection where that of the daemons' step is there too.
     doubled = family == "mpich" and step.plugin == "pmix"
@@ -53,7 +53,7 @@ def fix(findings: Findings) -> str:
     return _horovodrun(findings)
 
 
-def slurm_speaks(plugins: Sequence[str] | None, mpi: Mpi) -> list[str]:
+def common_plugins(plugins: Sequence[str] | None, mpi: Mpi) -> list[str]:
     """Those of the MPI's plugins that SLURM has; where nobody knows, it is taken to have them."""
     return [name for name in mpi.plugins if plugins is None or any(re.match(name, plugin) for plugin in plugins)]
 
@@ -65,18 +65,18 @@ def build_for(plugins: Sequence[str] | None) -> str:
 
 
 def srun(findings: Findings) -> str:
-    """The command that starts this step again, with a plugin that Horovod's MPI speaks and the job's CPUs per task."""
+    """The command that starts this step again, with a plugin that Horovod's MPI has and the job's CPUs per task."""
     step, mpi, plugin = findings.step, findings.software.mpi, findings.step.plugin
     if mpi and plugin not in mpi.plugins:
-        plugin = next(iter(slurm_speaks(findings.software.slurm_plugins, mpi)), plugin)
-    cpus = cpus_per_task(findings.chief)
+        plugin = next(iter(common_plugins(findings.software.slurm_plugins, mpi)), plugin)
+    cpus = cpus_per_task(findings.rank_0)
     flags = [f"--mpi={plugin}"] if plugin not in {None, "none"} else []
     flags += [f"--cpus-per-task={cpus}"] if cpus else []
-    return shlex.join(["srun", *flags, "-N", str(step.nodes), "-n", str(step.topology.size), *step.words])
+    return shlex.join(["srun", *flags, "-N", str(step.nodes), "-n", str(step.topology.size), *step.argv])
 
 
 def cpus_per_task(rank: Rank) -> str:
-    """What the job asked for, "" where it did not."""
+    """What the job requested, "" where it did not."""
     return rank.environ.get("SRUN_CPUS_PER_TASK") or rank.environ.get("SLURM_CPUS_PER_TASK") or ""
 
 
@@ -89,28 +89,28 @@ def program_of(kind: Kind, programs: Sequence[Program]) -> Program | None:
 
 def _mpi_launch(findings: Findings, program: Program, kind: Kind) -> str:
     step = findings.step
-    words = ["SLURM_MPI_TYPE=none"] if kind == "mpich" and step.topology.job_id else []
-    words += [program.command, "-n", str(step.topology.size)]
+    argv = ["SLURM_MPI_TYPE=none"] if kind == "mpich" and step.topology.job_id else []
+    argv += [program.command, "-n", str(step.topology.size)]
     if step.hosts:
-        words += ["-H" if kind == "openmpi" else "-hosts", step.hosts]
+        argv += ["-H" if kind == "openmpi" else "-hosts", step.hosts]
     if kind == "openmpi":
-        words += ["--allow-run-as-root"] if step.root else []
-        crowded = not step.hosts and step.topology.local_size > findings.chief.cpus_of_host
-        words += ["--oversubscribe"] if crowded else []
-    return shlex.join([*words, *step.words])
+        argv += ["--allow-run-as-root"] if step.root else []
+        crowded = not step.hosts and step.topology.local_size > findings.rank_0.cpus_of_host
+        argv += ["--oversubscribe"] if crowded else []
+    return shlex.join([*argv, *step.argv])
 
 
 def _horovodrun(findings: Findings) -> str:
     step = findings.step
     program = next((program for program in findings.software.programs if program.name == "horovodrun"), None)
-    words = [program.command if program else "horovodrun", "--gloo", "-np", str(step.topology.size)]
-    return shlex.join([*words, *(["-H", step.hosts] if step.hosts else []), *step.words])
+    argv = [program.command if program else "horovodrun", "--gloo", "-np", str(step.topology.size)]
+    return shlex.join([*argv, *(["-H", step.hosts] if step.hosts else []), *step.argv])
 
 
 def hosts(topology: Topology, environ: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str:
-    """The run's hosts as `a:2,b:2`; "" where all ranks are on this one, or nobody says.
+    """The run's hosts as `a:2,b:2`; "" where all ranks are on this one, or nothing lists them.
 
-    SLURM's allocation says it, or the words of a launcher above this process.
+    SLURM's allocation lists them, or the command line of a launcher above this process.
     """
     if topology.local_size == topology.size:
         return ""
@@ -118,15 +118,15 @@ def hosts(topology: Topology, environ: Mapping[str, str], ancestors: Sequence[Se
         count = -(-topology.size // topology.local_size)
         names = hostlist.expand(environ["SLURM_JOB_NODELIST"])[:count]
     else:
-        names = next(filter(None, map(_hosts_said, ancestors)), [])
+        names = next(filter(None, map(_hosts_given, ancestors)), [])
     return ",".join(name if ":" in name else f"{name}:{topology.local_size}" for name in names)
 
 
-def _hosts_said(words: Sequence[str]) -> list[str]:
-    """The hosts that a launcher was given, with their numbers of ranks where it was given them."""
-    if not words or not re.search(r"mpirun|mpiexec|prterun|horovodrun", " ".join(words[:2])):
+def _hosts_given(argv: Sequence[str]) -> list[str]:
+    """The hosts on a launcher's command line, with their numbers of ranks where it has them."""
+    if not argv or not re.search(r"mpirun|mpiexec|prterun|horovodrun", " ".join(argv[:2])):
         return []
-    for flag, value in pairwise(words):
+    for flag, value in pairwise(argv):
         if flag in HOST_FLAGS:
             return value.split(",")
         if flag in FILE_FLAGS:
@@ -136,7 +136,7 @@ def _hosts_said(words: Sequence[str]) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """What the file says, "" where it is none or too large."""
+    """The file's text, "" where it is no file or too large."""
     try:
         return read_bytes(path, MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError):

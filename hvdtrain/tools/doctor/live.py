@@ -10,7 +10,7 @@ from hvdtrain.core import sharing
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import discover
 from hvdtrain.run.world import World, joined
-from hvdtrain.tools.doctor.framework import imported, say
+from hvdtrain.tools.doctor.framework import emit, imported
 
 MEGABYTES = (1, 16, 64)
 SECONDS_PER_SIZE = 0.3
@@ -31,14 +31,14 @@ def main(framework: str) -> None:
 def _measured(framework: str, mine: dict[str, Any]) -> None:
     module, hvd = imported(framework)
     hvd.init()
-    say(rank=hvd.rank(), size=hvd.size())
+    emit(rank=hvd.rank(), size=hvd.size())
     ranks = _of_ranks({**mine, "rank": hvd.rank()}, module, hvd)
     ones, over = _device(framework, module, hvd)
     _average(module, hvd, 0.0)  # every rank has passed it at the same moment, to a millisecond or so
     clocks = _of_ranks(time.time(), module, hvd)
     seconds = _measure(module, hvd, ones)
     if hvd.rank() == 0:
-        say(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
+        emit(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
     hvd.shutdown()
 
 
@@ -65,7 +65,7 @@ def _measure(module: Any, hvd: Any, ones: Any) -> dict[int, float]:
         if seconds and (size / max(seconds)) * seconds[max(seconds)] > LONGEST:
             break
         vector = ones(size // 4)
-        # The ranks must agree how often to repeat, so they average what each has seen.
+        # The ranks must agree how often to repeat, so they average what each has measured.
         first = _average(module, hvd, _timed(hvd, vector, 1))
         repeats = max(1, min(20, int(SECONDS_PER_SIZE / first)))
         seconds[size] = _average(module, hvd, _timed(hvd, vector, repeats))

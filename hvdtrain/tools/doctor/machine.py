@@ -1,4 +1,4 @@
-"""The hosts, judged: GPUs, network, limits, CPUs, clock, names and folder, on every rank that could be asked."""
+"""The hosts, judged: GPUs, network, limits, CPUs, clock, names and folder, on every rank that reported."""
 
 import shlex
 import time
@@ -60,7 +60,7 @@ def _cuda(findings: Findings) -> Verdict:
     if not cuda or not runs:
         return Verdict("skip", "torch is built for the CPU" if runs else "no GPU")
     if (whole_number(cuda.split(".")[0]) or 0) > (whole_number(runs.split(".")[0]) or 0):
-        fix = f"# install a torch built for CUDA {runs} or older, or ask for a driver of CUDA {cuda}"
+        fix = f"# install a torch built for CUDA {runs} or older, or request a driver of CUDA {cuda}"
         return Verdict("fail", f"torch is built for CUDA {cuda}, the driver runs {runs}", "a driver as new", fix)
     return Verdict("ok", f"torch is built for {cuda}, the driver runs {runs}")
 
@@ -79,9 +79,9 @@ def _gpus(findings: Findings, rank: Rank) -> Verdict:
     """Whether each rank finds a GPU of its own, as training would take it."""
     if not rank.visible_gpus:
         return Verdict("skip", "no GPU")
-    place = Topology(0, rank.local_size, 0, rank.local_size, None, rank.host, findings.step.topology.launcher, None)
+    topology = Topology(0, rank.local_size, 0, rank.local_size, None, rank.host, findings.step.topology.launcher, None)
     try:
-        gpu_index("auto", rank.visible_gpus, place, gpu_operations=True)
+        gpu_index("auto", rank.visible_gpus, topology, gpu_operations=True)
     except DeviceError:
         found = f"{rank.visible_gpus} GPUs visible to each of {rank.local_size} ranks on {rank.host}"
         enough = rank.visible_gpus > rank.local_size
@@ -93,12 +93,12 @@ def _gpus(findings: Findings, rank: Rank) -> Verdict:
 
 def _nccl_interface(findings: Findings, rank: Rank) -> Verdict:
     usable = [it for it in rank.interfaces if it.up and it.address]
-    asked = rank.environ.get("NCCL_SOCKET_IFNAME", "")
-    if asked:
-        exclude, exact = asked.startswith("^"), asked.lstrip("^").startswith("=")
-        names = asked.lstrip("^=").split(",")
+    requested = rank.environ.get("NCCL_SOCKET_IFNAME", "")
+    if requested:
+        exclude, exact = requested.startswith("^"), requested.lstrip("^").startswith("=")
+        names = requested.lstrip("^=").split(",")
         taken = [it for it in usable if exclude != any(_means(it.name, name, exact) for name in names)]
-        return _taken("NCCL_SOCKET_IFNAME", asked, taken, usable, findings)
+        return _taken("NCCL_SOCKET_IFNAME", requested, taken, usable, findings)
     # NCCL's own order: InfiniBand's interfaces, then any but these, then these.
     last = ("docker", "lo")
     taken = [it for it in usable if it.name.startswith("ib")]
@@ -122,19 +122,23 @@ def _gloo_interface(findings: Findings, rank: Rank) -> Verdict:
     return _taken("HOROVOD_GLOO_IFACE", "", taken, usable, findings)
 
 
-def _taken(variable: str, asked: str, taken: list[Interface], usable: list[Interface], findings: Findings) -> Verdict:
+def _taken(
+    variable: str, requested: str, taken: list[Interface], usable: list[Interface], findings: Findings
+) -> Verdict:
     """The interface that will be used, or why it will not do."""
     there = ", ".join(it.name for it in usable) or "none"
     outside = [it.name for it in usable if not it.address.startswith("127.")]
     fix = f"export {variable}={outside[0]}" if outside else f"# {variable}: no interface of this host is up"
     if not taken:
-        found = f"{variable}={asked} names none that is up" if asked else "none that is up has this host's address"
+        found = (
+            f"{variable}={requested} names none that is up" if requested else "none that is up has this host's address"
+        )
         return Verdict("fail", found, f"one of: {there}", fix)
     it = taken[0]
     if it.address.startswith("127.") and findings.hosts > 1:
         return Verdict("fail", f"{it.name} ({it.address}), for {findings.hosts} hosts", f"one of: {there}", fix)
-    said = f", from {variable}" if asked else ""
-    return Verdict("ok", f"{it.name} ({it.address}){said}")
+    source = f", from {variable}" if requested else ""
+    return Verdict("ok", f"{it.name} ({it.address}){source}")
 
 
 def _infiniband(rank: Rank) -> Verdict:
@@ -164,33 +168,35 @@ def _nofile(rank: Rank) -> Verdict:
 
 
 def _cpus(findings: Findings, rank: Rank) -> Verdict:
-    """Whether the task got the CPUs that the job asked for."""
+    """Whether the task got the CPUs that the job requested."""
     have = len(rank.cpus)
-    asked = launch.cpus_per_task(rank)
+    requested = launch.cpus_per_task(rank)
     found = f"{have} of the host's {rank.cpus_of_host}"
     # A SLURM configured with more CPUs than the host has cannot give them: all there are is enough.
-    wanted = whole_number(asked)
+    wanted = whole_number(requested)
     if wanted is None or have >= min(wanted, rank.cpus_of_host):
-        return Verdict("ok", found + (f", {asked} asked for" if asked else ""))
+        return Verdict("ok", found + (f", {requested} requested" if requested else ""))
     if findings.step.topology.launcher != "srun":
-        return Verdict("warn", f"{found}, {asked} asked for", asked, "# start the ranks with srun, which gives them")
-    expected = f"{asked}: srun of SLURM 22.05 and newer does not take it from sbatch"
+        return Verdict(
+            "warn", f"{found}, {requested} requested", requested, "# start the ranks with srun, which gives them"
+        )
+    expected = f"{requested}: srun of SLURM 22.05 and newer does not take it from sbatch"
     if "SRUN_CPUS_PER_TASK" in rank.environ:
-        expected = f"{asked}, as SRUN_CPUS_PER_TASK says"
+        expected = f"{requested}, as SRUN_CPUS_PER_TASK has it"
     return Verdict("fail", found, expected, launch.srun(findings))
 
 
 def _threads(rank: Rank) -> Verdict:
-    said, have = rank.environ.get("OMP_NUM_THREADS"), len(rank.cpus)
-    if not said:
+    value, have = rank.environ.get("OMP_NUM_THREADS"), len(rank.cpus)
+    if not value:
         return Verdict("ok", "not set: hvdtrain takes the CPUs of the task")
-    threads = whole_number(said.split(",")[0])
+    threads = whole_number(value.split(",")[0])
     if threads is None:
-        return Verdict("fail", f"OMP_NUM_THREADS={said}", "a number", f"export OMP_NUM_THREADS={have}")
+        return Verdict("fail", f"OMP_NUM_THREADS={value}", "a number", f"export OMP_NUM_THREADS={have}")
     if threads > have:
-        found = f"{said} threads on {count(have, 'CPU')}"
+        found = f"{value} threads on {count(have, 'CPU')}"
         return Verdict("warn", found, f"at most {have}", f"export OMP_NUM_THREADS={have}")
-    return Verdict("ok", f"{said}, on {count(have, 'CPU')}")
+    return Verdict("ok", f"{value}, on {count(have, 'CPU')}")
 
 
 def _binding(findings: Findings) -> Verdict:
@@ -199,13 +205,13 @@ def _binding(findings: Findings) -> Verdict:
     for rank in findings.ranks:
         by_host.setdefault(rank.host, []).append(rank)
     for host, ranks in by_host.items():
-        # Rank 0 alone was asked where the ranks could not join.
+        # Only rank 0 is known where the ranks could not join.
         together, everybody = set().union(*(rank.cpus for rank in ranks)), ranks[0].local_size
         if len(ranks) == everybody and len(together) < everybody:
             found = f"{everybody} ranks on {count(len(together), 'CPU')} of {host}"
-            fix = f"# start at most {count(len(together), 'rank')} a host, or ask for more CPUs; mpirun: --bind-to none"
+            fix = f"# start at most {count(len(together), 'rank')} a host, or request more CPUs; mpirun: --bind-to none"
             return Verdict("warn", found, "a CPU for each rank", fix)
-    bound = len(findings.chief.cpus) < findings.chief.cpus_of_host
+    bound = len(findings.rank_0.cpus) < findings.rank_0.cpus_of_host
     return Verdict("ok", "each rank to its CPUs" if bound else "none: the ranks of a host share its CPUs")
 
 

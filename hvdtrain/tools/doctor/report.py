@@ -34,8 +34,8 @@ def show(checks: Sequence[Check], title: str, console: Console) -> None:
         _print(console, Text(f"\n{mark} {', '.join(check.name for check in fixed)}", style=style))
         _print(console, Text(f"    {fix}"))
     counts = [
-        f"{sum(check.status == status for check in checks)} {word}"
-        for status, word in PLURALS.items()
+        f"{sum(check.status == status for check in checks)} {plural}"
+        for status, plural in PLURALS.items()
         if any(check.status == status for check in checks)
     ]
     _print(console, Text(f"\n{', '.join(counts)}", style="bold"))
@@ -53,7 +53,7 @@ def _rows(checks: Sequence[Check]) -> Iterator[tuple[str, str, Check]]:
 
 
 def _line(name: str, check: Check, width: int) -> Text:
-    """One check, its words folded to the width of the terminal."""
+    """One check, its text folded to the width of the terminal."""
     mark, style = MARKS[check.status]
     room = max(20, width - len(name) - 4)
     dim = "dim" if check.status == "skip" else ""

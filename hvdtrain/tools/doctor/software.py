@@ -35,7 +35,7 @@ def checks(findings: Findings) -> list[Check]:
 def _framework(findings: Findings, it: Framework) -> Verdict:
     if it.error.startswith(NO_END):
         fix = f"time python -c 'import {it.name}'  # a busy host or file system is slow, and no fault of {it.name}"
-        return Verdict("warn", f"{it.version}: its import came to {it.error}", "a few seconds", fix)
+        return Verdict("warn", f"{it.version}: its import: {it.error}", "a few seconds", fix)
     if it.error:
         return Verdict(
             "fail", f"{it.version} does not import: {it.error}", f"import {it.name}", f"pip install -U {it.name}"
@@ -132,14 +132,14 @@ def _path(findings: Findings) -> str:
 def _slurm(findings: Findings) -> Verdict:
     plugins, mpi = findings.software.slurm_plugins, findings.software.mpi
     if plugins is None:
-        return Verdict("skip", "no srun that answers")
+        return Verdict("skip", "no srun that responds")
     if mpi is None:
         return Verdict("ok", f"{', '.join(plugins)}; a Horovod without MPI needs none")
-    if not launch.slurm_speaks(plugins, mpi):
+    if not launch.common_plugins(plugins, mpi):
         return Verdict(
             "fail", ", ".join(plugins), f"{' or '.join(mpi.plugins)} for {mpi.title}", launch.build_for(plugins)
         )
-    return Verdict("ok", f"{', '.join(plugins)}; {mpi.title} takes --mpi={launch.slurm_speaks(plugins, mpi)[0]}")
+    return Verdict("ok", f"{', '.join(plugins)}; {mpi.title} takes --mpi={launch.common_plugins(plugins, mpi)[0]}")
 
 
 def _fork(findings: Findings, infiniband: tuple[str, ...], environ: dict[str, str]) -> Verdict:

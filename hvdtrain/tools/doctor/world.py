@@ -39,12 +39,12 @@ def _world(findings: Findings) -> Verdict:
     if wrong := launch.mismatch(step, findings.software.mpi):
         return Verdict("fail", wrong, f"one world of {step.topology.size} ranks", launch.fix(findings))
     if live is None or live.size is None:
-        said = live.said if live else "nothing"
-        return Verdict("fail", f"{promised}; Horovod said: {said}", "rank and size", launch.fix(findings))
+        error = live.error if live else "nothing"
+        return Verdict("fail", f"{promised}; Horovod reported: {error}", "rank and size", launch.fix(findings))
     if (live.rank, live.size) != (step.topology.rank, step.topology.size):
-        found = f"{promised}; Horovod says rank {live.rank} of {live.size}"
+        found = f"{promised}; Horovod reports rank {live.rank} of {live.size}"
         return Verdict("fail", found, f"rank {step.topology.rank} of {step.topology.size}", launch.fix(findings))
-    return Verdict("ok", f"{promised}, and Horovod says {live.size} on {count(findings.hosts, 'host')}")
+    return Verdict("ok", f"{promised}, and Horovod reports {live.size} on {count(findings.hosts, 'host')}")
 
 
 def _allreduce(findings: Findings) -> Verdict:
@@ -54,8 +54,8 @@ def _allreduce(findings: Findings) -> Verdict:
     if live is None or live.size != topology.size:
         return Verdict("skip", "no world to add over")
     if not live.seconds:
-        said = live.said or "no end"
-        return Verdict("fail", f"the ranks joined, then: {said}", "an allreduce", launch.fix(findings))
+        error = live.error or "no end"
+        return Verdict("fail", f"the ranks joined, then: {error}", "an allreduce", launch.fix(findings))
     rates = ", ".join(
         f"{size // 10**6} MB: {_rate(size, live.size, seconds)}" for size, seconds in live.seconds.items()
     )

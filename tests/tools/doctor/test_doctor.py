@@ -25,7 +25,7 @@ SLOW = ("starts_no_rendezvous", "two_ranks[mpi]")
 OPENMPI = Mpi("openmpi", "5.0.11", Path("/v/lib/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.1.2", Path("/v/lib/libmpi.so.12"))
 CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), cray=True)
-WORDS = ("python", "-m", "hvdtrain", "doctor")
+ARGV = ("python", "-m", "hvdtrain", "doctor")
 IB = {"infiniband": ("mlx5_0",)}
 
 HORO = Program("horovodrun", Path("/v/bin/horovodrun"), None)
@@ -60,7 +60,7 @@ def healthy_rank(rank: int) -> Rank:
     )
 
 
-def place(launcher: str, size: int = 4, local_size: int = 2) -> Topology:
+def topology_of(launcher: str, size: int = 4, local_size: int = 2) -> Topology:
     return Topology(0, size, 0, local_size, 0, "nid001", launcher, "22")
 
 
@@ -78,12 +78,12 @@ HEALTHY = Findings(
     ),
     ranks=tuple(map(healthy_rank, range(4))),
     step=Step(
-        place("srun"),
+        topology_of("srun"),
         plugin="pmix",
         key="HVDTRAIN_KEY",
         nodes=2,
         hosts="nid001:2,nid002:2",
-        words=WORDS,
+        argv=ARGV,
         live=Live(0, 4, "", "MPI", (1e9, 1e9, 1e9, 1e9), {10**6: 0.001, 64 * 10**6: 0.032}),
     ),
     clock=1.8e9,
@@ -128,7 +128,7 @@ WRONG = {  # findings, name: status, found, expected, fix
         software(frameworks=(torch(error="no end within 60 s"),)),
         "torch",
         "warn",
-        "2.15.0: its import came to no end within 60 s",
+        "2.15.0: its import: no end within 60 s",
         "a few seconds",
         "time python -c 'import torch'  # a busy host or file system is slow, and no fault of torch",
     ),
@@ -220,7 +220,7 @@ WRONG = {  # findings, name: status, found, expected, fix
         "an MPI that loads",
         f"{PIP} --no-cache-dir --no-binary mpi4py mpi4py",
     ),
-    "launcher of the other MPI first, ranks that met": (
+    "launcher of the other MPI first, ranks that joined": (
         software(programs=(HORO, MPICH_MPIRUN, HIDDEN)),
         "launchers",
         "warn",
@@ -290,7 +290,7 @@ WRONG = {  # findings, name: status, found, expected, fix
         "fail",
         "torch is built for CUDA 13.2, the driver runs 12.4",
         "a driver as new",
-        "# install a torch built for CUDA 12.4 or older, or ask for a driver of CUDA 13.2",
+        "# install a torch built for CUDA 12.4 or older, or request a driver of CUDA 13.2",
     ),
     "GPUs, but a Horovod for the CPU": (
         ranks(visible_gpus=2),
@@ -444,19 +444,19 @@ WRONG = {  # findings, name: status, found, expected, fix
         "12: srun of SLURM 22.05 and newer does not take it from sbatch",
         f"srun --mpi=pmix --cpus-per-task=12 {SRUN}",
     ),
-    "fewer cpus than srun was told": (
+    "fewer cpus than srun was given": (
         ranks((1,), cpus=(0,)),
         "cpus per task",
         "fail",
         "rank 1 on nid001: 1 of the host's 4",
-        "2, as SRUN_CPUS_PER_TASK says",
+        "2, as SRUN_CPUS_PER_TASK has it",
         f"srun --mpi=pmix --cpus-per-task=2 {SRUN}",
     ),
     "mpirun that binds": (
-        replace(step(ranks(cpus=(0,)), topology=place("mpirun")), software=HEALTHY.software),
+        replace(step(ranks(cpus=(0,)), topology=topology_of("mpirun")), software=HEALTHY.software),
         "cpus per task",
         "warn",
-        "1 of the host's 4, 2 asked for",
+        "1 of the host's 4, 2 requested",
         "2",
         "# start the ranks with srun, which gives them",
     ),
@@ -476,7 +476,7 @@ WRONG = {  # findings, name: status, found, expected, fix
         "at most 2",
         "export OMP_NUM_THREADS=2",
     ),
-    "threads in words": (
+    "threads as text": (
         rank_environ(OMP_NUM_THREADS="all"),
         "OMP_NUM_THREADS",
         "fail",
@@ -490,7 +490,7 @@ WRONG = {  # findings, name: status, found, expected, fix
         "warn",
         "2 ranks on 1 CPU of nid002",
         "a CPU for each rank",
-        "# start at most 1 rank a host, or ask for more CPUs; mpirun: --bind-to none",
+        "# start at most 1 rank a host, or request more CPUs; mpirun: --bind-to none",
     ),
     "hostname without an address": (
         ranks((0, 1), address=""),
@@ -572,11 +572,11 @@ WRONG = {  # findings, name: status, found, expected, fix
         "Horovod",
         "python -m hvdtrain build",
     ),
-    "ranks that never met": (
-        step(live=Live(said="no end within 60 s")),
+    "ranks that never joined": (
+        step(live=Live(error="no end within 60 s")),
         "world",
         "fail",
-        "srun started 4 ranks; Horovod said: no end within 60 s",
+        "srun started 4 ranks; Horovod reported: no end within 60 s",
         "rank and size",
         "horovodrun --gloo -np 4 -H nid001:2,nid002:2 python -m hvdtrain doctor",
     ),
@@ -584,35 +584,35 @@ WRONG = {  # findings, name: status, found, expected, fix
         step(live=Live(0, 1)),
         "world",
         "fail",
-        "srun started 4 ranks; Horovod says rank 0 of 1",
+        "srun started 4 ranks; Horovod reports rank 0 of 1",
         "rank 0 of 4",
         "horovodrun --gloo -np 4 -H nid001:2,nid002:2 python -m hvdtrain doctor",
     ),
-    "Hydra over a step of pmix, both of which MPICH hears": (
+    "Hydra over a step of pmix, both of which MPICH follows": (
         step(
             software(mpi=MPICH, programs=(HYDRA,)),
-            live=Live(said="MPI_Init: Aborting. (ended by signal 6)"),
-            topology=place("mpiexec"),
+            live=Live(error="MPI_Init: Aborting. (ended by signal 6)"),
+            topology=topology_of("mpiexec"),
         ),
         "world",
         "fail",
-        "mpiexec started 4 ranks; Horovod said: MPI_Init: Aborting. (ended by signal 6)",
+        "mpiexec started 4 ranks; Horovod reported: MPI_Init: Aborting. (ended by signal 6)",
         "rank and size",
         "SLURM_MPI_TYPE=none mpiexec.hydra -n 4 -hosts nid001:2,nid002:2 python -m hvdtrain doctor",
     ),
     "torchrun": (
-        step(live=Live(0, 1), topology=place("torchrun", 2, 2), hosts=""),
+        step(live=Live(0, 1), topology=topology_of("torchrun", 2, 2), hosts=""),
         "world",
         "fail",
-        "torchrun started 2 ranks; Horovod says rank 0 of 1",
+        "torchrun started 2 ranks; Horovod reports rank 0 of 1",
         "rank 0 of 2",
         "horovodrun --gloo -np 2 python -m hvdtrain doctor",
     ),
     "horovodrun": (
-        step(live=Live(said="exit code 1"), topology=place("horovodrun")),
+        step(live=Live(error="exit code 1"), topology=topology_of("horovodrun")),
         "world",
         "fail",
-        "horovodrun started 4 ranks; Horovod said: exit code 1",
+        "horovodrun started 4 ranks; Horovod reported: exit code 1",
         "rank and size",
         "python -m hvdtrain build",
     ),
@@ -693,39 +693,39 @@ def test_tensorflow_beside_triton_is_no_fault_of_the_machine(packages, found):
 
 def test_a_host_with_fewer_cpus_than_slurm_was_told_gives_all_it_has():
     check = named("cpus per task", ranks(cpus=(0, 1, 2, 3), environ={"SLURM_CPUS_PER_TASK": "12"}))
-    assert (check.status, check.found) == ("ok", "4 of the host's 4, 12 asked for")
+    assert (check.status, check.found) == ("ok", "4 of the host's 4, 12 requested")
 
 
 def test_the_bandwidth_is_the_bus_bandwidth():
     assert named("allreduce", HEALTHY).found == "over MPI; 1 MB: 1.5 GB/s, 64 MB: 3 GB/s"
-    one = step(topology=place("srun", 1, 1), live=Live(0, 1, "", "MPI", (1e9,), {10**6: 0.0012}))
+    one = step(topology=topology_of("srun", 1, 1), live=Live(0, 1, "", "MPI", (1e9,), {10**6: 0.0012}))
     assert named("allreduce", one).found == "over MPI; 1 MB: 1.2 ms"
 
 
 def started(launcher: str, mpi: Mpi | None, plugin: str | None = None, **more) -> Findings:
     """That launch of 4 ranks on 2 hosts, with launchers of both MPIs about."""
     findings = software(mpi=mpi, programs=(HORO, MPIEXEC, MPIRUN, HYDRA), **more)
-    return step(findings, topology=place(launcher), plugin=plugin, live=Live(0, 4, seconds={10**6: 1.0}))
+    return step(findings, topology=topology_of(launcher), plugin=plugin, live=Live(0, 4, seconds={10**6: 1.0}))
 
 
 HOSTS = "nid001:2,nid002:2"
-HYDRA_CURE = f"SLURM_MPI_TYPE=none mpiexec.hydra -n 4 -hosts {HOSTS} python -m hvdtrain doctor"
-MPIRUN_CURE = f"mpirun -n 4 -H {HOSTS} python -m hvdtrain doctor"
-GLOO_CURE = f"horovodrun --gloo -np 4 -H {HOSTS} python -m hvdtrain doctor"
-PMIX_CURE, PMI2_CURE = (f"srun --mpi={plugin} --cpus-per-task=2 {SRUN}" for plugin in ("pmix", "pmi2"))
+HYDRA_FIX = f"SLURM_MPI_TYPE=none mpiexec.hydra -n 4 -hosts {HOSTS} python -m hvdtrain doctor"
+MPIRUN_FIX = f"mpirun -n 4 -H {HOSTS} python -m hvdtrain doctor"
+GLOO_FIX = f"horovodrun --gloo -np 4 -H {HOSTS} python -m hvdtrain doctor"
+PMIX_FIX, PMI2_FIX = (f"srun --mpi={plugin} --cpus-per-task=2 {SRUN}" for plugin in ("pmix", "pmi2"))
 LAUNCHES = {  # as shared notes of real launches have them: the fix, "" where the launch is right
     "Open MPI, srun pmix": (started("srun", OPENMPI, "pmix"), ""),
-    "Open MPI, srun pmi2": (started("srun", OPENMPI, "pmi2"), PMIX_CURE),
-    "Open MPI, srun none": (started("srun", OPENMPI, "none"), PMIX_CURE),
-    "Open MPI, srun cray_shasta": (started("srun", OPENMPI, "cray_shasta"), PMIX_CURE),
+    "Open MPI, srun pmi2": (started("srun", OPENMPI, "pmi2"), PMIX_FIX),
+    "Open MPI, srun none": (started("srun", OPENMPI, "none"), PMIX_FIX),
+    "Open MPI, srun cray_shasta": (started("srun", OPENMPI, "cray_shasta"), PMIX_FIX),
     "Open MPI, mpirun": (started("mpirun", OPENMPI), ""),
-    "Open MPI, Hydra": (started("mpiexec", OPENMPI), MPIRUN_CURE),
+    "Open MPI, Hydra": (started("mpiexec", OPENMPI), MPIRUN_FIX),
     "Open MPI, horovodrun": (started("horovodrun", OPENMPI), ""),
-    "MPICH, srun pmix": (started("srun", MPICH, "pmix"), PMI2_CURE),
+    "MPICH, srun pmix": (started("srun", MPICH, "pmix"), PMI2_FIX),
     "MPICH, srun pmi2": (started("srun", MPICH, "pmi2"), ""),
-    "MPICH, srun none": (started("srun", MPICH, "none"), PMI2_CURE),
-    "MPICH, srun cray_shasta": (started("srun", MPICH, "cray_shasta"), PMI2_CURE),
-    "MPICH, mpirun": (started("mpirun", MPICH), HYDRA_CURE),
+    "MPICH, srun none": (started("srun", MPICH, "none"), PMI2_FIX),
+    "MPICH, srun cray_shasta": (started("srun", MPICH, "cray_shasta"), PMI2_FIX),
+    "MPICH, mpirun": (started("mpirun", MPICH), HYDRA_FIX),
     "MPICH, Hydra": (started("mpiexec", MPICH), ""),
     "MPICH, horovodrun": (started("horovodrun", MPICH), ""),
     "Cray MPICH, srun cray_shasta": (started("srun", CRAY, "cray_shasta"), ""),
@@ -736,32 +736,32 @@ LAUNCHES = {  # as shared notes of real launches have them: the fix, "" where th
     ),
     "no MPI, srun": (started("srun", None, "none"), ""),
     "no MPI, srun pmix": (started("srun", None, "pmix"), ""),
-    "no MPI, mpirun": (started("mpirun", None), GLOO_CURE),
-    "no MPI, Hydra": (started("mpiexec", None), GLOO_CURE),
+    "no MPI, mpirun": (started("mpirun", None), GLOO_FIX),
+    "no MPI, Hydra": (started("mpiexec", None), GLOO_FIX),
     "no MPI, horovodrun": (started("horovodrun", None), ""),
-    "Open MPI, srun none, Gloo asked for": (step(started("srun", OPENMPI, "none"), gloo=True), ""),
+    "Open MPI, srun none, Gloo requested": (step(started("srun", OPENMPI, "none"), gloo=True), ""),
     "Open MPI, but SLURM has no pmix": (
         started("srun", OPENMPI, "pmi2", slurm_plugins=("none", "pmi2")),
         "python -m hvdtrain build --mpi pip-mpich",
     ),
-    "no srun to ask": (started("srun", OPENMPI, "pmi2", slurm_plugins=None), PMIX_CURE),
+    "no srun to query": (started("srun", OPENMPI, "pmi2", slurm_plugins=None), PMIX_FIX),
     "no launcher of Horovod's MPI": (
         replace(started("mpirun", MPICH), software=replace(HEALTHY.software, mpi=MPICH)),
-        GLOO_CURE,
+        GLOO_FIX,
     ),
-    "a launcher that only its path means": (
+    "a launcher that only its path finds": (
         replace(
             started("mpiexec", OPENMPI),
             software=replace(HEALTHY.software, mpi=OPENMPI, programs=(MPICH_MPIRUN, HIDDEN)),
         ),
-        f"/v/bin/{MPIRUN_CURE}",
+        f"/v/bin/{MPIRUN_FIX}",
     ),
     "root": (
         step(started("mpiexec", OPENMPI), root=True),
         f"mpirun -n 4 -H {HOSTS} --allow-run-as-root python -m hvdtrain doctor",
     ),
     "more ranks than the only host's cpus": (
-        step(started("mpiexec", OPENMPI), topology=place("mpiexec", 8, 8), hosts=""),
+        step(started("mpiexec", OPENMPI), topology=topology_of("mpiexec", 8, 8), hosts=""),
         "mpirun -n 8 --oversubscribe python -m hvdtrain doctor",
     ),
 }
@@ -819,8 +819,8 @@ def test_slurms_short_form_of_hosts(text, names):
 def test_the_hosts_of_a_run(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two\na slots=3\n\nb:1\n")
-    mpirun = place("mpirun")
-    assert launch.hosts(place("mpirun", 2, 2), {"SLURM_JOB_NODELIST": "a,b"}, []) == ""
+    mpirun = topology_of("mpirun")
+    assert launch.hosts(topology_of("mpirun", 2, 2), {"SLURM_JOB_NODELIST": "a,b"}, []) == ""
     assert launch.hosts(mpirun, {"SLURM_JOB_NODELIST": "nid[1-4]"}, []) == "nid1:2,nid2:2"
     above = [["python", "doctor"], ["/v/bin/mpirun", "-np", "4", "-H", "a:3,b:1", "python"]]
     assert launch.hosts(mpirun, {}, above) == "a:3,b:1"
@@ -877,7 +877,7 @@ def doctor(*argv: str, cwd: Path | None = None, **environ: str) -> subprocess.Co
     )
 
 
-def told(out: str) -> dict[str, Check]:
+def reported(out: str) -> dict[str, Check]:
     """The checks that were printed as JSON, by name; a launcher may have put `[1,0]<stdout>:` before each line."""
     text = "\n".join(line.partition("<stdout>:")[2] or line for line in out.splitlines())
     return {check["name"]: Check(**check) for check in json.loads(text[text.index("[\n") :])}
@@ -885,7 +885,7 @@ def told(out: str) -> dict[str, Check]:
 
 def test_this_machine(tmp_path):
     done = doctor("--json", cwd=tmp_path)
-    checks = told(done.stdout)
+    checks = reported(done.stdout)
     assert checks.keys() == set(EXPECTED)
     assert done.returncode == (1 if any(check.status == "fail" for check in checks.values()) else 0)
     assert all(check.expected for check in checks.values())
@@ -899,7 +899,7 @@ def test_this_machine(tmp_path):
 
 def test_this_machine_with_nothing_on_the_path_and_nowhere_to_write():
     done = doctor("--json", cwd=Path("/proc"), PATH="")
-    checks = told(done.stdout)
+    checks = reported(done.stdout)
     assert (done.returncode, done.stderr) == (1, "")
     assert checks["output folder"].found == "/proc: No such file or directory"
     assert checks["free space"].status == checks["SLURM's PMI"].status == "skip"
@@ -913,23 +913,23 @@ def test_a_file_where_the_output_folder_should_be(tmp_path, monkeypatch):
     assert found.unwritable == f"{tmp_path / 'runs'}: Not a directory"
 
 
-def test_what_a_child_said_and_why_it_ended(monkeypatch):
+def test_what_a_child_reported_and_why_it_ended(monkeypatch):
     def ran(program: str) -> tuple[dict, str]:
         return gather.child([sys.executable, "-c", program], {}, "7")
 
-    said = "import sys; print('noise hvdtrain-doctor {\"rank\": ' + sys.stdin.read() + '}', flush=True); "
-    assert ran(said) == ({"rank": 7}, "")
-    assert ran(said + "1 / 0") == ({"rank": 7}, "ZeroDivisionError: division by zero (exit code 1)")
+    program = "import sys; print('noise hvdtrain-doctor {\"rank\": ' + sys.stdin.read() + '}', flush=True); "
+    assert ran(program) == ({"rank": 7}, "")
+    assert ran(program + "1 / 0") == ({"rank": 7}, "ZeroDivisionError: division by zero (exit code 1)")
     two = "import sys; sys.exit('init(7): found two of it. Aborting.\\nterminate called')"
     assert ran(two) == ({}, "init(7): found two of it. Aborting. (exit code 1)")
     assert ran("import os; os.abort()") == ({}, "(ended by signal 6)")
     assert gather.child(["/nowhere/python"], {}) == ({}, "/nowhere/python: No such file or directory")
     monkeypatch.setattr(gather, "SECONDS", 1)
-    assert ran(said + "import time; time.sleep(60)") == ({"rank": 7}, "no end within 1 s")
+    assert ran(program + "import time; time.sleep(60)") == ({"rank": 7}, "no end within 1 s")
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"),
+    ("output", "kind"),
     [
         ("mpirun (Open MPI) 5.0.11", "openmpi"),
         ("HYDRA build details:\n    Version:   4.0.2", "mpich"),
@@ -939,8 +939,8 @@ def test_what_a_child_said_and_why_it_ended(monkeypatch):
     ],
     ids=["Open MPI", "Hydra", "Intel", "mpi4py on MPICH", "neither"],
 )
-def test_whose_words_they_are(words, kind):
-    assert gather.kind_in(words) == kind
+def test_whose_output_it_is(output, kind):
+    assert gather.kind_in(output) == kind
 
 
 def test_an_unknown_flag():
@@ -954,10 +954,10 @@ def test_an_unknown_flag():
 def test_a_step_of_two_ranks(controller, tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "doctor", "--json"]
     ended = run(controller, 2, command, limit=120, cwd=tmp_path)
-    checks = told(ended.out)
+    checks = reported(ended.out)
     assert checks["world"].status == checks["ports"].status == checks["allreduce"].status == "ok"
     launcher = {"mpi": "mpirun", "gloo": "horovodrun"}[controller]
-    assert checks["world"].found == f"{launcher} started 2 ranks, and Horovod says 2 on 1 host"
+    assert checks["world"].found == f"{launcher} started 2 ranks, and Horovod reports 2 on 1 host"
     assert checks["allreduce"].found.startswith({"mpi": "over MPI; 1 MB: ", "gloo": "over Gloo; 1 MB: "}[controller])
     assert checks["clock"].found.startswith("the ranks agree to 0.")
     assert ended.left == []
@@ -971,7 +971,7 @@ def test_the_ranks_of_a_launcher_that_starts_no_rendezvous(tmp_path):
     torchrun = shutil.which("torchrun", path=clean_environ()["PATH"])
     command = [torchrun, "--nproc-per-node", "2", "--no-python", sys.executable, "-m", "hvdtrain", "doctor", "--json"]
     ended = run("alone", 2, command, limit=120, cwd=tmp_path)
-    checks = told(ended.good().out)
-    assert checks["world"].found == "torchrun started 2 ranks, and Horovod says 2 on 1 host"
+    checks = reported(ended.good().out)
+    assert checks["world"].found == "torchrun started 2 ranks, and Horovod reports 2 on 1 host"
     assert checks["allreduce"].found.startswith("over Gloo; 1 MB: ")
     assert ended.left == []
