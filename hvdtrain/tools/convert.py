@@ -32,7 +32,7 @@ ALONE = "linear"  # TensorFlow's name for the layer that is PyTorch's whole mode
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Turns a run's newest checkpoint into one that the other framework goes on from."""
+    """Turns a run's newest checkpoint into one that the other framework continues from."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="run folder, as runs/digits/2026-11-20_15-33-02")]
     to: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="the framework to convert to")]
@@ -40,10 +40,10 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the new run folder and says how to go on. Raises HvdtrainError."""
+    """Writes the new run folder and prints the command that continues from it. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain convert", argv)
     state, damaged = checkpoint.newest(options.run / "checkpoints")
-    print("".join(f"{line} The one before it is looked at.\n" for line in damaged), end="")
+    print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
     if state is None:
         raise CheckpointError(f"{options.run} holds no whole checkpoint; give the folder of a run that wrote one.")
     run = options.run.resolve() if options.run.name in {"", ".."} else options.run
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     _write(options.run, target, converted(state, options.to))
     print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
     command = ["python", "-m", f"hvdtrain.{options.to}", str(target / "recipe.yaml"), "--output", str(target)]
-    print(f"go on with: {shlex.join(command)}")
+    print(f"continue with: {shlex.join(command)}")
     return 0
 
 
@@ -68,8 +68,8 @@ def converted(state: Checkpoint, to: Literal["torch", "tensorflow"]) -> Checkpoi
         arrays = _unique(pairs)
     except KeyError as error:
         raise CheckpointError(f"the checkpoint has arrays that no model of hvdtrain has ({error}).") from None
-    facts = {key: value for key, value in state.meta.items() if key != "sha256"}
-    return Checkpoint(arrays, {**facts, "framework": to})
+    metadata = {key: value for key, value in state.meta.items() if key != "sha256"}
+    return Checkpoint(arrays, {**metadata, "framework": to})
 
 
 def _unique(pairs: Iterator[Named]) -> dict[str, np.ndarray]:
@@ -94,10 +94,10 @@ def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
     leaves = {theirs: ours for ours, theirs in (NORM | KERNEL).items()} | {"gamma": "weight", "beta": "bias"}
     for name, array in arrays.items():
         kind, module, leaf = _split(name)
-        place = f"{kind}." if module == ALONE else f"{kind}.{module}."
-        yield place + leaves[leaf], _turned(array, TO_TORCH)
+        prefix = f"{kind}." if module == ALONE else f"{kind}.{module}."
+        yield prefix + leaves[leaf], _turned(array, TO_TORCH)
         if leaf == "moving_mean":
-            yield place + BATCHES, np.array(step, np.int64)
+            yield prefix + BATCHES, np.array(step, np.int64)
 
 
 def _split(name: str) -> tuple[str, str, str]:

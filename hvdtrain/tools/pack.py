@@ -110,7 +110,7 @@ def _write_split(
                 entries[sample] = len(written) - 1, file.tell(), len(encoded), label, zlib.crc32(encoded)
                 file.write(encoded + tail)
             file.write(container.end)
-    # A TFRecord file's name tells how many there are, which only the last of them knows.
+    # A TFRecord file's name has the number of files, which is known only at the last of them.
     named = [path.rename(folder / container.shard(split, k, len(written))) for k, path in enumerate(written)]
     return {path.name: path.stat().st_size for path in named}, entries
 

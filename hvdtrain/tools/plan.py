@@ -22,11 +22,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _take_ranks(argv: list[str]) -> tuple[list[str], int]:
     """argv without `--ranks N` (or --ranks=N), and N; 1 where it is left out."""
-    for place, word in enumerate(argv):
-        flag, equals, value = word.partition("=")
+    for index, argument in enumerate(argv):
+        flag, equals, value = argument.partition("=")
         if flag == "--ranks":
-            value = value if equals else (argv[place + 1] if place + 1 < len(argv) else "")
+            value = value if equals else (argv[index + 1] if index + 1 < len(argv) else "")
             if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
                 raise RecipeError(f"--ranks must be a whole number of at least 1, got {quoted(value)}.")
-            return argv[:place] + argv[place + (1 if equals else 2) :], int(value)
+            return argv[:index] + argv[index + (1 if equals else 2) :], int(value)
     return argv, 1

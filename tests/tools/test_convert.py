@@ -1,4 +1,4 @@
-"""`python -m hvdtrain convert`: names and layouts there and back, and its refusals word for word."""
+"""`python -m hvdtrain convert`: names and layouts there and back, and its exact refusals."""
 
 import contextlib
 import json
@@ -89,7 +89,7 @@ def test_a_run_folder_is_made(trained, capsys):
     assert json.loads((target / "status.json").read_text())["state"] == "running"
     assert capsys.readouterr().out == (
         f"step 7 of {trained}, for tensorflow: {target}\n"
-        f"go on with: python -m hvdtrain.tensorflow {target}/recipe.yaml --output {target}\n"
+        f"continue with: python -m hvdtrain.tensorflow {target}/recipe.yaml --output {target}\n"
     )
 
 
@@ -112,9 +112,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(trained, capsy
     newest = trained / "checkpoints" / "step-00000007"
     (newest / "state.safetensors").write_bytes(b"")
     convert.main([str(trained), "--to", "tensorflow"])
-    said = capsys.readouterr().out
-    assert said.startswith(
-        f"checkpoint {newest} is damaged: its checksum differs. The one before it is looked at.\nstep 3 of {trained}"
+    out = capsys.readouterr().out
+    assert out.startswith(
+        f"checkpoint {newest} is damaged: its checksum differs. The one before it is tried.\nstep 3 of {trained}"
     )
 
 
@@ -206,9 +206,9 @@ def test_a_target_in_use_is_refused(trained):
 
 
 def refused(error, *argv):
-    with pytest.raises(error) as said:
-        convert.main([str(word) for word in argv])
-    return str(said.value)
+    with pytest.raises(error) as refused:
+        convert.main([str(argument) for argument in argv])
+    return str(refused.value)
 
 
 def test_refusals(trained, tmp_path):

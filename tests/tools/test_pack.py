@@ -114,12 +114,12 @@ def test_tensorflow_reads_the_records(tree, tmp_path):
     ]
     command = [sys.executable, "-c", READ_BY_TENSORFLOW, *sorted(map(str, dest.glob("train*")))]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    answer = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     expected = [
         [hashlib.sha256(path.read_bytes()).hexdigest(), int(path.parent.name == "n02")]
         for path in (tree / "train").glob("*/*")
     ]
-    assert sorted(json.loads(answer.stdout)) == sorted(expected)
+    assert sorted(json.loads(done.stdout)) == sorted(expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain predict`: published runs that it was not fitted to, made-up truths, and what it says."""
+"""`python -m hvdtrain predict`: published runs that it was not fitted to, made-up truths, and its output."""
 
 import json
 import math
@@ -132,7 +132,7 @@ SHAPED = {  # a rank a node at 1 Gbit/s and 50 us, ResNet50's gradient: seconds 
 @pytest.mark.parametrize(("compute", "overlap", "cores"), SHAPED.values(), ids=SHAPED)
 def test_shaped_links_at_four_from_one_and_two(compute, overlap, cores, capsys):
     truth = StepModel(compute, 4 * 25_557_032, 8e-9, 5e-5, hidden=overlap, cores=cores or math.inf)
-    points = [word for n in (1, 2) for word in ("--point", f"{n}:{100 * float(truth.step(n)) / n}")]
+    points = [argument for n in (1, 2) for argument in ("--point", f"{n}:{100 * float(truth.step(n)) / n}")]
     known = ["--link-gbit", "1", "--latency-us", "50", "--gradient-mb", "102.23", "--batch", "16", "--examples", "1600"]
     argv = [*points, *known, "--ranks", "4", *(["--cores", str(cores)] if cores else [])]
     (row,) = forecast(*argv, capsys=capsys)["forecast"]
@@ -140,7 +140,7 @@ def test_shaped_links_at_four_from_one_and_two(compute, overlap, cores, capsys):
 
 
 # Measured on a minicluster at 1 Gbit/s and 50 us, a rank a node, Horovod over Open MPI's ring; a step sleeps for its
-# compute and hands over ResNet50's gradient in eight parts meanwhile. Medians of two or three runs of 4 to 6 steps on a
+# compute and hands over ResNet50's gradient in 8 pieces meanwhile. Medians of two or three runs of 4 to 6 steps on a
 # busy machine, which made the runs of 2 ranks differ by 17 %.
 MINICLUSTER = {"compute 0.9 s": (0.9025, 1.821, 2.042, 0.10), "compute 2.0 s": (2.003, 2.423, 2.541, 0.05)}
 
@@ -172,7 +172,7 @@ def test_physics_lies_between_all_overlap_and_none():
     few, many = (float(replace(model, hidden=part).step(16)) / 16 for part in (BACKWARD, 0))
     assert found.seconds[0] == pytest.approx(math.sqrt(few * many))
     assert found.low[0] < few < many < found.high[0]
-    assert found.shares(0)["network"] == pytest.approx(1 - found.shares(0)["compute"])
+    assert found.fractions(0)["network"] == pytest.approx(1 - found.fractions(0)["compute"])
 
 
 JSC = ["--point", "4:5355.9", "--point", "16:1488.2"]
@@ -194,7 +194,7 @@ REFUSALS = {
     ),
     "rising": (
         ["--point", "4:10", "--point", "16:11"],
-        "--point: 16 ranks take 11 s, no less than 4 with 10 s; give the seconds for the same work, or say "
+        "--point: 16 ranks take 11 s, no less than 4 with 10 s; give the seconds for the same work, or give "
         "--link-gbit where the network is that slow.",
     ),
     "two jobs": (
@@ -202,10 +202,10 @@ REFUSALS = {
         "--point: the model has to miss a point by 67%; give seconds of the same work, each rank with the same batch.",
     ),
     "too many ranks": ([*JSC, "--ranks", "32,20000"], "--ranks must lie in [1, 16384], got 20000."),
-    "ranks in words": ([*JSC, "--ranks", "many"], "--ranks must read like 32,64,128, got 'many'."),
-    "two ways": (
+    "ranks as text": ([*JSC, "--ranks", "many"], "--ranks must read like 32,64,128, got 'many'."),
+    "points and physics": (
         [*JSC, "--step-seconds", "1"],
-        "--step-seconds and measured points are two ways to ask; give one of them.",
+        "--step-seconds and measured points exclude each other; give one of them.",
     ),
     "a link alone": (
         [*JSC, "--link-gbit", "100"],
@@ -214,7 +214,7 @@ REFUSALS = {
     ),
     "overlap alone": (
         [*JSC, "--overlap", "0.5"],
-        "--overlap beside points needs --link-gbit; without it the points alone speak.",
+        "--overlap beside points needs --link-gbit; without it only the points are used.",
     ),
     "overlap above one": ([*JSC, "--overlap", "2"], "--overlap must be at most 1, got '2'; --help lists the flags."),
     "all fixed": (
@@ -258,10 +258,10 @@ def test_what_people_read(capsys):
 
 def test_a_network_that_no_point_has_seen(capsys):
     inside = ["--point", "1:100", "--point", "4:26", "--ranks-per-node", "4"]
-    told = "No point spans two nodes, so the network between them is left out; --link-gbit brings it in."
+    remark = "No point spans two nodes, so the network between them is left out; --link-gbit brings it in."
     for ranks, wanted in (("8", True), ("3", False)):
         assert predict.main([*inside, "--ranks", ranks]) == 0
-        assert (told in capsys.readouterr().out.splitlines()) == wanted
+        assert (remark in capsys.readouterr().out.splitlines()) == wanted
 
 
 def test_a_fast_link_leaves_other_causes(capsys):
@@ -281,8 +281,14 @@ def test_a_fixed_part_that_is_known_leaves_less_open(capsys):
 
 def test_the_figures_of_bench_scaling(tmp_path, capsys):
     path = tmp_path / "scaling.json"
-    told = {"bench": "scaling", "batch": 16, "cores": 2, "ranks_per_node": 2, "weak": {"1": [1.0, 1.01], "2": [1.05]}}
-    path.write_text(json.dumps(told))
+    results = {
+        "bench": "scaling",
+        "batch": 16,
+        "cores": 2,
+        "ranks_per_node": 2,
+        "weak": {"1": [1.0, 1.01], "2": [1.05]},
+    }
+    path.write_text(json.dumps(results))
     (row,) = forecast("--from", str(path), "--ranks", "4", capsys=capsys)["forecast"]
     assert row["step_seconds"] == pytest.approx(2 * 1.005 + 0.045 * 1.5, rel=0.01)  # four ranks on two cores
     assert row["throughput"] == pytest.approx(4 * 16 / row["step_seconds"])

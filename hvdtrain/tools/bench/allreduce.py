@@ -41,7 +41,7 @@ class Options(measure.Kept):
         "0.004,0.1,1,10,100"
     )
     ranks: Annotated[
-        measure.RankCount, Field(ge=2), tyro.conf.arg(help="ranks on this machine, where no launcher says")
+        measure.RankCount, Field(ge=2), tyro.conf.arg(help="ranks on this machine, where no launcher started it")
     ] = 2
     rounds: Annotated[measure.Count, tyro.conf.arg(help="measurements of each library and size, interleaved")] = 5
     device: Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="where the tensors lie")] = "auto"
@@ -50,7 +50,7 @@ class Options(measure.Kept):
     def byte_sizes(self) -> list[int]:
         """Whole float32 numbers. Raises RecipeError."""
         try:
-            megabytes = [float(word) for word in self.sizes.split(",")]
+            megabytes = [float(size) for size in self.sizes.split(",")]
         except ValueError:
             megabytes = []
         if not megabytes or any(not 0 < size <= MOST_MB for size in megabytes) or megabytes != sorted(set(megabytes)):
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     for number in range(options.rounds):
         for way, flag in list(ways.items()) if number % 2 == 0 else reversed(list(ways.items())):
             try:
-                now = ranks.start([WORKER, *argv, "--rounds", "1"], "horovod", options.ranks, flag)
+                now = ranks.launch([WORKER, *argv, "--rounds", "1"], "horovod", options.ranks, flag)
             except EngineUnavailable as error:
                 print(f"Horovod over {way} is left out: {error}", file=sys.stderr, flush=True)
                 del ways[way]

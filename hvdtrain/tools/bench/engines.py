@@ -70,7 +70,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Measured:
-    """The median step of each round in seconds, or why there is none; the examples of one step."""
+    """The median step of each round in seconds, or the reason that there is none; the examples of one step."""
 
     seconds: list[float]
     batch: int = 0
@@ -122,13 +122,13 @@ def read(folder: Path) -> Measured:
 
 
 def reason(printed: str) -> str:
-    """The line that says why, without the launcher's mark before it."""
+    """The line that names the reason, without the launcher's mark before it."""
     names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
     for line in printed.splitlines():
         for name in names:
             if f"{name}: " in line or f"{name} (rank" in line:
                 return printable(line[line.index(name) :].strip(), 500)
-    return printable((printed.strip().splitlines() or ["it ended without a word"])[-1], 500)
+    return printable((printed.strip().splitlines() or ["it ended without output"])[-1], 500)
 
 
 def measure_all(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
@@ -146,15 +146,15 @@ def measure_all(chosen: Sequence[Contender], recipe: str, rounds: int, steps: in
 
 def table(found: dict[Contender, Measured]) -> list[str]:
     """The figures as lines of a Markdown table."""
-    lines = ["| engine | start | with | step, ms | examples/s | good for |", "|---|---|---|---|---|---|"]
+    lines = ["| engine | launch | with | step, ms | examples/s | good for |", "|---|---|---|---|---|---|"]
     for contender, measured in found.items():
-        start = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
+        launch = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
         step, rate = "-", "-"
         if measured.seconds:
             step = measure.summary(measured.seconds, 1e3, 0)
             rate = f"{measured.batch / statistics.median(measured.seconds):.1f}"
         good_for = ENGINES[contender.engine].good_for if not measured.reason else measured.reason
-        lines.append(f"| `{contender.engine}` | {start} | {contender.adapter} | {step} | {rate} | {good_for} |")
+        lines.append(f"| `{contender.engine}` | {launch} | {contender.adapter} | {step} | {rate} | {good_for} |")
     return lines
 
 

@@ -116,16 +116,16 @@ def last_line(log: Path) -> str:
 
 
 def report(name: str, found: Found, without: list[str], machine: Found) -> None:
-    """Prints a rung's line, and what its training came to."""
+    """Prints a rung's line, and the result of its training."""
     label = f"{name} (without {' and '.join(without)})" if without else name
     if not found.get("images_per_second"):
         print(f"{label:46} failed: {found['error']}", flush=True)
         return
     rate = measure.spread(found["images_per_second"])
-    share = f"{rate.median * found['flops_per_image'] / machine['matmul_flops']:.1%}"
+    of_matmul = f"{rate.median * found['flops_per_image'] / machine['matmul_flops']:.1%}"
     spread = f"{rate.low:,.0f}-{rate.high:,.0f}"
     alone = f"{found['one_batch']:,.0f}" if "one_batch" in found else ""
-    print(f"{label:46}{rate.median:10,.0f}{spread:>16}{alone:>11}{found['peak_gib']:7.1f}{share:>10}", flush=True)
+    print(f"{label:46}{rate.median:10,.0f}{spread:>16}{alone:>11}{found['peak_gib']:7.1f}{of_matmul:>10}", flush=True)
     if "epochs" in found:
         _report_training(found)
 

@@ -48,7 +48,7 @@ class Options(measure.Kept):
     data_dir: Annotated[
         Path | None, tyro.conf.arg(help="folders train/<class> and val/<class>; left out: generated images")
     ] = None
-    packed: Annotated[Path | None, tyro.conf.arg(help="the same set packed; left out: packed for the while")] = None
+    packed: Annotated[Path | None, tyro.conf.arg(help="the same set packed; left out: packed for this run")] = None
     workers: Annotated[int, Field(ge=0, le=1024), tyro.conf.arg(help="reader processes; 0 is one thread")] = 2
     batch_size: Annotated[measure.Count, tyro.conf.arg(help="images a batch")] = 64
     pictures: Annotated[measure.Count, tyro.conf.arg(help="images a round, at most all")] = 1024
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     options = flags.parse(Options, "python -m hvdtrain bench loader", argv)
     _check(options)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.data_dir or generated(Path(scratch, "pictures"))
+        folder = options.data_dir or generated(Path(scratch, "images"))
         packed = options.packed or Path(scratch, "packed")
         if not options.packed:
             pack.pack(pack.Options(folder, packed))

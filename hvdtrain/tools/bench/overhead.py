@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     worker = f"hvdtrain.tools.bench.workers.{options.framework}_overhead"
     program = [worker, options.recipe, str(options.rounds), options.engine]
-    results = ranks.start(program, options.engine, options.ranks)
+    results = ranks.launch(program, options.engine, options.ranks)
     _report(results["step_seconds"], results["ratios"])
     times = results["step_seconds"]
     measure.conclude("overhead", results, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)

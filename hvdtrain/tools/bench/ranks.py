@@ -1,4 +1,4 @@
-"""Ranks that measure: started on this machine, or by whoever has started this process; and what their chief found."""
+"""Ranks that measure: started on this machine, or by the launcher of this process; and what rank 0 found."""
 
 import json
 import os
@@ -17,8 +17,8 @@ KEPT = "HVDTRAIN_BENCH_KEPT"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
 
 
-def start(program: Sequence[str], engine: str, ranks: int, *flags: str) -> dict[str, Any]:
-    """Starts `python -m program` on so many local ranks and waits; what their chief has kept.
+def launch(program: Sequence[str], engine: str, ranks: int, *flags: str) -> dict[str, Any]:
+    """Starts `python -m program` on so many local ranks and waits; what rank 0 kept.
 
     `flags` are for horovodrun. Raises EngineUnavailable with what the ranks printed where they fail.
     """
@@ -62,7 +62,7 @@ def become(program: Sequence[str]) -> NoReturn:
 
 
 def keep(found: dict[str, Any]) -> bool:
-    """On the chief: leaves what was found to whoever called `start`; False where nobody did."""
+    """On rank 0: leaves what was found to the caller of `launch`; False where there is none."""
     if KEPT not in os.environ:
         return False
     Path(os.environ[KEPT]).write_text(json.dumps(found))

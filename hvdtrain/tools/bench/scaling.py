@@ -1,7 +1,7 @@
-"""`bench scaling`: the step on 1, 2, 4, … ranks in runs of their own, interleaved, and the efficiency that comes of it.
+"""`bench scaling`: the step on 1, 2, 4, … ranks in runs of their own, interleaved, and their efficiency.
 
 Weak: every rank keeps its batch. Strong: the ranks share the batch of one. On CPUs every rank computes with one thread,
-however many there are: with all cores to itself, one rank alone would be no measure for a rank among others.
+however many there are: with all cores to itself, one rank alone could not be compared to a rank among others.
 """
 
 import functools
@@ -69,7 +69,7 @@ class Options(measure.Kept):
 
 @dataclass(frozen=True)
 class Allocation:
-    """What SLURM has given to this job: GPUs and tasks of a node."""
+    """What SLURM gave to this job: GPUs and tasks of a node."""
 
     tasks: int
     gpus: int
@@ -86,10 +86,10 @@ class Allocation:
     def srun(self, ranks: int, plugin: str | None) -> list[str]:
         """The step of so many ranks, on as few nodes as hold them."""
         here = min(ranks, self.tasks)
-        words = ["srun", "--kill-on-bad-exit=1", f"--nodes={-(-ranks // self.tasks)}", f"--ntasks={ranks}"]
-        words += [f"--ntasks-per-node={here}"]
-        words += [f"--gres=gpu:{min(here, self.gpus)}"] if self.gpus else []
-        return [*words, f"--mpi={plugin}"] if plugin else words
+        command = ["srun", "--kill-on-bad-exit=1", f"--nodes={-(-ranks // self.tasks)}", f"--ntasks={ranks}"]
+        command += [f"--ntasks-per-node={here}"]
+        command += [f"--gres=gpu:{min(here, self.gpus)}"] if self.gpus else []
+        return [*command, f"--mpi={plugin}"] if plugin else command
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
 def numbers(flag: str, text: str) -> list[int]:
     """`1,2,4` -> numbers, growing. Raises RecipeError."""
     try:
-        found = [int(word) for word in text.split(",")]
+        found = [int(number) for number in text.split(",")]
     except ValueError:
         found = []
     if not found or found != sorted(set(found)) or not 1 <= found[0] <= found[-1] <= MOST_RANKS:
@@ -154,8 +154,8 @@ def table(found: Found, batch: int) -> list[str]:
     lines = []
     for mode, times in found.items():
         ratios = efficiencies(mode, times)
-        share = f"{batch} a rank" if mode == "weak" else f"{batch} in all"
-        lines += [f"{mode} scaling, batch {share}", "", "| ranks | step, ms | examples/s | efficiency |"]
+        scope = f"{batch} a rank" if mode == "weak" else f"{batch} in all"
+        lines += [f"{mode} scaling, batch {scope}", "", "| ranks | step, ms | examples/s | efficiency |"]
         lines.append("|---|---|---|---|")
         for ranks, seconds in times.items():
             rate = batch * (ranks if mode == "weak" else 1) / measure.spread(seconds).median
@@ -193,17 +193,17 @@ def job(options: Options, site_name: str) -> str:
     site = slurm.site_named(site_name)
     nodes = numbers("nodes", options.nodes or "1,2")
     ranks = sorted({1, *(count * site.gpus for count in nodes)})
-    words = ["python", "-m", "hvdtrain", "bench", "scaling", "--ranks", ",".join(map(str, ranks))]
+    command = ["python", "-m", "hvdtrain", "bench", "scaling", "--ranks", ",".join(map(str, ranks))]
     for name in ("mode", "framework", "engine", "recipe", "rounds", "steps"):
-        words += [f"--{name}", str(getattr(options, name))]
-    words += ["--batch", str(options.batch)] if options.batch else []
+        command += [f"--{name}", str(getattr(options, name))]
+    command += ["--batch", str(options.batch)] if options.batch else []
     plugin = options.mpi or site.mpi
-    words += ["--mpi", plugin] if plugin else []
-    words += ["--output", str(options.output or "scaling-$SLURM_JOB_ID")]
-    asked = slurm.Options(
+    command += ["--mpi", plugin] if plugin else []
+    command += ["--output", str(options.output or "scaling-$SLURM_JOB_ID")]
+    job_options = slurm.Options(
         site=site_name, nodes=nodes[-1], time=options.time, account=options.account, job_name="scaling"
     )
-    return slurm.render(site, asked, words, starts_steps=True)
+    return slurm.render(site, job_options, command, starts_steps=True)
 
 
 def _check(options: Options) -> None:
@@ -214,7 +214,7 @@ def _check(options: Options) -> None:
         raise RecipeError("--ranks follow from --nodes at a site; drop --ranks, or --site.")
     for name in ("nodes", "submit", "time", "account"):
         if getattr(options, name) and not options.site:
-            raise RecipeError(f"--{name} belongs to a job script; say --site, too.")
+            raise RecipeError(f"--{name} belongs to a job script; give --site, too.")
     recipes.load(options.recipe)
 
 
@@ -225,7 +225,7 @@ def _batch(options: Options) -> int:
         return CPU_BATCH
     recipe = recipes.load(options.recipe)
     batch = recipe.batch_size_per_rank or recipe.batch_size
-    assert batch is not None  # a recipe says one of them
+    assert batch is not None  # a recipe has one of them
     return batch
 
 
@@ -250,7 +250,7 @@ def _run(options: Options, name: str, ranks: int, batch: int) -> float:
     print(name, file=sys.stderr, flush=True)
     allocation = Allocation.of(os.environ)
     with tempfile.TemporaryDirectory(dir=Path.cwd() if allocation else None, prefix="scaling-") as folder:
-        command = start(options, ranks, allocation) + run_flags(options, ranks, batch, Path(folder, "run"))
+        command = launch_command(options, ranks, allocation) + run_flags(options, ranks, batch, Path(folder, "run"))
         environ = dict(os.environ) if allocation else {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
@@ -261,8 +261,8 @@ def _run(options: Options, name: str, ranks: int, batch: int) -> float:
     return measured.seconds[0]
 
 
-def start(options: Options, ranks: int, allocation: Allocation | None) -> list[str]:
-    """How so many ranks are started, up to Python's own flags. Raises EngineUnavailable."""
+def launch_command(options: Options, ranks: int, allocation: Allocation | None) -> list[str]:
+    """The command that starts so many ranks, up to Python's own flags. Raises EngineUnavailable."""
     module = ["-m", f"hvdtrain.{options.framework}"]
     if allocation:
         return [*allocation.srun(ranks, options.mpi), sys.executable, *module]
@@ -278,10 +278,10 @@ def start(options: Options, ranks: int, allocation: Allocation | None) -> list[s
 
 
 def run_flags(options: Options, ranks: int, batch: int, folder: Path) -> list[str]:
-    """The command line of one run: as many steps as are asked for, each in the log."""
+    """The command line of one run: as many steps as requested, each in the log."""
     steps = options.steps + engines.WARM_UP
-    words = [options.recipe, "--batch-size", str(batch), "--max-steps", str(steps), "--epochs", str(steps)]
-    words += ["--log-every-steps", "1", "--checkpoint-every-epochs", str(steps), "--output", str(folder)]
+    command = [options.recipe, "--batch-size", str(batch), "--max-steps", str(steps), "--epochs", str(steps)]
+    command += ["--log-every-steps", "1", "--checkpoint-every-epochs", str(steps), "--output", str(folder)]
     if recipes.load(options.recipe).dataset == "synthetic":
-        words += ["--examples", str(steps * batch)]  # the validation at the end reads a tenth as many
-    return [*words, "--engine", "local" if ranks == 1 else options.engine]
+        command += ["--examples", str(steps * batch)]  # the validation at the end reads a tenth as many
+    return [*command, "--engine", "local" if ranks == 1 else options.engine]

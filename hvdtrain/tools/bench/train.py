@@ -1,4 +1,4 @@
-"""`bench train`: the numbers that say what limits a training, from one run of its ranks, its parts interleaved."""
+"""`bench train`: the numbers that show what limits a training: a step's pieces, interleaved in one run."""
 
 import os
 import statistics
@@ -35,7 +35,7 @@ class Options(measure.Kept):
     """
 
     framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
-    ranks: Annotated[measure.RankCount, tyro.conf.arg(help="ranks on this machine, where no launcher says")] = 2
+    ranks: Annotated[measure.RankCount, tyro.conf.arg(help="ranks on this machine, where no launcher started it")] = 2
     rounds: Annotated[
         measure.Count, tyro.conf.arg(help="measurements of each, interleaved, besides one to warm up")
     ] = 5
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if discover(os.environ).size > 1:
         ranks.become(program)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
-    report(ranks.start(program, engine, options.ranks), options.output)
+    report(ranks.launch(program, engine, options.ranks), options.output)
     return 0
 
 
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def report(results: dict[str, Any], output: Path | None) -> None:
-    """Prints the numbers and what they mean, and all of it as JSON."""
+    """Prints the numbers with their meanings, and all of it as JSON."""
     times: dict[str, list[float]] = results["step_seconds"]
     batch = results["global_batch"]
     print(f"{results['recipe']}, {results['ranks']} ranks, {results['engine']} ({results['framework']}), batch {batch}")
@@ -75,20 +75,20 @@ def report(results: dict[str, Any], output: Path | None) -> None:
     print(sentence)
     results = {**results, "of_the_slowest_part": ratio}
     if ONE in times:
-        results["efficiency"] = shares = efficiency(times)
-        together, by_itself = (measure.summary(shares[name]) for name in (FULL, ALONE))
+        results["efficiency"] = ratios = efficiency(times)
+        together, by_itself = (measure.summary(ratios[name]) for name in (FULL, ALONE))
         print(f"efficiency: a rank is {together} as fast as one rank alone, {by_itself} where none communicates")
     measure.conclude("train", results, lambda axes: measure.bars(axes, times, "ms a step", 1e3), output)
 
 
 def limit(times: dict[str, list[float]]) -> tuple[str, float]:
-    """What limits the step, in words, and how many times its slowest part it takes: 1 where all overlaps."""
+    """What limits the step, as a sentence, and how many times its slowest part it takes: 1 where all overlaps."""
     middle = {name: statistics.median(values) for name, values in times.items()}
     # What a rank alone needs without reading; of one rank that is the synthetic step.
     computing = middle[SYNTHETIC] if ALONE not in middle else min(middle[ALONE], middle[SYNTHETIC])
-    parts = {"reading": middle[IO_ONLY], "computing": computing, "communication": middle.get(ALLREDUCE, 0.0)}
-    slowest = max(parts, key=parts.__getitem__)
-    ratio = middle[FULL] / parts[slowest]
+    pieces = {"reading": middle[IO_ONLY], "computing": computing, "communication": middle.get(ALLREDUCE, 0.0)}
+    slowest = max(pieces, key=pieces.__getitem__)
+    ratio = middle[FULL] / pieces[slowest]
     return f"{slowest} limits: a step takes {ratio:.2f} of what that alone takes", ratio
 
 

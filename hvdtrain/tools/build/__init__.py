@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> int:
-    """Builds, installs and proves Horovod as the flags say. Raises BuildError where that fails."""
+    """Builds, installs and proves Horovod as the flags request. Raises BuildError where that fails."""
     from hvdtrain.core import flags
     from hvdtrain.tools.build.plan import Options, describe, plan
     from hvdtrain.tools.build.probe import probe

@@ -123,13 +123,13 @@ def apply(root: Path, patches: Sequence[Patch], program: str) -> None:
     Raises BuildError, with the patch and the file, where one does not apply exactly; the tree is then to be thrown
     away, since the patches before it are in it.
     """
-    # Inside a repository git takes paths from its top, and skips without a word what is not there.
+    # Inside a repository git takes paths from its top, and silently skips what is not there.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environ |= {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}
     for patch in patches:
-        words = [program, *PROGRAMS[Path(program).name]]
+        argv = [program, *PROGRAMS[Path(program).name]]
         ran = subprocess.run(
-            words, input=patch.diff, cwd=root, env=environ, capture_output=True, text=True, check=False
+            argv, input=patch.diff, cwd=root, env=environ, capture_output=True, text=True, check=False
         )
         if ran.returncode:
             failed = FAILED_FILE.search(ran.stdout + ran.stderr)

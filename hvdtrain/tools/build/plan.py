@@ -48,10 +48,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One program to run; {work} in its words stands for the build's temporary folder."""
+    """One program to run; {work} in its argv stands for the build's temporary folder."""
 
     title: str
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> d
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_MPI" if mpi == "none" else "HOROVOD_WITH_MPI": "1",
         **({"MPI_HOME": here.prefix} if mpi in MPI_WHEELS else {}),
-        **{f"HOROVOD_{'WITH' if name in frameworks else 'WITHOUT'}_{word}": "1" for name, word in switch.items()},
+        **{f"HOROVOD_{'WITH' if name in frameworks else 'WITHOUT'}_{suffix}": "1" for name, suffix in switch.items()},
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_BUILD_ARCH_FLAGS": here.arch_flags,
         "CCACHE_BASEDIR": "{work}",  # whose name is another one each time
@@ -265,8 +265,8 @@ def _pip(here: Surroundings) -> tuple[str, ...]:
 
 
 def _pinned(names: Iterable[str]) -> tuple[str, ...]:
-    """The words that have pip install these packages, and nothing but the files whose hashes are known."""
-    files = (word for name in names for word in ("-r", str(PINS / f"{name}.txt")))
+    """The arguments that have pip install these packages, and nothing but the files whose hashes are known."""
+    files = (argument for name in names for argument in ("-r", str(PINS / f"{name}.txt")))
     return ("--require-hashes", "--no-deps", *files)
 
 
@@ -292,14 +292,14 @@ def _toolkit(here: Surroundings) -> tuple[Command, ...]:
 
 
 def _download(here: Surroundings, cache: Path) -> Command:
-    words = (*_pip(here), "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod")
+    argv = (*_pip(here), "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod")
     pinned = ("--require-hashes", "-r", "{work}/sdist.txt", "-d", str(cache))
-    return Command(f"fetch Horovod {VERSION}", (*words, *pinned))
+    return Command(f"fetch Horovod {VERSION}", (*argv, *pinned))
 
 
 def _compile(here: Surroundings) -> Command:
-    words = (*_pip(here), "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index")
-    return Command("compile", (*words, "-w", "{work}/dist", f"{{work}}/horovod-{VERSION}"))
+    argv = (*_pip(here), "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index")
+    return Command("compile", (*argv, "-w", "{work}/dist", f"{{work}}/horovod-{VERSION}"))
 
 
 def tools(python: str) -> Command:
@@ -321,6 +321,6 @@ def describe(it: BuildPlan) -> str:
     lines += [f"  link {link} -> {target}" for link, target in it.links]
     lines += ["", "commands"]
     for command in (*it.prepare, *it.toolkit, tools(it.python), it.download, it.compile, it.install):
-        lines += [f"  # {command.title}", "  " + " ".join(command.words)]
+        lines += [f"  # {command.title}", "  " + " ".join(command.argv)]
     lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}"]
     return "\n".join(lines)

@@ -19,7 +19,7 @@ REPORTED = {"torch": "PyTorch", "tensorflow": "TensorFlow", "mpi": "MPI", "gloo"
 
 
 def prove(plan: BuildPlan, environ: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Raises BuildError where the report lacks the GPU library asked for, or an allreduce does not come out right."""
+    """Raises BuildError where the report lacks the requested GPU library, or an allreduce does not come out right."""
     horovodrun = str(Path(plan.python).parent / "horovodrun")
     environ = _rank_environment(environ)
     if plan.gpu != "none":  # which no rank of the proof uses, while each uses its framework and its controller

@@ -22,7 +22,7 @@ from hvdtrain.errors import BuildError
 
 Report = Callable[[str], None]
 
-# What a failed command's log says -> what to do about it; the first that is found is printed.
+# What stands in a failed command's log -> what to do about it; the first that is found is printed.
 REMEDIES = (
     ("No space left on device", "the disk is full: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk"),
     (
@@ -79,14 +79,14 @@ class _Steps:
     def run(self, command: Command, work: Path, environment: tuple[tuple[str, str], ...] = ()) -> None:
         """Raises BuildError when the command fails, with the line of its output that explains most."""
         self.report(command.title)
-        words = [_fill(word, work, self.environ) for word in command.words]
-        self.log.write(f"\n$ {' '.join(words)}\n")
+        argv = [_fill(argument, work, self.environ) for argument in command.argv]
+        self.log.write(f"\n$ {' '.join(argv)}\n")
         self.log.flush()
         started = self.log.tell()
         environ = {name: value for name, value in self.environ.items() if not name.startswith("HOROVOD_")}
         environ |= {name: _fill(value, work, self.environ) for name, value in environment}
         with subprocess.Popen(
-            words, cwd=work, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            argv, cwd=work, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as process:
             self._follow(process)
         if process.returncode:
@@ -150,7 +150,7 @@ def _sdist(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
     sdist = plan.own.parent / SDIST
     if (found := _pinned(sdist)) is None:
         (work / "sdist.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
-        # With a local version set, pip sees other metadata than the version it asked for.
+        # With a local version set, pip sees other metadata than the version it requested.
         tools_only = tuple(pair for pair in plan.environment if not pair[0].startswith("HOROVOD_"))
         steps.run(plan.download, work, tools_only)
         if (found := _pinned(sdist)) is None:

@@ -45,8 +45,8 @@ def to_json(task: Task, forecast: Forecast) -> dict[str, Any]:
         row |= {"efficiency": efficiencies[0], "band": band}
         if task.steps:
             row["step_seconds"] = times[0] * ranks / task.steps
-        shares = forecast.shares(index)
-        rows.append({**row, "shares": shares, "limited_by": _limit(shares)})
+        fractions = forecast.fractions(index)
+        rows.append({**row, "shares": fractions, "limited_by": _limit(fractions)})
     return {**found, "forecast": rows}
 
 
@@ -60,7 +60,7 @@ def table(task: Task, forecast: Forecast) -> list[str]:
         low, high = (_short(scale * end) for end in row["band"]["seconds"])
         worst, best = (f"{100 * end:.0f}" for end in row["band"]["efficiency"])
         largest = sorted(row["shares"].items(), key=lambda item: -item[1])
-        where = ", ".join(f"{TITLES[name]} {share:.0%}" for name, share in largest if share >= 0.005)
+        where = ", ".join(f"{TITLES[name]} {fraction:.0%}" for name, fraction in largest if fraction >= 0.005)
         cells = (_short(scale * row["seconds"]), f"{low}-{high}", _short(row["throughput"]))
         rows.append((str(ranks), *cells, f"{100 * row['efficiency']:.0f}", f"{worst}-{best}", where))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -79,13 +79,13 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
     if isinstance(model, Points) and not model.link and model.points[-1].ranks <= model.node < task.ranks[-1]:
         found.append("No point spans two nodes, so the network between them is left out; --link-gbit brings it in.")
     limit = _next_limit(task)
-    shares = forecast.shares(-1)
+    fractions = forecast.fractions(-1)
     most = task.ranks[-1]
     if limit is None:
         found.append(f"Compute limits up to {MOST_RANKS} ranks: faster devices, or more of them.")
     else:
         cause, ranks = limit
-        gain = gain_of_halving(list(shares.values()))[list(shares).index(cause)]
+        gain = gain_of_halving(list(fractions.values()))[list(fractions).index(cause)]
         found.append(
             f"What limits next: the {TITLES[cause]}, from {ranks} ranks on more than a tenth of the time; half of it "
             f"would make {most} ranks {gain:.0%} faster ({REMEDIES[cause]})."
@@ -136,10 +136,10 @@ def _efficiency(task: Task, ranks: int, seconds: float) -> float:
     return task.against.ranks * task.against.seconds / (ranks * seconds)
 
 
-def _limit(shares: dict[str, float]) -> str:
+def _limit(fractions: dict[str, float]) -> str:
     """The cause that takes most beside compute, where it takes enough to be worth naming; else compute."""
-    cause = max((name for name in shares if name != "compute"), key=shares.__getitem__)
-    return cause if shares[cause] >= WORTH_NAMING else "compute"
+    cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
+    return cause if fractions[cause] >= WORTH_NAMING else "compute"
 
 
 def _next_limit(task: Task) -> tuple[str, int] | None:
@@ -151,9 +151,9 @@ def _next_limit(task: Task) -> tuple[str, int] | None:
         return None
     forecast = task.model.forecast(ranks)
     for index, number in enumerate(ranks):
-        shares = forecast.shares(index)
-        cause = max((name for name in shares if name != "compute"), key=shares.__getitem__)
-        if shares[cause] > 0.1:
+        fractions = forecast.fractions(index)
+        cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
+        if fractions[cause] > 0.1:
             return cause, number
     return None
 

@@ -1,4 +1,4 @@
-"""What a training costs on N ranks: the model of a step, and what measured points say and leave open of it."""
+"""What a training costs on N ranks: the model of a step, and what measured points determine and leave open of it."""
 
 import functools
 import math
@@ -92,18 +92,18 @@ class Point(NamedTuple):
 class Forecast:
     """Seconds of the same work on `ranks`, with the lowest and highest that the model allows.
 
-    `parts` are the middle's seconds by cause, `compute` among them.
+    `by_cause` has the middle's seconds, `compute` among them.
     """
 
     ranks: Numbers
     seconds: Numbers
     low: Numbers
     high: Numbers
-    parts: "Parts"
+    by_cause: "ByCause"
 
-    def shares(self, index: int) -> dict[str, float]:
+    def fractions(self, index: int) -> dict[str, float]:
         """By cause, the part of that forecast's time."""
-        return {name: float(part[index] / self.seconds[index]) for name, part in self.parts.items()}
+        return {name: float(part[index] / self.seconds[index]) for name, part in self.by_cause.items()}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Link:
 
 
 Column = Callable[[Numbers], Numbers]
-Parts = dict[str, Numbers]
+ByCause = dict[str, Numbers]
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class Points:
         lowest, highest = _widest([fit.reach(where, max(fit.misfit, self.misfit + self.noise)) for fit in possible])
         few, many = _sum(low), _sum(high)
         seconds = np.sqrt(few * many)
-        parts = {name: (low[name] + high[name]) * seconds / (few + many) for name in low}
-        return Forecast(where, seconds, _sum(lowest), _sum(highest), parts)
+        by_cause = {name: (low[name] + high[name]) * seconds / (few + many) for name in low}
+        return Forecast(where, seconds, _sum(lowest), _sum(highest), by_cause)
 
     @property
     def misfit(self) -> float:
@@ -206,7 +206,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Physics:
-    """A forecast without a measured run of several ranks: what a step computes, and how its gradient travels."""
+    """A forecast without a measured run of several ranks: what a step computes and communicates."""
 
     model: StepModel
     steps: float
@@ -223,9 +223,9 @@ class Physics:
         seconds = np.sqrt(few * many)
         compute = self.steps / where * self.model.compute * np.maximum(1, where / self.model.cores)
         fixed = np.full_like(where, self.fixed_seconds)
-        parts = {"compute": compute, "fixed": fixed, "network": seconds - compute - fixed}
+        by_cause = {"compute": compute, "fixed": fixed, "network": seconds - compute - fixed}
         high = self._seconds(replace(slow, hidden=least), where)
-        return Forecast(where, seconds, few * (1 - NOISE), high * (1 + NOISE), parts)
+        return Forecast(where, seconds, few * (1 - NOISE), high * (1 + NOISE), by_cause)
 
     def _seconds(self, model: StepModel, ranks: Numbers) -> Numbers:
         return self.steps / ranks * model.step(ranks) + self.fixed_seconds
@@ -252,7 +252,7 @@ class _Fit:
         found = linprog(free, rows, np.concatenate([wanted, -wanted]))
         return float(found.fun) if found.success else float("inf")
 
-    def reach(self, ranks: Numbers, tolerance: float) -> tuple[Parts, Parts]:
+    def reach(self, ranks: Numbers, tolerance: float) -> tuple[ByCause, ByCause]:
         """The least and the most seconds at `ranks` within that tolerance of every point, by cause."""
         low, high = (
             [self._extreme(n, max(tolerance, self.misfit + 1e-9), sign) for n in ranks.tolist()] for sign in (1, -1)
@@ -266,12 +266,12 @@ class _Fit:
         objective = sign * self._scaled(np.array([n]))[0]
         rows, limits = np.vstack([matrix, -matrix]), np.concatenate([wanted + tolerance, tolerance - wanted])
         weights = linprog(objective, rows, limits).x
-        parts = dict.fromkeys(("compute", *CAUSES), 0.0)
+        by_cause = dict.fromkeys(("compute", *CAUSES), 0.0)
         for name, part in zip(self.columns, sign * objective * weights * self.cost[-1] / n, strict=True):
-            parts[name.removeprefix("hidden ")] += float(part)
+            by_cause[name.removeprefix("hidden ")] += float(part)
         for name, column in self.known.items():
-            parts[name] += float(column(np.array([n]))[0] / n)
-        return parts
+            by_cause[name] += float(column(np.array([n]))[0] / n)
+        return by_cause
 
     def _system(self) -> tuple[Numbers, Numbers]:
         """The columns at the points, and what they have to sum up to, both as parts of what was measured there."""
@@ -283,22 +283,22 @@ class _Fit:
         return np.stack([column(ranks) / column(self.ranks[-1:]) for column in self.columns.values()], axis=1)
 
 
-def _columns(rows: Sequence[dict[str, float]]) -> Parts:
+def _columns(rows: Sequence[dict[str, float]]) -> ByCause:
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
-def _sum(parts: Parts) -> Numbers:
-    return np.sum(list(parts.values()), axis=0)
+def _sum(by_cause: ByCause) -> Numbers:
+    return np.sum(list(by_cause.values()), axis=0)
 
 
-def _widest(ends: Sequence[tuple[Parts, Parts]]) -> tuple[Parts, Parts]:
+def _widest(ends: Sequence[tuple[ByCause, ByCause]]) -> tuple[ByCause, ByCause]:
     """Of several reaches the lowest and the highest, at each number of ranks."""
     lows, highs = zip(*ends, strict=True)
     fewest = np.argmin([_sum(low) for low in lows], axis=0)
     most = np.argmax([_sum(high) for high in highs], axis=0)
     picked = [(lows, fewest), (highs, most)]
     low, high = (
-        {name: np.choose(index, [parts[name] for parts in every]) for name in every[0]} for every, index in picked
+        {name: np.choose(index, [by_cause[name] for by_cause in every]) for name in every[0]} for every, index in picked
     )
     return low, high
 

@@ -1,4 +1,4 @@
-"""What `python -m hvdtrain predict` is asked: its flags and files, and the model of a step that they make."""
+"""The flags and files of `python -m hvdtrain predict`, and the model of a step that they make."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from hvdtrain.tools.predict.scaling import NOISE, Link, Physics, Point, Points, 
 from hvdtrain.untrusted import quoted, read_bytes
 
 MOST_RANKS = 16_384
-MOST_POINTS = 32  # each of them, and each number of ranks asked for, takes a fit
+MOST_POINTS = 32  # each of them, and each requested number of ranks, takes a fit
 LEAST, MOST = 1e-9, 1e12  # of seconds, megabytes, ...: far beyond any, and their products are numbers still
 MOST_BYTES = 2**20  # of a file of points
 WORST_MISFIT = 0.25
@@ -71,7 +71,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is asked: the model, the ranks, and the units of the answer."""
+    """What to predict: the model, the ranks, and the units of the result."""
 
     model: Points | Physics
     ranks: tuple[int, ...]
@@ -104,7 +104,7 @@ def task_of(options: Options) -> Task:
     """The options' meaning. Raises RecipeError for what breaks a rule."""
     measured = bool(options.point or options.from_file)
     if measured and options.step_seconds is not None:
-        raise RecipeError("--step-seconds and measured points are two ways to ask; give one of them.")
+        raise RecipeError("--step-seconds and measured points exclude each other; give one of them.")
     if options.point and options.from_file:
         raise RecipeError("--from has points of its own; give --point or --from.")
     if options.from_file:
@@ -116,21 +116,21 @@ def task_of(options: Options) -> Task:
     return _from_physics(options)
 
 
-def parse_points(words: Sequence[str]) -> tuple[Point, ...]:
+def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:
     """`ranks:seconds` each -> points by ranks. Raises RecipeError."""
     points = []
-    if len(words) > MOST_POINTS:
-        raise RecipeError(f"--point must be given at most {MOST_POINTS} times, got {len(words)}.")
-    for word in words:
-        ranks, _, seconds = word.partition(":")
+    if len(texts) > MOST_POINTS:
+        raise RecipeError(f"--point must be given at most {MOST_POINTS} times, got {len(texts)}.")
+    for text in texts:
+        ranks, _, seconds = text.partition(":")
         try:
             points.append(Point(int(ranks), float(seconds)))
         except ValueError:
-            raise RecipeError(f"--point must read like 4:5355.9 (ranks:seconds), got {quoted(word)}.") from None
+            raise RecipeError(f"--point must read like 4:5355.9 (ranks:seconds), got {quoted(text)}.") from None
         if not (1 <= points[-1].ranks <= MOST_RANKS and 0 < points[-1].seconds < math.inf):
-            raise RecipeError(f"--point must have 1 to {MOST_RANKS} ranks and more than 0 seconds, got {quoted(word)}.")
+            raise RecipeError(f"--point must have 1 to {MOST_RANKS} ranks and more than 0 seconds, got {quoted(text)}.")
         if not LEAST <= points[-1].seconds <= MOST:
-            raise RecipeError(f"--point must have {LEAST:g} to {MOST:g} seconds, got {quoted(word)}.")
+            raise RecipeError(f"--point must have {LEAST:g} to {MOST:g} seconds, got {quoted(text)}.")
     points.sort()
     for few, many in itertools.pairwise(points):
         if few.ranks == many.ranks:
@@ -150,17 +150,17 @@ def _refuse_rising(points: Sequence[Point], options: Options) -> None:
         if many.seconds >= few.seconds and enough_cores and options.link_gbit is None:
             raise RecipeError(
                 f"--point: {many.ranks} ranks take {many.seconds:g} s, no less than {few.ranks} with {few.seconds:g} "
-                "s; give the seconds for the same work, or say --link-gbit where the network is that slow."
+                "s; give the seconds for the same work, or give --link-gbit where the network is that slow."
             )
 
 
 def _ranks(options: Options, fewest: int) -> tuple[int, ...]:
-    """Those asked for, or powers of two above the points."""
+    """The requested ones, or powers of two above the points."""
     if options.ranks is None:
         first = 2 ** max(0, math.ceil(math.log2(fewest)))
         return tuple(n for n in (first * 2**k for k in range(1, 8)) if n <= MOST_RANKS) or (MOST_RANKS,)
     try:
-        ranks = tuple(sorted({int(word) for word in options.ranks.split(",")}))
+        ranks = tuple(sorted({int(number) for number in options.ranks.split(",")}))
     except ValueError:
         raise RecipeError(f"--ranks must read like 32,64,128, got {quoted(options.ranks)}.") from None
     bad = next((n for n in ranks if not 1 <= n <= MOST_RANKS), None)
@@ -188,7 +188,7 @@ def _from_points(options: Options, points: tuple[Point, ...], noise: float, fixe
             )
         link = Link(_step_model(options, points[0].seconds, node), steps)
     elif options.overlap is not None:
-        raise RecipeError("--overlap beside points needs --link-gbit; without it the points alone speak.")
+        raise RecipeError("--overlap beside points needs --link-gbit; without it only the points are used.")
     model = Points(points, node, cores, fixed, link, options.overlap, noise)
     if model.misfit > WORST_MISFIT:
         raise RecipeError(

@@ -84,10 +84,14 @@ def test_efficiency_is_the_speed_of_one_rank_that_is_left():
     assert train.efficiency(times) == {"full": [0.4, 0.5], "no-communication": [0.8, 1.0]}
 
 
-def measured(*words):
+def measured(*arguments):
     """The results that a benchmark prints last."""
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", "bench", *words], check=False, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "hvdtrain", "bench", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))

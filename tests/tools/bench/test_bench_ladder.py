@@ -20,7 +20,7 @@ LACKING = ("torchvision", "sklearn", "scipy", "tensorboardX", "PIL", "packaging"
 MACHINE = {"matmul_flops": 8e14, "gpu": "a GPU"}
 RATES = {"images_per_second": [9000.0, 11000.0, 10000.0], "flops_per_image": 8e9, "peak_gib": 3.25}
 
-# What the recipes say, rung by rung.
+# The recipes' settings, rung by rung.
 BASE = {
     "model": "resnet50", "stem": "cifar", "dataset": "cifar100", "seed": 0, "workers": 0, "batch_norm": "local",
     "accumulation_steps": 1, "clip_norm": None, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": False,
@@ -115,58 +115,58 @@ def test_a_trainings_lines(capsys, epochs, more, last):
     assert printed(capsys, "fast", found)[-1] == last
 
 
-def children(answers):
+def children(results_of):
     """Instead of a rung's process: what it would have found, by rung and by what it does without."""
-    asked = []
+    requested = []
 
     def started(options, name, without, limit):
-        asked.append((name, without))
+        requested.append((name, without))
         if name == "machine":
             return MACHINE
-        return dict(answers(name, without, limit))
+        return dict(results_of(name, without, limit))
 
-    return asked, started
+    return requested, started
 
 
-def climbed(monkeypatch, answers, seconds=470.0, rungs=None):
-    asked, started = children(answers)
+def climbed(monkeypatch, results_of, seconds=470.0, rungs=None):
+    requested, started = children(results_of)
     monkeypatch.setattr(ladder, "started", started)
     ladder.climb(SimpleNamespace(rungs=",".join(rungs or ladder.RUNGS), seconds=seconds))
-    return asked[1:]
+    return requested[1:]
 
 
 def test_a_rung_that_fails_does_not_stop_the_others(monkeypatch, capsys):
-    def answers(name, without, limit):
+    def results_of(name, without, limit):
         return {"error": "out of memory"} if name == "bs256-amp" else RATES
 
-    assert climbed(monkeypatch, answers) == [(name, []) for name in ladder.RUNGS]
+    assert climbed(monkeypatch, results_of) == [(name, []) for name in ladder.RUNGS]
 
 
 def test_what_does_not_work_is_left_out_once_and_for_all(monkeypatch, capsys):
-    def answers(name, without, limit):
+    def results_of(name, without, limit):
         return RATES if "graph" in without or not recipe.load(f"cifar100:{name}").compile else {"error": "no graph"}
 
     last = ladder.RUNGS[-3:]
-    asked = climbed(monkeypatch, answers, rungs=last)
-    assert asked == [(last[0], []), (last[0], ["graph"]), (last[1], ["graph"]), (last[2], ["graph"])]
+    requested = climbed(monkeypatch, results_of, rungs=last)
+    assert requested == [(last[0], []), (last[0], ["graph"]), (last[1], ["graph"]), (last[2], ["graph"])]
 
 
 def test_a_compiler_that_never_ends_is_not_asked_by_the_training(monkeypatch, capsys):
-    def answers(name, without, limit):
+    def results_of(name, without, limit):
         return RATES if name == "fast" else {"error": "not done after 130 s"}
 
-    asked = climbed(monkeypatch, answers, rungs=ladder.RUNGS[-3:])
-    assert asked[-1] == ("fast", ["compile"])
+    requested = climbed(monkeypatch, results_of, rungs=ladder.RUNGS[-3:])
+    assert requested[-1] == ("fast", ["compile"])
 
 
 def test_the_training_has_its_time_kept(monkeypatch, capsys):
     limits = {}
 
-    def answers(name, without, limit):
+    def results_of(name, without, limit):
         limits[name] = limit
         return RATES
 
-    climbed(monkeypatch, answers, seconds=ladder.TRAIN_RESERVE + 20.0)
+    climbed(monkeypatch, results_of, seconds=ladder.TRAIN_RESERVE + 20.0)
     assert limits["bs256"] == pytest.approx(20, abs=1)
     assert limits["fast"] == pytest.approx(ladder.TRAIN_RESERVE + 20, abs=1)
 

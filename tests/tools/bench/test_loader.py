@@ -1,4 +1,4 @@
-"""`bench loader`: the figures it finds on a few made pictures, and the flags it refuses."""
+"""`bench loader`: the figures it finds on a few generated images, and the flags it refuses."""
 
 import importlib.util
 import json
@@ -37,16 +37,16 @@ def test_readers_are_measured_interleaved(sets, torchvision):
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["shards", "folder", "torchvision", "shards", "folder"]
-    facts = json.loads(last)
-    assert (facts["data"], facts["workers"], facts["crop"]) == (str(tree), 1, 32)
+    results = json.loads(last)
+    assert (results["data"], results["workers"], results["crop"]) == (str(tree), 1, 32)
     for key in ("images_per_core_second", "images_per_second"):
-        assert {name: len(values) for name, values in facts[key].items()} == {
+        assert {name: len(values) for name, values in results[key].items()} == {
             "shards": 2,
             "folder": 2,
             "torchvision": 2,
         }
-    ours, theirs = (facts["images_per_core_second"][name] for name in ("shards", "torchvision"))
-    assert facts["ratios"]["shards"] == [one / other for one, other in zip(ours, theirs, strict=True)]
+    ours, theirs = (results["images_per_core_second"][name] for name in ("shards", "torchvision"))
+    assert results["ratios"]["shards"] == [one / other for one, other in zip(ours, theirs, strict=True)]
 
 
 BUSY = """

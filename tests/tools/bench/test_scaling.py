@@ -84,7 +84,7 @@ REFUSALS = {
         ["--ranks", "2,1"],
         "RecipeError: --ranks must be growing whole numbers in [1, 16384], as in 1,2,4; got '2,1'.",
     ),
-    "ranks in words": (
+    "ranks as text": (
         ["--ranks", "few"],
         "RecipeError: --ranks must be growing whole numbers in [1, 16384], as in 1,2,4; got 'few'.",
     ),
@@ -101,7 +101,7 @@ REFUSALS = {
         ["--mpi", "lam"],
         "JobError: --mpi must be pmix, pmi2, cray_shasta, pspmi or none, got 'lam'; see: srun --mpi=list",
     ),
-    "nodes here": (["--nodes", "1,2"], "RecipeError: --nodes belongs to a job script; say --site, too."),
+    "nodes here": (["--nodes", "1,2"], "RecipeError: --nodes belongs to a job script; give --site, too."),
     "ranks there": (
         ["--site", "capella", "--ranks", "1,2"],
         "RecipeError: --ranks follow from --nodes at a site; drop --ranks, or --site.",
@@ -149,12 +149,12 @@ def test_it_measures(tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "bench", "scaling", "--recipe", "linear", "--batch", "4"]
     command += ["--mode", "both", "--rounds", "1", "--steps", "3", "--output", str(tmp_path)]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=280, env=clean_environ())
-    told = json.loads(Path(tmp_path, "scaling.json").read_text())
-    assert (told["bench"], told["batch"], told["threads"], told["ranks_per_node"]) == ("scaling", 4, 1, 1)
+    results = json.loads(Path(tmp_path, "scaling.json").read_text())
+    assert (results["bench"], results["batch"], results["threads"], results["ranks_per_node"]) == ("scaling", 4, 1, 1)
     for mode in ("weak", "strong"):
-        assert all(seconds > 0 for times in told[mode].values() for seconds in times)
-        assert list(told[mode]) == ["1", "2"]
-        assert told["efficiency"][mode]["1"] == [1]
+        assert all(seconds > 0 for times in results[mode].values() for seconds in times)
+        assert list(results[mode]) == ["1", "2"]
+        assert results["efficiency"][mode]["1"] == [1]
     assert Path(tmp_path, "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 

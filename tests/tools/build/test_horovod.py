@@ -131,10 +131,10 @@ def test_a_workers_reply_is_understood():
     from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient, WorkerNotificationService
 
     class Manager:
-        told = None
+        reported = None
 
         def handle_hosts_updated(self, timestamp, result):
-            self.told = (timestamp, result)
+            self.reported = (timestamp, result)
 
     manager = Manager()
     service = WorkerNotificationService(b"key", None, manager)
@@ -143,7 +143,7 @@ def test_a_workers_reply_is_understood():
         client.notify_hosts_updated(7, HostUpdateResult.added)
     finally:
         service.shutdown()
-    assert manager.told == (7, HostUpdateResult.added)
+    assert manager.reported == (7, HostUpdateResult.added)
 
 
 def test_one_scope_of_finished_ranks_is_forgotten_at_a_time():

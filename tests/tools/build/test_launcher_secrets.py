@@ -85,7 +85,7 @@ def watched(command, environ):
 
 @pytest.mark.parametrize(("flags", "code"), STARTS.values(), ids=STARTS)
 def test_ps_shows_no_value_of_the_environment(folder, flags, code):
-    words = [word.format(folder=folder) for word in flags]
+    arguments = [flag.format(folder=folder) for flag in flags]
     rank = [sys.executable, "-c", textwrap.dedent(RANK), str(code), str(folder)]
     environ = {
         **os.environ,
@@ -94,7 +94,7 @@ def test_ps_shows_no_value_of_the_environment(folder, flags, code):
         "TOKEN": SECRET,
         "HOROVOD_RENDEZVOUS_KEY": KEY,
     }
-    command = [HOROVODRUN, "--gloo", *words, "--output-filename", str(folder / "said"), *rank]
+    command = [HOROVODRUN, "--gloo", *arguments, "--output-filename", str(folder / "output"), *rank]
     ran, seen = watched(command, environ)
     assert ran.returncode == code, ran.stderr
     ours = [line for line in seen if str(folder) in line]
@@ -103,10 +103,10 @@ def test_ps_shows_no_value_of_the_environment(folder, flags, code):
     assert not [line for line in seen if "hvdtrain-test-token" in line or KEY in line]
     assert not [line for line in seen if "task_fn\0" in line and line.split("task_fn\0")[1].strip("\0'")]
     for number in (0, 1):
-        said = json.loads((folder / "said" / f"rank.{number}" / "stdout").read_text().partition("]<stdout>:")[2])
-        assert said.pop("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        reported = json.loads((folder / "output" / f"rank.{number}" / "stdout").read_text().partition("]<stdout>:")[2])
+        assert reported.pop("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         given = {"TOKEN": SECRET, "HOROVOD_RENDEZVOUS_KEY": KEY}
-        assert said == {"rank": number, "stdin": "/dev/null", "folder": str(REPOSITORY), **given}
+        assert reported == {"rank": number, "stdin": "/dev/null", "folder": str(REPOSITORY), **given}
 
 
 FUNCTION = """

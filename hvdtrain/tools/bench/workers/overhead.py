@@ -1,4 +1,4 @@
-"""What both adapters' `bench overhead` share: loops interleaved step by step, and what they come to.
+"""What both adapters' `bench overhead` share: loops interleaved step by step, and their results.
 
 A machine's speed drifts by more than what is to be measured, over seconds as over minutes: so the loops are
 interleaved step by step, and a round, an epoch of each, gives one ratio.
@@ -28,12 +28,12 @@ from hvdtrain.run.world import World
 from hvdtrain.tools.bench import ranks
 
 Steps = Iterator[None]
-"""A loop that trains without end, and gives way after every step."""
-Turn = Callable[[], None]
+"""A loop that trains without end, and yields after every step."""
+StepOthers = Callable[[], None]
 """One step of each of the other loops."""
-Driver = Callable[[int, int, Turn], list[float]]
-"""A loop that runs by itself only: trains so many epochs of so many steps and takes a turn before each step; the
-seconds of its own."""
+Driver = Callable[[int, int, StepOthers], list[float]]
+"""A loop that runs by itself only: trains so many epochs of so many steps, the other loops before each step; its own
+seconds."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ def _measure(loops: Loops, size: int, rounds: int, steps: int) -> dict[str, list
     pair = {"hvdtrain": loops.ours, "hand-written": loops.hand_written}
     seconds: dict[str, list[float]] = {name: [] for name in pair}
 
-    def turn() -> None:
+    def step_both() -> None:
         for name in sorted(pair, reverse=bool(len(seconds["hvdtrain"]) % 2)):
             began = time.perf_counter()
             next(pair[name])
             seconds[name].append(time.perf_counter() - began)
 
     if loops.lightning:
-        seconds["Lightning"] = loops.lightning(rounds, steps, turn)
+        seconds["Lightning"] = loops.lightning(rounds, steps, step_both)
     else:
         for _ in range(rounds * steps):
-            turn()
+            step_both()
     of_ranks = {name: loops.sum(np.array(own)) / size for name, own in seconds.items()}
     loops.close()
     return {name: own.reshape(rounds, steps).mean(axis=1).tolist() for name, own in of_ranks.items()}

@@ -17,7 +17,7 @@ from hvdtrain.tensorflow.engines.replication import replication_of
 from hvdtrain.tensorflow.opening import engine_of
 from hvdtrain.tensorflow.trainer import Trainer
 
-WIRE = {"none": tf.float32, "fp16": tf.float16, "fp64": tf.float64}
+COMMUNICATED = {"none": tf.float32, "fp16": tf.float16, "fp64": tf.float64}
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def sides(run: Run) -> Iterator[limits.Sides]:
         trainer = Trainer(run, engine)
         count = sum(int(tf.size(weight)) for weight in trainer.weights)
         with tf.device(engine.device):
-            gradients = tf.zeros(count, WIRE[run.recipe.compression])
+            gradients = tf.zeros(count, COMMUNICATED[run.recipe.compression])
         communicate, alone = None, None
         if engine.size > 1:
             communicate = _allreduce(engine, gradients)
@@ -41,7 +41,7 @@ def sides(run: Run) -> Iterator[limits.Sides]:
 def _drive(trainer: Trainer) -> limits.Drive:
     return limits.Drive(
         batches=trainer.batches,
-        update=lambda parts: trainer.update(parts, 0.0, 0),
+        update=lambda micro_batches: trainer.update(micro_batches, 0.0, 0),
         wait=lambda: trainer.weights[-1].numpy() if trainer.replication.replicas == 1 else None,
     )
 

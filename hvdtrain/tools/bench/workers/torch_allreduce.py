@@ -25,7 +25,7 @@ Reduce = Callable[[torch.Tensor], object]
 
 
 def main(argv: list[str]) -> int:
-    """Measures with all ranks; the chief prints the result, or leaves it to whoever started the ranks."""
+    """Measures with all ranks; rank 0 prints the result, or leaves it to the process that started the ranks."""
     topology = discover(os.environ)
     world = World(topology, rendezvous.from_launcher(topology, os.environ))
     world.start()
@@ -65,7 +65,7 @@ def _reducers(options: allreduce.Options, topology: Topology) -> tuple[dict[str,
     hvd.init()
     if hvd.size() != topology.size:
         raise WorldError(
-            f"{topology.launcher} started {topology.size} ranks, but Horovod says {hvd.size()}; python -m hvdtrain "
+            f"{topology.launcher} started {topology.size} ranks, but Horovod reports {hvd.size()}; python -m hvdtrain "
             "doctor in this step shows why."
         )
     over_gpus = bool(hvd.nccl_built()) and dist.is_nccl_available()

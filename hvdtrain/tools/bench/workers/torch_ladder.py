@@ -75,8 +75,8 @@ def machine(device: str) -> Found:
         found |= {"gpu": properties.name, "gpu_gib": round(properties.total_memory / 2**30, 1)}
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         if shutil.which(DRIVER[0]):
-            answer = subprocess.run(DRIVER, capture_output=True, text=True, check=False)
-            found["driver, clock, power"] = (answer.stdout or answer.stderr).strip()
+            done = subprocess.run(DRIVER, capture_output=True, text=True, check=False)
+            found["driver, clock, power"] = (done.stdout or done.stderr).strip()
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
     seconds = timed(lambda: torch.mm(a, b), device, 30)
     return {**found, "matmul_side": side, "matmul_flops": 2 * side**3 / statistics.median(seconds[5:])}

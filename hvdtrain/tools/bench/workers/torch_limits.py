@@ -12,7 +12,7 @@ from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.opening import engine_of
 from hvdtrain.torch.trainer import Trainer
 
-WIRE = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+COMMUNICATED = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def sides(run: Run) -> Iterator[limits.Sides]:
     with engine_of(run) as engine:
         trainer = Trainer(run, engine)
         count = sum(weight.numel() for weight in trainer.model.parameters())
-        gradients = torch.zeros(count, dtype=WIRE[run.recipe.compression], device=engine.device)
+        gradients = torch.zeros(count, dtype=COMMUNICATED[run.recipe.compression], device=engine.device)
         communicate, alone = None, None
         if engine.size > 1:
             communicate = partial(engine.allreduce, gradients)
@@ -35,7 +35,7 @@ def _drive(trainer: Trainer) -> limits.Drive:
     device = trainer.engine.device
     return limits.Drive(
         batches=trainer.batches,
-        update=lambda parts: trainer.update(parts, 0.0, 0),
+        update=lambda micro_batches: trainer.update(micro_batches, 0.0, 0),
         wait=lambda: torch.cuda.synchronize() if device.type == "cuda" else None,
     )
 

@@ -68,8 +68,10 @@ def ours(where: dict[str, Any], workers: int, batch: int, images: int, crop: int
 
     def epoch() -> Iterable[Pair]:
         order = random.permutation(len(dataset.train))[:images]
-        parts = np.split(order, range(batch, len(order), batch))
-        requests: list[Request] = [(part, random.random((len(part), DRAWS), dtype=np.float32)) for part in parts]
+        batches = np.split(order, range(batch, len(order), batch))
+        requests: list[Request] = [
+            (samples, random.random((len(samples), DRAWS), dtype=np.float32)) for samples in batches
+        ]
         return loader.batches(dataset.train, requests)
 
     return epoch

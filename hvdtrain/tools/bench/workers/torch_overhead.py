@@ -26,7 +26,7 @@ from hvdtrain.torch.opening import open_engine
 from hvdtrain.torch.trainer import Trainer
 
 
-def parts(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
+def training(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
     """What such a script begins with: network, optimiser, and this rank's local batches of the images."""
     recipe, dataset = run.recipe, run.dataset
     x, y = next(
@@ -50,7 +50,7 @@ def parts(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
 
 def hand_written(run: Run) -> overhead.Steps:
     """The bare loop."""
-    model, optimizer, loader = parts(run)
+    model, optimizer, loader = training(run)
     network, optimizer = (_ddp if run.engine == "ddp" else _horovod)(model, optimizer)
     loss_of = nn.CrossEntropyLoss()
     while True:
@@ -83,7 +83,7 @@ def loops(run: Run) -> overhead.Loops:
     if run.engine == "ddp" and importlib.util.find_spec("lightning"):
         from hvdtrain.tools.bench.workers.lightning_overhead import driver_of
 
-        driver = driver_of(run, parts(run))
+        driver = driver_of(run, training(run))
     return overhead.Loops(
         overhead.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
     )
