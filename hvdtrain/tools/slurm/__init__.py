@@ -28,9 +28,9 @@ OF_A_RANK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 COMMENTS_AT = 48
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 OF_A_TRAINING = ("--signal", "--requeue", "--open-mode")
-LISTENS = "120 s before its time limit hvdtrain saves and requeues the job"
-DEAF = "120 s before its time limit; delete it if COMMAND ignores USR2"
-SHIELDED = "120 s before its time limit, for programs that listen"
+SAVES = "120 s before its time limit hvdtrain saves and requeues the job"
+IGNORED = "120 s before its time limit; delete it if COMMAND ignores USR2"
+TRAPPED = "120 s before its time limit, for programs that handle it"
 
 MPI_WHY = "# --mpi says how ranks find each other: pmix for Open MPI, pmi2 for MPICH, cray_shasta for Cray-MPICH.\n"
 ORDER_WHY = (
@@ -50,9 +50,9 @@ KEY = """export HVDTRAIN_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
 
 TORCHRUN = """\
 # What stands between the single quotes runs once on each node: only there do SLURM_STEP_NODELIST and SLURM_NODEID
-# speak of the step. One torchrun a node starts one rank a GPU.
+# describe the step. One torchrun a node starts one rank a GPU.
 {order_why}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
-  trap "" USR2  # torchrun would end at the signal of the time limit; its ranks hear it none the less
+  trap "" USR2  # torchrun would end at the signal of the time limit; its ranks get it all the same
   # The rendezvous is on the first node{suffix_note}.
   MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1){suffix}
   MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000))  # the last four digits of the job id: jobs do not share a port
@@ -83,7 +83,7 @@ TF_CONFIG = """\
 class Options:
     """Prints the job script that starts COMMAND (after --) on a site's nodes, or checks one.
 
-    The words of COMMAND reach it as they are, but for $NAME and ${NAME}, which the job's shell fills in: quote
+    The arguments of COMMAND reach it unchanged, but for $NAME and ${NAME}, which the job's shell fills in: quote
     '$WORK' here for the job to have its own. `--launcher torchrun` takes `python -m MODULE` or `python FILE`.
     """
 
@@ -100,9 +100,9 @@ class Options:
     ] = "srun"
     job_name: Annotated[str, tyro.conf.arg(metavar="NAME")] = "hvdtrain"
     gpus_per_node: Annotated[Count | None, tyro.conf.arg(help="left out: all of the site's", metavar="N")] = None
-    cpus_per_task: Annotated[Count | None, tyro.conf.arg(help="left out: the GPU's share of a node", metavar="N")] = (
-        None
-    )
+    cpus_per_task: Annotated[
+        Count | None, tyro.conf.arg(help="left out: the GPU's fraction of a node", metavar="N")
+    ] = None
     submit: Annotated[bool, tyro.conf.arg(help="give it to sbatch and print the job's number")] = False
     check: Annotated[Path | None, tyro.conf.arg(help="report what is wrong with this job script", metavar="FILE")] = (
         None
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         return _check(options.check, options.site)
     if options.site is None:
-        raise JobError(f"--site is missing; say where the job will run: {', '.join(SITES)}.")
+        raise JobError(f"--site is missing; give the site where the job will run: {', '.join(SITES)}.")
     script = render(site_named(options.site), options, command)
     print(submit(script) if options.submit else script, end="\n" if options.submit else "")
     return 0
@@ -151,17 +151,17 @@ def render(site: Site, options: Options, command: Sequence[str], starts_steps: b
     rows = [row for row in rows if not (starts_steps and row[0].startswith(OF_A_TRAINING))]
     lines += [_commented(f"#SBATCH {option}", why) for option, why in rows]
     if not options.account:
-        reads = f"; here it reads like {site.account[1]}" if site.account[1] else ", where the centre asks for one"
-        lines.append(f"# Say your project with `sbatch --account=NAME FILE`{reads}.")
+        reads = f"; here it reads like {site.account[1]}" if site.account[1] else ", where the centre requires one"
+        lines.append(f"# Give your project with `sbatch --account=NAME FILE`{reads}.")
     lines += ["", *_environment(site, options, command), "", ""]
     return "\n".join(lines) + (
         ITSELF.format(command=quoted(command)) if starts_steps else _step(site, options, command)
     )
 
 
-def quoted(words: Sequence[str]) -> str:
-    """The words for a shell that gives them back as they are, but for $NAME and ${NAME}, which it fills in."""
-    return " ".join(_quoted(word) for word in words)
+def quoted(arguments: Sequence[str]) -> str:
+    """The arguments for a shell that gives them back unchanged, but for $NAME and ${NAME}, which it fills in."""
+    return " ".join(_quoted(argument) for argument in arguments)
 
 
 def submit(script: str) -> str:
@@ -190,8 +190,8 @@ def _check(path: Path, name: str | None) -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobError(f"--check must name a job script that can be read, got {path}: {reason}.") from None
-    why, instead = "bash cannot read the script to its end", "correct it, until this says nothing: bash -n FILE"
-    refused = [Finding(line, printable(said, LONGEST), why, instead) for line, said in bash.syntax_errors(text)]
+    why, instead = "bash cannot read the script to its end", "correct it, until this prints nothing: bash -n FILE"
+    refused = [Finding(line, printable(message, LONGEST), why, instead) for line, message in bash.syntax_errors(text)]
     findings = sorted([*check(text, site), *refused], key=lambda finding: finding.line)
     print(report(str(path), findings))
     return int(any(not finding.note for finding in findings))
@@ -200,7 +200,7 @@ def _check(path: Path, name: str | None) -> int:
 def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) -> None:
     if not command:
         raise JobError(f"no command to run; {AS_IN}")
-    if wrong := next((word for word in command if not _is_text(word)), None):
+    if wrong := next((argument for argument in command if not _is_text(argument)), None):
         raise JobError(f"the command must be text of at most {MOST_BYTES:,} characters, got {shown(wrong)}.")
     if found := OF_A_RANK.search(" ".join(command)):
         raise JobError(
@@ -222,9 +222,9 @@ def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) ->
     _refuse_bad_shape(site, options)
 
 
-def _is_text(word: str) -> bool:
+def _is_text(argument: str) -> bool:
     """Whether it may stand in a script: what a terminal would act on, or no file can hold, may not."""
-    return len(word) <= MOST_BYTES and word.replace("\n", "").replace("\t", "").isprintable()
+    return len(argument) <= MOST_BYTES and argument.replace("\n", "").replace("\t", "").isprintable()
 
 
 def _refuse_bad_shape(site: Site, options: Options) -> None:
@@ -241,8 +241,8 @@ def _refuse_bad_shape(site: Site, options: Options) -> None:
 def _shape(site: Site, options: Options) -> tuple[int, int]:
     """GPUs a node and CPUs a task."""
     gpus = options.gpus_per_node or (1 if options.launcher == "tf-config" else site.gpus)
-    share = site.cpus // site.gpus
-    return gpus, options.cpus_per_task or (share * gpus if options.launcher != "srun" else share)
+    per_gpu = site.cpus // site.gpus
+    return gpus, options.cpus_per_task or (per_gpu * gpus if options.launcher != "srun" else per_gpu)
 
 
 def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tuple[str, str]]:
@@ -257,8 +257,8 @@ def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tu
     if options.launcher == "tf-config":
         memory = site.tf_memory
     partition = options.partition or site.partition
-    deaf = DEAF if options.launcher == "srun" else SHIELDED
-    at_signal = LISTENS if any("hvdtrain" in word for word in command) else deaf
+    otherwise = IGNORED if options.launcher == "srun" else TRAPPED
+    at_signal = SAVES if any("hvdtrain" in argument for argument in command) else otherwise
     rows = [
         (f"--job-name={options.job_name}", ""),
         (f"--nodes={options.nodes}", ""),
@@ -283,14 +283,14 @@ def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tu
 
 def _environment(site: Site, options: Options, command: Sequence[str]) -> list[str]:
     """Modules and variables, as lines of the script."""
-    tensorflow = options.launcher == "tf-config" or any("tensorflow" in word for word in command)
+    tensorflow = options.launcher == "tf-config" or any("tensorflow" in argument for argument in command)
     framework = site.frameworks.get("tensorflow" if tensorflow else "torch")
     modules = [*site.modules, *([framework] if framework else [])]
     lines = [f"module load {' '.join(modules)}"] if modules else ["# Load here the modules your Python needs."]
     lines.append('# A Python environment of your own is switched on here: . "$HOME/venv/bin/activate"')
     why = "since SLURM 22.05 srun does not look above for it"
     lines.append(_commented('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"', why))
-    if any("hvdtrain" in word for word in command):
+    if any("hvdtrain" in argument for argument in command):
         lines += ["# The ranks of this job know one another by a key that other users of the nodes cannot read.", KEY]
     whole_node = _shape(site, options)[0] == site.gpus
     for name, value, why in site.environment:
@@ -334,8 +334,8 @@ def _commented(text: str, why: str) -> str:
     return f"{text:<{COMMENTS_AT}}  # {why}" if why else text
 
 
-def _quoted(word: str) -> str:
-    if not re.search(rf"\${NAME}", word):
-        return shlex.quote(word)
-    escaped = re.sub(rf'[\\"`]|\$(?!{NAME})', r"\\\g<0>", word)
+def _quoted(argument: str) -> str:
+    if not re.search(rf"\${NAME}", argument):
+        return shlex.quote(argument)
+    escaped = re.sub(rf'[\\"`]|\$(?!{NAME})', r"\\\g<0>", argument)
     return f'"{escaped}"'

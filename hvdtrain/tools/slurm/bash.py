@@ -82,8 +82,8 @@ def read(text: str) -> Script:
 
 
 def syntax_errors(text: str) -> list[tuple[int, str]]:
-    """The lines that bash itself refuses, and its words; none where there is no bash. It runs nothing."""
-    # The grammar does not know all that bash takes, so it is not asked.
+    """The lines that bash itself refuses, and its messages; none where there is no bash. It runs nothing."""
+    # The grammar does not know all that bash takes, so it does not decide.
     environ = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}  # and no BASH_ENV, which it would run
     source = text.replace("\r\n", "\n").encode(errors="replace")
     try:
@@ -93,7 +93,7 @@ def syntax_errors(text: str) -> list[tuple[int, str]]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     refused = REFUSED.findall(done.stderr.decode(errors="replace"))
-    return [(int(line), f"{document} {said}".lstrip()) for document, line, said in refused]
+    return [(int(line), f"{document} {message}".lstrip()) for document, line, message in refused]
 
 
 def unquoted(word: str) -> str:
@@ -101,8 +101,8 @@ def unquoted(word: str) -> str:
     return QUOTED.sub(_inside, word) if QUOTES & set(word) else word
 
 
-def _inside(part: re.Match[str]) -> str:
-    escaped, double, single = part.groups()
+def _inside(quoted: re.Match[str]) -> str:
+    escaped, double, single = quoted.groups()
     if double is not None:
         return re.sub(r'\\(["\\])', r"\1", double)
     return escaped or single

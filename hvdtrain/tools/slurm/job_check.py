@@ -176,8 +176,8 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
         given = _ntasks(step.own) or _ntasks(step.options)
         line = given.line if given else step.line
         if gpus == 0:
-            ask = f"#SBATCH --gres=gpu:{case.site.gpus if case.site else 1}"
-            yield Finding(step.line, "no GPU is asked for", "SLURM gives a job only the GPUs it asks for", ask)
+            request = f"#SBATCH --gres=gpu:{case.site.gpus if case.site else 1}"
+            yield Finding(step.line, "no GPU is requested", "SLURM gives a job only the GPUs it requests", request)
         elif step.is_torchrun and tasks and tasks > 1:
             why = f"torchrun starts the ranks of its node itself: {tasks} of them start {tasks} times as many"
             yield Finding(line, f"{tasks} torchruns a node", why, "#SBATCH --ntasks-per-node=1")
@@ -204,9 +204,9 @@ def _cpus(case: Case) -> Iterator[Finding]:
     for step in case.steps:
         option, tasks, cpus = step.options.get("cpus-per-task"), step.tasks_per_node, step.number("cpus-per-task")
         if option is None:
-            share = f"--cpus-per-task={case.site.cpus // case.site.gpus}" if case.site else "--cpus-per-task=N"
+            usual = f"--cpus-per-task={case.site.cpus // case.site.gpus}" if case.site else "--cpus-per-task=N"
             why = "each task gets one CPU, for training and for loading data"
-            yield Finding(step.line, "no --cpus-per-task", why, f"#SBATCH {share}")
+            yield Finding(step.line, "no --cpus-per-task", why, f"#SBATCH {usual}")
         elif "cpus-per-task" not in step.own and (exported is None or exported > step.line):
             yield Finding(
                 step.line,
@@ -312,7 +312,7 @@ def _site_names(case: Case) -> Iterator[Finding]:
 def _hint_undone(case: Case) -> Iterator[Finding]:
     hint, per_core = case.script.option("hint"), case.script.option("ntasks-per-core")
     if hint and per_core:
-        why = f"SLURM then drops --hint={hint.value} without a word"
+        why = f"SLURM then silently drops --hint={hint.value}"
         yield Finding(per_core.line, "--ntasks-per-core beside --hint", why, "leave --ntasks-per-core out")
 
 

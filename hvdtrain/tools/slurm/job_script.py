@@ -97,7 +97,7 @@ class Step:
         return self.is_torchrun or any("TF_CONFIG" in word for word in self.call)
 
     def gpus_per_node(self, site: Site | None) -> int | None:
-        """GPUs of a node; None where that cannot be known, 0 where none are asked for."""
+        """GPUs of a node; None where that cannot be known, 0 where none are requested."""
         if gres := self.text("gres"):
             counts = [re.fullmatch(r"(?:gres/)?gpu(?::[a-z]\w*)?(?::(\d{1,9}))?", part) for part in gres.split(",")]
             return sum(int(found[1] or 1) for found in counts if found)

@@ -1,4 +1,4 @@
-"""Supercomputers as data: what a job script must ask for at each, as the centre's own pages say."""
+"""Supercomputers as data: what a job script must request at each, from the centre's own pages."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Site:
     cpus: int
     time: str = "01:00:00"
     mpi: str | None = "pmix"  # srun's plugin; None where srun takes no --mpi
-    gres: bool = True  # whether GPUs are asked for with --gres, else every node of the constraint gives its own
+    gres: bool = True  # whether GPUs are requested with --gres, else every node of the constraint gives its own
     memory_gib: int | None = None  # a node's
     tf_memory: str | None = None  # of the TF_CONFIG form, which takes one GPU a node
     partition: str | None = None
@@ -150,7 +150,7 @@ SITES: Mapping[str, Site] = MappingProxyType(
         ),
         "generic": Site(
             title="any other cluster",
-            source="a node of 4 GPUs and 32 CPUs; say yours with --gpus-per-node and --cpus-per-task",
+            source="a node of 4 GPUs and 32 CPUs; give yours with --gpus-per-node and --cpus-per-task",
             gpus=4,
             cpus=32,
             launchers=("srun", "torchrun", "tf-config"),

@@ -1,4 +1,4 @@
-"""Somebody's job script: each rule provoked by one change to a faultless script, with its words and its line."""
+"""Somebody's job script: each rule provoked by one change to a faultless script, with its message and its line."""
 
 from unittest.mock import ANY
 
@@ -69,7 +69,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
         "per-node=1",
         Finding(3, "1 task a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "#SBATCH --ntasks-per-node=4"),
     ),
-    "tasks not said": (
+    "tasks not given": (
         "#SBATCH --ntasks-per-node=4\n",
         "",
         Finding(11, "1 task a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "#SBATCH --ntasks-per-node=4"),
@@ -102,7 +102,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
     "no GPU": (
         "#SBATCH --gres=gpu:4\n",
         "",
-        Finding(11, "no GPU is asked for", "SLURM gives a job only the GPUs it asks for", "#SBATCH --gres=gpu:4"),
+        Finding(11, "no GPU is requested", "SLURM gives a job only the GPUs it requests", "#SBATCH --gres=gpu:4"),
     ),
     "too many CPUs": (
         "cpus-per-task=24",
@@ -373,7 +373,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
         Finding(
             11,
             "--ntasks-per-core beside --hint",
-            "SLURM then drops --hint=nomultithread without a word",
+            "SLURM then silently drops --hint=nomultithread",
             "leave --ntasks-per-core out",
         ),
     ),
@@ -490,8 +490,8 @@ def test_every_rule_is_provoked():
     scripts = [(GOOD.replace(old, new), BOOSTER) for old, new, _ in PROVOKED.values()]
     scripts += [(script.replace(old, new), SITES.get(name)) for script, old, new, name, _ in ELSEWHERE.values()]
     for rule in RULES:
-        told = {finding.why for text, site in scripts for finding in rule(case_of(text, site))}
-        assert told and told <= whys, rule.__name__
+        reasons = {finding.why for text, site in scripts for finding in rule(case_of(text, site))}
+        assert reasons and reasons <= whys, rule.__name__
 
 
 INNOCENT = {  # what is replaced in GOOD, by what: still faultless
@@ -510,7 +510,7 @@ INNOCENT = {  # what is replaced in GOOD, by what: still faultless
     "options in pairs": ("--nodes=2\n#SBATCH --ntasks-per-node=4", "-N 2 --ntasks-per-node 4"),
     "a step on one node": ("srun ", "srun -N 1 -n 4 "),
     "a task count that agrees": ("srun ", "srun -n 8 "),
-    "CPUs said to srun": ('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\nsrun', "srun -c 24"),
+    "CPUs given to srun": ('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\nsrun', "srun -c 24"),
     "a look at the nodes": ("module load", "srun -n2 --ntasks-per-node=1 hostname\nmodule load"),
     "a step for one task": ("module load", "srun -N1 -n1 tar xf data.tar\nmodule load"),
     "tools in Python": ("module load", "python -m venv env && pip install x\nmodule load"),
@@ -585,7 +585,7 @@ def test_a_script_that_takes_too_long_to_read(monkeypatch):
     ]
 
 
-BROKEN = {  # what stands in the place of GOOD's srun: the line and bash's words
+BROKEN = {  # what replaces GOOD's srun: the line and bash's message
     "a quote that never ends": (f'{SRUN}\necho "', 13, "unexpected EOF while looking for matching `\"'"),
     "a here-document that never ends": (
         f"{SRUN}\ncat <<END", 13, "here-document delimited by end-of-file (wanted `END')"
@@ -595,15 +595,15 @@ BROKEN = {  # what stands in the place of GOOD's srun: the line and bash's words
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("new", "line", "said"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_script_that_bash_refuses(new, line, said, tmp_path, capsys):
+@pytest.mark.parametrize(("new", "line", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_script_that_bash_refuses(new, line, message, tmp_path, capsys):
     path = tmp_path / "job.sh"
     path.write_text(GOOD.replace(SRUN, new))
     assert slurm.main(["--check", str(path)]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        f"{path}:{line}: {said}",
+        f"{path}:{line}: {message}",
         "    why      bash cannot read the script to its end",
-        "    instead  correct it, until this says nothing: bash -n FILE",
+        "    instead  correct it, until this prints nothing: bash -n FILE",
         "1 to fix, 0 to consider.",
     ]
 

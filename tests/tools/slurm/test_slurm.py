@@ -120,8 +120,8 @@ LINES = {  # site: lines its srun form has, without their comments
         "srun --kill-on-bad-exit=1 --mpi=pmix python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
     ),
     "capella": ("module load release/24.04 GCC/12.3.0 OpenMPI/4.1.5 PyTorch/2.1.2-CUDA-12.1.1",),
-    "alpha": ("# Say your project with `sbatch --account=NAME FILE`, where the centre asks for one.",),
-    "jean-zay": ("# Say your project with `sbatch --account=NAME FILE`; here it reads like abc@v100.",),
+    "alpha": ("# Give your project with `sbatch --account=NAME FILE`, where the centre requires one.",),
+    "jean-zay": ("# Give your project with `sbatch --account=NAME FILE`; here it reads like abc@v100.",),
     "perlmutter": (
         "module load pytorch",
         "export FI_MR_CACHE_MONITOR=userfaultfd",
@@ -153,10 +153,10 @@ OPTIONS = {  # options: what the script then asks for, and no more of that name
 @pytest.mark.parametrize(("options", "wanted"), OPTIONS.values(), ids=OPTIONS.keys())
 def test_an_option_reaches_the_script(options, wanted):
     name = wanted.partition("=")[0]
-    said = [
+    found = [
         option for option in asked(render(SITES["juwels-booster"], options, LINEAR)) if option.startswith(f"{name}=")
     ]
-    assert said == [wanted]
+    assert found == [wanted]
 
 
 def test_part_of_a_node_takes_its_part():
@@ -179,14 +179,14 @@ def test_the_module_is_of_the_framework_that_trains():
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "comment"),
     [
         pytest.param(LINEAR, "hvdtrain saves and requeues the job", id="hvdtrain"),
         pytest.param(("python", "train.py"), "delete it if COMMAND ignores USR2", id="another program"),
     ],
 )
-def test_the_signal_is_explained_for_the_command(command, said):
-    assert re.search(rf"--signal=USR2@120 +# .*{said}\n", render(GENERIC, Options(), command))
+def test_the_signal_is_explained_for_the_command(command, comment):
+    assert re.search(rf"--signal=USR2@120 +# .*{comment}\n", render(GENERIC, Options(), command))
 
 
 AWKWARD = {
@@ -204,12 +204,12 @@ AWKWARD = {
 }
 
 
-@pytest.mark.parametrize("words", AWKWARD.values(), ids=AWKWARD.keys())
-def test_words_reach_the_command_as_they_are(words):
-    assert through_bash(quoted(words)) == words
+@pytest.mark.parametrize("arguments", AWKWARD.values(), ids=AWKWARD.keys())
+def test_arguments_reach_the_command_unchanged(arguments):
+    assert through_bash(quoted(arguments)) == arguments
 
 
-EXPANDED = {  # word: what it becomes where WORK is "/my work"
+EXPANDED = {  # argument: what it becomes where WORK is "/my work"
     "$WORK": "/my work",
     "${WORK}/data": "/my work/data",
     "--data-dir=$WORK/x y": "--data-dir=/my work/x y",
@@ -218,19 +218,19 @@ EXPANDED = {  # word: what it becomes where WORK is "/my work"
 }
 
 
-@pytest.mark.parametrize(("word", "becomes"), EXPANDED.items(), ids=EXPANDED.keys())
-def test_a_variable_is_filled_in_by_the_job_and_nothing_else_is(word, becomes):
-    assert through_bash(quoted([word])) == [becomes]
+@pytest.mark.parametrize(("argument", "becomes"), EXPANDED.items(), ids=EXPANDED.keys())
+def test_a_variable_is_filled_in_by_the_job_and_nothing_else_is(argument, becomes):
+    assert through_bash(quoted([argument])) == [becomes]
 
 
-def through_bash(words: str) -> list[str]:
-    code = f"show() {{ printf '%s\\0' \"$@\"; }}; show {words}"
+def through_bash(text: str) -> list[str]:
+    code = f"show() {{ printf '%s\\0' \"$@\"; }}; show {text}"
     environ = {"PATH": os.defpath, "WORK": "/my work"}
     done = subprocess.run(["bash", "-c", code], env=environ, capture_output=True, text=True, check=True)
     return done.stdout.split("\0")[:-1]
 
 
-TORCHRUN_WORDS = {
+TORCHRUN_ARGUMENTS = {
     "module": (LINEAR, "-m hvdtrain.torch linear --batch-size 64 --epochs 5"),
     "file": (("python3", "train.py", "--lr", "1"), "train.py --lr 1"),
     "python's flag": (("python", "-u", "train.py"), "--no-python python -u train.py"),
@@ -238,15 +238,15 @@ TORCHRUN_WORDS = {
 }
 
 
-@pytest.mark.parametrize(("command", "words"), TORCHRUN_WORDS.values(), ids=TORCHRUN_WORDS.keys())
-def test_torchrun_takes_no_python(command, words):
-    assert render(GENERIC, Options(launcher="torchrun"), command).endswith(f"\n' torchrun {words}\n")
+@pytest.mark.parametrize(("command", "arguments"), TORCHRUN_ARGUMENTS.values(), ids=TORCHRUN_ARGUMENTS.keys())
+def test_torchrun_takes_no_python(command, arguments):
+    assert render(GENERIC, Options(launcher="torchrun"), command).endswith(f"\n' torchrun {arguments}\n")
 
 
 def run_step(script: str, folder: Path, node: int, job: str, **changed: str) -> list[str]:
-    """What a task of the step is started with; srun, scontrol and torchrun are stand-ins that only say so.
+    """What a task of the step is started with; srun, scontrol and torchrun are stand-ins that only print it.
 
-    What it starts hears at once the signal of the time limit, which must not end it.
+    What it starts gets at once the signal of the time limit, which must not end it.
     """
     stand_ins = {
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
@@ -301,16 +301,16 @@ def test_the_torchrun_of_a_node_in_the_order_of_its_gpus(tmp_path):
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_the_tf_config_of_a_node(tmp_path, job, port, node):
     script = render(GENERIC, Options(nodes=3, launcher="tf-config"), ("show", "it's", "$SLURM_JOB_ID"))
-    config, *words = run_step(script, tmp_path, node, job)
+    config, *arguments = run_step(script, tmp_path, node, job)
     assert json.loads(config) == {
         "cluster": {"worker": [f"nid00{number}:{port}" for number in (1, 2, 3)]},
         "task": {"type": "worker", "index": node},
     }
-    assert words == ["it's", job]
+    assert arguments == ["it's", job]
 
 
 REFUSED = {  # argv: the one line
-    "no site": (["--", "python"], f"--site is missing; say where the job will run: {', '.join(SITES)}."),
+    "no site": (["--", "python"], f"--site is missing; give the site where the job will run: {', '.join(SITES)}."),
     "unknown site": (
         ["--site", "capela", "--", "python"],
         f"unknown site 'capela'. Did you mean capella? Sites: {', '.join(SITES)}.",
@@ -325,7 +325,7 @@ REFUSED = {  # argv: the one line
         "no -- before the command; give it after --, as in: python -m hvdtrain slurm --site NAME -- python -m "
         "hvdtrain.torch linear",
     ),
-    "a word too many before the command": (
+    "an argument too many before the command": (
         ["--site", "capella", "2", "--", "python"],
         "'2' belongs to no flag; see python -m hvdtrain slurm --help.",
     ),
