@@ -26,22 +26,22 @@ address, a hostname, a /tmp of its own. Needs root; sudo keeps the environment w
 commands:
   up          bring it up: up --help lists what a site can be given
   down        end everything and forget it
-  status      what is up, and what SLURM thinks of it
+  status      what is up, and its state in SLURM
   exec        exec NODE COMMAND...: run a command on a node
   srun, sbatch, salloc, sinfo, squeue, scancel, scontrol
               SLURM's own, on the login host, in the current directory
   shape       shape NODE|all --rate 1gbit --delay 50us: another speed for links
-  cut         cut NODE: its link swallows everything; cut --power NODE: everything on it dies at once
+  cut         cut NODE: its link drops every packet; cut --power NODE: everything on it dies at once
   heal        heal NODE: undo a cut, boot it again
   install     get Debian's packages; none of their services is started
 
 --state DIR, or MINICLUSTER_STATE, is the cluster's folder (default {DEFAULT_STATE}): give each cluster its own.
 -e NAME=VALUE sets a variable for the command; the caller's own SLURM_*, SBATCH_*, SRUN_*, PMI*, OMPI_*, PRTE_* and
-HOROVOD_* stay behind."""
+HOROVOD_* are left out."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Raises an error of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ClusterError(f"{message}; {self.prog} --help lists what there is.")
@@ -66,7 +66,7 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument("--state", default=os.environ.get("MINICLUSTER_STATE", DEFAULT_STATE))
     parser.add_argument("-e", dest="environ", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("command", nargs="?", metavar="COMMAND")
-    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     flags = parser.parse_args(argv)
     if flags.help or not flags.command:
         print(HELP)
@@ -77,22 +77,22 @@ def _main(argv: Sequence[str]) -> int:
     given = _assignments(flags.environ)
     if flags.command in SLURM_COMMANDS:
         _require_root()
-        return enter.run(Cluster.load(folder), HEAD, [flags.command, *flags.words], given)
+        return enter.run(Cluster.load(folder), HEAD, [flags.command, *flags.arguments], given)
     if flags.command not in COMMANDS:
         raise ClusterError(f"no command {flags.command!r}; commands: {', '.join([*COMMANDS, *SLURM_COMMANDS])}.")
     add_flags, command = COMMANDS[flags.command]
     own = Parser(prog=f"slurm/minicluster {flags.command}", description=command.__doc__, allow_abbrev=False)
     add_flags(own)
-    asked = own.parse_args(flags.words)
-    asked.given = given
-    return command(folder, asked)
+    parsed = own.parse_args(flags.arguments)
+    parsed.given = given
+    return command(folder, parsed)
 
 
-def _assignments(words: Sequence[str]) -> dict[str, str]:
-    for word in words:
-        if "=" not in word:
-            raise ClusterError(f"-e must be NAME=VALUE, got {word!r}.")
-    return dict(word.split("=", 1) for word in words)
+def _assignments(assignments: Sequence[str]) -> dict[str, str]:
+    for assignment in assignments:
+        if "=" not in assignment:
+            raise ClusterError(f"-e must be NAME=VALUE, got {assignment!r}.")
+    return dict(assignment.split("=", 1) for assignment in assignments)
 
 
 def _require_root() -> None:
@@ -136,7 +136,7 @@ def _up_flags(parser: Parser) -> None:
     add("--mem", type=_memory, default="192G", help="of a node (192G)")
     add("--gpus", type=_number(0), default=4, help="of a node (4): SLURM hands them out, none is there")
     add("--partition", type=_name, nargs="+", action="extend", metavar="NAME", help="the first is the default (batch)")
-    add("--feature", type=_names, default="", metavar="A,B", help="what --constraint may ask for")
+    add("--feature", type=_names, default="", metavar="A,B", help="what --constraint may request")
     add("--hostname", type=_name, default="nid", metavar="PREFIX", help="nodes are called nid001 and so on")
     add("--rate", default="none", help="of a node's link, both ways, like 1gbit")
     add("--delay", default="none", help="from node to node, one way, like 50us")
@@ -221,11 +221,11 @@ def _link(flags: argparse.Namespace) -> tuple[str, str]:
     return flags.rate.replace("none", ""), flags.delay.replace("none", "")
 
 
-def _shares(asked: list[str] | None, environ: Mapping[str, str]) -> list[str]:
+def _shares(requested: list[str] | None, environ: Mapping[str, str]) -> list[str]:
     """The folders to show on every node in spite of its own /tmp and /run; without --share, those in use here."""
     python = environ.get("VIRTUAL_ENV") or str(Path(shutil.which("python") or "/usr/bin/python").parents[1])
-    folders = {Path(folder).resolve() for folder in asked or [str(Path.cwd()), python]}
-    for folder in folders if asked else ():
+    folders = {Path(folder).resolve() for folder in requested or [str(Path.cwd()), python]}
+    for folder in folders if requested else ():
         if not folder.is_dir() or str(folder) in cluster.HIDDEN:
             hidden = ", ".join(cluster.HIDDEN)
             raise ClusterError(
@@ -256,7 +256,7 @@ def _shape_flags(parser: Parser) -> None:
 def _exec_flags(parser: Parser) -> None:
     parser.add_argument("-e", dest="environ", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("node")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="COMMAND")
 
 
 def _loaded(folder: Path, host: str | None = None) -> Cluster:
@@ -288,9 +288,11 @@ def _status(folder: Path, _flags: argparse.Namespace) -> int:
 
 def _exec(folder: Path, flags: argparse.Namespace) -> int:
     """Runs a command on a node, in the current directory; scontrol as root, all else as the caller of sudo."""
-    if not flags.words:
+    if not flags.arguments:
         raise ClusterError(f"exec needs a command: slurm/minicluster exec {flags.node} hostname")
-    return enter.run(_loaded(folder, flags.node), flags.node, flags.words, flags.given | _assignments(flags.environ))
+    return enter.run(
+        _loaded(folder, flags.node), flags.node, flags.arguments, flags.given | _assignments(flags.environ)
+    )
 
 
 def _shape(folder: Path, flags: argparse.Namespace) -> int:
@@ -313,13 +315,13 @@ def _shape(folder: Path, flags: argparse.Namespace) -> int:
 
 
 def _cut(folder: Path, flags: argparse.Namespace) -> int:
-    """Cuts a node's link, which swallows everything from now on, or its power."""
+    """Cuts a node's link, which drops every packet from now on, or its power."""
     (cluster.power_off if flags.power else cluster.cut)(_changed(folder, flags.node), flags.node)
     return 0
 
 
 def _heal(folder: Path, flags: argparse.Namespace) -> int:
-    """Mends a node's link, boots it where it is off, and waits until SLURM has it back."""
+    """Restores a node's link, boots it where it is off, and waits until SLURM has it back."""
     cluster.heal(_changed(folder, flags.node), flags.node)
     return 0
 

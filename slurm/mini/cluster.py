@@ -45,7 +45,7 @@ def up(cluster: Cluster, machine: config.Machine, user: pwd.struct_passwd) -> No
         for host, node in waiting.items():
             _join(cluster, host, node)
             if host == HEAD:
-                _until_served(cluster, HEAD)  # before the nodes ask it: they ask again only after seconds
+                _until_served(cluster, HEAD)  # before the nodes register: they try again only after seconds
         for host in cluster.nodes:
             _until_served(cluster, host)
         del cluster.processes[UP]
@@ -83,14 +83,14 @@ def down(cluster: Cluster) -> None:
 
 
 def power_off(cluster: Cluster, host: str) -> None:
-    """Kills everything on a host at once, without a last word to anybody: no connection is closed."""
+    """Kills everything on a host at once, and closes no connection."""
     if host in cluster.processes and cluster.processes[host].alive:
         network.block(cluster, host, True)
         end([cluster.processes[host]])
 
 
 def cut(cluster: Cluster, host: str) -> None:
-    """Has a host's link swallow everything, silently."""
+    """Has a host's link silently drop every packet."""
     cluster.process(host)
     network.block(cluster, host, True)
     cluster.cut = sorted({*cluster.cut, host})
@@ -98,7 +98,7 @@ def cut(cluster: Cluster, host: str) -> None:
 
 
 def heal(cluster: Cluster, host: str) -> None:
-    """Boots a host that is off, mends its link, and waits until SLURM has it back."""
+    """Boots a host that is off, restores its link, and waits until SLURM has it back."""
     if not cluster.processes[host].alive:
         _join(cluster, host, _start(cluster, host))
     network.block(cluster, host, False)
@@ -110,9 +110,10 @@ def heal(cluster: Cluster, host: str) -> None:
 
 
 def states(cluster: Cluster) -> dict[str, str]:
-    """What SLURM says of every node; nothing while slurmctld does not answer."""
-    lines = _ask(cluster, "sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
-    return {words[0]: words[1] for words in map(str.split, lines) if len(words) == 2 and words[0] in cluster.nodes}
+    """Every node's state in SLURM; nothing while slurmctld does not respond."""
+    lines = _query(cluster, "sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+    rows = [line.split() for line in lines]
+    return {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in cluster.nodes}
 
 
 def _served(cluster: Cluster, host: str) -> bool:
@@ -120,7 +121,7 @@ def _served(cluster: Cluster, host: str) -> bool:
     if not cluster.processes[host].alive:
         raise ClusterError(f"{host} ended as it started")
     if host == HEAD:
-        return "is UP" in _ask(cluster, "scontrol", "ping")
+        return "is UP" in _query(cluster, "scontrol", "ping")
     state = states(cluster).get(host, "*")
     return not state.endswith("*") and not state.startswith(("down", "unknown"))
 
@@ -129,11 +130,11 @@ def _until_served(cluster: Cluster, host: str) -> None:
     try:
         wait(lambda: _served(cluster, host), 60, f"SLURM on {host}")
     except ClusterError as error:
-        raise ClusterError(f"{error}: {_last_words(cluster, host)}") from None
+        raise ClusterError(f"{error}: {_last_lines(cluster, host)}") from None
 
 
-def _ask(cluster: Cluster, *words: str) -> str:
-    return inside(cluster.process(HEAD), *words, check=False)
+def _query(cluster: Cluster, *arguments: str) -> str:
+    return inside(cluster.process(HEAD), *arguments, check=False)
 
 
 def _start(cluster: Cluster, host: str) -> Waiting:
@@ -163,12 +164,12 @@ def _start(cluster: Cluster, host: str) -> Waiting:
 def _join(cluster: Cluster, host: str, node: Waiting) -> None:
     """Connects a host that waits, and lets it continue."""
     assert node.stdin and node.stdout
-    said = node.stdout.readline()
-    if not said:
-        raise ClusterError(f"{host} did not start: {_last_words(cluster, host)}")
-    cluster.processes[host] = Process.of(int(said))
+    pid = node.stdout.readline()
+    if not pid:
+        raise ClusterError(f"{host} did not start: {_last_lines(cluster, host)}")
+    cluster.processes[host] = Process.of(int(pid))
     cluster.save()
-    quota.hold(cluster, host, int(said))
+    quota.hold(cluster, host, int(pid))
     network.connect(cluster, host)
     node.stdin.write("\n")
     node.stdin.close()
@@ -179,7 +180,7 @@ def _daemon(host: str) -> str:
     return "slurmctld" if host == HEAD else "slurmd"
 
 
-def _last_words(cluster: Cluster, host: str) -> str:
+def _last_lines(cluster: Cluster, host: str) -> str:
     """The ends of a host's logs."""
     logs = [
         cluster.folder / "log" / name for name in (f"{_daemon(host)}.log", f"{_daemon(host)}.{host}.log", f"{host}.log")

@@ -13,7 +13,7 @@ from mini.state import Cluster
 
 @dataclass(frozen=True)
 class Machine:
-    """What SLURM believes every node to be, and how soon it gives one up; `memory` is in MB."""
+    """Every node's shape in SLURM, and how soon it marks one as down; `memory` is in MB."""
 
     cpus: int
     threads_per_core: int
@@ -54,8 +54,8 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=5,bf_continue
 TopologyPlugin=topology/tree
 SlurmdTimeout={slurmd_timeout}
-# SLURM asks a silent node twice before it is down, and waits this long each time. A busy machine's slurmd may need more
-# than 5 s for an answer; a batch job that it could not launch in time, twice, is held.
+# SLURM pings a silent node twice before it is down, and waits this long each time. A busy machine's slurmd may need
+# more than 5 s to respond; a batch job that it could not launch in time, twice, is held.
 MessageTimeout=10
 # What a task leaves behind in the background is nobody's child, escapes linuxproc and keeps the step's output open.
 EioTimeout=5
@@ -116,7 +116,7 @@ def slurm(machine: Machine, nodes: list[str]) -> str:
 
 
 def hosts(cluster: Cluster) -> str:
-    """The text of /etc/hosts; a host's address on the fabric answers to its name with the suffix."""
+    """The text of /etc/hosts; a host's address on the fabric has its name with the suffix."""
     lines = ["127.0.0.1 localhost"]
     for interface in cluster.networks:
         suffix = "" if interface == "eth0" else cluster.suffix
@@ -145,7 +145,7 @@ def write(cluster: Cluster, machine: Machine, user: pwd.struct_passwd) -> None:
 
 
 def _command(path: Path) -> None:
-    """A command that does nothing, whatever it is asked."""
+    """A command that does nothing, whatever its arguments."""
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
 

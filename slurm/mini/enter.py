@@ -12,7 +12,7 @@ from pathlib import Path
 from mini import ClusterError, quota
 from mini.state import Cluster
 
-# Another launcher's or cluster's words, and what sudo and the machine's own shells leave behind.
+# Another launcher's or cluster's variables, and what sudo and the machine's own shells leave behind.
 FOREIGN = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI", "OMPI_", "PRTE_", "HOROVOD_", "SUDO_", "BASH_FUNC_")
 HIDDEN_FOLDERS = ("TMPDIR", "XDG_RUNTIME_DIR")
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # the mounts last: /proc is another behind them
@@ -28,7 +28,7 @@ def caller(environ: Mapping[str, str]) -> pwd.struct_passwd:
 
 
 def environment(environ: Mapping[str, str], user: pwd.struct_passwd, given: Mapping[str, str]) -> dict[str, str]:
-    """What a command of this user finds in its environment: the caller's, without what another launcher said."""
+    """What a command of this user finds in its environment: the caller's, without another launcher's variables."""
     kept = {
         name: value for name, value in environ.items() if not name.startswith(FOREIGN) and name not in HIDDEN_FOLDERS
     }
@@ -37,7 +37,7 @@ def environment(environ: Mapping[str, str], user: pwd.struct_passwd, given: Mapp
     folders += [folder for folder in environ.get("PATH", os.defpath).split(":") if folder not in folders]
     # /etc/profile sets PATH anew in `bash -l`, with which sites' scripts start; ours puts this one back.
     kept["PATH"] = kept["MINICLUSTER_PATH"] = ":".join([*folders, "/run/minicluster/bin"])
-    # Most of the cores are imagined: ranks that spin while they wait would take the real ones from one another.
+    # Most of the cores do not exist: ranks that spin while they wait would take the real ones from one another.
     kept["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if user.pw_uid == 0:
         for library in ("OMPI", "PRTE"):
@@ -45,13 +45,13 @@ def environment(environ: Mapping[str, str], user: pwd.struct_passwd, given: Mapp
     return {**kept, **given}
 
 
-def run(cluster: Cluster, host: str, words: Sequence[str], given: Mapping[str, str]) -> int:
+def run(cluster: Cluster, host: str, command: Sequence[str], given: Mapping[str, str]) -> int:
     """The exit code of a command on a host, in the current directory, this process's signals passed on to it.
 
     Whatever way this process ends, the command gets SIGTERM: srun takes it for the end of its step.
     """
     # Only root may change a cluster.
-    user = pwd.getpwuid(0) if words[0] == "scontrol" else caller(os.environ)
+    user = pwd.getpwuid(0) if command[0] == "scontrol" else caller(os.environ)
     environ = environment(os.environ, user, given)
     directory = Path.cwd()
     node = cluster.process(host)
@@ -66,7 +66,7 @@ def run(cluster: Cluster, host: str, words: Sequence[str], given: Mapping[str, s
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON | {signal.SIGCHLD})
     try:
         child = subprocess.Popen(
-            words,
+            command,
             env=environ,
             user=user.pw_uid,
             group=user.pw_gid,
@@ -75,7 +75,8 @@ def run(cluster: Cluster, host: str, words: Sequence[str], given: Mapping[str, s
         )
     except FileNotFoundError:
         print(
-            f"minicluster: {host} has no command {words[0]!r}: give a path, or the PATH that finds it.", file=sys.stderr
+            f"minicluster: {host} has no command {command[0]!r}: give a path, or the PATH that finds it.",
+            file=sys.stderr,
         )
         return 127
     return _end_of(child)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Process 1 of a node: init.sh NAME ROLE STATE SHARE...
-# Says its process id on stdout, then waits on stdin for a line: its network is there.
+# Prints its process id on stdout, then waits on stdin for a line: its network is there.
 set -e
 name=$1 role=$2 state=$3
 shift 3

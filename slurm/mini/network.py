@@ -1,7 +1,7 @@
-"""The network of a cluster: links from every host to one switch, with a rate and a delay, and a knife.
+"""The network of a cluster: links from every host to one switch, with a rate and a delay, and a way to cut them.
 
 The switch is a bridge in a network namespace of its own, so that the machine's network shows nothing of it. Where
-the kernel cannot delay (no netem), our own program takes the bridge's place.
+the kernel cannot delay (no netem), our own program replaces the bridge.
 """
 
 import errno
@@ -36,20 +36,20 @@ def needs_program(rate: str, delay: str) -> bool:
     wanted = [["tbf", "rate", "1gbit", "burst", "256k", "latency", "50ms"]] if rate else []
     wanted += [["netem", "delay", "1ms"]] if delay else []
     trial = ("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root")
-    return any(not shutil.which("tc", path=PATH) or run(*trial, *words, check=False).returncode for words in wanted)
+    return any(not shutil.which("tc", path=PATH) or run(*trial, *qdisc, check=False).returncode for qdisc in wanted)
 
 
 def start_switch(cluster: Cluster) -> None:
     """The switch, in a network namespace of its own, without a link as yet."""
-    words = ["sleep", "infinity"]
+    command = ["sleep", "infinity"]
     if cluster.program:
-        words = [str(cluster.folder / "switch"), str(cluster.folder / "switch.ctl")]
-        run("cc", "-O2", "-o", words[0], str(Path(__file__).with_name("switch.c")))
-        os.mkfifo(words[1])
+        command = [str(cluster.folder / "switch"), str(cluster.folder / "switch.ctl")]
+        run("cc", "-O2", "-o", command[0], str(Path(__file__).with_name("switch.c")))
+        os.mkfifo(command[1])
     machine_network = Path("/proc/self/ns/net").readlink()
     with (cluster.folder / "log" / "switch.log").open("w") as log:
         child = subprocess.Popen(
-            ["unshare", "--net", *words],
+            ["unshare", "--net", *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -61,7 +61,7 @@ def start_switch(cluster: Cluster) -> None:
     cluster.save()
     wait(lambda: Path(f"/proc/{child.pid}/ns/net").readlink() != machine_network, 10, "the switch's network")
     if cluster.program:
-        wait(lambda: _heard(cluster, ""), 10, "the switch to listen")
+        wait(lambda: _taken(cluster, ""), 10, "the switch to listen")
         return
     for interface in cluster.networks:
         bridge = f"br-{interface}"
@@ -78,11 +78,11 @@ def connect(cluster: Cluster, host: str) -> None:
         # A node that comes back keeps its hardware address: the others have it in their tables.
         hardware = "02:00:" + ":".join(f"{int(byte):02x}" for byte in address.split("."))
         if cluster.program:
-            _tell(cluster, f"add {port} {number}")
+            _send(cluster, f"add {port} {number}")
             take = ("ip", "link", "set", port, "netns", str(node.pid), "name", interface)
             wait(functools.partial(_succeeds, switch, *take), 10, f"the port {port}")
         else:
-            # A dead host's network lives on, port and all, while its connections wait for answers.
+            # A dead host's network lives on, port and all, while its connections wait for packets.
             in_network(switch, "ip", "link", "del", port, check=False)
             peer = ("peer", "name", interface, "netns", str(node.pid))
             in_network(switch, "ip", "link", "add", port, "type", "veth", *peer)
@@ -95,8 +95,8 @@ def connect(cluster: Cluster, host: str) -> None:
         shape(cluster, host)
 
 
-def _succeeds(process: Process, *words: str) -> bool:
-    return in_network(process, *words, check=False).returncode == 0
+def _succeeds(process: Process, *command: str) -> bool:
+    return in_network(process, *command, check=False).returncode == 0
 
 
 def shape(cluster: Cluster, host: str) -> None:
@@ -105,7 +105,7 @@ def shape(cluster: Cluster, host: str) -> None:
     interface = list(cluster.networks)[-1]
     port = _port(cluster, host, interface)
     if cluster.program:
-        _tell(cluster, f"shape {port} {quantity('rate', rate, RATES):.0f} {quantity('delay', delay, DELAYS):.0f}")
+        _send(cluster, f"shape {port} {quantity('rate', rate, RATES):.0f} {quantity('delay', delay, DELAYS):.0f}")
         return
     for process, device in ((cluster.process(host), interface), (cluster.process(SWITCH), port)):
         change = ("tc", "qdisc")
@@ -121,11 +121,11 @@ def shape(cluster: Cluster, host: str) -> None:
 
 
 def block(cluster: Cluster, host: str, blocked: bool) -> None:
-    """Has the switch swallow what a host sends and what is sent to it; the host sees its carrier all the time."""
+    """Has the switch drop what a host sends and what is sent to it; the host sees its carrier all the time."""
     for interface in cluster.networks:
         port = _port(cluster, host, interface)
         if cluster.program:
-            _tell(cluster, f"block {port} {blocked:d}")
+            _send(cluster, f"block {port} {blocked:d}")
         else:
             master = ["nomaster"] if blocked else ["master", f"br-{interface}"]
             in_network(cluster.process(SWITCH), "ip", "link", "set", port, *master)
@@ -136,12 +136,12 @@ def _port(cluster: Cluster, host: str, interface: str) -> str:
     return f"port{cluster.hosts.index(host)}.{list(cluster.networks).index(interface)}"
 
 
-def _tell(cluster: Cluster, order: str) -> None:
-    if not _heard(cluster, order):
+def _send(cluster: Cluster, order: str) -> None:
+    if not _taken(cluster, order):
         raise ClusterError("the switch is dead: slurm/minicluster down, then up.")
 
 
-def _heard(cluster: Cluster, order: str) -> bool:
+def _taken(cluster: Cluster, order: str) -> bool:
     """Whether the switch took this order: opened like this, a pipe without a reader is an error and no wait."""
     try:
         pipe = os.open(cluster.folder / "switch.ctl", os.O_WRONLY | os.O_NONBLOCK)

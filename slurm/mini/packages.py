@@ -64,7 +64,9 @@ def install() -> None:
         return
     print(f"installing Debian's {' '.join(lacking)}")
     if not shutil.which("apt-get", path=PATH):
-        raise ClusterError(f"this machine has no apt-get: get {' '.join(lacking)} in its own manner, then up.")
+        raise ClusterError(
+            f"this machine has no apt-get: install {' '.join(lacking)} with its own package manager, then up."
+        )
     with _no_service_starts():
         _apt("update", "--quiet")
         _apt("install", "--quiet", "--yes", "--no-install-recommends", *lacking)
@@ -73,15 +75,17 @@ def install() -> None:
     print(f"installed: {' '.join(lacking)}; their services are off")
 
 
-def _apt(*words: str) -> None:
-    done = subprocess.run(["apt-get", *words], env=ENVIRON | {"DEBIAN_FRONTEND": "noninteractive"}, check=False)
+def _apt(*command: str) -> None:
+    done = subprocess.run(["apt-get", *command], env=ENVIRON | {"DEBIAN_FRONTEND": "noninteractive"}, check=False)
     if done.returncode:
-        raise ClusterError(f"apt-get {words[0]} failed with exit code {done.returncode}: its last lines say why.")
+        raise ClusterError(
+            f"apt-get {command[0]} failed with exit code {done.returncode}: its last lines give the reason."
+        )
 
 
 @contextlib.contextmanager
 def _no_service_starts() -> Iterator[None]:
-    """Debian starts what it installs, unless this file says no; one that is there already stays as it is."""
+    """Debian starts what it installs, unless this file forbids it; one that is there already stays as it is."""
     try:
         descriptor = os.open(POLICY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755)
     except FileExistsError:
@@ -96,8 +100,8 @@ def _no_service_starts() -> Iterator[None]:
 
 
 def _disable(services: Sequence[str]) -> None:
-    """Keeps new services off at the next start of the machine."""
+    """Keeps new services off at the next boot of the machine."""
     for service in services:
         by_systemd = ["systemctl", "disable", "--quiet", service]
-        words = by_systemd if shutil.which("systemctl", path=PATH) else ["update-rc.d", service, "disable"]
-        subprocess.run(words, env=ENVIRON, check=False)
+        command = by_systemd if shutil.which("systemctl", path=PATH) else ["update-rc.d", service, "disable"]
+        subprocess.run(command, env=ENVIRON, check=False)

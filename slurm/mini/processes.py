@@ -23,15 +23,15 @@ class Process(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> "Process":
         """The process that has this number now."""
-        return cls(pid, _start(pid) or 0)
+        return cls(pid, _start_time(pid) or 0)
 
     @property
     def alive(self) -> bool:
         """Whether it still runs."""
-        return _start(self.pid) == self.start
+        return _start_time(self.pid) == self.start
 
 
-def _start(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -56,10 +56,10 @@ def wait(ready: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.02)
 
 
-def run(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """A command's end and all its output. Raises ClusterError with its last line where it must not fail, yet does."""
     done = subprocess.run(
-        words,
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -70,15 +70,17 @@ def run(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         env=ENVIRON,
     )
     if check and done.returncode:
-        raise ClusterError(f"{' '.join(words)}: {(done.stdout.strip().splitlines() or ['failed without a word'])[-1]}")
+        raise ClusterError(
+            f"{' '.join(command)}: {(done.stdout.strip().splitlines() or ['failed without output'])[-1]}"
+        )
     return done
 
 
-def inside(process: Process, *words: str, check: bool = True) -> str:
-    """What a command says that runs as root on the node of this process."""
-    return run("nsenter", f"--target={process.pid}", "-m", "-u", "-i", "-n", "-p", *words, check=check).stdout
+def inside(process: Process, *command: str, check: bool = True) -> str:
+    """The output of a command that runs as root on the node of this process."""
+    return run("nsenter", f"--target={process.pid}", "-m", "-u", "-i", "-n", "-p", *command, check=check).stdout
 
 
-def in_network(process: Process, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def in_network(process: Process, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """A command of the machine in the network of this process."""
-    return run("nsenter", f"--target={process.pid}", "-n", *words, check=check)
+    return run("nsenter", f"--target={process.pid}", "-n", *command, check=check)

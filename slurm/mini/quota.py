@@ -25,8 +25,8 @@ def require(nodes: int, processors: float) -> None:
 def _controller() -> tuple[Path, bool]:
     """Where the kernel's cpu controller is, and whether it is that of version 2. Raises ClusterError."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        place, _, system = line.partition(" - ")
-        folder = Path(place.split()[4])
+        mount, _, system = line.partition(" - ")
+        folder = Path(mount.split()[4])
         kind, _, options = system.split()
         if kind == "cgroup" and "cpu" in options.split(","):
             return folder, False

@@ -15,22 +15,22 @@ UP = "up"  # the command that brings the cluster up, while it does
 
 
 def require_roots(folder: Path) -> None:
-    """Raises ClusterError where anybody but root could put something in a state folder's place, or into it."""
+    """Raises ClusterError where anybody but root could replace a state folder, or put something into it."""
     _require_roots(folder.absolute())  # the links on the way too
     _require_roots(folder.resolve())
 
 
 def _require_roots(folder: Path) -> None:
-    for place in (*reversed(folder.parents), folder):
+    for path in (*reversed(folder.parents), folder):
         try:
-            found = place.lstat()
+            found = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return
         if found.st_uid:
-            _refuse(f"{place} belongs to user {found.st_uid}", folder)
-        sticky = found.st_mode & stat.S_ISVTX and place != folder  # like /tmp: what is root's in it stays so
+            _refuse(f"{path} belongs to user {found.st_uid}", folder)
+        sticky = found.st_mode & stat.S_ISVTX and path != folder  # like /tmp: what is root's in it stays so
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky and not stat.S_ISLNK(found.st_mode):
-            _refuse(f"{place} can be written by others", folder)
+            _refuse(f"{path} can be written by others", folder)
 
 
 def _refuse(what: str, folder: Path) -> NoReturn:
@@ -54,7 +54,7 @@ class Cluster:
     cpu_quota: float | None = None
     """Processors that a node may use; None is as many as there are."""
     program: bool = False
-    """Whether the switch is our program in place of the kernel's bridge."""
+    """Whether the switch is our program instead of the kernel's bridge."""
     links: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     cut: list[str] = dataclasses.field(default_factory=list)
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)

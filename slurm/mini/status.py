@@ -6,17 +6,17 @@ from mini.state import HEAD, Cluster
 
 
 def table(found: Cluster) -> str:
-    """The hosts, their links and what SLURM says of them, and the jobs."""
-    thought = cluster.states(found) if found.processes[HEAD].alive else {}
+    """The hosts, their links, their states in SLURM, and the jobs."""
+    states = cluster.states(found) if found.processes[HEAD].alive else {}
     rows = [("node", "address", "link", "SLURM")]
     for host in found.hosts:
-        slurm = ("slurmctld" if thought else "no answer") if host == HEAD else thought.get(host, "?")
+        slurm = ("slurmctld" if states else "no response") if host == HEAD else states.get(host, "?")
         rows.append((host, " ".join(found.address(host, name) for name in found.networks), _link(found, host), slurm))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{len(found.nodes)} nodes, {found.description}; {found.folder}", ""]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join(
-        [*lines, "", _jobs(found) if thought else f"slurmctld does not answer: slurm/minicluster heal {HEAD}"]
+        [*lines, "", _jobs(found) if states else f"slurmctld does not respond: slurm/minicluster heal {HEAD}"]
     )
 
 

@@ -212,7 +212,7 @@ def test_a_launch_that_is_right(doctor, build, how, command, over):
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_launch_that_is_wrong_is_told_and_cured(doctor, wrong):
+def test_a_launch_that_is_wrong_is_reported_and_fixed(doctor, wrong):
     code, found = doctor(wrong.build, IN_A_JOB, f"{wrong.launch} {wrong.python} {DOCTOR}")
     assert code
     world = found["world"]
@@ -288,7 +288,7 @@ def test_what_else_a_step_lacks_is_told(sick, name):
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="needs two CPUs, to take one away")
-def test_what_else_a_step_lacks_is_cured(sick, doctor):
+def test_what_else_a_step_lacks_is_fixed(sick, doctor):
     assert sorted(check.name for check in sick.values() if check.status == "fail") == sorted(FAULTS)
     *before, command = (sick[name].fix for name in FAULTS)
     reported = doctor("gloo", OF_TWO_CPUS, f"cd {FULL}; {'; '.join(before)}; {command}")

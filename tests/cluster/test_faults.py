@@ -20,7 +20,7 @@ SECONDS = 60
 ENDLESS = ("linear", "--epochs", 100_000, "--log-every-steps", 1, "--checkpoint-every-epochs", 50)
 OVER_SSH = ("-np", 2, "-H", "nid001:1,nid002:1")
 
-# Two ranks on two nodes, started in every way; where `srun` is not told to kill on a bad exit, it must not be needed.
+# Two ranks on two nodes, started in every way; where `srun` has no flag to kill on a bad exit, it must not be needed.
 STARTS = {
     "srun, Open MPI": ("openmpi", "torch", ("srun", "-w", "nid[001-002]", "-N2", "-n2", "--mpi=pmix")),
     "srun, MPICH": ("mpich", "torch", ("srun", "-w", "nid[001-002]", "-N2", "-n2", "--mpi=pmi2")),
@@ -37,12 +37,12 @@ def training(cluster, starts):
     """These runs, each having made some steps: by name the launcher with its ranks, and the run folder."""
     with contextlib.ExitStack() as stack:
         runs = {}
-        for name, (build, framework, words) in starts.items():
+        for name, (build, framework, command) in starts.items():
             folder = cluster.folder / f"{name} {time.monotonic_ns()}"
             python = ENVIRONMENTS[build] / "bin" / "python"
             train = (python, PACED, f"hvdtrain.{framework}", *ENDLESS, "--output", folder)
-            start = cluster.started(*words, *train, build=build)
-            runs[name] = stack.enter_context(start), folder
+            launch = cluster.started(*command, *train, build=build)
+            runs[name] = stack.enter_context(launch), folder
         for ranks, folder in runs.values():
             wait_until(ranks, lambda folder=folder: steps(folder) > 5)
         yield runs
@@ -77,19 +77,19 @@ def end(ranks, limit=SECONDS):
     deadline = time.monotonic() + limit
     while (left := trainers(ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == [], said(ranks)
+    assert left == [], output_of(ranks)
     return ranks.wait(limit)
 
 
-def mend(cluster, node):
+def restore(cluster, node):
     """Heals the node; SLURM, patient as a site's, would otherwise wait minutes for the end of the jobs that it had."""
     cluster("heal", node)
     for state in ("down", "resume"):
         cluster("scontrol", "update", f"nodename={node}", f"state={state}", "reason=healed")
 
 
-def said(of):
-    """What an ended start, or one under way, has told."""
+def output_of(of):
+    """What an ended launch, or one under way, has printed."""
     return "".join(text if isinstance(text, str) else text.read_text() for text in (of.out, of.err))
 
 
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named(cluster):
         for name, (ranks, folder) in runs.items():
             ended = end(ranks)
             assert ended.code != 0, name
-            assert "rank 1 on nid002 ended without a message" in said(ended), name
+            assert "rank 1 on nid002 ended without a message" in output_of(ended), name
             assert status(folder)["state"] == "failed"
             assert "rank 1 on nid002" in status(folder)["error"]
             assert ended.left == [], name
@@ -131,10 +131,10 @@ def test_a_node_that_is_lost_ends_every_rank_and_is_named(cluster, power, starts
                     ranks.kill()
                 else:
                     assert end(ranks).code != 0, name
-                assert "rank 1 on nid002" in said(ranks), (name, said(ranks)[-3000:])
+                assert "rank 1 on nid002" in output_of(ranks), (name, output_of(ranks)[-3000:])
                 assert status(folder)["state"] == "failed"
         finally:
-            mend(cluster, "nid002")
+            restore(cluster, "nid002")
         for name, (ranks, _) in runs.items():
             assert ranks.left() == [], name
 
@@ -146,9 +146,9 @@ def test_scancel_stops_after_the_step_with_a_checkpoint(cluster):
             cluster("scancel", job)
         for name, (ranks, folder) in runs.items():
             ended = end(ranks)
-            assert ended.code != 0, (name, said(ended)[-3000:])
-            assert "(rank 0 on nid001): SIGTERM" in said(ended), name
-            assert status(folder)["state"] == "stopped", (name, said(ended)[-3000:])
+            assert ended.code != 0, (name, output_of(ended)[-3000:])
+            assert "(rank 0 on nid001): SIGTERM" in output_of(ended), name
+            assert status(folder)["state"] == "stopped", (name, output_of(ended)[-3000:])
             assert ended.left == [], name
             assert list((folder / "checkpoints").glob("step-*")), name
 
@@ -157,8 +157,8 @@ def test_the_time_limit_stops_after_the_step_with_a_checkpoint(limited):
     ranks, folder = limited
     ended = end(ranks, 120)
     assert ended.code != 0
-    assert "DUE TO TIME LIMIT" in said(ended)
-    assert "(rank 0 on nid003): SIGTERM" in said(ended)
+    assert "DUE TO TIME LIMIT" in output_of(ended)
+    assert "(rank 0 on nid003): SIGTERM" in output_of(ended)
     assert status(folder)["state"] == "stopped"
     assert ended.left == []
 
@@ -173,8 +173,8 @@ def test_a_rank_that_raises_ends_the_others_too(cluster):
         "else take(self, batch, lr, step); "
         "sys.exit(main.main('torch', sys.argv[1:], train))"
     )
-    words = ("srun", "-N2", "-n4", "--mpi=pmix", sys.executable, "-c", program, *ENDLESS)
-    with cluster.started(*words, "--output", cluster.folder / "raised") as ranks:
+    command = ("srun", "-N2", "-n4", "--mpi=pmix", sys.executable, "-c", program, *ENDLESS)
+    with cluster.started(*command, "--output", cluster.folder / "raised") as ranks:
         ended = end(ranks)
     assert ended.code != 0
     assert "ZeroDivisionError" in ended.err

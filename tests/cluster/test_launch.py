@@ -14,57 +14,57 @@ ENDPOINT = SUPPORT / "endpoint.py"
 
 
 @dataclass(frozen=True)
-class Start:
-    """How ranks on 4 nodes are started; `says` is what hvdtrain calls the launcher."""
+class Launch:
+    """How ranks on 4 nodes are started; `launcher` is hvdtrain's name of the launcher."""
 
-    says: str
-    words: tuple[str, ...]
+    launcher: str
+    argv: tuple[str, ...]
     build: str = "openmpi"
 
     def command(self, *program: object) -> list[str]:
         """`program` is what follows `python`."""
-        python = () if "torchrun" in self.words else (str(ENVIRONMENTS[self.build] / "bin" / "python"),)
-        return [*self.words, *python, *map(str, program)]
+        python = () if "torchrun" in self.argv else (str(ENVIRONMENTS[self.build] / "bin" / "python"),)
+        return [*self.argv, *python, *map(str, program)]
 
 
-def starts(a_node: int) -> dict[str, Start]:
+def launches(a_node: int) -> dict[str, Launch]:
     """Every launcher with so many ranks on each of the nodes."""
     number, hosts = str(4 * a_node), ",".join(f"nid00{node}:{a_node}" for node in range(1, 5))
-    places, horovodrun = ("-N4", f"-n{number}"), ("exec", "nid001", "horovodrun", "-np", number, "-H", hosts)
+    shape, horovodrun = ("-N4", f"-n{number}"), ("exec", "nid001", "horovodrun", "-np", number, "-H", hosts)
     torchrun = ("torchrun", "--nnodes=4", f"--nproc-per-node={a_node}", "--rdzv-backend=c10d")
     # SLURM's own PMIx would contradict Hydra's PMI in the ranks that Hydra starts through srun.
     hydra = ("env", "SLURM_MPI_TYPE=none", "mpiexec.hydra", "-n", number)
     return {
-        "srun pmix": Start("srun", ("srun", *places, "--mpi=pmix")),
-        "srun pmi2": Start("srun", ("srun", *places, "--mpi=pmi2"), "mpich"),
-        "srun without MPI": Start("srun", ("srun", *places), "gloo"),
-        "mpirun": Start("mpirun", ("salloc", *places, "mpirun", "-np", number)),
-        "mpiexec": Start("mpiexec", ("salloc", *places, *hydra), "mpich"),
-        "horovodrun gloo": Start("horovodrun", (*horovodrun, "--gloo")),
-        "horovodrun mpi": Start("mpirun", (*horovodrun, "--mpi")),
-        "torchrun": Start(
+        "srun pmix": Launch("srun", ("srun", *shape, "--mpi=pmix")),
+        "srun pmi2": Launch("srun", ("srun", *shape, "--mpi=pmi2"), "mpich"),
+        "srun without MPI": Launch("srun", ("srun", *shape), "gloo"),
+        "mpirun": Launch("mpirun", ("salloc", *shape, "mpirun", "-np", number)),
+        "mpiexec": Launch("mpiexec", ("salloc", *shape, *hydra), "mpich"),
+        "horovodrun gloo": Launch("horovodrun", (*horovodrun, "--gloo")),
+        "horovodrun mpi": Launch("mpirun", (*horovodrun, "--mpi")),
+        "torchrun": Launch(
             "torchrun", ("srun", "-N4", "--ntasks-per-node=1", *torchrun, "--rdzv-endpoint=nid001:29400")
         ),
     }
 
 
-STARTS = starts(2)
+LAUNCHES = launches(2)
 
 
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_every_rank_knows_its_endpoint(cluster, tmp_path_factory, start):
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_every_rank_knows_its_endpoint(cluster, tmp_path_factory, launch):
     folder = tmp_path_factory.mktemp("ranks", numbered=True)
-    cluster.run(*start.command(ENDPOINT, folder), build=start.build, limit=120).good()
+    cluster.run(*launch.command(ENDPOINT, folder), build=launch.build, limit=120).good()
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
     for rank, own in enumerate(ranks):
-        assert (own["launcher"], own["rank"], own["size"]) == (start.says, rank, 8)
+        assert (own["launcher"], own["rank"], own["size"]) == (launch.launcher, rank, 8)
         assert (own["host"], own["local_rank"], own["local_size"]) == (f"nid00{rank // 2 + 1}", rank % 2, 2)
-        assert own["node"] == (None if start.says in {"mpirun", "mpiexec"} else rank // 2)
+        assert own["node"] == (None if launch.launcher in {"mpirun", "mpiexec"} else rank // 2)
         variables = own["variables"]
         assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(rank), "8")
         assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
-        assert own["restored"] or start.says == "torchrun"
-    if start.says in {"srun", "torchrun"}:
+        assert own["restored"] or launch.launcher == "torchrun"
+    if launch.launcher in {"srun", "torchrun"}:
         assert {own["variables"]["MASTER_ADDR"] for own in ranks} == {"nid001"}
         assert len({own["variables"]["MASTER_PORT"] for own in ranks}) == 1
 
@@ -73,7 +73,7 @@ def test_every_rank_knows_its_endpoint(cluster, tmp_path_factory, start):
 TRAINED = [
     ("torch", "srun pmix", 2),
     ("tensorflow", "srun pmix", 1),
-    *(("torch", name, 1) for name in STARTS),
+    *(("torch", name, 1) for name in LAUNCHES),
     ("torch --engine ddp", "srun pmix", 1),
     ("torch --engine ddp", "torchrun", 1),
     ("torch --engine ddp", "mpirun", 1),
@@ -94,10 +94,10 @@ def trained(cluster):
     def of(*which):
         if which not in made:
             adapter, name, a_node = which
-            folder, start = cluster.folder / " ".join(map(str, which)), starts(a_node)[name]
+            folder, launch = cluster.folder / " ".join(map(str, which)), launches(a_node)[name]
             adapter_name, *engine = adapter.split()
             argv = ["-m", f"hvdtrain.{adapter_name}", *LINEAR, *engine, "--output", folder]
-            cluster.run(*start.command(*argv), build=start.build).good()
+            cluster.run(*launch.command(*argv), build=launch.build).good()
             made[which] = losses(folder)
         return made[which]
 
@@ -106,20 +106,20 @@ def trained(cluster):
 
 @pytest.mark.parametrize(("adapter", "name", "a_node"), TRAINED)
 def test_every_launcher_and_engine_gives_the_same_losses_to_the_bit(trained, adapter, name, a_node):
-    told = trained(adapter, name, a_node)
-    assert [step for step, _ in told] == list(range(1, 41))
+    steps = trained(adapter, name, a_node)
+    assert [step for step, _ in steps] == list(range(1, 41))
     framework = "tensorflow" if adapter.startswith("tensorflow") else "torch"
-    assert told == trained(framework, "srun pmix", a_node)
+    assert steps == trained(framework, "srun pmix", a_node)
 
 
-def test_eight_uneven_shares_train_as_one_process(cluster, trained):
+def test_eight_uneven_local_batches_train_as_one_process(cluster, trained):
     python = ENVIRONMENTS["openmpi"] / "bin" / "python"
     cluster.run("exec", "nid001", python, "-m", "hvdtrain.torch", *LINEAR, "--output", "alone").good()
     alone = dict(losses(cluster.folder / "alone"))
     assert dict(trained("torch", "srun pmix", 2)) == pytest.approx(alone, rel=1e-6)
 
 
-CURES = {"openmpi": "start with: srun --mpi=pmix", "mpich": "--mpi=pmi2"}
+FIXES = {"openmpi": "start with: srun --mpi=pmix", "mpich": "--mpi=pmi2"}
 WRONG = [
     ("openmpi", ("srun", "-N2", "-n2", "--mpi=pmi2")),
     ("openmpi", ("srun", "-N2", "-n2", "--mpi=none")),
@@ -130,15 +130,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("build", "words"), WRONG, ids=lambda value: value if isinstance(value, str) else value[-1])
-def test_a_wrong_plugin_is_refused_with_the_cure(cluster, build, words):
+@pytest.mark.parametrize(("build", "command"), WRONG, ids=lambda value: value if isinstance(value, str) else value[-1])
+def test_a_wrong_plugin_is_refused_with_the_fix(cluster, build, command):
     python = ENVIRONMENTS[build] / "bin" / "python"
-    ended = cluster.run(*words, python, "-m", "hvdtrain.torch", "linear", build=build, limit=60)
+    ended = cluster.run(*command, python, "-m", "hvdtrain.torch", "linear", build=build, limit=60)
     assert ended.code == 2
     assert ended.lines, ended.err
-    for line in ended.lines:  # ranks that each believe to be alone may each speak
+    for line in ended.lines:  # ranks that each believe to be alone may each print
         assert line.startswith("WorldError (rank 0 on nid")
-        assert CURES[build] in line
+        assert FIXES[build] in line
     assert ended.left == []
 
 
@@ -149,9 +149,9 @@ OTHER_MPI = {
 }
 
 
-@pytest.mark.parametrize(("program", "launcher", "words"), OTHER_MPI.values(), ids=OTHER_MPI)
-def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, words):
-    tool, *more = words
+@pytest.mark.parametrize(("program", "launcher", "command"), OTHER_MPI.values(), ids=OTHER_MPI)
+def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, command):
+    tool, *more = command
     path, python = ENVIRONMENTS[launcher] / "bin" / tool, ENVIRONMENTS[program] / "bin" / "python"
     train = (python, "-m", "hvdtrain.torch", "linear")
     ended = cluster.run("exec", "nid001", path, *more, *train, build=launcher, limit=60)

@@ -24,25 +24,25 @@ class Mini:
         self.state = state
 
     @contextlib.contextmanager
-    def start(self, *words, **settings):
+    def start(self, *arguments, **settings):
         """A process, which is killed if it still runs at the end of the block."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen([COMMAND, "--state", self.state, *words], **(pipes | settings)) as process:
+        with subprocess.Popen([COMMAND, "--state", self.state, *arguments], **(pipes | settings)) as process:
             try:
                 yield process
             finally:
                 process.kill()
 
-    def run(self, *words, given=None, **settings):
+    def run(self, *arguments, given=None, **settings):
         """Exit code, output and errors."""
         stdin = {} if given is None else {"stdin": subprocess.PIPE}
-        with self.start(*words, **stdin, **settings) as process:
+        with self.start(*arguments, **stdin, **settings) as process:
             output, errors = process.communicate(given, timeout=120)
         return process.returncode, output, errors
 
-    def __call__(self, *words, **settings):
+    def __call__(self, *arguments, **settings):
         """The output of what must succeed."""
-        code, output, errors = self.run(*words, **settings)
+        code, output, errors = self.run(*arguments, **settings)
         assert code == 0, errors
         return output
 
@@ -126,8 +126,8 @@ def test_up_shows_nothing_on_the_machine_and_down_leaves_nothing(state):
 
 
 def test_a_node_is_a_machine_of_its_own(mini):
-    asked = "hostname; ip -4 -o address show eth0; ls /sys/class/net"
-    name, address, *devices = mini("exec", "nid003", "sh", "-c", asked).splitlines()
+    script = "hostname; ip -4 -o address show eth0; ls /sys/class/net"
+    name, address, *devices = mini("exec", "nid003", "sh", "-c", script).splitlines()
     assert name == "nid003"
     assert " 10.77.1.3/16 " in address
     assert devices == ["eth0", "lo"]
@@ -226,7 +226,7 @@ def test_environment(mini, given, seen):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         ("-e", "SRUN_FOREIGN=1", "exec", "nid001"),
         ("exec", "-e", "SRUN_FOREIGN=1", "nid001"),
@@ -234,8 +234,8 @@ def test_environment(mini, given, seen):
     ],
     ids=["before exec", "after exec", "before srun"],
 )
-def test_a_variable_set_on_purpose(mini, words):
-    assert mini(*words, "sh", "-c", "echo $SRUN_FOREIGN") == "1\n"
+def test_a_variable_set_on_purpose(mini, command):
+    assert mini(*command, "sh", "-c", "echo $SRUN_FOREIGN") == "1\n"
 
 
 def test_commands_run_as_the_caller_of_sudo_but_scontrol(state):
@@ -337,7 +337,7 @@ def test_slurmctld_comes_back_with_its_jobs(mini):
     job = mini("sbatch", "--parsable", "--output=/dev/null", "--job-name=kept", "--wrap", "sleep 1000").strip()
     until(lambda: b"kept" in (mini.state / "slurmctld" / "job_state").read_bytes())  # which is some seconds behind
     mini("cut", "--power", "head")
-    assert "slurmctld does not answer: slurm/minicluster heal head" in mini("status")
+    assert "slurmctld does not respond: slurm/minicluster heal head" in mini("status")
     mini("heal", "head")
     assert job in mini("squeue", "--noheader", "--format=%i").split()
     mini("scancel", job)
@@ -383,16 +383,16 @@ def speed(mini):
     """Seconds for one byte to and fro, and for two million one way, from nid002 to nid001."""
     with mini.start("exec", "nid001", "python3", "-c", TALK, "serve") as server:
         server.stdout.readline()
-        answer, transfer = map(float, mini("exec", "nid002", "python3", "-c", TALK, "nid001").split())
+        latency, transfer = map(float, mini("exec", "nid002", "python3", "-c", TALK, "nid001").split())
         server.terminate()
         server.wait(60)
-    return answer, transfer
+    return latency, transfer
 
 
 def test_links_have_their_rate_and_delay(state):
     with brought_up(state, "--nodes", "2", "--delay", "30ms") as mini:
-        answer, _ = speed(mini)
-        assert 0.06 < answer < 0.6
+        latency, _ = speed(mini)
+        assert 0.06 < latency < 0.6
         mini("shape", "all", "--delay", "none")
         quick, unlimited = speed(mini)
         assert quick < 0.03
@@ -420,8 +420,8 @@ print(time.process_time())
 def test_a_node_keeps_to_its_quota(state):
     """Whatever way its processes came to it, and after it was off; 2 s of trying are .4 s of a processor."""
 
-    def used(*words):
-        return float(mini(*words, "python3", "-c", BUSY))
+    def used(*arguments):
+        return float(mini(*arguments, "python3", "-c", BUSY))
 
     with brought_up(state, "--nodes", "2", "--cpu-quota", ".2") as mini:
         assert "of which 0.2 CPUs are real" in mini("status")
@@ -472,7 +472,7 @@ def test_status_is_a_table(mini):
 
 
 CPUS = len(os.sched_getaffinity(0))
-REFUSED = {  # words: what is said
+REFUSED = {  # arguments, message
     "no such command": (
         "upp",
         "no command 'upp'; commands: up, down, status, exec, shape, cut, heal, install, srun, sbatch, salloc, sinfo, "
@@ -520,17 +520,19 @@ REFUSED = {  # words: what is said
 }
 
 
-@pytest.mark.parametrize(("words", "said"), REFUSED.values(), ids=REFUSED)
-def test_refused_in_one_line(mini, words, said):
-    assert mini.run(*words.split()) == (2, "", f"minicluster: {said.format(state=mini.state)}\n")
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line(mini, arguments, message):
+    assert mini.run(*arguments.split()) == (2, "", f"minicluster: {message.format(state=mini.state)}\n")
 
 
-@pytest.mark.parametrize("words", ["up", "down", "status", "exec nid001 true", "srun true", "cut nid001", "install"])
-def test_only_for_root(mini, words):
-    command = ["setpriv", "--reuid", "65534", "--clear-groups", COMMAND, "--state", mini.state, *words.split()]
+@pytest.mark.parametrize(
+    "arguments", ["up", "down", "status", "exec nid001 true", "srun true", "cut nid001", "install"]
+)
+def test_only_for_root(mini, arguments):
+    command = ["setpriv", "--reuid", "65534", "--clear-groups", COMMAND, "--state", mini.state, *arguments.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = 'nodes are made of namespaces, which needs root: sudo -E env "PATH=$PATH" slurm/minicluster ...'
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"minicluster: {said}\n")
+    message = 'nodes are made of namespaces, which needs root: sudo -E env "PATH=$PATH" slurm/minicluster ...'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"minicluster: {message}\n")
 
 
 @contextlib.contextmanager

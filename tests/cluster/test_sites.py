@@ -1,4 +1,4 @@
-"""The job scripts kept under slurm/, as they stand, on a SLURM of each site's shape; what --check says, SLURM does."""
+"""The job scripts kept under slurm/, as they stand, on a SLURM of each site's shape; what --check finds, SLURM does."""
 
 import json
 import re
@@ -31,25 +31,25 @@ CRAY = ("perlmutter", "srun")
 
 @dataclass(frozen=True)
 class Job:
-    """A job that is over: what SLURM says of it, its log, and its run folder."""
+    """A job that is over: its state in SLURM, its log, and its run folder."""
 
-    told: dict[str, str]
+    state: dict[str, str]
     log: str
     run: Path
 
     @property
     def ranks(self) -> int:
-        """How many trained, as the run itself says."""
+        """How many trained, as the run itself prints."""
         return int(re.search(r"ranks       (\d+) ranks", self.log)[1])
 
     @property
     def ending(self) -> tuple[str, str]:
-        return self.told["JobState"], self.told["ExitCode"]
+        return self.state["JobState"], self.state["ExitCode"]
 
 
 def over(cluster: Minicluster, number: str) -> Job:
-    told = cluster.ended(number)
-    return Job(told, Path(told["StdOut"]).read_text(), Path(told["WorkDir"]) / "runs" / "linear" / number)
+    state = cluster.ended(number)
+    return Job(state, Path(state["StdOut"]).read_text(), Path(state["WorkDir"]) / "runs" / "linear" / number)
 
 
 def submit(cluster: Minicluster, script: Path, folder: Path | None = None) -> str:
@@ -61,7 +61,7 @@ def hostname(name: str) -> str:
 
 
 def shape(name: str) -> list[object]:
-    """What `minicluster up` is asked for to have two nodes like the site's."""
+    """The flags of `minicluster up` for two nodes like the site's."""
     site = SITES[name]
     threads = 2 if site.hint == "nomultithread" else 1  # of a core, while a CPU of the site is a whole one
     flags: list[object] = ["--nodes", 2, "--cpus", site.cpus * threads, "--threads-per-core", 2]
@@ -69,7 +69,10 @@ def shape(name: str) -> list[object]:
     flags += ["--mem", f"{site.memory_gib}G"] if site.memory_gib else []
     partitions = site.partitions or ((site.partition,) if site.partition else ())
     flags += ["--partition", *partitions] if partitions else []
-    flags += ["--feature", ",".join(sorted({word for said in site.constraints for word in said.split("&")}))]
+    flags += [
+        "--feature",
+        ",".join(sorted({name for constraint in site.constraints for name in constraint.split("&")})),
+    ]
     return [*flags, *(["--fabric", "ib0", "--fabric-suffix", site.host_suffix] if site.host_suffix else [])]
 
 
@@ -98,31 +101,33 @@ def command_of(script: str) -> list[str]:
     return re.search(r"python -m hvdtrain\..*", script)[0].split()
 
 
-MENDED = [("perlmutter", "srun --mpi=pmix") if form == CRAY else form for form in TRAINING]
+WORKING = [("perlmutter", "srun --mpi=pmix") if form == CRAY else form for form in TRAINING]
 
 
-@pytest.mark.parametrize(("name", "launcher"), MENDED)
+@pytest.mark.parametrize(("name", "launcher"), WORKING)
 def test_a_sites_script_trains_on_all_its_gpus(job_of, name, launcher):
     job = job_of(name, launcher)
     assert job.ending == ("COMPLETED", "0:0"), job.log
     ranks, started = 2 * SITES[name].gpus, launcher.split()[0]
     assert f"ranks       {ranks} ranks, {started}, horovod on cpu (torch)\n" in job.log
-    assert f"finished at step 75; everything is in runs/linear/{job.told['JobId']}\n" in job.log
+    assert f"finished at step 75; everything is in runs/linear/{job.state['JobId']}\n" in job.log
     assert losses(job.run)[-1][0] == 75
 
 
-def test_a_plugin_that_mpi_does_not_know_is_refused_with_the_cure(job_of):
+def test_a_plugin_that_mpi_does_not_know_is_refused_with_the_fix(job_of):
     job = job_of(*CRAY)
     assert job.ending == ("FAILED", "2:0"), job.log
-    (told,) = (line for line in job.log.splitlines() if "Error" in line)
-    assert told.startswith("WorldError (rank 0 on nid001): srun started 8 tasks with the plugin cray_shasta, but this ")
-    assert "; start with: srun --mpi=pmix (" in told
-    hours, minutes, seconds = map(int, job.told["RunTime"].split(":"))
+    (error,) = (line for line in job.log.splitlines() if "Error" in line)
+    assert error.startswith(
+        "WorldError (rank 0 on nid001): srun started 8 tasks with the plugin cray_shasta, but this "
+    )
+    assert "; start with: srun --mpi=pmix (" in error
+    hours, minutes, seconds = map(int, job.state["RunTime"].split(":"))
     assert 3600 * hours + 60 * minutes + seconds < 20
 
 
 def test_the_same_losses_at_every_site_to_the_bit(job_of):
-    jobs = {form: job_of(*form) for form in MENDED}
+    jobs = {form: job_of(*form) for form in WORKING}
     for ranks in {job.ranks for job in jobs.values()}:
         runs = {form: losses(job.run) for form, job in jobs.items() if job.ranks == ranks}
         first = next(iter(runs.values()))
@@ -133,10 +138,10 @@ def test_the_same_losses_at_every_site_to_the_bit(job_of):
 def test_a_node_is_told_its_place_among_the_workers(job_of, name):
     job = job_of(name, "tf-config")
     assert job.ending == ("COMPLETED", "0:0"), job.log
-    told = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
-    port = 10_000 + int(job.told["JobId"])
+    configs = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
+    port = 10_000 + int(job.state["JobId"])
     workers = [f"{hostname(name)}00{number}:{port}" for number in (1, 2)]
-    assert sorted(told, key=lambda config: config["task"]["index"]) == [
+    assert sorted(configs, key=lambda config: config["task"]["index"]) == [
         {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}} for index in (0, 1)
     ]
 
@@ -160,7 +165,7 @@ def warned(generic) -> dict[str, Job]:
     numbers = {}
     for launcher in ("srun", "torchrun"):
         options = Options(nodes=2, gpus_per_node=1, launcher=launcher)
-        folder = generic.folder / launcher  # in one folder a run of the same recipe would go on with the other's
+        folder = generic.folder / launcher  # in one folder a run of the same recipe would continue the other's
         folder.mkdir()
         script = folder / "job.sh"
         script.write_text(render(SITES["generic"], options, [*LINEAR, "--epochs", "300"]))
@@ -176,8 +181,8 @@ def warned(generic) -> dict[str, Job]:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_job_that_is_warned_of_its_time_limit_comes_back_and_ends(warned, launcher):
     job = warned[launcher]
-    number = job.told["JobId"]
-    assert (*job.ending, job.told["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
+    number = job.state["JobId"]
+    assert (*job.ending, job.state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
     stopped = int(re.search(r"SIGUSR2: stopped after step (\d+), with a checkpoint", job.log)[1])
     assert 0 < stopped < 3000
     story = [
@@ -188,7 +193,7 @@ def test_a_job_that_is_warned_of_its_time_limit_comes_back_and_ends(warned, laun
         f"finished at step 3000; everything is in runs/linear/{number}\n",
     ]
     assert [line for line in story if line not in job.log] == [], job.log
-    assert sorted(story, key=job.log.index) == story  # one log, which the second start goes on with
+    assert sorted(story, key=job.log.index) == story  # one log, which the second launch continues
     steps = [step for step, _ in losses(job.run)]
     assert steps == sorted({*range(10, 3001, 10), stopped})
 
@@ -206,7 +211,7 @@ def test_submit_gives_the_script_to_slurm(generic):
     assert sorted(job.log.split()) == ["nid001"] * 4 + ["nid002"] * 4
 
 
-def test_submit_says_in_one_line_what_slurm_refuses(generic):
+def test_submit_reports_in_one_line_what_slurm_refuses(generic):
     ours = ("--site", "generic", "--partition", "booster", "--submit", "--", "hostname")
     done: Ended = generic.run("exec", "head", "python", "-m", "hvdtrain", "slurm", *ours)
     assert (done.code, done.err) == (
@@ -219,8 +224,8 @@ def test_submit_says_in_one_line_what_slurm_refuses(generic):
 SHOW = """\
 import json, os, sys
 from hvdtrain.launch.topology import discover
-seat = discover(os.environ)
-print(json.dumps([seat.rank, seat.size, sys.argv[1], os.environ["SLURM_CPUS_ON_NODE"]]))
+topology = discover(os.environ)
+print(json.dumps([topology.rank, topology.size, sys.argv[1], os.environ["SLURM_CPUS_ON_NODE"]]))
 """
 GOOD = """\
 #!/bin/bash
@@ -233,7 +238,7 @@ srun --exact bash -c 'exec python show.py $SLURM_PROCID'
 """
 # Of every task: its rank, the number of ranks, $SLURM_PROCID, and the CPUs that its step has on its node.
 RIGHT = [[rank, 4, str(rank), "16"] for rank in range(4)]
-PROVEN = {  # what is replaced in GOOD, by what, what --check calls it, and what the tasks then say
+PROVEN = {  # what is replaced in GOOD, by what, --check's message, and what the tasks then print
     "a training without srun": (
         "srun --exact bash -c 'exec python show.py $SLURM_PROCID'",
         "python show.py 0",
@@ -258,7 +263,7 @@ PROVEN = {  # what is replaced in GOOD, by what, what --check calls it, and what
         "$SLURM_PROCID is filled in by the job's shell",
         [[rank, 4, "0", "16"] for rank in range(4)],
     ),
-    "CPUs that srun is not told": (
+    "CPUs that srun is not given": (
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n',
         "",
         "SRUN_CPUS_PER_TASK is not set",
@@ -268,8 +273,8 @@ PROVEN = {  # what is replaced in GOOD, by what, what --check calls it, and what
 
 
 @pytest.fixture(scope="module")
-def said(generic) -> dict[str, list[object]]:
-    """What the tasks of each script of PROVEN say, and of the right one."""
+def printed(generic) -> dict[str, list[object]]:
+    """What the tasks of each script of PROVEN print, and of the right one."""
     (generic.folder / "show.py").write_text(SHOW)
     numbers = {}
     for case, (old, new, *_) in {"right": ("", ""), **PROVEN}.items():
@@ -280,20 +285,20 @@ def said(generic) -> dict[str, list[object]]:
     return {case: sorted(json.loads(line) for line in log.splitlines() if line[0] == "[") for case, log in logs.items()}
 
 
-def test_a_script_that_is_called_right_does_what_it_says(said):
+def test_a_script_that_is_called_right_does_what_it_promises(printed):
     assert check(GOOD) == []
-    assert said["right"] == RIGHT
+    assert printed["right"] == RIGHT
 
 
 @pytest.mark.parametrize("case", PROVEN)
-def test_what_is_called_wrong_goes_wrong(said, case):
+def test_what_is_called_wrong_goes_wrong(printed, case):
     old, new, wrong, outcome = PROVEN[case]
     assert GOOD.count(old) == 1
     assert wrong in {finding.wrong for finding in check(GOOD.replace(old, new))}
-    assert said[case] == outcome
+    assert printed[case] == outcome
 
 
-REFUSED = {  # what is replaced in GOOD, by what, what --check calls it, and what sbatch says
+REFUSED = {  # what is replaced in GOOD, by what, --check's message, and sbatch's
     "Windows line ends": ("\n", "\r\n", "Windows line ends", "Batch script contains DOS line breaks"),
     "no shell": ("#!/bin/bash\n", "", "no #! line", "This does not look like a batch script."),
     "nodes": ("--nodes=2", "--nodes=two", "--nodes=two", '"two" is not a valid node count'),
@@ -302,15 +307,15 @@ REFUSED = {  # what is replaced in GOOD, by what, what --check calls it, and wha
 }
 
 
-@pytest.mark.parametrize(("old", "new", "wrong", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_called_wrong_slurm_refuses(generic, old, new, wrong, words):
+@pytest.mark.parametrize(("old", "new", "wrong", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_called_wrong_slurm_refuses(generic, old, new, wrong, message):
     bad = GOOD.replace(old, new)
     assert wrong in {finding.wrong for finding in check(bad)}
     script = generic.folder / "refused.sh"
     script.write_bytes(bad.encode())
     done = generic.run("sbatch", script)
     assert done.code != 0
-    assert words in done.err
+    assert message in done.err
 
 
 def test_more_cpus_than_a_node_has_wait_forever(generic):
