@@ -112,7 +112,7 @@ def train(images, base_lr, epochs, setting, seed):
     for epoch in range(epochs):
         plan = Epoch.of(len(images), seed, epoch, draws=2)
         for step in range(steps):
-            indices = plan.share(step * setting.batch, setting.batch, rank=0, size=1)
+            indices = plan.local_batch(step * setting.batch, setting.batch, rank=0, size=1)
             x, y = images.batch(indices, plan.draws[indices])
             loss = nn.functional.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y))
             optimizer.zero_grad()

@@ -82,7 +82,7 @@ def train(batch, steps):
         times = [now()]
 
         start = step * global_batch % (len(digits) - global_batch)
-        x, y = digits.read(order.share(start, global_batch, hvd.rank(), hvd.size()), None)
+        x, y = digits.read(order.local_batch(start, global_batch, hvd.rank(), hvd.size()), None)
         x, y = torch.from_numpy(x).permute(0, 3, 1, 2) / 255, torch.from_numpy(y)
         times.append(now())  # data
 

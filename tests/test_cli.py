@@ -133,7 +133,7 @@ FLAGS = {
     "switch on": ("--momentum 0.9 --nesterov", {"momentum": 0.9, "nesterov": True}),
     "switch off": ("--no-nesterov", {"nesterov": False}),
     "list": ("--lr-schedule step --lr-milestones 3 4", {"lr_schedule": "step", "lr_milestones": (3, 4)}),
-    "batch said the other way": ("--batch-size-per-rank 10", {"batch_size": None, "batch_size_per_rank": 10}),
+    "batch given the other way": ("--batch-size-per-rank 10", {"batch_size": None, "batch_size_per_rank": 10}),
     "the recipe's own value": ("--batch-size 100", {"batch_size": 100}),
 }
 
@@ -158,7 +158,7 @@ REFUSED = {
         f"unknown flag '--batch_sise'. Did you mean --batch-size? See {PROG} linear --help.",
     ),
     "like none": ("linear --zzz", f"unknown flag '--zzz'. See {PROG} linear --help."),
-    "a word too much": ("linear --nesterov True", f"'True' belongs to no flag; see {PROG} linear --help."),
+    "an argument too many": ("linear --nesterov True", f"'True' belongs to no flag; see {PROG} linear --help."),
     "fraction": ("linear --epochs 1.5", "--epochs must be a whole number, got '1.5'; --help lists the flags."),
     "text": ("linear --lr fast", "--lr/--base-lr must be a number, got 'fast'; --help lists the flags."),
     "no value": ("linear --lr", "--lr/--base-lr needs a value; --help lists the flags."),
@@ -181,9 +181,9 @@ REFUSED = {
     ),
     "negative": ("linear --epochs -3", "--epochs must be greater than 0, got '-3'; --help lists the flags."),
     "NaN": ("linear --lr nan", "--lr/--base-lr must be a finite number, got 'nan'; --help lists the flags."),
-    "batch said twice": (
+    "batch given twice": (
         "linear --batch-size 100 --batch-size-per-rank 10",
-        "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+        "the batch must be given once: batch_size (global) or batch_size_per_rank, "
         "got batch_size=100, batch_size_per_rank=10.",
     ),
     "flag first": (

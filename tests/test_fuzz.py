@@ -106,8 +106,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "flag of 5,000 digits": (
         lambda: options.parse_run("x", ["linear", "--epochs", "9" * 5000]),
-        "a word of the command line must be printable and have at most 4096 characters, "
-        f"got '{'9' * 37}...{'9' * 38}'.",
+        f"an argument must be printable and have at most 4096 characters, got '{'9' * 37}...{'9' * 38}'.",
     ),
     "flag of 4,000 digits": (
         lambda: options.parse_run("x", ["linear", "--epochs", "9" * 4000]),

@@ -1,7 +1,7 @@
 """Command lines: a pydantic dataclass of flags -> its validated, frozen value.
 
-tyro splits the words and draws the help; the values are pydantic's, so that a flag and a key of a recipe obey the same
-rules in the same words.
+tyro splits the arguments and prints the help. pydantic validates the values, so that a flag and a recipe's key obey the
+same rules, with the same messages.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import quoted
 
-MOST_WORDS = 1000
-LONGEST_WORD = 4096  # a path's, on Linux
+MOST_ARGUMENTS = 1000
+LONGEST_ARGUMENT = 4096  # a path's, on Linux
 ALIASES = {"base_lr": ["--lr"], "engine": ["--strategy"]}
 NUMBERS = ConfigDict(allow_inf_nan=False)
 
@@ -31,7 +31,7 @@ Model = TypeVar("Model")
 
 def parse(model: type[Model], prog: str, argv: Sequence[str]) -> Model:
     """The model's value from argv. Prints the help and exits on -h. Raises RecipeError for what it does not know."""
-    check_words(argv)
+    check_arguments(argv)
     return model(**given(fields_of(model), prog, argv, {}, model.__doc__ or ""))
 
 
@@ -41,23 +41,22 @@ def fields_of(model: type) -> dict[str, FieldInfo]:
     return fields
 
 
-def check_words(argv: Sequence[str]) -> None:
-    """Refuses words that no terminal shows, and too many. Raises RecipeError."""
-    if len(argv) > MOST_WORDS:
-        raise RecipeError(f"the command line must have at most {MOST_WORDS} words, got {len(argv)}.")
-    for word in argv:
-        if len(word) > LONGEST_WORD or not word.isprintable():
+def check_arguments(argv: Sequence[str]) -> None:
+    """Refuses arguments that a terminal cannot show, and too many. Raises RecipeError."""
+    if len(argv) > MOST_ARGUMENTS:
+        raise RecipeError(f"the command line must have at most {MOST_ARGUMENTS} arguments, got {len(argv)}.")
+    for argument in argv:
+        if len(argument) > LONGEST_ARGUMENT or not argument.isprintable():
             raise RecipeError(
-                f"a word of the command line must be printable and have at most {LONGEST_WORD} characters, "
-                f"got {quoted(word)}."
+                f"an argument must be printable and have at most {LONGEST_ARGUMENT} characters, got {quoted(argument)}."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """The words given for a flag: one, or a list's."""
+    """The arguments given for a flag: one, or a list's."""
 
-    words: str | list[str]
+    arguments: str | list[str]
 
 
 def given(
@@ -67,11 +66,11 @@ def given(
     defaults: Mapping[str, Any],
     description: str = "",
 ) -> dict[str, Any]:
-    """The values of the flags that argv gives; `defaults` stand in the help where a field's own do not hold."""
+    """The values of the flags that argv gives; the help shows `defaults` in place of the fields' own."""
     _check_values(fields, argv)
     shown = {name: defaults.get(name, field.default) for name, field in fields.items()}
-    drawn = [_drawn(name, field, shown[name]) for name, field in fields.items()]
-    flags = dataclasses.make_dataclass("Flags", drawn, kw_only=True)
+    typed = [_typed(name, field, shown[name]) for name, field in fields.items()]
+    flags = dataclasses.make_dataclass("Flags", typed, kw_only=True)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             values, unknown = tyro.cli(  # type: ignore[var-annotated]
@@ -84,28 +83,31 @@ def given(
         raise RecipeError(f"{required} must be given; see {prog} --help.") from None
     if unknown:
         raise _unknown(unknown[0], list(fields), prog)
-    said = {name: value for name, value in vars(values).items() if value is not shown[name]}
-    return {key: _value(key, fields[key], value) if isinstance(value, _Given) else value for key, value in said.items()}
+    changed = {name: value for name, value in vars(values).items() if value is not shown[name]}
+    return {
+        key: _value(key, fields[key], value) if isinstance(value, _Given) else value for key, value in changed.items()
+    }
 
 
-def _drawn(name: str, field: FieldInfo, default: Any) -> tuple[str, Any, Any]:
-    """The flag as tyro draws it in the help. Of its words tyro makes no value, but for a switch's."""
+def _typed(name: str, field: FieldInfo, default: Any) -> tuple[str, Any, Any]:
+    """The flag's name, type and default for tyro, which parses the values of switches only."""
     marks = list(field.metadata)
     if field.description:
         marks.append(tyro.conf.arg(help=field.description, aliases=ALIASES.get(name)))
     if field.annotation is not bool and tyro.conf.UseAppendAction not in marks:
-        marks.append(_words(field.annotation))
-    drawn = Annotated[(field.annotation, *marks)] if marks else field.annotation
-    return name, drawn, dataclasses.field(**({} if default is PydanticUndefined else {"default": default}))
+        marks.append(_unparsed(field.annotation))
+    annotation = Annotated[(field.annotation, *marks)] if marks else field.annotation
+    return name, annotation, dataclasses.field(**({} if default is PydanticUndefined else {"default": default}))
 
 
-def _words(annotation: Any) -> PrimitiveConstructorSpec[Any]:
+def _unparsed(annotation: Any) -> PrimitiveConstructorSpec[Any]:
+    """tyro's spec of the annotation, whose value is a _Given."""
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     assert isinstance(spec, PrimitiveConstructorSpec)
     return dataclasses.replace(
         spec,
         choices=None,
-        instance_from_str=lambda words: _Given(words[0] if spec.nargs == 1 else words),
+        instance_from_str=lambda given: _Given(given[0] if spec.nargs == 1 else given),
         is_instance=lambda value: True,
     )
 
@@ -113,8 +115,8 @@ def _words(annotation: Any) -> PrimitiveConstructorSpec[Any]:
 def _check_values(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> None:
     """Refuses a flag without its value, and a switch with one."""
     spelt = {spelling: name for name in fields for spelling in (f"--{name.replace('_', '-')}", *ALIASES.get(name, ()))}
-    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
-        flag, equals, _ = word.replace("_", "-").partition("=")
+    for argument, following in zip(argv, [*argv[1:], "--"], strict=False):
+        flag, equals, _ = argument.replace("_", "-").partition("=")
         name = spelt.get(flag)
         if name is None:
             continue
@@ -128,24 +130,24 @@ def _spelt(name: str) -> str:
     return "/".join([*ALIASES.get(name, ()), f"--{name.replace('_', '-')}"])
 
 
-def _unknown(word: str, names: list[str], prog: str) -> RecipeError:
-    if not word.startswith("-"):
-        return RecipeError(f"{quoted(word)} belongs to no flag; see {prog} --help.")
-    flag = word.partition("=")[0]
+def _unknown(argument: str, names: list[str], prog: str) -> RecipeError:
+    if not argument.startswith("-"):
+        return RecipeError(f"{quoted(argument)} belongs to no flag; see {prog} --help.")
+    flag = argument.partition("=")[0]
     known = [name.replace("_", "-") for name in names]
     near = recipes.nearest(flag.lstrip("-").replace("_", "-"), known).replace("mean ", "mean --")
     return RecipeError(f"unknown flag {quoted(flag)}.{near} See {prog} --help.")
 
 
 def _value(name: str, field: FieldInfo, given: _Given) -> Any:
-    """What the words of a flag stand for. Raises RecipeError."""
+    """The validated value of a flag's arguments. Raises RecipeError."""
     has_none = type(None) in get_args(field.annotation)
-    if has_none and given.words == "None":
+    if has_none and given.arguments == "None":
         return None
     try:
         kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
         reads: TypeAdapter[Any] = TypeAdapter(kind, config=NUMBERS)
-        value = reads.validate_python(given.words)
+        value = reads.validate_python(given.arguments)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         or_none = " or None" if has_none and first["type"].endswith("_parsing") else ""

@@ -1,4 +1,4 @@
-"""The plan of a run: what recipe, ranks and data come to in numbers, before any framework is loaded."""
+"""The plan of a run: the numbers that follow from recipe, ranks and data, before any framework is loaded."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -38,9 +38,9 @@ class Plan:
 
     @property
     def gradient_bytes(self) -> int:
-        """What one rank hands to allreduce in one step."""
-        on_the_wire = {"none": self._parameter_bytes, "fp16": 2, "bf16": 2, "fp64": 8}[self.recipe.compression]
-        return self.parameters * on_the_wire
+        """How many bytes of gradients one rank communicates in one step."""
+        bytes_each = {"none": self._parameter_bytes, "fp16": 2, "bf16": 2, "fp64": 8}[self.recipe.compression]
+        return self.parameters * bytes_each
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -61,26 +61,26 @@ class Plan:
         """The plan for a reader: every number with where it comes from."""
         r = self.recipe
         left_out = self.train_examples - self.steps_per_epoch * self.global_batch
-        parts = f" in {r.accumulation_steps} parts of {self.micro_batch}" if r.accumulation_steps > 1 else ""
+        micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
         capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
         return [
             f"recipe      {r.name}: {r.model} ({self.parameters:,} parameters) on {r.dataset}, "
             f"{self.train_examples:,} examples to train, {self.valid_examples:,} to validate",
-            f"batch       {self.global_batch} = {self.size} ranks x {self._shares()}{parts}",
+            f"batch       {self.global_batch} = {self.size} ranks x {self._local_batches()}{micro}",
             f"steps       {self.steps_per_epoch} an epoch"
-            + (f" ({left_out} examples sit out, others each epoch)" if left_out else "")
+            + (f" ({left_out} examples left out, others each epoch)" if left_out else "")
             + f", {r.epochs} epochs, {self.total_steps} in all{capped}",
             f"LR          {self._lr_line()}",
             f"precision   {r.precision}; gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
             f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB",
         ]
 
-    def _shares(self) -> str:
+    def _local_batches(self) -> str:
         least = self.global_batch // self.size
         return f"{least}" if least == self.worker_batch else f"{least} or {self.worker_batch}"
 
     def weight(self, examples: int) -> float:
-        """What a mean over one rank's share of a batch counts in the mean over all ranks; 1 where shares are equal."""
+        """Weight of a rank's mean over `examples` in the mean over all ranks; 1 where all local batches are equal."""
         return examples * self.recipe.accumulation_steps * self.size / self.global_batch
 
     def _lr_line(self) -> str:
@@ -101,12 +101,14 @@ class Plan:
         return f"{peak}; {warmup}{decay}"
 
 
-def make(recipe: Recipe, shares: int, dataset: Dataset) -> Plan:
-    """The plan of a batch that is divided into so many shares. Raises PlanError where it does not go into shares,
-    micro-batches or examples."""
-    examples, size, parts = len(dataset.train), shares, recipe.accumulation_steps
+def make(recipe: Recipe, size: int, dataset: Dataset) -> Plan:
+    """The plan of a run whose global batch is divided into `size` local batches.
+
+    Raises PlanError where it cannot be divided into local batches and micro-batches, or exceeds the examples.
+    """
+    examples, micro_batches = len(dataset.train), recipe.accumulation_steps
     global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
-    if global_batch % (size * parts) and not _may_be_uneven(recipe, global_batch, size):
+    if global_batch % (size * micro_batches) and not _may_be_uneven(recipe, global_batch, size):
         raise PlanError(_indivisible(recipe, size))
     if global_batch > examples:
         raise PlanError(
@@ -132,7 +134,7 @@ def make(recipe: Recipe, shares: int, dataset: Dataset) -> Plan:
         valid_examples=len(dataset.valid),
         global_batch=global_batch,
         worker_batch=math.ceil(global_batch / size),
-        micro_batch=math.ceil(global_batch / size / parts),
+        micro_batch=math.ceil(global_batch / size / micro_batches),
         steps_per_epoch=steps,
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
         parameters=parameters(recipe, dataset.classes),
@@ -149,32 +151,32 @@ def parameters(recipe: Recipe, classes: int | None) -> int:
 
 
 def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch: int) -> None:
-    """BatchNorm has no variance of one value: the last, smallest feature map needs more in a part of a batch."""
+    """BatchNorm has no variance of one value: the last, smallest feature map needs more in a micro-batch."""
     if recipe.model == "linear" or recipe.batch_norm == "frozen":
         return
     side = math.ceil(dataset.sample_shape[0] / (8 if recipe.stem == "cifar" else 32))
     together = size if recipe.batch_norm == "sync" else 1
-    part = global_batch // (size * recipe.accumulation_steps) * together
-    if part * side * side < 2:
+    seen = global_batch // (size * recipe.accumulation_steps) * together
+    if seen * side * side < 2:
         raise PlanError(
-            f"BatchNorm needs at least 2 examples in a part of a batch, got {part} (batch {global_batch} over {size} "
-            f"ranks in {recipe.accumulation_steps} parts); take a larger batch or batch_norm frozen."
+            f"BatchNorm needs at least 2 examples in a micro-batch, got {seen} (batch {global_batch} over {size} "
+            f"ranks in {recipe.accumulation_steps} micro-batches); take a larger batch or batch_norm frozen."
         )
 
 
 def _may_be_uneven(recipe: Recipe, global_batch: int, size: int) -> bool:
-    """Whether ranks may have shares that differ by one example: where nothing but the mean gradient is shared."""
+    """Whether local batches may differ by one example: where ranks exchange nothing but the mean gradient."""
     alone = recipe.model == "linear" or recipe.batch_norm == "frozen"
     plain = recipe.accumulation_steps == 1 and recipe.reduction == "average"
     return alone and plain and recipe.batch_size is not None and global_batch >= size
 
 
 def _indivisible(recipe: Recipe, size: int) -> str:
-    parts = recipe.accumulation_steps
+    micro_batches = recipe.accumulation_steps
     if recipe.batch_size_per_rank:
-        key, batch, factors = "batch_size_per_rank", recipe.batch_size_per_rank, {"accumulation steps": parts}
+        key, batch, factors = "batch_size_per_rank", recipe.batch_size_per_rank, {"accumulation steps": micro_batches}
     else:
-        key, batch, factors = "batch_size", recipe.batch_size or 0, {"ranks": size, "accumulation steps": parts}
+        key, batch, factors = "batch_size", recipe.batch_size or 0, {"ranks": size, "accumulation steps": micro_batches}
     step = math.prod(factors.values())
     low, high = batch // step * step, (batch // step + 1) * step
     choices = f"{low} or {high}" if low else f"{high}"

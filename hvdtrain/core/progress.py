@@ -48,8 +48,8 @@ class Progress:
         return plan.recipe.max_steps is not None and self.step >= plan.recipe.max_steps
 
     def is_done(self, plan: Plan) -> bool:
-        """Whether the run's last update is made. Epochs decide: a resumed run's batch, said per rank, may be
-        another one than that of the steps before it."""
+        """Whether the run's last update is made. Epochs decide: where the batch is given per rank, a resumed
+        run's global batch may differ from that of the steps before it."""
         return self.is_stopped(plan) or self.epoch + self.is_epoch_done(plan) >= plan.recipe.epochs
 
     def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
@@ -68,12 +68,12 @@ class Progress:
 
 
 def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, list[Request]]:
-    """What is left of the epoch: where each update's batch begins in the order, and the rank's micro-batches of them
-    all, `accumulation_steps` an update."""
+    """What is left of the epoch: the index at which each update's global batch begins, and the rank's micro-batches,
+    `accumulation_steps` for each update."""
     order = _epoch(plan, progress.epoch)
     starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
-    shares = (order.share(start, plan.global_batch, rank, plan.size) for start in starts)
-    micro_batches = (indices for share in shares for indices in np.split(share, plan.recipe.accumulation_steps))
+    local_batches = (order.local_batch(start, plan.global_batch, rank, plan.size) for start in starts)
+    micro_batches = (indices for batch in local_batches for indices in np.split(batch, plan.recipe.accumulation_steps))
     return starts, [(indices, order.draws[indices]) for indices in micro_batches]
 
 
@@ -84,10 +84,10 @@ def _epoch(plan: Plan, epoch: int) -> Epoch:
 
 
 def valid_requests(plan: Plan, rank: int) -> list[Request]:
-    """The rank's part of the validation set: no example twice over all ranks, none left out or padded."""
+    """The rank's batches of the validation set. Over all ranks no example is left out, read twice or padded."""
     mine = shard(plan.valid_examples, rank, plan.size)
     cuts = range(plan.micro_batch, len(mine), plan.micro_batch)
-    return [(part, None) for part in np.split(mine, cuts) if part.size]
+    return [(indices, None) for indices in np.split(mine, cuts) if indices.size]
 
 
 def due(step: int, every: int | None) -> bool:

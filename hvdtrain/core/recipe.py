@@ -33,7 +33,7 @@ Text = Annotated[str, Field(max_length=LONGEST_NAME)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
 
-RULES = {  # pydantic's name of a broken rule: how a person would say it
+RULES = {  # pydantic's name of a broken rule: the text of our message after "must"
     "int_type": "be a whole number",
     "int_from_float": "be a whole number",
     "int_parsing": "be a whole number",
@@ -83,7 +83,7 @@ class Recipe(BaseModel):
 
     batch_size: Number | None = Field(None, description="global batch: examples in one update, all ranks")
     batch_size_per_rank: Number | None = Field(None, description="instead of batch_size: examples a rank")
-    accumulation_steps: Number = Field(1, description="parts a rank's share of a batch is computed in")
+    accumulation_steps: Number = Field(1, description="micro-batches that a rank's local batch is computed in")
     epochs: Number = Field(description="passes over the training set")
     max_steps: Annotated[int, Field(gt=0, le=10**15)] | None = Field(None, description="stop after this many updates")
     seed: Seed = Field(0, description="of the weights, the order and the augmentation")
@@ -101,14 +101,14 @@ class Recipe(BaseModel):
     momentum: Fraction = Field(0.0, description="of SGD")
     nesterov: bool = Field(False, description="Nesterov momentum")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of SGD, on every parameter")
-    label_smoothing: Fraction = Field(0.0, description="share of the target spread over all classes; training only")
+    label_smoothing: Fraction = Field(0.0, description="fraction of the target spread over all classes; training only")
     clip_norm: PositiveFloat | None = Field(None, description="largest norm of the averaged gradient")
 
     precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32", description="bfloat16, float16: mixed; float64: to compare runs exactly"
     )
     batch_norm: Literal["local", "sync", "frozen"] = Field(
-        "local", description="statistics of a rank's share, of the global batch, or left as they are"
+        "local", description="statistics of a rank's local batch, of the global batch, or left as they are"
     )
     channels_last: bool = Field(False, description="PyTorch: NHWC memory layout, which TensorFlow always has")
     fused_optimizer: bool = Field(False, description="PyTorch: one kernel for the whole update")
@@ -122,11 +122,12 @@ class Recipe(BaseModel):
     )
 
     compression: Literal["none", "fp16", "bf16", "fp64"] = Field(
-        "none", description="gradients on the wire; fp64: sums that no order of the ranks changes; bf16: engine ddp's"
+        "none",
+        description="communicated dtype of gradients; fp64: sums that no order of ranks changes; bf16: engine ddp's",
     )
     reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
     fusion_threshold_mb: Annotated[int, Field(ge=0, le=2**20)] | None = Field(
-        None, description="most MiB of gradients that travel together"
+        None, description="most MiB of gradients that are communicated together"
     )
     cycle_time_ms: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         None, description="Horovod's cycle, milliseconds"
@@ -176,11 +177,11 @@ def dump(recipe: Recipe) -> str:
     return f"# {recipe.name}, resolved\n{text.getvalue()}"
 
 
-def nearest(word: str, words: list[str]) -> str:
-    """' Did you mean X?' for the closest of `words`, or nothing."""
-    # Comparing takes the product of the lengths, for each of the words.
-    short = [known for known in words[:200] if len(known) <= LONGEST]
-    close = difflib.get_close_matches(word, short, n=1, cutoff=0.5) if len(word) <= LONGEST else []
+def nearest(name: str, known: list[str]) -> str:
+    """' Did you mean X?' for the closest of the known names, or nothing."""
+    # Comparing takes the product of the lengths, for each of the names.
+    short = [one for one in known[:200] if len(one) <= LONGEST]
+    close = difflib.get_close_matches(name, short, n=1, cutoff=0.5) if len(name) <= LONGEST else []
     return f" Did you mean {close[0]}?" if close else ""
 
 
@@ -215,7 +216,7 @@ def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -
 
 
 def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` put over `keys`; a batch said one way takes the place of one said the other way."""
+    """`overrides` put over `keys`; batch_size replaces batch_size_per_rank, and the other way round."""
     batch = {"batch_size", "batch_size_per_rank"}
     kept = {k: v for k, v in keys.items() if k not in batch} if batch & set(overrides) else keys
     return {**kept, **overrides}
@@ -281,7 +282,7 @@ class _OutOfBounds(MarkedYAMLError):
 
 
 def _parsed(file: str, text: str) -> Any:
-    """What the YAML says. Raises RecipeError."""
+    """The values of the YAML text. Raises RecipeError."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _Bounded
     try:
@@ -301,7 +302,7 @@ def _parsed(file: str, text: str) -> Any:
         raise RecipeError(f"{file}{line}{wrong} {printable(str(error.problem), 200)}.") from None
     except (YAMLError, ValueError) as error:  # a control character; a date such as 2024-13-01
         reason = printable(str(error).partition("\n")[0], 200)
-        # Python's own words would have the reader raise its limit.
+        # Python's own message would have the reader raise its limit.
         reason = "a number has more than 4,300 digits" if reason.startswith("Exceeds the limit") else reason
         raise RecipeError(f"{file} is not YAML: {reason}.") from None
     except Exception:  # ruamel's constructors: IndexError, KeyError, AssertionError, ... for `!!int ""` and its like
@@ -328,13 +329,13 @@ def _first_line(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {quoted(key)}.{nearest(key, list(Recipe.model_fields))}"
     if first["type"] == "missing":
-        return f"{key} is missing; it says: {Recipe.model_fields[key].description}."
+        return f"{key} is missing: {Recipe.model_fields[key].description}."
     subject = f"each of {key}" if len(first["loc"]) > 1 else key
     return f"{subject} must {rule(first)}, got {quoted(first['input'])}."
 
 
 def rule(error: Mapping[str, Any]) -> str:
-    """The rule that a pydantic error says is broken, as a person would say it after "must"."""
+    """The rule that a pydantic error reports as broken, worded to follow "must"."""
     return RULES.get(error["type"], "be valid ({error})").format(error=error["msg"], **error.get("ctx", {}))
 
 
@@ -344,7 +345,7 @@ def _check_together(recipe: Recipe) -> None:
         _check_name(text)
     if (r.batch_size is None) == (r.batch_size_per_rank is None):
         raise RecipeError(
-            "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+            "the batch must be given once: batch_size (global) or batch_size_per_rank, "
             f"got batch_size={r.batch_size}, batch_size_per_rank={r.batch_size_per_rank}."
         )
     if r.warmup_epochs > r.epochs:

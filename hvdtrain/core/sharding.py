@@ -1,4 +1,4 @@
-"""Which examples each rank sees in each step: the same ones, all ranks together, whatever their number."""
+"""Which examples each rank sees in each step. The global batch is the same for any number of ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,18 +24,19 @@ class Epoch:
     def by_shard(
         cls, shards: Sequence[int], seed: int, epoch: int, draws: int, global_batch: int, size: int
     ) -> "Epoch":
-        """As `of`, for ranks that read one shard after the other, of which `shards` tells the examples each has.
+        """As `of`, for ranks that read one shard after the other; `shards` holds the number of examples in each.
 
         The shards, in an order drawn anew, are dealt to the ranks as runs of equal length; a rank's examples are
-        mixed within WINDOW of its run. The order thus depends on batch and ranks: `share` is each rank's own run.
+        mixed within WINDOW of its run. The order thus depends on batch and ranks, and
+        `local_batch` reads each rank's own run.
         """
         random = np.random.default_rng([seed, epoch, 0])
         firsts = np.cumsum([0, *shards])
         run = np.concatenate([np.arange(firsts[k], firsts[k + 1]) for k in random.permutation(len(shards))])
         batches = len(run) // global_batch
         cuts = [batches * (global_batch * rank // size) for rank in range(size + 1)]
-        parts = [_mixed(run[first:last], random).reshape(batches, -1) for first, last in itertools.pairwise(cuts)]
-        order = np.concatenate([np.concatenate(parts, axis=1).ravel(), run[batches * global_batch :]])
+        runs = [_mixed(run[first:last], random).reshape(batches, -1) for first, last in itertools.pairwise(cuts)]
+        order = np.concatenate([np.concatenate(runs, axis=1).ravel(), run[batches * global_batch :]])
         return cls(order, cls.of(len(run), seed, epoch, draws).draws)
 
     @classmethod
@@ -45,8 +46,8 @@ class Epoch:
         numbers = np.random.default_rng([seed, epoch, 1]).random((examples, draws), dtype=np.float32)
         return cls(order, numbers)
 
-    def share(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
-        """Rank's examples, [global_batch / size, rounded down or up], of the batch that begins at place `start`."""
+    def local_batch(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
+        """A rank's examples, [global_batch / size, rounded down or up], of the global batch that begins at `start`."""
         return self.order[start + global_batch * rank // size : start + global_batch * (rank + 1) // size]
 
 
@@ -55,5 +56,5 @@ def _mixed(run: Indices, random: np.random.Generator) -> Indices:
 
 
 def shard(examples: int, rank: int, size: int) -> Indices:
-    """Rank's part of 0 … examples - 1 for validation: no example left out, none twice, none padded."""
+    """The rank's indices among 0 … examples - 1 for validation: none left out, none twice, none padded."""
     return np.arange(examples * rank // size, examples * (rank + 1) // size)

@@ -11,7 +11,7 @@ import numpy as np
 
 Sum = Callable[[np.ndarray], np.ndarray]
 """Adds an array over all ranks and gives every rank the result."""
-WORD = 8  # bytes of what is added
+INT64_BYTES = 8
 
 
 def from_rank_0(value: Any, rank: int, sum_over_ranks: Sum) -> Any:
@@ -22,26 +22,26 @@ def from_rank_0(value: Any, rank: int, sum_over_ranks: Sum) -> Any:
 def bytes_from_rank_0(content: bytes, sum_over_ranks: Sum) -> bytes:
     """Rank 0's bytes, on every rank; the others give none."""
     length = int(sum_over_ranks(np.array([len(content)]))[0])
-    return sum_over_ranks(_words(content, length)).tobytes()[:length] if length else b""
+    return sum_over_ranks(_padded(content, length)).tobytes()[:length] if length else b""
 
 
 def of_ranks(value: Any, rank: int, size: int, sum_over_ranks: Sum) -> list[Any]:
     """Every rank's value, by rank; every rank calls it."""
     content = json.dumps(value).encode()
     lengths = gather(np.array([len(content)]), rank, size, sum_over_ranks)[:, 0]
-    rows = gather(_words(content, int(lengths.max())), rank, size, sum_over_ranks)
+    rows = gather(_padded(content, int(lengths.max())), rank, size, sum_over_ranks)
     return [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def gather(row: np.ndarray, rank: int, size: int, sum_over_ranks: Sum) -> np.ndarray:
-    """Every rank's row, [size, len(row)], by adding arrays that are zero but for the own row."""
+    """Every rank's row, [size, len(row)]: the sum of arrays that are zero except for the rank's own row."""
     table = np.zeros((size, row.size), dtype=row.dtype)
     table[rank] = row
     return sum_over_ranks(table)
 
 
-def _words(content: bytes, length: int) -> np.ndarray:
-    """The bytes as int64 [length in words], with zeros behind them."""
-    words = np.zeros(-(-length // WORD), np.int64)
-    words.view(np.uint8)[: len(content)] = np.frombuffer(content, np.uint8)
-    return words
+def _padded(content: bytes, length: int) -> np.ndarray:
+    """The bytes as int64, padded with zeros to at least `length` bytes."""
+    numbers = np.zeros(-(-length // INT64_BYTES), np.int64)
+    numbers.view(np.uint8)[: len(content)] = np.frombuffer(content, np.uint8)
+    return numbers

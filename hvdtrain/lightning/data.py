@@ -149,7 +149,7 @@ class ImageNetDataModule(LightningDataModule):
         images = len(self.dataset.train)
         epoch = Epoch.of(images, self.recipe.seed, self.trainer.current_epoch if self.trainer else 0, DRAWS)
         begins = range(0, images - self.batch_size + 1, self.batch_size)
-        local_batches = (epoch.share(begin, self.batch_size, rank, size) for begin in begins)
+        local_batches = (epoch.local_batch(begin, self.batch_size, rank, size) for begin in begins)
         return [(indices, epoch.draws[indices]) for indices in local_batches]
 
     def _ranks(self) -> tuple[int, int]:

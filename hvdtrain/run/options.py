@@ -26,7 +26,9 @@ class Options:
 
     output: Path | None = Field(None, description="run folder; left out: runs/RECIPE/JOB, or the unfinished run")
     resume: Literal["auto", "never"] = Field("auto", description="auto continues from the newest whole checkpoint")
-    engine: EngineName = Field("auto", description="what joins the ranks; auto: local for one process, else horovod")
+    engine: EngineName = Field(
+        "auto", description="the library that joins the ranks; auto: local for one process, else horovod"
+    )
     devices: str | None = Field(
         None, description="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"
     )
@@ -43,16 +45,16 @@ def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
     if not argv or argv[0] in {"-h", "--help"}:
         print(usage(prog))
         raise SystemExit(0 if argv else 2)
-    flags.check_words(argv)
+    flags.check_arguments(argv)
     if argv[0].startswith("-"):
-        word = printable(argv[0])
-        raise RecipeError(f"the recipe comes first, got {word!r}; as in: {prog} {recipes.known()[0]} {word}")
-    name, *words = argv
+        first = printable(argv[0])
+        raise RecipeError(f"the recipe comes first, got {first!r}; as in: {prog} {recipes.known()[0]} {first}")
+    name, *rest = argv
     base = recipes.load(name)
     of_recipe = {key: field for key, field in Recipe.model_fields.items() if key != "name"}
     defaults = {key: getattr(base, key) for key in of_recipe}
     of_options = flags.fields_of(Options)
-    given = flags.given({**of_options, **of_recipe}, f"{prog} {name}", words, defaults)
+    given = flags.given({**of_options, **of_recipe}, f"{prog} {name}", rest, defaults)
     options = Options(**{key: given.pop(key) for key in of_options if key in given})
     return recipes.load(name, given), options
 

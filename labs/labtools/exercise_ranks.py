@@ -109,7 +109,7 @@ def train(
     for epoch in range(epochs):
         order = Epoch.of(len(x), 0, epoch, 0)
         for start in range(0, len(x), global_batch):
-            local_batch = order.share(start, global_batch, hvd.rank(), hvd.size())
+            local_batch = order.local_batch(start, global_batch, hvd.rank(), hvd.size())
             _step(model, optimizer, x[local_batch], y[local_batch])
             path.append(_weights(model))
     return Trained(before, np.array(path))

@@ -1,4 +1,4 @@
-"""Plans: the derived numbers, what the dry run prints, and every refusal word for word."""
+"""Plans: the derived numbers, what the dry run prints, and the full text of every refusal."""
 
 import json
 
@@ -6,14 +6,14 @@ import pytest
 
 from hvdtrain.errors import PlanError
 
-CASES = {  # recipe, ranks, overrides: global batch, of a rank, of a part, steps an epoch, steps in all, peak LR
+CASES = {  # recipe, ranks, overrides: global batch, of a rank, of a micro-batch, steps an epoch, steps in all, peak LR
     "linear alone": ("linear", 1, {}, (100, 100, 100, 10, 1500, 0.5)),
     "linear on 4": ("linear", 4, {}, (100, 25, 25, 10, 1500, 0.5)),
     "as many ranks as examples": ("linear:full-batch", 1000, {}, (1000, 1, 1, 1, 150, 0.5)),
     "digits on 2": ("digits", 2, {"batch_size": 128, "base_lr": 0.01}, (128, 64, 64, 11, 110, 0.02)),
     "per rank, linear rule": ("synthetic:tiny", 4, {}, (64, 16, 16, 10, 10, 0.025)),
     "per rank, square root": ("synthetic:tiny", 4, {"lr_rule": "sqrt"}, (64, 16, 16, 10, 10, 0.05)),
-    "in parts": ("linear", 2, {"accumulation_steps": 5}, (100, 50, 10, 10, 1500, 0.5)),
+    "in micro-batches": ("linear", 2, {"accumulation_steps": 5}, (100, 50, 10, 10, 1500, 0.5)),
     "stopped early": ("linear", 1, {"max_steps": 7}, (100, 100, 100, 10, 7, 0.5)),
     "stopped after its end": ("linear", 1, {"max_steps": 10**6}, (100, 100, 100, 10, 1500, 0.5)),
     "a rest that sits out": ("linear", 1, {"batch_size": 300}, (300, 300, 300, 3, 450, 0.5)),
@@ -30,19 +30,19 @@ def test_numbers(name, size, overrides, expected, make_plan):
 REFUSED = {
     "ranks": ("digits", 3, {}, "batch_size must be a multiple of 3 ranks, got 64; take 63 or 66."),
     "more ranks than batch": ("linear", 128, {}, "batch_size must be a multiple of 128 ranks, got 100; take 128."),
-    "parts": (
+    "micro-batches": (
         "linear",
         1,
         {"accumulation_steps": 3},
         "batch_size must be a multiple of 3 accumulation steps, got 100; take 99 or 102.",
     ),
-    "ranks and parts": (
+    "ranks and micro-batches": (
         "linear",
         4,
         {"accumulation_steps": 3},
         "batch_size must be a multiple of 4 ranks x 3 accumulation steps, got 100; take 96 or 108.",
     ),
-    "batch of a rank into parts": (
+    "batch of a rank into micro-batches": (
         "synthetic:tiny",
         4,
         {"accumulation_steps": 3},
@@ -90,24 +90,24 @@ PARAMETERS = {
 UNEVEN = {  # a batch of 100 on 8 ranks
     "linear": ({}, True),
     "adasum": ({"reduction": "adasum"}, False),
-    "in parts": ({"accumulation_steps": 2}, False),
+    "in micro-batches": ({"accumulation_steps": 2}, False),
     "fewer examples than ranks": ({"batch_size": 7}, False),
 }
 
 
 @pytest.mark.parametrize(("overrides", "allowed"), UNEVEN.values(), ids=UNEVEN)
-def test_uneven_shares(overrides, allowed, make_plan):
+def test_uneven_local_batches(overrides, allowed, make_plan):
     if not allowed:
         with pytest.raises(PlanError, match="batch_size must be a multiple of 8 ranks"):
             make_plan("linear", 8, **overrides)
         return
     plan = make_plan("linear", 8, **overrides)
     assert "batch       100 = 8 ranks x 12 or 13" in plan.lines()
-    assert sum(plan.weight(share) for share in [12, 13] * 4) == pytest.approx(8)
+    assert sum(plan.weight(examples) for examples in [12, 13] * 4) == pytest.approx(8)
     assert make_plan("linear", 4).weight(25) == 1
 
 
-def test_uneven_shares_need_a_batch_norm_that_does_not_look_at_them(make_plan):
+def test_uneven_local_batches_need_a_batch_norm_that_does_not_look_at_them(make_plan):
     assert make_plan("digits", 3, batch_norm="frozen").worker_batch == 22
     for batch_norm in ("local", "sync"):
         with pytest.raises(PlanError):
@@ -151,8 +151,8 @@ LINES = {
         [
             "recipe      synthetic:tiny: resnet50 (23,528,522 parameters) on synthetic, 650 examples to train, "
             "65 to validate",
-            "batch       64 = 4 ranks x 16 in 2 parts of 8",
-            "steps       10 an epoch (10 examples sit out, others each epoch), 1 epochs, 3 in all (max_steps)",
+            "batch       64 = 4 ranks x 16 in 2 micro-batches of 8",
+            "steps       10 an epoch (10 examples left out, others each epoch), 1 epochs, 3 in all (max_steps)",
             "LR          0.025 = 0.1 x 64/256 (rule linear); warm-up over 0.5 of 1 epochs, then constant",
             "precision   float32; gradients of 89.8 MiB a step and rank; a checkpoint of 179.5 MiB",
         ],
@@ -190,8 +190,8 @@ def test_a_line_for_every_rule(overrides, line, make_plan):
 
 
 def test_json_holds_the_derived_numbers(make_plan):
-    facts = json.loads(json.dumps(make_plan("digits", 2).to_json()))
-    assert "recipe" not in facts
-    assert (facts["size"], facts["global_batch"], facts["worker_batch"]) == (2, 64, 32)
-    assert (facts["gradient_bytes"], facts["checkpoint_bytes"]) == (94_114_088, 188_228_176)
-    assert facts["schedule"]["peak_lr"] == 0.05
+    numbers = json.loads(json.dumps(make_plan("digits", 2).to_json()))
+    assert "recipe" not in numbers
+    assert (numbers["size"], numbers["global_batch"], numbers["worker_batch"]) == (2, 64, 32)
+    assert (numbers["gradient_bytes"], numbers["checkpoint_bytes"]) == (94_114_088, 188_228_176)
+    assert numbers["schedule"]["peak_lr"] == 0.05

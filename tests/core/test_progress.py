@@ -50,22 +50,28 @@ def test_the_lr_follows_the_place_in_the_epoch(make_plan):
     assert Progress(epoch=1).lr(plan) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("size", "parts"), [(1, 1), (2, 1), (4, 1), (1, 5), (2, 5), (4, 5), (3, 1), (8, 1)])
-def test_all_ranks_read_one_batch_in_their_parts(make_plan, size, parts):
-    plan = make_plan("linear", size=size, accumulation_steps=parts)
-    told = [train_requests(plan, Progress(epoch=3, sample=200), rank) for rank in range(size)]
+@pytest.mark.parametrize(("size", "micro_batches"), [(1, 1), (2, 1), (4, 1), (1, 5), (2, 5), (4, 5), (3, 1), (8, 1)])
+def test_all_ranks_read_one_batch_in_micro_batches(make_plan, size, micro_batches):
+    plan = make_plan("linear", size=size, accumulation_steps=micro_batches)
+    all_requests = [train_requests(plan, Progress(epoch=3, sample=200), rank) for rank in range(size)]
     whole, (alone,) = range(200, 1000, 100), [train_requests(make_plan("linear"), Progress(epoch=3, sample=200), 0)]
-    for starts, requests in told:
+    for starts, requests in all_requests:
         assert starts == whole == alone[0]
-        assert len(requests) == len(starts) * parts
+        assert len(requests) == len(starts) * micro_batches
         assert all(
-            len(indices) - 100 // size // parts in {0, 100 % size > 0} and draws.shape == (len(indices), DRAWS)
+            len(indices) - 100 // size // micro_batches in {0, 100 % size > 0} and draws.shape == (len(indices), DRAWS)
             for indices, draws in requests
         )
     for update in range(len(whole)):
-        mine = [request for _, requests in told for request in requests[update * parts : (update + 1) * parts]]
-        for place in (0, 1):
-            np.testing.assert_array_equal(np.concatenate([request[place] for request in mine]), alone[1][update][place])
+        mine = [
+            request
+            for _, requests in all_requests
+            for request in requests[update * micro_batches : (update + 1) * micro_batches]
+        ]
+        for column in (0, 1):
+            np.testing.assert_array_equal(
+                np.concatenate([request[column] for request in mine]), alone[1][update][column]
+            )
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])

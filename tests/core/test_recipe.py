@@ -1,4 +1,4 @@
-"""Recipes: what the shipped ones say, how entries and flags are put together, and every refusal word for word."""
+"""Recipes: the shipped ones, how entries and flags are put together, and the full text of every refusal."""
 
 from pathlib import Path
 
@@ -251,15 +251,15 @@ def test_refused_values(keys, message):
     assert str(caught.value) == message
 
 
-TOGETHER = {
-    "batch said twice": (
+CONTRADICTIONS = {
+    "batch given twice": (
         {"batch_size_per_rank": 3},
-        "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+        "the batch must be given once: batch_size (global) or batch_size_per_rank, "
         "got batch_size=100, batch_size_per_rank=3.",
     ),
-    "batch not said": (
+    "batch not given": (
         {"batch_size": None},
-        "the batch must be said once: batch_size (global) or batch_size_per_rank, "
+        "the batch must be given once: batch_size (global) or batch_size_per_rank, "
         "got batch_size=None, batch_size_per_rank=None.",
     ),
     "warm-up beyond the end": ({"warmup_epochs": 120}, "warmup_epochs must lie in [0, epochs=3], got 120."),
@@ -318,7 +318,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(("keys", "message"), TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize(("keys", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_values_that_do_not_go_together(keys, message):
     with pytest.raises(RecipeError) as caught:
         validate({**KEYS, **keys})
@@ -329,7 +329,7 @@ def test_values_that_do_not_go_together(keys, message):
 def test_a_missing_key_says_what_it_means(key):
     with pytest.raises(RecipeError) as caught:
         validate({k: v for k, v in KEYS.items() if k != key})
-    assert str(caught.value) == f"{key} is missing; it says: {Recipe.model_fields[key].description}."
+    assert str(caught.value) == f"{key} is missing: {Recipe.model_fields[key].description}."
 
 
 NAMES = {
@@ -425,19 +425,19 @@ def test_a_folder_is_no_recipe_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"),
+    ("name", "hint"),
     [("lineer", " Did you mean linear?"), ("qqqq", ""), ("", "")],
     ids=["close", "like none", "empty"],
 )
-def test_nearest(word, hint):
-    assert nearest(word, ["linear", "digits"]) == hint
+def test_nearest(name, hint):
+    assert nearest(name, ["linear", "digits"]) == hint
 
 
 def test_horovods_adasum_has_no_channels_last():
-    asked = recipe.load("digits", {"reduction": "adasum", "channels_last": True})
-    compatibility.check(choice(adapter="tensorflow", recipe=asked), {})
+    requested = recipe.load("digits", {"reduction": "adasum", "channels_last": True})
+    compatibility.check(choice(adapter="tensorflow", recipe=requested), {})
     with pytest.raises(RecipeError) as caught:
-        compatibility.check(choice(adapter="torch", recipe=asked), {})
+        compatibility.check(choice(adapter="torch", recipe=requested), {})
     refused = "reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one."
     assert str(caught.value) == refused
 
@@ -452,8 +452,8 @@ FOREIGN = {
 @pytest.mark.parametrize("key", FOREIGN)
 def test_each_framework_refuses_what_it_has_not(key):
     home, abroad, message = FOREIGN[key]
-    asked = recipe.load("digits", {key: True})
-    compatibility.check(choice(adapter=home, recipe=asked), {})
+    requested = recipe.load("digits", {key: True})
+    compatibility.check(choice(adapter=home, recipe=requested), {})
     with pytest.raises(RecipeError) as caught:
-        compatibility.check(choice(adapter=abroad, recipe=asked), {})
+        compatibility.check(choice(adapter=abroad, recipe=requested), {})
     assert str(caught.value) == message

@@ -11,20 +11,20 @@ BATCH = 24  # every number in RANKS divides it
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize(("examples", "epoch"), [(24, 0), (100, 1), (1437, 7)])
-def test_the_ranks_shares_joined_are_the_batch_of_one_rank(size, examples, epoch):
+def test_the_ranks_batches_joined_are_the_batch_of_one_rank(size, examples, epoch):
     order = Epoch.of(examples, seed=3, epoch=epoch, draws=2)
     for start in range(0, examples - BATCH + 1, BATCH):
-        shares = [order.share(start, BATCH, rank, size) for rank in range(size)]
-        assert [len(share) for share in shares] == [BATCH // size] * size
-        np.testing.assert_array_equal(np.concatenate(shares), order.share(start, BATCH, 0, 1))
+        batches = [order.local_batch(start, BATCH, rank, size) for rank in range(size)]
+        assert [len(batch) for batch in batches] == [BATCH // size] * size
+        np.testing.assert_array_equal(np.concatenate(batches), order.local_batch(start, BATCH, 0, 1))
 
 
 @pytest.mark.parametrize(("batch", "size", "lengths"), [(100, 8, [12, 13] * 4), (7, 3, [2, 2, 3]), (4, 4, [1] * 4)])
-def test_uneven_shares_differ_by_one_and_leave_nothing_out(batch, size, lengths):
+def test_uneven_batches_differ_by_one_and_leave_nothing_out(batch, size, lengths):
     order = Epoch.of(200, seed=3, epoch=0, draws=1)
-    shares = [order.share(100, batch, rank, size) for rank in range(size)]
-    assert [len(share) for share in shares] == lengths
-    np.testing.assert_array_equal(np.concatenate(shares), order.share(100, batch, 0, 1))
+    batches = [order.local_batch(100, batch, rank, size) for rank in range(size)]
+    assert [len(batch) for batch in batches] == lengths
+    np.testing.assert_array_equal(np.concatenate(batches), order.local_batch(100, batch, 0, 1))
 
 
 def test_an_epoch_is_a_permutation_and_draws_lie_in_the_unit_interval():
@@ -46,7 +46,7 @@ def test_order_and_draws_depend_on_seed_and_epoch_alone():
 
 
 def test_order_and_draws_do_not_change_from_version_to_version():
-    # A run may go on under a newer version: what it saw, it must not see again.
+    # A run may continue under a newer version: what it saw, it must not see again.
     epoch = Epoch.of(10, seed=0, epoch=0, draws=1)
     assert epoch.order.tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
     assert epoch.draws[0] == np.float32(0.8897822)
@@ -58,10 +58,10 @@ def test_order_and_draws_do_not_change_from_version_to_version():
 def test_going_on_with_another_batch_sees_each_remaining_sample_once(size, first, second, steps):
     examples, offset = 480, steps * first
     before = Epoch.of(examples, 9, 4, 1)
-    seen = [before.share(start, first, rank, 4) for start in range(0, offset, first) for rank in range(4)]
+    seen = [before.local_batch(start, first, rank, 4) for start in range(0, offset, first) for rank in range(4)]
     after = Epoch.of(examples, 9, 4, 1)
     starts = range(offset, examples - second + 1, second)
-    seen += [after.share(start, second, rank, size) for start in starts for rank in range(size)]
+    seen += [after.local_batch(start, second, rank, size) for start in starts for rank in range(size)]
     everything = np.concatenate(seen)
     left_out = (examples - offset) % second
     assert len(everything) == len(set(everything.tolist())) == examples - left_out
@@ -73,7 +73,7 @@ def test_going_on_with_another_batch_sees_each_remaining_sample_once(size, first
 def test_validation_shards_partition(examples, size):
     shards = [shard(examples, rank, size) for rank in range(size)]
     assert np.concatenate(shards).tolist() == list(range(examples))
-    lengths = [len(part) for part in shards]
+    lengths = [len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -96,9 +96,9 @@ def test_by_shard_each_rank_reads_a_run_of_its_own(batch, size):
     shard_of = np.repeat(np.arange(len(SHARDS)), SHARDS)
     read = []
     for rank in range(size):
-        shares = [epoch.share(k * batch, batch, rank, size) for k in range(steps)]
-        assert {len(share) for share in shares} == {batch * (rank + 1) // size - batch * rank // size}
-        read.append(set(np.concatenate(shares).tolist()))
+        batches = [epoch.local_batch(k * batch, batch, rank, size) for k in range(steps)]
+        assert {len(batch) for batch in batches} == {batch * (rank + 1) // size - batch * rank // size}
+        read.append(set(np.concatenate(batches).tolist()))
     assert sum(map(len, read)) == len(set.union(*read)) == steps * batch
     readers = sum(len({shard_of[k] for k in mine}) for mine in read)
     assert readers <= len(SHARDS) + size - 1
@@ -108,7 +108,7 @@ def test_by_shard_a_window_is_mixed_and_no_more(monkeypatch):
     monkeypatch.setattr("hvdtrain.core.sharding.WINDOW", 100)
     epoch = Epoch.by_shard((1000,), 0, 0, 1, 50, 2)
     for rank in range(2):
-        mine = np.concatenate([epoch.share(start, 50, rank, 2) for start in range(0, 1000, 50)]) - 500 * rank
+        mine = np.concatenate([epoch.local_batch(start, 50, rank, 2) for start in range(0, 1000, 50)]) - 500 * rank
         assert (mine // 100).tolist() == sorted(mine // 100)
         assert abs(np.corrcoef(mine % 100, np.arange(500) % 100)[0, 1]) < 0.15
 

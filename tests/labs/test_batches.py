@@ -94,8 +94,8 @@ def test_sixteen_ranks_see_the_batch_and_the_gradient_of_one_process(lab, digits
         torch.nn.functional.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y)).backward()
         return torch.cat([weights.grad.ravel() for weights in model.parameters()])
 
-    ranks = torch.stack([gradient(epoch.share(2048, 2048, rank, 16)) for rank in range(16)])
-    torch.testing.assert_close(ranks.mean(0), gradient(epoch.share(2048, 2048, 0, 1)), rtol=1e-4, atol=1e-6)
+    ranks = torch.stack([gradient(epoch.local_batch(2048, 2048, rank, 16)) for rank in range(16)])
+    torch.testing.assert_close(ranks.mean(0), gradient(epoch.local_batch(2048, 2048, 0, 1)), rtol=1e-4, atol=1e-6)
 
 
 def cifar_folder(parent, labels):

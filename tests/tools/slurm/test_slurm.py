@@ -360,7 +360,7 @@ REFUSED = {  # argv: the one line
     ),
     "a job name that would write a line": (
         ["--site", "capella", "--job-name", "a\nrm x", "--", "x"],
-        r"a word of the command line must be printable and have at most 4096 characters, got 'a\nrm x'.",
+        r"an argument must be printable and have at most 4096 characters, got 'a\nrm x'.",
     ),
     "a job name of two words": (
         ["--site", "capella", "--job-name", "a b", "--", "x"],
