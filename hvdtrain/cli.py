@@ -9,9 +9,9 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.untrusted import one_line, quoted
 
 COMMANDS = {
-    "plan": ("hvdtrain.tools.plan", "what a recipe comes to on N ranks, without running it"),
+    "plan": ("hvdtrain.tools.plan", "the resolved plan of a recipe on N ranks, without running it"),
     "build": ("hvdtrain.tools.build", "build Horovod against this environment's frameworks, and prove it"),
-    "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and the command that mends it"),
+    "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and the command that fixes it"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
     "bench": (

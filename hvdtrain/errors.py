@@ -18,7 +18,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
     ├── AbortedError           another rank ended, and this one with it
     ├── StoppedError           a signal asked the run to stop; exit code 128 + the signal
     ├── DivergedError          the loss is no longer finite
-    └── ReplicaError           the ranks' weights have parted
+    └── ReplicaError           the ranks' weights differ
 """
 
 
@@ -27,7 +27,7 @@ class HvdtrainError(Exception):
 
     exit_code = 2
     everywhere = False
-    """Whether every rank raises it alike, so that one rank's word is enough."""
+    """Whether every rank raises it alike, so that one rank's message is enough."""
     reported = False
     """Whether it has been printed already."""
 
@@ -130,6 +130,6 @@ class DivergedError(TrainingError):
 
 
 class ReplicaError(TrainingError):
-    """The ranks' weights have parted."""
+    """The ranks' weights differ."""
 
     everywhere = True

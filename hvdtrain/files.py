@@ -1,6 +1,6 @@
-"""The one way a file of ours comes to be: whole under its name or not at all, after a power cut too.
+"""Atomic writes: a file is whole under its name or not there at all, after a power cut too.
 
-Written under a name of its own, synced, renamed, and the folder synced. What is read back is bounded first.
+It is written under a temporary name, synced and renamed, and the folder is synced. Reading is bounded.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ def write(path: Path, text: str) -> None:
         file.write(text)
 
 
-def write_last_words(path: Path, text: str) -> None:
-    """The same of a process that may be killed within moments: seen at once, and synced only then. Raises OSError.
+def write_before_exit(path: Path, text: str) -> None:
+    """As `write`, for a process that may be killed within moments: visible at once, synced later. Raises OSError.
 
     A busy disk takes seconds to sync. A power cut within them may leave the file empty.
     """

@@ -1,4 +1,4 @@
-"""The command lines in processes of their own: help, flags, errors on stderr, exit codes, who speaks."""
+"""The command lines in processes of their own: help, flags, errors on stderr, exit codes, which rank reports."""
 
 import json
 import re
@@ -35,7 +35,7 @@ HELP = """usage: python -m hvdtrain COMMAND [flags]
        python -m hvdtrain.lightning RECIPE [flags]      train with Lightning
 
 commands:
-  plan    what a recipe comes to on N ranks, without running it
+  plan    the resolved plan of a recipe on N ranks, without running it
 """
 USAGE = f"""usage: {PROG} RECIPE [flags]
 
@@ -45,13 +45,13 @@ flags:   {PROG} RECIPE --help lists them, with the recipe's values
 
 
 def horovodrun(rank: int, local_rank: int, size: int = 4) -> dict[str, str]:
-    """What horovodrun tells a rank, two a host."""
-    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 2}
-    return {f"HOROVOD_{key}": str(value) for key, value in place.items()}
+    """The variables that horovodrun gives a rank, two a host."""
+    indices = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 2}
+    return {f"HOROVOD_{key}": str(value) for key, value in indices.items()}
 
 
 def srun(rank: int, local_rank: int) -> dict[str, str]:
-    """What srun tells a rank, two a host."""
+    """The variables that srun gives a rank, two a host."""
     step = {"ID": "0", "NUM_TASKS": "4", "TASKS_PER_NODE": "2(x2)"}
     mine = {"PROCID": str(rank), "LOCALID": str(local_rank), "NODEID": str(rank // 2), "JOB_ID": "22"}
     return {f"SLURM_{k}": v for k, v in mine.items()} | {f"SLURM_STEP_{k}": v for k, v in step.items()}
@@ -227,20 +227,20 @@ BAD_RECIPE = ["none", "lineer"]
 
 @pytest.mark.parametrize("launcher", [horovodrun, srun], ids=["horovodrun", "srun"])
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "speaks"),
+    ("rank", "local_rank", "reports"),
     [(0, 0, True), (1, 1, False), (2, 0, False)],
-    ids=["the chief", "its neighbour", "another host's first"],
+    ids=["rank 0", "its neighbour", "another host's first"],
 )
-def test_what_is_wrong_on_every_rank_is_told_once(launcher, rank, local_rank, speaks, python):
+def test_what_is_wrong_on_every_rank_is_reported_once(launcher, rank, local_rank, reports, python):
     done = python("-c", TRAIN, *BAD_RECIPE, environ=launcher(rank, local_rank))
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
-    assert len(lines) == speaks
-    if speaks:
+    assert len(lines) == reports
+    if reports:
         assert re.match(r"RecipeError \(rank 0 on [^ ]+\): unknown recipe 'lineer'\.", lines[0])
 
 
-ERRORS = {  # raised in training: exit code, does a second rank of the host speak too
+ERRORS = {  # raised in training: exit code, does a second rank of the host report it too
     "RecipeError": (2, False),
     "DataError": (2, True),
     "ReplicaError": (1, False),
@@ -250,16 +250,16 @@ ERRORS = {  # raised in training: exit code, does a second rank of the host spea
 
 @pytest.mark.parametrize(("kind", "expected"), ERRORS.items(), ids=ERRORS)
 def test_an_error_in_training(kind, expected, python):
-    code, second_speaks = expected
-    chief, second = (python("-c", TRAIN, kind, "linear", environ=horovodrun(rank, rank)) for rank in (0, 1))
-    assert chief.stdout == "training horovod 25 runs/linear/" + chief.stdout[-20:]
+    code, second_reports = expected
+    first, second = (python("-c", TRAIN, kind, "linear", environ=horovodrun(rank, rank)) for rank in (0, 1))
+    assert first.stdout == "training horovod 25 runs/linear/" + first.stdout[-20:]
     assert second.stdout == "training horovod 25 None\n"
-    assert (chief.returncode, second.returncode) == (code, code)
-    assert re.fullmatch(rf"{kind} \(rank 0 on [^ ]+\): two lines\.\n", chief.stderr)
-    assert bool(second.stderr) == second_speaks
+    assert (first.returncode, second.returncode) == (code, code)
+    assert re.fullmatch(rf"{kind} \(rank 0 on [^ ]+\): two lines\.\n", first.stderr)
+    assert bool(second.stderr) == second_reports
 
 
-def test_a_failure_is_told_in_status_json(python, tmp_path):
+def test_a_failure_is_reported_in_status_json(python, tmp_path):
     python("-c", TRAIN, "DivergedError", "linear", "--output", "mine")
     status = json.loads((tmp_path / "mine" / "status.json").read_text())
     assert (status["state"], status["error"]) == ("failed", "two\nlines.")

@@ -203,8 +203,8 @@ def test_last_words_are_seen_before_they_are_synced(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append((tmp_path / "status").read_text()))
     (tmp_path / "status").write_text("old")
-    files.write_last_words(tmp_path / "status", "new")
+    files.write_before_exit(tmp_path / "status", "new")
     assert seen == ["new", "new"]
     assert [path.name for path in tmp_path.iterdir()] == ["status"]
     with pytest.raises(OSError, match="No such file"):
-        files.write_last_words(tmp_path / "none" / "status", "new")
+        files.write_before_exit(tmp_path / "none" / "status", "new")

@@ -14,11 +14,8 @@ Framework = Literal["torch", "tensorflow"]
 Adapter = Literal["torch", "tensorflow", "lightning"]
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-# Keys of a recipe that only Horovod reads, and their values where they ask for nothing.
-HOROVOD_KEYS = {
-    "reduction": "average", "autotune": False, "horovod_timeline": False, "fusion_threshold_mb": None,
-    "cycle_time_ms": None,
-}  # fmt: skip
+# Keys of a recipe that only Horovod reads.
+HOROVOD_KEYS = ("reduction", "autotune", "horovod_timeline", "fusion_threshold_mb", "cycle_time_ms")
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,13 @@ class EngineSpec:
     splits_network: bool = False
     """Whether one network computes on several devices, so that it cannot be compiled whole."""
     splits_statistics: bool = False
-    """Whether BatchNorm sees each device's part of the batch alone, without ranks that could share statistics."""
+    """Whether BatchNorm sees each device's examples alone, without ranks that could exchange statistics."""
     remote_variables: bool = False
     """Whether replicas compute with variables that lie on another device."""
     asynchronous: bool = False
-    """Whether each update is one rank's, of a batch that no other shares."""
+    """Whether each rank makes updates by itself, of a batch of its own."""
     needs_address: bool = False
-    """Whether its ranks must know the chief's address before it starts."""
+    """Whether its ranks must know rank 0's address before it starts."""
     horovod_keys: bool = False
     """Whether a recipe may set HOROVOD_KEYS."""
     compressions: tuple[str, ...] = ("none", "fp64")
@@ -90,9 +87,9 @@ class Choice:
 
     @property
     def horovods_key(self) -> str:
-        """The first of HOROVOD_KEYS that asks for something, with its value."""
-        asked = ((key, getattr(self.recipe, key)) for key, nothing in HOROVOD_KEYS.items())
-        return next((f"{key} {value}" for key, value in asked if value != HOROVOD_KEYS[key]), "")
+        """The first of HOROVOD_KEYS that is not at its default, with its value."""
+        values = ((key, getattr(self.recipe, key)) for key in HOROVOD_KEYS)
+        return next((f"{key} {value}" for key, value in values if value != Recipe.model_fields[key].default), "")
 
     @property
     def unknown_device(self) -> str | None:

@@ -119,13 +119,13 @@ class Setup:
     endpoints: Sequence[Endpoint]
     """Where each rank can be reached, by rank."""
     timeline: Path | None = None
-    """Where Horovod is to write its timeline; the chief's alone."""
+    """Where Horovod is to write its timeline; on rank 0 alone."""
     fuses: bool = False
-    """Whether Horovod puts gradients together by itself, as another loop than ours hands it each alone."""
+    """Whether Horovod puts gradients together by itself, because another loop than ours hands over each one alone."""
 
 
 def choose(name: str, launcher: str) -> EngineSpec:
-    """The engine that is meant; "auto" is local for one process, else Horovod."""
+    """The engine of that name; "auto" is local for one process, else Horovod."""
     auto = "local" if launcher == "alone" else "horovod"
     return ENGINES[auto if name == "auto" else name]
 

@@ -34,11 +34,11 @@ DAMAGED_KEPT = 2
 IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-Word = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+ShortText = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 
 
 class Damaged(CheckpointError):
-    """What the folder holds is not what was committed, and never will be again."""
+    """The folder's files are not those that were committed. Trying again does not help."""
 
 
 class Metadata(BaseModel):
@@ -47,8 +47,8 @@ class Metadata(BaseModel):
     model_config = ConfigDict(strict=True)
 
     step: Count
-    framework: Word | None = None
-    model: Word | None = None
+    framework: ShortText | None = None
+    model: ShortText | None = None
     valid_score: float | None = None
 
 
@@ -107,7 +107,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, damaged
 
 
-def take_up(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
+def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
     """As `newest`, for the run that holds the folder: what a killed run left is swept away, and unless `check` raises,
     all damaged ones are set aside. Raises OSError, and CheckpointError where one cannot be read now."""
     notes = _tidy(folder)
@@ -187,7 +187,7 @@ def _tidy(folder: Path) -> list[str]:
 
 
 def _set_aside(path: Path, error: Damaged) -> str:
-    """Out of the checkpoints, for a person to look at; a line that says so."""
+    """Renames a damaged checkpoint, for a person to look at. Returns a line for the log."""
     aside = path.with_name(f"damaged-{path.name}")
     files.remove(aside)
     files.move(path, aside)

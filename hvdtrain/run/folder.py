@@ -40,7 +40,7 @@ class RunFolder:
 
     def write_status(self, state: State, **more: Any) -> None:
         """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more."""
-        write = files.write_last_words if state == "failed" else files.write  # a launcher ends it soon
+        write = files.write_before_exit if state == "failed" else files.write  # a launcher ends it soon
         write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1))
 
 
@@ -56,16 +56,16 @@ class ResumePoint:
 def open_run(
     plan: Plan, topology: Topology, framework: str, output: Path | None, resume: Literal["auto", "never"]
 ) -> tuple[RunFolder, ResumePoint]:
-    """Makes or takes up the run folder and reads the checkpoint to resume from.
+    """Creates or reopens the run folder, and reads the checkpoint to resume from.
 
-    Without `output`, takes up the newest unfinished, unlocked run of the same recipe, or makes a new folder.
+    Without `output`, reopens the newest unfinished, unlocked run of the same recipe, or creates a new folder.
     Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
     """
-    place = RUNS / _folder_name(plan.recipe.name)
+    parent = RUNS / _folder_name(plan.recipe.name)
     found, passed_over = None, list[str]()
     if output is None and resume == "auto":
-        found, passed_over = _unfinished(place, plan, framework, topology.job_id)
-    folder = found or hold(output or _fresh(place, topology))
+        found, passed_over = _unfinished(parent, plan, framework, topology.job_id)
+    folder = found or hold(output or _fresh(parent, topology))
     try:
         return folder, _resume_point(folder, plan, framework, resume, passed_over)
     except HvdtrainError:
@@ -80,14 +80,14 @@ def _resume_point(
         raise OutputError(
             f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
         )
-    state, damaged = _take_up(folder, plan, framework)
+    state, damaged = _recover(folder, plan, framework)
     notes = [*passed_over, *damaged, *_notes(folder, plan, state, damaged)]
     _reserve(folder, plan)
     describe(folder, plan, framework, state.meta["step"] if state else 0)
     return ResumePoint(state, tuple(notes))
 
 
-def _take_up(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint | None, list[str]]:
+def _recover(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint | None, list[str]]:
     def check(state: Checkpoint) -> None:
         _check_model(state, plan, folder)
         _check_framework(state, framework, folder)
@@ -95,7 +95,7 @@ def _take_up(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint 
 
     try:
         files.sweep(folder.path)
-        return checkpoint.take_up(folder.checkpoints, check)
+        return checkpoint.recover(folder.checkpoints, check)
     except OSError as error:
         raise _unwritable(folder.path, error) from None
 
@@ -108,7 +108,7 @@ def _notes(folder: RunFolder, plan: Plan, state: Checkpoint | None, damaged: lis
 
 
 def _changes(folder: RunFolder, plan: Plan) -> list[str]:
-    """A line where the folder's recipe, which a checkpoint was trained with, said otherwise."""
+    """A line where the folder's recipe, which a checkpoint was trained with, differs."""
     before: set[str] = set()
     with contextlib.suppress(OSError, ValueError):
         before.update(files.read(folder.path / "recipe.yaml").splitlines())
@@ -122,10 +122,10 @@ def _folder_name(recipe_name: str) -> str:
     return re.sub(r"^\.+|[^\w.-]", "-", f"{stem}-{entry}" if entry else stem)
 
 
-def _fresh(place: Path, topology: Topology) -> Path:
+def _fresh(parent: Path, topology: Topology) -> Path:
     """A folder of its own, named by job or time: a job may train one recipe several times."""
     name = topology.job_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path, count = place / name, 1
+    path, count = parent / name, 1
     while True:
         try:
             files.make_new_folder(path)
@@ -134,15 +134,14 @@ def _fresh(place: Path, topology: Topology) -> Path:
             if not path.is_dir():
                 raise _unwritable(path, error) from None
         count += 1
-        path = place / f"{name}-{count}"
+        path = parent / f"{name}-{count}"
 
 
-def _unfinished(place: Path, plan: Plan, framework: str, job_id: str | None) -> tuple[RunFolder | None, list[str]]:
+def _unfinished(parent: Path, plan: Plan, framework: str, job_id: str | None) -> tuple[RunFolder | None, list[str]]:
     """The run of this very recipe and framework that has not ended and that nobody is writing to: this job's own,
-    where it was queued again, else the newest. And a line about each that may be one, but cannot be told from its
-    files."""
+    where it was queued again, else the newest. Also a line about each folder whose files do not show what run it is."""
     passed_over: list[str] = []
-    folders = [path for path in place.glob("*") if checkpoint.committed(path / "checkpoints")]
+    folders = [path for path in parent.glob("*") if checkpoint.committed(path / "checkpoints")]
     for path in sorted(folders, key=lambda path: (path.name == job_id, _changed(path)), reverse=True):
         meta = _metadata(path)
         if _is_finished(path, meta, plan) or (meta and meta.get("framework") != framework):
@@ -166,7 +165,7 @@ def _changed(path: Path) -> float:
 
 
 def _metadata(path: Path) -> dict[str, Any] | None:
-    """What the run's newest checkpoint says that says anything."""
+    """The metadata of the run's newest readable checkpoint."""
     for one in reversed(checkpoint.committed(path / "checkpoints")):
         with contextlib.suppress(CheckpointError):
             return checkpoint.metadata(one)
@@ -174,7 +173,7 @@ def _metadata(path: Path) -> dict[str, Any] | None:
 
 
 def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
-    """As the status says, or the newest checkpoint where the status is lost."""
+    """By the status, or by the newest checkpoint where the status is lost."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         state = files.read_json(path / "status.json")["state"]
         if state in get_args(State):
@@ -188,7 +187,7 @@ def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
 
 
 def _doubt(path: Path, meta: dict[str, Any] | None) -> str | None:
-    """Why nobody can say what run the folder's checkpoints are of; None where one can."""
+    """Why the folder's checkpoints cannot be attributed to a run; None where they can."""
     if meta is None:
         return "none of them can be read"
     text = _recipe(path)
@@ -208,7 +207,7 @@ def hold(path: Path) -> RunFolder:
     """The run folder, made where it is missing, for this process alone. Raises OutputError."""
     try:
         files.make_folder(path / "checkpoints")
-        # Neither emptied nor followed nor waited for: it may be somebody else's link or pipe.
+        # Do not truncate, follow or wait: it may be somebody else's link or pipe.
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.fdopen(os.open(path / ".lock", flags, 0o666), "w", encoding="utf-8")
     except OSError as error:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.core.sharing import Sum, gather
+from hvdtrain.core.sharing import Sum, gather, of_ranks
 from hvdtrain.errors import ReplicaError, WorldError
 from hvdtrain.launch.topology import Topology
 
@@ -29,9 +29,9 @@ def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod"
         outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
         error = WorldError(
             f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
-            f"but {title} says rank {rank} of {size}: {outcome}; {REMEDIES[topology.launcher]}."
+            f"but {title} reports rank {rank} of {size}: {outcome}; {REMEDIES[topology.launcher]}."
         )
-        error.everywhere = size == 1  # ranks in another order may leave the chief in its place
+        error.everywhere = size == 1  # with ranks in another order, rank 0's may be the promised one
         raise error
 
 
@@ -42,29 +42,26 @@ def check_replicas(fingerprint: int, step: int, ranks: tuple[int, int], host: st
     Raises ReplicaError on every rank, naming each rank and host that differs from rank 0.
     """
     prints = gather(np.array([fingerprint], dtype=np.int64), *ranks, sum_over_ranks)[:, 0]
-    parted = np.flatnonzero(prints != prints[0])
-    if not parted.size:
+    differing = np.flatnonzero(prints != prints[0])
+    if not differing.size:
         return
-    name = np.zeros(HOST_BYTES, dtype=np.int64)
-    encoded = os.fsencode(host)[:HOST_BYTES]
-    name[: len(encoded)] = list(encoded)
-    hosts = gather(name, *ranks, sum_over_ranks).astype(np.uint8)
-    named = [f"rank {rank} on {bytes(hosts[rank]).rstrip(bytes(1)).decode(errors='replace')}" for rank in parted]
-    raise _parted(named, "rank 0's", "host", step)
+    hosts = of_ranks(os.fsencode(host)[:HOST_BYTES].decode(errors="replace"), *ranks, sum_over_ranks)
+    named = [f"rank {rank} on {hosts[rank]}" for rank in differing]
+    raise _error(named, "rank 0's", "host", step)
 
 
 def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]) -> None:
     """Compares the fingerprints of one process's replicas, one a device. Raises ReplicaError, naming each that
     differs from the first."""
-    parted = [place for place, mark in enumerate(fingerprints) if mark != fingerprints[0]]
-    if parted:
-        raise _parted([f"replica {place} on {devices[place]}" for place in parted], "replica 0's", "device", step)
+    differing = [index for index, mark in enumerate(fingerprints) if mark != fingerprints[0]]
+    if differing:
+        raise _error([f"replica {index} on {devices[index]}" for index in differing], "replica 0's", "device", step)
 
 
-def _parted(named: list[str], like: str, what: str, step: int) -> ReplicaError:
+def _error(named: list[str], like: str, what: str, step: int) -> ReplicaError:
     more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
     listed = ", ".join(named[:MOST_NAMED] + more)
     return ReplicaError(
-        f"after step {step} the weights of {listed} differ from {like}: the replicas have parted and "
+        f"after step {step} the weights of {listed} differ from {like}: the replicas have diverged and "
         f"training stops; resume from the last checkpoint with the same command, and check that {what}'s memory."
     )

@@ -8,8 +8,7 @@ import os
 import secrets
 from collections.abc import Callable
 
-import numpy as np
-
+from hvdtrain.core.sharing import Sum, from_rank_0
 from hvdtrain.errors import WorldError
 from hvdtrain.launch import keys
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, addresses, interface_of
@@ -18,11 +17,8 @@ from hvdtrain.run.admission import Admission
 from hvdtrain.run.liveness import Liveness, print_warning
 from hvdtrain.run.peers import Peer, endpoints_of
 
-Sum = Callable[[np.ndarray], np.ndarray]
-"""Adds an array of int64 over all ranks and gives every rank the result."""
 Serve = Callable[[list[Endpoint]], int | None]
 """On rank 0: starts Horovod's rendezvous server for those ranks, where they need one; its port."""
-CARD = 256  # numbers in which rank 0's addresses are communicated, a byte each
 
 
 class Joining:
@@ -57,27 +53,24 @@ class Joining:
         """Where there was no rendezvous, gives all ranks rank 0's address through the collective library."""
         if self.rendezvous or self.topology.size == 1:
             return
-        card = np.zeros(CARD, dtype=np.int64)
-        if self.topology.is_rank_0:
-            own = self._card().encode()
-            card[: len(own)] = list(own)
-        secret, port, *hosts = bytes(sum_over_ranks(card).astype(np.uint8)).rstrip(b"\0").decode().split()
+        own = self._listen() if self.topology.is_rank_0 else None
+        secret, port, hosts = from_rank_0(own, self.topology.rank, sum_over_ranks)
         with self.liveness.changed:
             self.handshake.key = self._shared(bytes.fromhex(secret))
             if self.topology.is_rank_0:
                 # A rank that is not connected from the first step on could not learn of a stop.
                 self.liveness.wait_for(self.peers.all_came, timeouts.FAREWELL)
             else:
-                self.admission.addresses = [(host, int(port)) for host in hosts]
+                self.admission.addresses = [(host, port) for host in hosts]
                 self.wake()
 
-    def _card(self) -> str:
-        """On rank 0, which begins to listen: a secret, the port, and addresses."""
+    def _listen(self) -> tuple[str, int, list[str]]:
+        """Begins to listen, on rank 0: a secret, the port, and the addresses."""
         secret = secrets.token_bytes(keys.BYTES)
         self.handshake.key = self._shared(secret)
         host = self._own_address()
         port = self.admission.listen(host, range(1))
-        return " ".join([secret.hex(), str(port), *([host] if host else addresses()[:8])])
+        return secret.hex(), port, [host] if host else addresses()[:8]
 
     def _connect(self, rendezvous: Rendezvous, key: bytes | None, credential: str | None) -> None:
         self.handshake.key, self.handshake.credential = key, credential

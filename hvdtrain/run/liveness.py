@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdtrain.errors import AbortedError, TrainingError
+from hvdtrain.errors import AbortedError, HvdtrainError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.peers import Peer, Peers
@@ -139,7 +139,7 @@ class Liveness:
             self.on_lost(reason)
 
 
-def print_error(topology: Topology, kind: type[TrainingError], text: str) -> None:
+def print_error(topology: Topology, kind: type[HvdtrainError], text: str) -> None:
     """One line of this rank on stderr."""
     _print(f"{kind.__name__}{_where(topology)}: {text}")
 

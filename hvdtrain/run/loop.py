@@ -26,8 +26,8 @@ class Engine(Protocol):
     notes: tuple[str, ...]
     """Lines for the log."""
 
-    def broadcast(self, tensors: Any, facts: Any) -> Any:
-        """Overwrites `tensors` in place with rank 0's; returns rank 0's JSON value `facts`."""
+    def broadcast(self, tensors: Any, metadata: Any) -> Any:
+        """Overwrites `tensors` in place with rank 0's; returns rank 0's JSON value `metadata`."""
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, on every rank."""
@@ -77,16 +77,16 @@ class Trainer(Replica, Protocol):
     """One framework: a model with its data, its updates and its validation."""
 
     def batches(self, progress: Progress) -> Iterator[Any]:
-        """This rank's share of each global batch that is left of the epoch."""
+        """This rank's local batch of each global batch that is left of the epoch."""
 
     def update(self, batch: Any, lr: float, step: int) -> None:
         """Forward, backward, averaged gradients and the update after `step` others."""
 
     def validate(self) -> Totals:
-        """Of this rank's part of the validation set."""
+        """Of this rank's examples of the validation set."""
 
     def profiled(self, note: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """Around all updates: profiles them where the recipe says so; `note` writes a line of the log."""
+        """Around all updates: profiles them where the recipe asks for it; `note` writes a line of the log."""
 
 
 R_co = TypeVar("R_co", bound=Replica, covariant=True)
@@ -152,7 +152,7 @@ class Loop(Generic[R_co]):
             raise self.run.world.stopped(progress.step)
 
     def finish_epoch(self, own: Totals) -> None:
-        """What is due after validation; `own`: of this rank's part."""
+        """What is due after validation; `own`: the totals of this rank's examples."""
         progress, plan, valid = self.progress, self.plan, own.over_ranks(self.engine.sum)
         if self.reporter:
             self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)

@@ -21,6 +21,7 @@ from hvdtrain.launch import devices, keys, rendezvous, slurm_job
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.run import folder as folders
 from hvdtrain.run.folder import ResumePoint, RunFolder
+from hvdtrain.run.liveness import print_error
 from hvdtrain.run.options import Options, parse_run
 from hvdtrain.run.run import Run
 from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
@@ -43,8 +44,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     dataset = load_dataset(recipe)
     world.busy("")
     replicas = len(own_devices) if engine.replicas else 1
-    shares = 1 if engine.asynchronous else topology.size * replicas
-    plan = plans.make(recipe, shares, dataset)
+    local_batches = 1 if engine.asynchronous else topology.size * replicas
+    plan = plans.make(recipe, local_batches, dataset)
     if engine.needs_address and topology.size > 1 and not world.rendezvous:
         world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
     folder, resume = _open_folder(plan, framework, options, world)
@@ -83,7 +84,7 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
     topology, run = Topology.alone(), None
     try:
         topology = discover(os.environ)
-        insecure = keys.INSECURE in {word.replace("_", "-") for word in argv}
+        insecure = keys.INSECURE in {argument.replace("_", "-") for argument in argv}
         world = World(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
         world.start()
     except HvdtrainError as error:
@@ -132,32 +133,26 @@ def _fail(error: HvdtrainError, topology: Topology, run: Run | None, world: Worl
         state: folders.State = "stopped" if isinstance(error, StoppedError) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
             run.folder.write_status(state, error=str(error))
-    # Before training a host's first rank speaks for the host; later, a damaged file may be one rank's alone.
-    speaks = topology.is_rank_0 or (not error.everywhere and (run is not None or topology.local_rank == 0))
-    if speaks and not error.reported:
-        print(one_line(error, topology), file=sys.stderr, flush=True)
+    # Before training, a host's first rank reports for the host; later, a damaged file may be one rank's alone.
+    reports = topology.is_rank_0 or (not error.everywhere and (run is not None or topology.local_rank == 0))
+    if reports and not error.reported:
+        print_error(topology, type(error), untrusted.one_line(error))
     if world:
         if topology.is_rank_0 and isinstance(error, StoppedError):
-            _go_on_later(world)  # before the farewell: srun ends the chief as soon as another rank has ended
-        if not speaks:
+            _requeue(world)  # before the farewell: srun ends rank 0 as soon as another rank has ended
+        if not reports:
             world.wait_for_rank_0()
         world.leave(str(error), error.exit_code)
     return error.exit_code
 
 
-def _go_on_later(world: World) -> None:
-    """Queues a job again that was warned of its time limit; whoever cancels a job wants it gone."""
+def _requeue(world: World) -> None:
+    """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled."""
     job_id = world.topology.job_id
     if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS:
         return
     if world.stop.too_early:  # else it would be queued again for ever, one step a time
-        told = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
+        message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
     else:
-        told = slurm_job.requeue(job_id)
-    print(told, file=sys.stderr, flush=True)
-
-
-def one_line(error: HvdtrainError, topology: Topology) -> str:
-    """`DataError: …`, with rank and host where there are several."""
-    where = f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
-    return f"{type(error).__name__}{where}: {untrusted.one_line(error)}"
+        message = slurm_job.requeue(job_id)
+    print(message, file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
+from hvdtrain.core.sharing import Sum
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
 from hvdtrain.launch import controller, gloo, mpi
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, own_endpoint
@@ -11,7 +12,7 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.admission import Admission
 from hvdtrain.run.handshake import Handshake
-from hvdtrain.run.joining import Joining, Readiness, Serve, Sum
+from hvdtrain.run.joining import Joining, Readiness, Serve
 from hvdtrain.run.liveness import Liveness, print_warning
 from hvdtrain.run.monitor import Monitor
 from hvdtrain.run.peers import Peers

@@ -157,7 +157,7 @@ def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, command)
     ended = cluster.run("exec", "nid001", path, *more, *train, build=launcher, limit=60)
     assert ended.code == 2
     assert (
-        "promised rank 0 of 2 on nid001, but Horovod says rank 0 of 1: nothing would be averaged; start with the"
+        "promised rank 0 of 2 on nid001, but Horovod reports rank 0 of 1: nothing would be averaged; start with the"
         in (ended.out + ended.err)
     )
 

@@ -1,4 +1,4 @@
-"""What a run asks of Horovod."""
+"""Horovod's settings for a run."""
 
 import functools
 
@@ -12,7 +12,7 @@ ONE_HOST = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": 
 TWO_HOSTS = {**ONE_HOST, "LOCAL_WORLD_SIZE": "2"}
 GPUS = {**TWO_HOSTS, "CUDA_VISIBLE_DEVICES": "0,1"}
 
-ASKED = {
+SETTINGS = {
     "one host": ({}, ONE_HOST, {"HOROVOD_CYCLE_TIME": "0.5"}),
     "one host, the user says": ({}, {**ONE_HOST, "HOROVOD_CYCLE_TIME": "3"}, {"HOROVOD_CYCLE_TIME": "3"}),
     "two hosts": ({}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "10"}),
@@ -39,13 +39,13 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(horovod_settings, "visible_gpus", functools.partial(visible_gpus, count=lambda path: 2))
 
 
-@pytest.mark.parametrize(("keys", "environ", "wanted"), ASKED.values(), ids=ASKED.keys())
+@pytest.mark.parametrize(("keys", "environ", "wanted"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_variables(keys, environ, wanted):
     assert horovod_settings.variables(load("linear", keys), environ) == wanted
 
 
 MIB = 2**20
-TOGETHER = {
+FUSION_BYTES = {
     "one host": ({}, ONE_HOST, 2 * MIB),
     "two hosts": ({}, TWO_HOSTS, 2 * MIB),
     "as the recipe says": ({"fusion_threshold_mb": 3}, TWO_HOSTS, 3 * MIB),
@@ -58,6 +58,6 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(("keys", "environ", "wanted"), TOGETHER.values(), ids=TOGETHER.keys())
+@pytest.mark.parametrize(("keys", "environ", "wanted"), FUSION_BYTES.values(), ids=FUSION_BYTES.keys())
 def test_what_is_communicated_together(keys, environ, wanted):
-    assert horovod_settings.bytes_together(load("linear", keys), environ) == wanted
+    assert horovod_settings.fusion_bytes(load("linear", keys), environ) == wanted

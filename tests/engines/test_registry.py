@@ -52,7 +52,7 @@ def test_the_other_frameworks_engine_is_refused(name, adapter, message):
     assert str(refused.value) == message
 
 
-ASKED_TOO_MUCH = {
+REFUSED = {
     "compiled pieces": (
         "modelparallel",
         {"compile": True},
@@ -86,7 +86,7 @@ ASKED_TOO_MUCH = {
 }
 
 
-@pytest.mark.parametrize(("engine", "keys", "message"), ASKED_TOO_MUCH.values(), ids=ASKED_TOO_MUCH)
+@pytest.mark.parametrize(("engine", "keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_an_engine_has_not_is_refused(engine, keys, message):
     with pytest.raises(RecipeError) as refused:
         compatibility.check(choice(engine, recipe=recipe.load("digits", keys)), {})
@@ -110,9 +110,9 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize(("asked", "given"), DEVICES.values(), ids=DEVICES)
-def test_the_devices_that_are_meant(asked, given):
-    name, *rest = asked
+@pytest.mark.parametrize(("wanted", "given"), DEVICES.values(), ids=DEVICES)
+def test_the_devices_of_an_engine(wanted, given):
+    name, *rest = wanted
     assert registry.devices_of(registry.ENGINES[name], *rest) == given
 
 
@@ -155,8 +155,8 @@ TOO_FEW = {
 }
 
 
-@pytest.mark.parametrize(("asked", "message"), TOO_FEW.values(), ids=TOO_FEW)
-def test_devices_that_are_not_there_are_refused(asked, message):
+@pytest.mark.parametrize(("wanted", "message"), TOO_FEW.values(), ids=TOO_FEW)
+def test_devices_that_are_not_there_are_refused(wanted, message):
     with pytest.raises(DeviceError) as refused:
-        check_devices(*asked)
+        check_devices(*wanted)
     assert str(refused.value) == message

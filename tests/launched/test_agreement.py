@@ -173,7 +173,7 @@ def test_a_parted_replica_stops_every_rank(world, framework):
     host = socket.gethostname()
     assert message == (
         f"ReplicaError (rank 0 on {host}): after step 30 the weights of rank 1 on {host} differ from rank 0's: the "
-        "replicas have parted and training stops; resume from the last checkpoint with the same command, and check "
+        "replicas have diverged and training stops; resume from the last checkpoint with the same command, and check "
         "that host's memory.\n"
     )
     assert other == ""

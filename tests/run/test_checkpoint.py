@@ -19,7 +19,7 @@ import pytest
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.run import checkpoint
-from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest, read, take_up
+from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest, read, recover
 from hvdtrain.run.resume import check_resumable
 from hvdtrain.tools.convert import converted
 
@@ -30,7 +30,7 @@ def made(step: int, **facts) -> Checkpoint:
 
 
 def taken_up(folder: Path):
-    return take_up(folder, lambda _: None)
+    return recover(folder, lambda _: None)
 
 
 def names(folder: Path) -> list[str]:
@@ -337,7 +337,7 @@ def test_fuzzed_metadata_are_damage_or_can_be_worked_with(tmp_path, make_plan):
         (folder / "step-00000001" / ARRAYS).write_bytes(EMPTY)
         seal(folder / "step-00000001", text)
         with contextlib.suppress(CheckpointError):
-            found, _ = take_up(folder, lambda found: check_resumable(found.meta))
+            found, _ = recover(folder, lambda found: check_resumable(found.meta))
             if found:
                 read_well += 1
                 progress = Progress.of(dict(found.meta))
@@ -409,7 +409,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
 from hvdtrain import files
-from hvdtrain.run.checkpoint import Checkpoint, commit, newest, take_up
+from hvdtrain.run.checkpoint import Checkpoint, commit, newest, recover
 rounds, seed = map(int, sys.argv[1:])
 draw, folder, status, step = random.Random(seed), Path("checkpoints"), Path("status.json"), 0
 stated = 0
@@ -437,7 +437,7 @@ for round in range(rounds):
     os.waitpid(writer, 0)
     done = [int(first), *map(int, reported)]
     last, stated = max(done), max(stated, -min(done))
-    for look in (newest, lambda folder: take_up(folder, lambda found: None)):
+    for look in (newest, lambda folder: recover(folder, lambda found: None)):
         found, damaged = look(folder)
         assert damaged == [] and found.meta["step"] in (last, last + 1), (last, found, damaged)
         assert (found.arrays["x"] == found.meta["step"]).all() and found.arrays["y"] == found.meta["step"]
@@ -460,7 +460,7 @@ KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
 import numpy as np
-from hvdtrain.run.checkpoint import Checkpoint, commit, committed, newest, read, take_up
+from hvdtrain.run.checkpoint import Checkpoint, commit, committed, newest, read, recover
 step = int(sys.argv[1])
 EVENTS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
 
@@ -495,7 +495,7 @@ while left:
     whole = [read(path) for path in committed(Path(f"copy-{k}"))]
     assert all((found.arrays["x"] == found.meta["step"]).all() for found in whole)
     assert newest(Path(f"copy-{k}"))[0].meta == whole[-1].meta
-    assert take_up(Path(f"copy-{k}"), lambda found: None)[0].meta == whole[-1].meta
+    assert recover(Path(f"copy-{k}"), lambda found: None)[0].meta == whole[-1].meta
     assert all(path.name.startswith("step-") for path in Path(f"copy-{k}").iterdir())
     print([found.meta["step"] for found in whole])
 """

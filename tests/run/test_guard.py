@@ -25,14 +25,14 @@ def started(launcher: str, rank: int, size: int, host: str = "nid1") -> Topology
 def on_ranks(size: int, work: Callable[[int, Callable[[np.ndarray], np.ndarray]], Any]) -> list[Any]:
     """work(rank, sum_over_ranks) on `size` threads at once; what each returned or raised."""
     given: list[np.ndarray] = [np.empty(0)] * size
-    meet = threading.Barrier(size, timeout=30)
+    barrier = threading.Barrier(size, timeout=30)
 
     def on(rank: int) -> Any:
         def sum_over_ranks(array: np.ndarray) -> np.ndarray:
             given[rank] = array
-            meet.wait()
+            barrier.wait()
             total = np.sum(given, axis=0)
-            meet.wait()
+            barrier.wait()
             return total
 
         try:
@@ -52,45 +52,45 @@ WORLDS = {
     "srun": (
         ("srun", 2, 4),
         (0, 1),
-        "srun promised rank 2 of 4 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; ask srun for the "
-        "plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), --mpi=pmi2 or --mpi=cray_shasta "
+        "srun promised rank 2 of 4 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; ask srun for "
+        "the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), --mpi=pmi2 or --mpi=cray_shasta "
         "(MPICH, Cray-MPICH), and load that MPI's module.",
     ),
     "mpirun": (
         ("mpirun", 0, 2),
         (0, 1),
-        "mpirun promised rank 0 of 2 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; start with the "
-        "mpirun of the MPI that Horovod was built with.",
+        "mpirun promised rank 0 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; start with "
+        "the mpirun of the MPI that Horovod was built with.",
     ),
     "mpiexec": (
         ("mpiexec", 0, 2),
         (0, 1),
-        "mpiexec promised rank 0 of 2 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; start with the "
-        "mpiexec of the MPI that Horovod was built with.",
+        "mpiexec promised rank 0 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; start with "
+        "the mpiexec of the MPI that Horovod was built with.",
     ),
     "torchrun": (
         ("torchrun", 0, 2),
         (0, 1),
-        "torchrun promised rank 0 of 2 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; build "
+        "torchrun promised rank 0 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; build "
         "Horovod with Gloo: python -m hvdtrain build.",
     ),
     "horovodrun": (
         ("horovodrun", 1, 2),
         (0, 1),
-        "horovodrun promised rank 1 of 2 on nid1, but Horovod says rank 0 of 1: nothing would be averaged; build "
+        "horovodrun promised rank 1 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; build "
         "Horovod with the controller that horovodrun used: python -m hvdtrain build.",
     ),
     "alone": (
         ("alone", 0, 1),
         (0, 2),
-        "alone promised rank 0 of 1 on nid1, but Horovod says rank 0 of 2: the ranks would not share the batch; take "
-        "--engine local, or start with horovodrun, mpirun or srun.",
+        "alone promised rank 0 of 1 on nid1, but Horovod reports rank 0 of 2: the ranks would not share the batch; "
+        "take --engine local, or start with horovodrun, mpirun or srun.",
     ),
     "ranks in another order": (
         ("mpirun", 1, 4),
         (2, 4),
-        "mpirun promised rank 1 of 4 on nid1, but Horovod says rank 2 of 4: the ranks would not share the batch; start "
-        "with the mpirun of the MPI that Horovod was built with.",
+        "mpirun promised rank 1 of 4 on nid1, but Horovod reports rank 2 of 4: the ranks would not share the batch; "
+        "start with the mpirun of the MPI that Horovod was built with.",
     ),
 }
 
@@ -147,9 +147,9 @@ def compare(fingerprints: Sequence[int], hosts: Sequence[str] | None = None) -> 
     return on_ranks(size, check)
 
 
-def parted(named: str) -> str:
+def differing(named: str) -> str:
     return (
-        f"after step 7 the weights of {named} differ from rank 0's: the replicas have parted and training stops; "
+        f"after step 7 the weights of {named} differ from rank 0's: the replicas have diverged and training stops; "
         "resume from the last checkpoint with the same command, and check that host's memory."
     )
 
@@ -160,7 +160,7 @@ def test_identical_replicas_pass(size, fingerprint):
     assert compare([fingerprint] * size) == [None] * size
 
 
-PARTED = {
+DIFFERING = {
     "one of two": ([5, 6], "rank 1 on nid0"),
     "one of four": ([5, 5, 5, 6], "rank 3 on nid1"),
     "by the highest bit": ([5, 5, 5 - 2**63, 5], "rank 2 on nid1"),
@@ -175,11 +175,11 @@ PARTED = {
 }
 
 
-@pytest.mark.parametrize(("fingerprints", "named"), PARTED.values(), ids=PARTED)
-def test_parted_replicas_are_named_on_every_rank(fingerprints, named):
+@pytest.mark.parametrize(("fingerprints", "named"), DIFFERING.values(), ids=DIFFERING)
+def test_differing_replicas_are_named_on_every_rank(fingerprints, named):
     outcomes = compare(fingerprints)
     assert {type(outcome) for outcome in outcomes} == {ReplicaError}
-    assert {str(outcome) for outcome in outcomes} == {parted(named)}
+    assert {str(outcome) for outcome in outcomes} == {differing(named)}
 
 
 HOSTS = {
@@ -192,4 +192,4 @@ HOSTS = {
 @pytest.mark.parametrize(("host", "shown"), HOSTS.values(), ids=HOSTS)
 def test_strange_host_names(host, shown):
     outcomes = compare([1, 2], ["a", host])
-    assert [str(outcome) for outcome in outcomes] == [parted(f"rank 1 on {shown}")] * 2
+    assert [str(outcome) for outcome in outcomes] == [differing(f"rank 1 on {shown}")] * 2

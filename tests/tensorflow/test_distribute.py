@@ -232,7 +232,7 @@ def test_an_overflow_is_skipped_by_all_replicas(begun, launch, engine, run):
 
 def test_a_parted_replica_is_found(begun):
     host = socket.gethostname()
-    stops = "the replicas have parted and training stops; resume from the last checkpoint with the same command, and"
+    stops = "the replicas have diverged and training stops; resume from the last checkpoint with the same command, and"
     (mirrored,) = begun("two").of(f"{MIRRORED},cpu")
     assert mirrored["parted"] == (
         f"ReplicaError: after step 0 the weights of replica 1 on cpu differ from replica 0's: {stops} check that "

@@ -78,7 +78,7 @@ class HorovodEngine:
 
     def __init__(self, recipe: Recipe, timeline: Path | None, *, fuses: bool = False) -> None:
         """`fuses`: see Setup."""
-        self._together = None if fuses else horovod_settings.bytes_together(recipe, os.environ)
+        self._together = None if fuses else horovod_settings.fusion_bytes(recipe, os.environ)
         variables = horovod_settings.variables(recipe, os.environ)
         if self._together is not None:
             variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together

@@ -13,9 +13,11 @@ from hvdtrain.errors import HvdtrainError, WorldError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.topology import Topology, discover
-from hvdtrain.run.main import end, one_line
+from hvdtrain.run.liveness import print_error
+from hvdtrain.run.main import end
 from hvdtrain.run.world import World, joined
 from hvdtrain.tools.bench import allreduce, measure, ranks
+from hvdtrain.untrusted import one_line
 
 MOST_REPEATS = 20
 SECONDS = 0.5  # of one measurement, where a single allreduce does not take longer
@@ -37,7 +39,7 @@ def main(argv: list[str]) -> int:
             found = _measure(options, topology)
     except HvdtrainError as error:
         if topology.is_rank_0:
-            print(one_line(error, topology), file=sys.stderr, flush=True)
+            print_error(topology, type(error), one_line(error))
         world.leave(str(error), error.exit_code)
         return error.exit_code
     world.leave()
