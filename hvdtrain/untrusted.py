@@ -1,4 +1,4 @@
-"""What others wrote, read within bounds and shown so that a terminal survives it."""
+"""Input that others wrote: read within bounds, and printed without control characters."""
 
 import re
 import reprlib
@@ -43,7 +43,7 @@ def one_line(value: object, most: int = LONGEST_MESSAGE) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """The number that up to 18 digits say; None for any other text."""
+    """The number of up to 18 digits; None for any other text."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 

@@ -1,4 +1,4 @@
-"""What every data set is: two splits that can be read by index, and the numbers a model needs about them."""
+"""The interface of every data set: two splits that are read by index, and the numbers that a model needs."""
 
 import hashlib
 from dataclasses import dataclass

@@ -29,13 +29,13 @@ class _Pipeline:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Pipeline, ()
 
-    def run(self, parts: list[tuple[np.ndarray, ...]], crop: int) -> NDArray[np.uint8]:
+    def run(self, inputs: list[tuple[np.ndarray, ...]], crop: int) -> NDArray[np.uint8]:
         """[n, crop, crop, 3]. Raises RuntimeError where DALI cannot decode one of them."""
         with self._lock:
-            if self._built is None or len(parts) > self._largest:
-                self._built, self._largest = _build(len(parts), crop), len(parts)
+            if self._built is None or len(inputs) > self._largest:
+                self._built, self._largest = _build(len(inputs), crop), len(inputs)
             try:
-                (images,) = self._built.run(**dict(zip(FED, map(list, zip(*parts, strict=True)), strict=True)))
+                (images,) = self._built.run(**dict(zip(FED, map(list, zip(*inputs, strict=True)), strict=True)))
                 return np.array(images.as_array())
             except RuntimeError:
                 self._built = None  # after an error it stays as it is
@@ -55,20 +55,20 @@ class Dali:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         if draws is None:
             return self.split.read(indices, None)
-        parts = [self._part(int(index), numbers) for index, numbers in zip(indices, draws, strict=True)]
-        usual = np.array([part is not None for part in parts])
+        inputs = [self._inputs(int(index), numbers) for index, numbers in zip(indices, draws, strict=True)]
+        usual = np.array([one is not None for one in inputs])
         x = np.empty((len(indices), self.split.crop, self.split.crop, 3), np.uint8)
         if usual.any():
             try:
-                x[usual] = self._pipeline.run([part for part in parts if part], self.split.crop)
+                x[usual] = self._pipeline.run([one for one in inputs if one], self.split.crop)
             except RuntimeError:  # Pillow reads more, or names the damaged image
                 usual[:] = False
         if not usual.all():
             x[~usual] = self.split.read(indices[~usual], draws[~usual])[0]
         return x, self.split.labels[indices]
 
-    def _part(self, index: int, draws: NDArray[np.float32]) -> tuple[np.ndarray, ...] | None:
-        """What the pipeline is FED with; None for an image that is left to Pillow."""
+    def _inputs(self, index: int, draws: NDArray[np.float32]) -> tuple[np.ndarray, ...] | None:
+        """The values of FED for the pipeline; None for an image that Pillow decodes."""
         with self.split.as_data_error(index):
             encoded = self.split.encoded(index)
             with opened(encoded) as image:
@@ -85,8 +85,8 @@ def _build(batch: int, crop: int) -> Any:
     @pipeline_def(batch_size=batch, num_threads=len(os.sched_getaffinity(0)), device_id=None, prefetch_queue_depth=1)
     def pipeline() -> Any:
         encoded, corner, size, is_flipped = (fn.external_source(name=name) for name in FED)
-        part = fn.decoders.image_slice(encoded, start=corner, shape=size, axis_names="WH", output_type=types.RGB)
-        resized = fn.resize(part, size=[crop, crop], interp_type=types.INTERP_LINEAR, antialias=True)
+        cropped = fn.decoders.image_slice(encoded, start=corner, shape=size, axis_names="WH", output_type=types.RGB)
+        resized = fn.resize(cropped, size=[crop, crop], interp_type=types.INTERP_LINEAR, antialias=True)
         return fn.flip(resized, horizontal=is_flipped)
 
     built = pipeline()

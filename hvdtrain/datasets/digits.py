@@ -22,7 +22,7 @@ def load() -> Dataset:
     grey = (scans.images.astype(np.uint16) * 255 + 8) // 16
     images = np.repeat(grey[..., None], 3, axis=3).astype(np.uint8)
     labels = scans.target.astype(np.int64)
-    train, valid = (Arrays(images[part], labels[part]) for part in _split(labels))
+    train, valid = (Arrays(images[indices], labels[indices]) for indices in _split(labels))
     return Dataset("digits", train, valid, CLASSES, images.shape[1:], (MEAN,) * 3, (STD,) * 3)
 
 

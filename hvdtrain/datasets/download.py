@@ -55,7 +55,7 @@ def default_data_dir() -> Path:
 def download_cifar100(dest: Path, url: str = URL, expected: str = SHA256) -> Path:
     """The folder dest/cifar-100-python, fetched unless it is there: complete or not at all.
 
-    Processes of a user that ask for it at once fetch it once. Raises DataError where it cannot be fetched or written.
+    Processes of a user that need it at once fetch it once. Raises DataError where it cannot be fetched or written.
     """
     folder = dest / "cifar-100-python"
     if folder.is_dir():

@@ -152,7 +152,7 @@ def _require_pixels(width: int, height: int) -> None:
 def in_threads(work: Callable[[], None]) -> None:
     """Calls it in as many threads as this process has processors, this one among them, and waits for all.
 
-    Pillow decodes without the interpreter lock. A task is a thread's share: to hand over each image by itself costs
+    Pillow decodes without the interpreter lock. Each task decodes many images: to hand over each one by itself costs
     up to half of what decoding a small one does.
     """
     others, pool = _threads()

@@ -1,7 +1,7 @@
 """ImageNet by index files: train_data.pkl and val_data.pkl, each a pickled {path of an image: class}.
 
 Paths are absolute, or relative to the folder of the files. Classes are numbers from 0, or names, which are numbered
-in alphabetical order. A pickle may ask Python to run anything: only what an index is made of is let through.
+in alphabetical order. A pickle may have Python run anything: only what an index is made of is let through.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A noisy line: y = 2x + noise, whose least-squares loss is near the noise's variance, 1/12."""
+"""Points of y = 2x + noise, whose least-squares loss is near the noise's variance, 1/12."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Reads pickled data, and the published CIFAR files, without doing anything else that a pickle may ask for."""
+"""Reads pickled data, and the published CIFAR files, without running anything else that a pickle may request."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from hvdtrain.untrusted import one_line
 MOST_BYTES = 1 << 28
 """In one value of a CIFAR file: the published pixels are 153.6 MB, and 230 MB as protocol 2's text."""
 MADE = 16
-"""Times its own size, the text that a file may have put together of parts that it names again and again."""
+"""Times its own size, the text that a file may have put together from strings that it repeats."""
 KEYS = {str, bytes, int}
 LARGEST_KEY = 60  # bits: up to them each number is its own hash
 OPCODES = (
@@ -127,7 +127,7 @@ class DataUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):  # how bytes are pickled for Python 2
             return self._encoded
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no {self.kind} needs")
+        raise pickle.UnpicklingError(f"it requests {module}.{name}, which no {self.kind} needs")
 
     def _encoded(self, text: str, encoding: str) -> bytes:
         """Stands for _codecs.encode, whose other codecs could unpack bombs."""

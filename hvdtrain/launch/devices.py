@@ -59,14 +59,14 @@ def visible_gpus(environ: Mapping[str, str], count: Callable[[str | None], int] 
     leaves. SLURM sets the variable on hosts that have none, too. `count` gives the driver's, from the PATH."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not _named(named, sys.maxsize):
-        return 0  # hidden: a slow driver is left in peace
+        return 0  # hidden: no need to call a slow driver
     present = count(environ.get("PATH"))
     return present if named is None else min(present, _named(named, present))
 
 
-def _named(words: str, present: int) -> int:
+def _named(variable: str, present: int) -> int:
     """How many GPUs CUDA takes from its variable: those before the first that is not there, none where one is twice."""
-    names = [name.strip() for name in words.split(",")]
+    names = [name.strip() for name in variable.split(",")]
     valid = list(itertools.takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or _index(name) < present, names))
     return len(valid) if len(set(valid)) == len(valid) else 0
 
@@ -78,16 +78,17 @@ def _index(name: str) -> float:
 def threads(cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[str, str]) -> int | None:
     """How many threads a rank computes with, given the CPUs it may run on; None leaves the framework's choice.
 
-    A task of srun's takes the CPUs it was promised, where it may run on as many; torchrun's ranks share those of
-    their agent. Elsewhere a rank that is bound to some of the host's CPUs has them for itself; unbound ranks share.
+    A task of srun's takes the CPUs it was promised, where it may run on as many; torchrun's ranks divide those of
+    their agent. Elsewhere a rank that is bound to some of the host's CPUs has them for itself; unbound ranks
+    divide the host's.
     """
     if "OMP_NUM_THREADS" in environ:
         return None
     # srun of SLURM 22.05 and later takes SRUN_CPUS_PER_TASK alone, and leaves the job's own variable as it was.
     promised = whole_number(environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or "")
     if promised is not None and topology.launcher in {"srun", "torchrun"}:
-        share = 1 if topology.launcher == "srun" else topology.local_size
-        return max(1, min(promised, cpus) // share)
+        ranks = 1 if topology.launcher == "srun" else topology.local_size
+        return max(1, min(promised, cpus) // ranks)
     if cpus < cpus_of_host:
         return None
     return max(1, cpus // topology.local_size)

@@ -46,7 +46,7 @@ def tasks_per_node(text: str) -> list[tuple[int, int]]:
 
 
 def _names(group: str, most: int) -> list[str]:
-    """The names of `nid[001-002,7]`. Raises ValueError where it says none, or more than so many."""
+    """The names of `nid[001-002,7]`. Raises ValueError where there are none, or more than `most`."""
     names = [""]
     for part in re.split(r"(\[[^][]*\])", group):
         choices = _numbers(part, most // len(names)) if part.startswith("[") else [part]
@@ -59,7 +59,7 @@ def _names(group: str, most: int) -> list[str]:
 
 
 def _numbers(part: str, most: int) -> list[str]:
-    """The numbers of `[001-004,7]`. Raises ValueError where it says anything else, or more than so many."""
+    """The numbers of `[001-004,7]`. Raises ValueError for anything else, or more than `most` numbers."""
     found: list[str] = []
     for span in part[1:-1].split(","):
         ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span, re.ASCII)

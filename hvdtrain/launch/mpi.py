@@ -18,7 +18,7 @@ TITLES: Mapping[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 PLUGINS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
 """What `srun --mpi=` may be given for one of the kind; `Mpi.plugins` knows the very library."""
 
-# The names under which a program asks for its MPI. Cray's and Intel's keep MPICH's ABI, and its number 12.
+# The names under which a program requests its MPI. Cray's and Intel's keep MPICH's ABI, and its number 12.
 SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|mpi_intel\w*)\.so\.12)\0")
 VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
 CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
@@ -71,11 +71,11 @@ def of_horovod(framework: str) -> Mpi | None:
 
 
 def of_library(path: Path) -> Mpi | None:
-    """The MPI that the shared object asks the loader for; None where it asks for none, or cannot be read."""
-    asked = SONAME.search(_contents(path))
-    if not asked:
+    """The MPI that the shared object requests of the loader; None where it requests none, or cannot be read."""
+    requested = SONAME.search(_contents(path))
+    if not requested:
         return None
-    soname = asked[1].decode()
+    soname = requested[1].decode()
     kind: Kind = "openmpi" if soname.endswith(".40") else "mpich"
     library = _loaded(path, soname)
     if library is None:

@@ -1,4 +1,4 @@
-"""What a run requests of SLURM for its own job: to end this step, to queue the job again."""
+"""Requests of a run to SLURM for its own job: to end this step, to queue the job again."""
 
 import shutil
 import subprocess

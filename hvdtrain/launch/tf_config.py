@@ -1,4 +1,4 @@
-"""The cluster that TensorFlow asks for, from where the ranks sit: nobody writes TF_CONFIG by hand."""
+"""TensorFlow's TF_CONFIG, made from the ranks' endpoints: nobody writes it by hand."""
 
 import json
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ def workers(endpoints: Sequence[Endpoint]) -> Cluster:
 
 
 def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
-    """A cluster in which every rank is a worker, some have a parameter server beside it, and rank 0 leads."""
-    places = [endpoints[rank] for rank in servers(endpoints)]
+    """A cluster in which every rank is a worker, the first of each host a parameter server too, and rank 0 the chief."""
+    holders = [endpoints[rank] for rank in servers(endpoints)]
     return {
         "chief": [f"{endpoints[0].address}:{endpoints[0].port + 2}"],
         "worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints],
-        "ps": [f"{endpoint.address}:{endpoint.port + 1}" for endpoint in places],
+        "ps": [f"{endpoint.address}:{endpoint.port + 1}" for endpoint in holders],
     }
 
 

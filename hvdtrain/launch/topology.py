@@ -1,4 +1,4 @@
-"""Where this process sits among the ranks of its run, as its launcher reports it in the environment."""
+"""The rank of this process among those of its run, as its launcher reports it in the environment."""
 
 import bisect
 import itertools
@@ -16,7 +16,7 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process sits among the ranks of its run.
+    """The rank of this process and its host, among those of its run.
 
     `node` is the index of this host among the run's hosts, None where the launcher does not report it (Open MPI,
     MPICH). From horovodrun it is the cross rank: where hosts have unequal numbers of ranks, it counts
@@ -199,7 +199,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 
 def discover(environ: Environ, host: str | None = None) -> Topology:
-    """Where this process sits, as the innermost launcher reports; alone where there is none.
+    """The rank of this process, as the innermost launcher reports it; alone where there is none.
 
     `host` is this machine's name where the caller knows a better one. Raises TopologyError where the launcher
     contradicts itself. What the launcher promises here, the collective library may yet fail to keep.

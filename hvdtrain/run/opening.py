@@ -1,4 +1,4 @@
-"""The engine of a run: what it is opened with, and the world that it must see."""
+"""The engine of a run: what it is opened with, and the check of its world."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Opened(Protocol):
         """The sum of the ranks' arrays, on every rank."""
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether the error says that another rank is gone."""
+        """Whether the error means that another rank is gone."""
 
     def close(self) -> None:
         """Ends the collective library."""

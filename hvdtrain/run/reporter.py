@@ -1,4 +1,4 @@
-"""What a run reports: a log for people, metrics.jsonl for programs, TensorBoard events for curves."""
+"""The reports of a run: a log for people, metrics.jsonl for programs, TensorBoard events for curves."""
 
 import contextlib
 import json
@@ -139,7 +139,7 @@ def _lines(file: IO[bytes]) -> Iterator[str]:
 
 
 def _is_made(line: str, first_step: int) -> bool:
-    """Whether it is a record of a step that is not made again; the line that a killed run was writing is none."""
+    """Whether it is a record of a step that is not made again. A killed run's unfinished line is not."""
     try:
         step = files.parse_json(line)["step"]
     except (ValueError, LookupError, TypeError):

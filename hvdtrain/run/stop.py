@@ -23,7 +23,7 @@ class StopAgreement:
         self._requested = self._warned = False
 
     def stops_at(self, step: int) -> bool:
-        """Whether all ranks stop now, `step` steps having been made. Every rank asks after every step."""
+        """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
         with self.liveness.changed:
             self.liveness.in_steps = True
             if self.step is None and self._requested and self.topology.is_rank_0 and self._all_reachable():

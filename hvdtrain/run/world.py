@@ -1,4 +1,4 @@
-"""What training talks to: the ranks of the run, how they join, live, stop together and leave."""
+"""The interface of training to the other ranks: how they join, live, stop together and leave."""
 
 import contextlib
 import sys
@@ -74,7 +74,7 @@ class World:
         self.joining.exchange(sum_over_ranks)
 
     def stops_at(self, step: int) -> bool:
-        """Whether all ranks stop now, `step` steps having been made. Every rank asks after every step."""
+        """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
         return self.stop.stops_at(step)
 
     def stopped(self, step: int) -> StoppedError:

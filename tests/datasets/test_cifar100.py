@@ -124,7 +124,7 @@ def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder):
     split = datasets.load("cifar100", data_dir=folder).train
     numbers, indices = draws(50), np.arange(50)[::-1]
     x, _ = split.read(indices, numbers)
-    halves = [split.read(indices[part], numbers[part])[0] for part in (slice(20), slice(20, 50))]
+    halves = [split.read(indices[half], numbers[half])[0] for half in (slice(20), slice(20, 50))]
     np.testing.assert_array_equal(np.concatenate(halves), x)
     copy = pickle.loads(pickle.dumps(split))
     np.testing.assert_array_equal(copy.read(indices, numbers)[0], x)
@@ -173,12 +173,12 @@ def test_a_missing_file_is_named(folder, missing):
     assert refusal_of(folder) == f"{folder / missing} is missing"
 
 
-@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("kept", [0, 1, 30, 5000])
-def test_a_truncated_file_is_named(folder, part, kept):
-    content = (folder / part).read_bytes()
-    (folder / part).write_bytes(content[:kept])
-    assert refusal_of(folder).startswith(f"{folder / part} is damaged (")
+def test_a_truncated_file_is_named(folder, split, kept):
+    content = (folder / split).read_bytes()
+    (folder / split).write_bytes(content[:kept])
+    assert refusal_of(folder).startswith(f"{folder / split} is damaged (")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_forged_file_runs_nothing(tmp_path, monkeypatch, function, arguments, 
     content = pickle.dumps({**batch(5), b"more": Forged(function, *arguments)}, protocol=protocol)
     folder = write(tmp_path / "cifar-100-python", content)
     complaint = refusal_of(folder)
-    assert complaint.startswith(f"{folder / 'train'} is damaged (UnpicklingError: it asks for ")
+    assert complaint.startswith(f"{folder / 'train'} is damaged (UnpicklingError: it requests ")
     assert complaint.endswith(", which no CIFAR file needs)")
     assert [path.name for path in tmp_path.iterdir()] == ["cifar-100-python"]
 

@@ -33,7 +33,7 @@ def test_a_key_is_made_once_and_closed_to_others(home):
 
 
 def test_all_ranks_may_make_it_at_once(home):
-    program = "import os; from hvdtrain import keys; print(keys.of_user(os.environ).hex())"
+    program = "import os; from hvdtrain.launch import keys; print(keys.of_user(os.environ).hex())"
     with ThreadPoolExecutor(8) as pool:
         made = pool.map(
             lambda _: subprocess.run(
@@ -94,7 +94,7 @@ def test_no_home(home, monkeypatch):
 
 @needs_root
 def test_a_uid_without_a_home():
-    program = "import os; from hvdtrain import keys; os.setuid(4242); keys.of_user({})"
+    program = "import os; from hvdtrain.launch import keys; os.setuid(4242); keys.of_user({})"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "FileNotFoundError: [Errno 2] uid without a home: 'uid 4242'" in ended.stderr
 
