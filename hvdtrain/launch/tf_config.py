@@ -20,7 +20,7 @@ def workers(endpoints: Sequence[Endpoint]) -> Cluster:
 
 
 def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
-    """A cluster in which every rank is a worker, the first of each host a parameter server too, and rank 0 the chief."""
+    """Every rank is a worker, the first of each host a parameter server too, and rank 0 the chief."""
     holders = [endpoints[rank] for rank in servers(endpoints)]
     return {
         "chief": [f"{endpoints[0].address}:{endpoints[0].port + 2}"],
