@@ -70,7 +70,7 @@ def test_every_script_carries_what_keeps_a_job_alive(name, launcher):
     assert [line.split()[1] for line in lines if line.startswith("srun")] == ["--kill-on-bad-exit=1"]
 
 
-SHAPES = {  # what the srun form asks for, of each site
+SHAPES = {  # what the srun form requests, of each site
     "piz-daint": "ntasks-per-node=1 cpus-per-task=12 constraint=gpu hint=nomultithread switches=1 time=00:15:00",
     "juwels-booster": "ntasks-per-node=4 gres=gpu:4 cpus-per-task=24 partition=booster time=02:00:00",
     "jean-zay": "ntasks-per-node=4 gres=gpu:4 cpus-per-task=10 hint=nomultithread time=01:00:00",
@@ -91,7 +91,7 @@ FORMS = {  # the other forms
 COMMON = {"job-name=hvdtrain", "nodes=2", "output=%x-%j.out", "open-mode=append", "signal=USR2@120", "requeue"}
 
 
-def asked(script: str) -> set[str]:
+def requested(script: str) -> set[str]:
     return set(re.findall(r"^#SBATCH --(\S+)", script, re.MULTILINE))
 
 
@@ -100,7 +100,7 @@ def asked(script: str) -> set[str]:
     [(name, "srun", shape) for name, shape in SHAPES.items()] + [(*form, shape) for form, shape in FORMS.items()],
 )
 def test_what_a_site_is_asked_for(name, launcher, shape):
-    assert asked(rendered(name, launcher)) == COMMON | set(shape.split())
+    assert requested(rendered(name, launcher)) == COMMON | set(shape.split())
 
 
 def test_every_site_has_its_shape_tested():
@@ -137,7 +137,7 @@ def test_modules_variables_and_plugin_of_a_site(name, lines):
     assert set(lines) <= {line.partition("  #")[0].rstrip() for line in rendered(name, "srun").splitlines()}
 
 
-OPTIONS = {  # options: what the script then asks for, and no more of that name
+OPTIONS = {  # options: what the script then requests, and no more of that name
     "nodes": (Options(nodes=16), "nodes=16"),
     "time": (Options(time="1-12:00:00"), "time=1-12:00:00"),
     "account": (Options(account="m1234_g"), "account=m1234_g"),
@@ -154,14 +154,16 @@ OPTIONS = {  # options: what the script then asks for, and no more of that name
 def test_an_option_reaches_the_script(options, wanted):
     name = wanted.partition("=")[0]
     found = [
-        option for option in asked(render(SITES["juwels-booster"], options, LINEAR)) if option.startswith(f"{name}=")
+        option
+        for option in requested(render(SITES["juwels-booster"], options, LINEAR))
+        if option.startswith(f"{name}=")
     ]
     assert found == [wanted]
 
 
 def test_part_of_a_node_takes_its_part():
     one = render(SITES["capella"], Options(gpus_per_node=2), LINEAR)
-    assert {"mem=375G", "gres=gpu:2", "ntasks-per-node=2", "cpus-per-task=14"} <= asked(one)
+    assert {"mem=375G", "gres=gpu:2", "ntasks-per-node=2", "cpus-per-task=14"} <= requested(one)
     for name in ("juwels-booster", "perlmutter"):
         assert "CUDA_VISIBLE_DEVICES" in render(SITES[name], Options(), LINEAR)
         assert "CUDA_VISIBLE_DEVICES" not in render(SITES[name], Options(gpus_per_node=1), LINEAR)
