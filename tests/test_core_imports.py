@@ -9,7 +9,7 @@ import pytest
 import hvdtrain
 
 FORBIDDEN = ("torch", "torchvision", "tensorflow", "keras", "horovod", "mpi4py", "lightning", "pytorch_lightning")
-ADAPTERS = ("torch", "tensorflow", "lightning")
+ADAPTERS = ("torch", "tensorflow", "lightning", "keras")
 HOUSE = Path(hvdtrain.__file__).parent
 IMPORT = """
 import importlib, sys
