@@ -1,4 +1,4 @@
-"""The part of `make check` that asks for known vulnerabilities, against a service of the test's own."""
+"""The part of `make check` that looks for known vulnerabilities, against a service of the test's own."""
 
 import json
 import re
@@ -13,14 +13,14 @@ class Service(BaseHTTPRequestHandler):
     """Knows two vulnerabilities, both of requests."""
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         known = [{"id": f"PYSEC-{number}", "aliases": [], "summary": "it leaks", "affected": []} for number in (1, 2)]
-        answer = {"vulns": known} if asked["package"]["name"] == "requests" else {}
-        self.send_response(502 if asked["package"]["name"] == "broken" else 200)
+        answer = {"vulns": known} if request["package"]["name"] == "requests" else {}
+        self.send_response(502 if request["package"]["name"] == "broken" else 200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
 
-    def log_message(self, *words):
+    def log_message(self, *arguments):
         """Says nothing."""
 
 
@@ -44,11 +44,11 @@ def audited(tmp_path, url, *names):
 
 
 def test_a_known_vulnerability_fails_the_check_but_for_one_with_a_reason(tmp_path, service, capsys, monkeypatch):
-    monkeypatch.setitem(audit.IGNORED, "PYSEC-2", "nothing here asks for it")
+    monkeypatch.setitem(audit.IGNORED, "PYSEC-2", "nothing here requests it")
     assert audited(tmp_path, service, "requests", "numpy") == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("pip-audit: requests 2.0 has PYSEC-1: ")
-    assert said[1:] == ["pip-audit: 2 packages, 1 vulnerabilities"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("pip-audit: requests 2.0 has PYSEC-1: ")
+    assert printed[1:] == ["pip-audit: 2 packages, 1 vulnerabilities"]
 
 
 @pytest.mark.parametrize("name", ["broken", "numpy"])

@@ -33,7 +33,7 @@ def test_of_a_cluster():
 def test_right():
     pass
 """
-RUNS = {  # flaky tests, whether the others pass: exit code, FLAKY lines, pytest's last words
+RUNS = {  # flaky tests, whether the others pass: exit code, FLAKY lines, pytest's last line
     "all pass": (0, True, 0, 0, "1 passed, 1 skipped"),
     "three are flaky": (3, True, 0, 3, "3 passed"),
     "four are flaky": (4, True, 1, 4, "4 passed"),

@@ -183,7 +183,7 @@ SCRIPTS = {
     "sums of commands": "$(( $(echo SLURM_JOB_ID " * 15_000,
     "endpoints": "--rdzv-endpoint=" * 20_000,
     "steps and options": "".join(f"#SBATCH --a{i}=1\n" for i in range(9000)) + "srun python x.py\n" * 9000,
-    "one word": "srun '" + "x" * 400_000,
+    "one token": "srun '" + "x" * 400_000,
     "options alone": "srun " + "- " * 200_000,
     "redirections": "<" * 200_000 + "(",
 }
@@ -206,15 +206,15 @@ def test_the_tasks_of_many_hosts_are_never_written_out():
 DAMAGED = {
     "a long number": '{"rank": ' + "9" * 5000 + "}",
     "depth": "[" * 100_000,
-    "a word for a number": '{"size": "two"}',
-    "a word for a size": '{"seconds": {"x": 1}}',
+    "text for a number": '{"size": "two"}',
+    "text for a size": '{"seconds": {"x": 1}}',
     "cut short": "{",
     "a number": "1",
 }
 
 
 @pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_childs_damaged_line_says_nothing(line):
+def test_a_childs_damaged_line_has_no_values(line):
     assert gather.values_in(line) == {}
 
 
@@ -257,18 +257,18 @@ def main(argv):
     return 0
 """
 WAIT = "time.sleep(60)"
-PLACES = {
+MOMENTS = {
     "while it is imported": (f"print('begun', flush=True); {WAIT}", "pass", "pass"),
     "while it works": ("", WAIT, "pass"),
     "while it puts in order what it leaves": ("", WAIT, WAIT),
-    "while a thread of it goes on": ("", f"threading.Thread(target=lambda: {WAIT}).start(); {WAIT}", "pass"),
-    "after its end, while a thread goes on": ("", f"threading.Thread(target=lambda: {WAIT}).start()", "pass"),
+    "while a thread of it continues": ("", f"threading.Thread(target=lambda: {WAIT}).start(); {WAIT}", "pass"),
+    "after its end, while a thread continues": ("", f"threading.Thread(target=lambda: {WAIT}).start()", "pass"),
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_ctrl_c_twice_ends_a_tool_without_a_traceback(place, tmp_path):
-    at_import, inside, after = PLACES[place]
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_twice_ends_a_tool_without_a_traceback(moment, tmp_path):
+    at_import, inside, after = MOMENTS[moment]
     (tmp_path / "slow.py").write_text(TOOL.format(at_import=at_import, inside=inside, after=after))
     (tmp_path / "sitecustomize.py").write_text("from hvdtrain import cli\ncli.COMMANDS['slow'] = ('slow', '')\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
@@ -284,6 +284,6 @@ def test_ctrl_c_twice_ends_a_tool_without_a_traceback(place, tmp_path):
     tool.send_signal(signal.SIGINT)
     time.sleep(0.3)
     tool.send_signal(signal.SIGINT)
-    _, said = tool.communicate(timeout=10)
+    _, printed = tool.communicate(timeout=10)
     assert tool.returncode == 130
-    assert said.strip() in {"interrupted", ""}
+    assert printed.strip() in {"interrupted", ""}

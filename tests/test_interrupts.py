@@ -13,12 +13,12 @@ TOOLS = [["hvdtrain", "plan", "linear", "--ranks", "2"], ["hvdtrain.torch", "lin
 
 
 @needs_torch
-@pytest.mark.parametrize("words", TOOLS, ids=["tool", "training"])
+@pytest.mark.parametrize("command", TOOLS, ids=["tool", "training"])
 @pytest.mark.parametrize("seconds", [0.5, 1, 4])
-def test_ctrl_c_twice_at_any_moment(words, seconds, tmp_path):
-    output = ["--output", str(tmp_path / "run")] if words[0] == "hvdtrain.torch" else []
+def test_ctrl_c_twice_at_any_moment(command, seconds, tmp_path):
+    output = ["--output", str(tmp_path / "run")] if command[0] == "hvdtrain.torch" else []
     with subprocess.Popen(
-        [sys.executable, "-m", *words, *output],
+        [sys.executable, "-m", *command, *output],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -30,6 +30,6 @@ def test_ctrl_c_twice_at_any_moment(words, seconds, tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGINT)
             time.sleep(0.02)
-        _, said = process.communicate(timeout=30)
+        _, printed = process.communicate(timeout=30)
     assert process.returncode in {0, 130, -signal.SIGINT}  # the last where Python has ended already
-    assert said in {"", "interrupted\n", "interrupted; the same command resumes from the last checkpoint\n"}
+    assert printed in {"", "interrupted\n", "interrupted; the same command resumes from the last checkpoint\n"}

@@ -29,12 +29,12 @@ def shared():
 
 
 def minicluster(state, command):
-    words = [sys.executable, REPOSITORY / "slurm" / "minicluster", "--state", state, command]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    command_line = [sys.executable, REPOSITORY / "slurm" / "minicluster", "--state", state, command]
+    return subprocess.run(command_line, capture_output=True, text=True, timeout=60, check=False)
 
 
 def cluster_of(folder, process):
-    """Has the folder say that this process is a node of a cluster."""
+    """Makes the folder report that this process is a node of a cluster."""
     start = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()[19])
     fields = {"nodes": [], "networks": {}, "suffix": "", "shares": [], "description": ""}
     (folder / "cluster.json").write_text(json.dumps(fields | {"processes": {"nid001": [process.pid, start]}}))
@@ -49,8 +49,10 @@ def test_another_users_folder_ends_no_process_of_roots(shared, command):
             assert precious.poll() is None
         finally:
             precious.kill()
-    said = f"belongs to user {STRANGER}: --state must be a folder that root alone can change, got {shared}/strangers."
-    assert (done.returncode, done.stderr) == (2, f"minicluster: {shared}/strangers {said}\n")
+    message = (
+        f"belongs to user {STRANGER}: --state must be a folder that root alone can change, got {shared}/strangers."
+    )
+    assert (done.returncode, done.stderr) == (2, f"minicluster: {shared}/strangers {message}\n")
     assert (shared / "strangers" / "cluster.json").exists()
 
 
@@ -87,11 +89,11 @@ REFUSED = {  # what --state is, the folder that is at fault
 }
 
 
-@pytest.mark.parametrize(("make", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_another_user_could_fill_is_refused(shared, make, said):
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_another_user_could_fill_is_refused(shared, make, message):
     done = minicluster(make(shared), "status")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"minicluster: {shared}{'/' if said[0] != ' ' else ''}{said}: --state must be ")
+    assert done.stderr.startswith(f"minicluster: {shared}{'/' if message[0] != ' ' else ''}{message}: --state must be ")
     assert done.stderr.count("\n") == 1
 
 

@@ -15,6 +15,7 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent
 
+from hvdtrain import datasets
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import LONGEST, printable, quoted, read_bytes
 
@@ -63,7 +64,7 @@ class Recipe(BaseModel):
     name: Text = Field(description="recipe and entry, as in cifar100:bs256")
     model: Literal["linear", "resnet50"] = Field(description="the network")
     stem: Literal["imagenet", "cifar"] = Field("imagenet", description="cifar: stride 1 and no max-pool")
-    dataset: Literal["linear", "digits", "cifar100", "imagenet", "synthetic"] = Field(description="the data set")
+    dataset: datasets.Name = Field(description="the data set")
     data_dir: Annotated[Path, Field(strict=False)] | None = Field(None, description="folder of the data set")
     cache_dir: Annotated[Path, Field(strict=False)] | None = Field(
         None, description="imagenet, packed: folder of the node's own, as $TMPDIR or /dev/shm, to copy the set to"
@@ -71,7 +72,7 @@ class Recipe(BaseModel):
     shuffle: Literal["global", "shards"] = Field(
         "global", description="imagenet, packed; shards: each rank reads shard after shard, another order for other N"
     )
-    decoder: Literal["pillow", "dali"] = Field(
+    decoder: datasets.Decoder = Field(
         "pillow", description="imagenet, training images; dali: NVIDIA's, on the processor"
     )
     train_crop: Side = Field(224, description="imagenet: side of a training image, pixels")

@@ -80,17 +80,17 @@ def plant(packed, folder):
 
 
 @needs_root
-@pytest.mark.parametrize("place", ["hvdtrain-{digest}", "hvdtrain-0/{digest}"])
-def test_a_planted_copy_is_not_taken(packed, disk, place):
+@pytest.mark.parametrize("path", ["hvdtrain-{digest}", "hvdtrain-0/{digest}"])
+def test_a_planted_copy_is_not_taken(packed, disk, path):
     expected = pixels(packed)
-    planted = disk / place.format(digest=digest(packed))
+    planted = disk / path.format(digest=digest(packed))
     with user(NOBODY) as nobody:
         nobody(os.makedirs, planted.parent, 0o755, True)
         nobody(plant, packed, planted)
     try:
         np.testing.assert_array_equal(pixels(packed, disk), expected)
     except DataError as refusal:
-        assert place.startswith("hvdtrain-0/")
+        assert path.startswith("hvdtrain-0/")
         assert str(refusal) == (
             f"{disk}/hvdtrain-0 must be a folder of uid 0 with mode 700, got a folder of uid 65534 with mode 755: have "
             "it removed, or name another cache_dir."
@@ -267,16 +267,16 @@ def test_the_lock_of_a_shared_data_folder_is_neither_waited_for_nor_written_thro
     precious = disk / "precious"
     precious.write_text("content")
     precious.chmod(0o600)
-    places = [disk / ".cifar-100.lock", disk / ".cifar-100-0.lock"]
+    paths = [disk / ".cifar-100.lock", disk / ".cifar-100-0.lock"]
     with user(NOBODY) as nobody:
-        for place in places:
+        for path in paths:
             match what:
                 case "held":
-                    nobody(hold, place)
+                    nobody(hold, path)
                 case "a link":
-                    nobody(os.symlink, precious, place)
+                    nobody(os.symlink, precious, path)
                 case "a second name":
-                    os.link(precious, place)  # the kernel's fs.protected_hardlinks keeps others from it
+                    os.link(precious, path)  # the kernel's fs.protected_hardlinks keeps others from it
         with pytest.raises(DataError, match="cannot be fetched"):
             download.download_cifar100(disk, "http://127.0.0.1:1/")
     assert precious.read_text() == "content"

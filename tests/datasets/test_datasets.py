@@ -33,10 +33,10 @@ def digest(split: datasets.Split) -> str:
 
 
 @pytest.mark.parametrize("name", IN_MEMORY)
-@pytest.mark.parametrize("part", ["train", "valid"])
-def test_read_gives_the_promised_types_and_shapes(name, part):
+@pytest.mark.parametrize("split_name", ["train", "valid"])
+def test_read_gives_the_promised_types_and_shapes(name, split_name):
     dataset = datasets.load(name, **SMALL)
-    split = getattr(dataset, part)
+    split = getattr(dataset, split_name)
     indices = np.array([3, 0, len(split) - 1])
     x, y = split.read(indices, None)
     assert dataset.name == name

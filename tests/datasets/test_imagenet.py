@@ -33,9 +33,9 @@ def scene(width, height, seed=0):
 @pytest.fixture
 def tree(tmp_path):
     """Two classes of four training and two validation images of various shapes."""
-    for part, count in (("train", 4), ("val", 2)):
+    for split, count in (("train", 4), ("val", 2)):
         for label, name in enumerate(("n01", "n02")):
-            folder = tmp_path / part / name
+            folder = tmp_path / split / name
             folder.mkdir(parents=True)
             for k in range(count):
                 scene(300 - 40 * k, 200 + 30 * k, 10 * label + k).save(folder / f"{name}_{k}.JPEG", quality=95)

@@ -70,9 +70,9 @@ def test_each_shard_is_opened_once_and_closed_with_the_split(packed, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-def flip(path, place):
+def flip(path, index):
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[index] ^= 1
     path.write_bytes(content)
 
 
@@ -170,9 +170,9 @@ def test_too_many_shards_for_the_system(packed, monkeypatch):
 def test_by_shard_samples_are_numbered_as_they_lie(packed):
     dataset, usual = load(packed, is_by_shard=True), load(packed)
     assert (dataset.shards, usual.shards) == ((4, 4, 4, 4), ())
-    places = list(zip(dataset.train.entries["shard"], dataset.train.entries["offset"], strict=True))
-    assert places == sorted(places)
-    assert places != list(zip(usual.train.entries["shard"], usual.train.entries["offset"], strict=True))
+    offsets = list(zip(dataset.train.entries["shard"], dataset.train.entries["offset"], strict=True))
+    assert offsets == sorted(offsets)
+    assert offsets != list(zip(usual.train.entries["shard"], usual.train.entries["offset"], strict=True))
     for k in range(16):
         (there,) = np.flatnonzero(usual.train.entries == dataset.train.entries[k])
         assert dataset.train.encoded(k) == usual.train.encoded(int(there))
@@ -184,8 +184,8 @@ def test_by_shard_each_shard_is_read_ahead_as_it_is_begun(packed, monkeypatch):
     advise = lambda file, offset, size, advice: advised.append((os.readlink(f"/proc/self/fd/{file}")[-5], offset, size))  # noqa: E731, PTH115
     monkeypatch.setattr(os, "posix_fadvise", advise)
     split = load(packed, is_by_shard=True).train
-    for part in ([0, 1], [3, 2], [5, 2], [7, 6], [0, 1]):
-        split.read(np.array(part), None)
+    for indices in ([0, 1], [3, 2], [5, 2], [7, 6], [0, 1]):
+        split.read(np.array(indices), None)
     assert advised == [("0", 0, 0), ("1", 0, 0), ("0", 0, 0)]
     load(packed).train.read(np.arange(16), None)
     assert len(advised) == 3
@@ -196,9 +196,9 @@ def test_by_shard_ranks_take_equal_steps_and_no_image_twice(packed, size, global
     keys = {"data_dir": packed, "shuffle": "shards", "batch_norm": "frozen", "batch_size_per_rank": None}
     chosen = recipe.load("imagenet", {**keys, "batch_size": global_batch})
     plan = plans.make(chosen, size, load(packed, is_by_shard=True))
-    told = [train_requests(plan, Progress(epoch=2), rank) for rank in range(size)]
-    assert {starts for starts, _ in told} == {range(0, 16 - global_batch + 1, global_batch)}
-    read = np.concatenate([part for _, requests in told for part, _ in requests])
+    all_requests = [train_requests(plan, Progress(epoch=2), rank) for rank in range(size)]
+    assert {starts for starts, _ in all_requests} == {range(0, 16 - global_batch + 1, global_batch)}
+    read = np.concatenate([indices for _, requests in all_requests for indices, _ in requests])
     assert len(set(read.tolist())) == len(read) == 16 // global_batch * global_batch
     assert "shards" not in plan.to_json()
 
@@ -270,20 +270,20 @@ def test_another_set_has_a_copy_of_its_own(packed, tmp_path):
 
 
 def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, monkeypatch):
-    """The first is held up in its copying until the second has asked for the lock."""
-    asked, copied = threading.Semaphore(0), []
+    """The first is held up in its copying until the second has requested the lock."""
+    requested, copied = threading.Semaphore(0), []
     lock, copy = fcntl.flock, cache._copy
 
-    def ask(file, operation):
-        asked.release()
+    def request(file, operation):
+        requested.release()
         lock(file, operation)
 
     def copy_late(data_dir, digest, folder, *others):
         copied.append(own(tmp_path / "node") / folder.name)
-        assert all(asked.acquire(timeout=10) for _ in range(2))
+        assert all(requested.acquire(timeout=10) for _ in range(2))
         copy(data_dir, digest, folder, *others)
 
-    monkeypatch.setattr(fcntl, "flock", ask)
+    monkeypatch.setattr(fcntl, "flock", request)
     monkeypatch.setattr(cache, "_copy", copy_late)
     with ThreadPoolExecutor(2) as pool:
         folders = list(pool.map(cache.on_node, [packed] * 2, [tmp_path / "node"] * 2))

@@ -14,10 +14,10 @@ GPUS = {**TWO_HOSTS, "CUDA_VISIBLE_DEVICES": "0,1"}
 
 SETTINGS = {
     "one host": ({}, ONE_HOST, {"HOROVOD_CYCLE_TIME": "0.5"}),
-    "one host, the user says": ({}, {**ONE_HOST, "HOROVOD_CYCLE_TIME": "3"}, {"HOROVOD_CYCLE_TIME": "3"}),
+    "one host, the user's": ({}, {**ONE_HOST, "HOROVOD_CYCLE_TIME": "3"}, {"HOROVOD_CYCLE_TIME": "3"}),
     "two hosts": ({}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "10"}),
-    "two hosts, the recipe says": ({"cycle_time_ms": 2.5}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "2.5"}),
-    "two hosts, the user says": (
+    "two hosts, the recipe's": ({"cycle_time_ms": 2.5}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "2.5"}),
+    "two hosts, the user's": (
         {},
         {**TWO_HOSTS, "HOROVOD_CYCLE_TIME": "3"},
         {"HOROVOD_CYCLE_TIME": "3"},
@@ -48,9 +48,9 @@ MIB = 2**20
 FUSION_BYTES = {
     "one host": ({}, ONE_HOST, 2 * MIB),
     "two hosts": ({}, TWO_HOSTS, 2 * MIB),
-    "as the recipe says": ({"fusion_threshold_mb": 3}, TWO_HOSTS, 3 * MIB),
+    "the recipe's": ({"fusion_threshold_mb": 3}, TWO_HOSTS, 3 * MIB),
     "each alone": ({"fusion_threshold_mb": 0}, ONE_HOST, 0),
-    "as the user says": ({}, {**ONE_HOST, "HOROVOD_FUSION_THRESHOLD": "1000"}, 1000),
+    "the user's": ({}, {**ONE_HOST, "HOROVOD_FUSION_THRESHOLD": "1000"}, 1000),
     "found by autotune": ({"autotune": True}, TWO_HOSTS, None),
     "Adasum": ({"reduction": "adasum"}, TWO_HOSTS, None),
     "GPUs": ({}, GPUS, None),

@@ -25,7 +25,7 @@ REFUSED = (
     "with: srun --mpi={} (srun --mpi=list shows what SLURM has), or load the module of the MPI that belongs to that "
     "plugin and build again: python -m hvdtrain build --mpi system"
 )
-STARTS = {  # environment, Horovod's MPI: the message
+MESSAGES = {  # environment, Horovod's MPI: the message
     "pmix, Open MPI": (PMIX, OPEN_MPI_5, None),
     "pmi2, Open MPI 5": (PMI2, OPEN_MPI_5, REFUSED.format("pmi2", "Open MPI 5.0.11", "pmix")),
     "pmi2, an Open MPI built for it": (PMI2, OPEN_MPI_4, None),
@@ -42,7 +42,7 @@ STARTS = {  # environment, Horovod's MPI: the message
     "mpirun": (OPENMPI4, MPICH, None),
     "horovodrun": (HOROVODRUN, MPICH, None),
     "torchrun": (TORCHRUN, MPICH, None),
-    "Gloo asked for": (f"{STEP} HOROVOD_CONTROLLER=gloo", OPEN_MPI_5, None),
+    "Gloo requested": (f"{STEP} HOROVOD_CONTROLLER=gloo", OPEN_MPI_5, None),
     "no MPI": (STEP, None, None),
 }
 
@@ -55,7 +55,7 @@ def refused(environ, library, monkeypatch):
         return str(error)
 
 
-@pytest.mark.parametrize(("text", "library", "message"), STARTS.values(), ids=STARTS.keys())
+@pytest.mark.parametrize(("text", "library", "message"), MESSAGES.values(), ids=MESSAGES.keys())
 def test_a_plugin_that_cannot_reach_the_mpi_is_refused(text, library, message, monkeypatch):
     assert refused(environment(text), library, monkeypatch) == message
 
@@ -78,7 +78,7 @@ GLOO = {
     "srun": (PMIX, OPEN_MPI_5, "mpi_lib.so", False),
     "srun, Horovod without MPI": (PMIX, None, "mpi_lib.so", True),
     "srun, no Horovod": (PMIX, None, None, False),
-    "srun, asked for": (f"{PMIX} HOROVOD_CONTROLLER=GLOO", OPEN_MPI_5, "mpi_lib.so", True),
+    "srun, requested": (f"{PMIX} HOROVOD_CONTROLLER=GLOO", OPEN_MPI_5, "mpi_lib.so", True),
     "torchrun": (TORCHRUN, OPEN_MPI_5, "mpi_lib.so", True),
     "horovodrun": (HOROVODRUN, None, "mpi_lib.so", False),
     "mpirun": (OPENMPI4, None, "mpi_lib.so", False),

@@ -22,7 +22,7 @@ NODE = dataclasses.replace(Topology.alone("nid001"), rank=6, size=8, local_rank=
         pytest.param("cpu", 4, False, None, id="GPUs, but the CPU is wanted"),
         pytest.param("auto", 4, True, 2, id="as many as ranks here: the local rank's"),
         pytest.param("auto", 1, True, 0, id="the one that is visible"),
-        pytest.param("cuda", 4, True, 2, id="asked for"),
+        pytest.param("cuda", 4, True, 2, id="requested"),
     ],
 )
 def test_gpu_index(wanted, visible, operations, index):
@@ -72,7 +72,7 @@ def test_gpu_refused(wanted, visible, operations, message):
 
 
 @pytest.mark.parametrize(
-    ("said", "present", "count"),
+    ("variable", "present", "count"),
     [
         ("0,1", 4, 2),
         ("", 4, 0),
@@ -83,14 +83,14 @@ def test_gpu_refused(wanted, visible, operations, message):
         pytest.param("0,1,2,3", 0, 0, id="set by SLURM on a host that has none"),
         pytest.param("0,1,2,3", 1, 1, id="a node's order, in a step that sees one"),
         pytest.param("0,4,1", 4, 1, id="CUDA stops at the first that is not there"),
-        pytest.param("NoDevFiles", 4, 0, id="SLURM's word for none"),
+        pytest.param("NoDevFiles", 4, 0, id="SLURM's name for none"),
         pytest.param("1, 0", 4, 2, id="with a space"),
         pytest.param("0,0", 4, 0, id="one twice, which CUDA refuses"),
-        pytest.param("MIG-1,MIG-2", 1, 1, id="a process takes one part of a GPU"),
+        pytest.param("MIG-1,MIG-2", 1, 1, id="a process takes one instance of a GPU"),
     ],
 )
-def test_visible_gpus_as_cuda_counts_them(said, present, count):
-    environ = {} if said is None else {"CUDA_VISIBLE_DEVICES": said}
+def test_visible_gpus_as_cuda_counts_them(variable, present, count):
+    environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     assert visible_gpus(environ, lambda path: present) == count
 
 
@@ -99,11 +99,11 @@ def test_no_driver_shows_no_gpu(tmp_path):
 
 
 def test_hidden_gpus_are_not_counted():
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, lambda path: pytest.fail("the driver was asked")) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, lambda path: pytest.fail("the driver was called")) == 0
 
 
 LISTS = {
-    "two GPUs, one in parts": "echo 'GPU 0: A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb Device 0: (UUID: MIG-1)'; "
+    "two GPUs, one in MIG instances": "echo 'GPU 0: A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb Device 0: (UUID: MIG-1)'; "
     "echo 'GPU 1: A100 (UUID: GPU-2)'",
     "none": "echo No devices were found; exit 6",
 }
@@ -126,17 +126,19 @@ def test_a_driver_without_its_program(tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "cpus", "of_host", "environ", "expected"),
     [
-        pytest.param("mpirun", 8, 8, {}, 2, id="unbound ranks share the host"),
+        pytest.param("mpirun", 8, 8, {}, 2, id="unbound ranks divide the host"),
         pytest.param("mpirun", 2, 2, {}, 1, id="never none"),
         pytest.param("mpirun", 2, 8, {}, None, id="bound by the launcher"),
         pytest.param("mpirun", 8, 8, {"SLURM_CPUS_PER_TASK": "4"}, 2, id="srun's promise is not mpirun's"),
-        pytest.param("srun", 8, 8, {"OMP_NUM_THREADS": "3"}, None, id="said by the user"),
+        pytest.param("srun", 8, 8, {"OMP_NUM_THREADS": "3"}, None, id="set by the user"),
         pytest.param("srun", 24, 96, {"SLURM_CPUS_PER_TASK": "24"}, 24, id="as promised"),
         pytest.param("srun", 96, 96, {"SLURM_CPUS_PER_TASK": "24"}, 24, id="as promised, unbound"),
-        pytest.param("srun", 96, 96, {"SLURM_CPUS_PER_TASK": "24", "SRUN_CPUS_PER_TASK": "6"}, 6, id="srun's own word"),
+        pytest.param(
+            "srun", 96, 96, {"SLURM_CPUS_PER_TASK": "24", "SRUN_CPUS_PER_TASK": "6"}, 6, id="srun's own variable"
+        ),
         pytest.param("srun", 1, 96, {"SLURM_CPUS_PER_TASK": "24"}, 1, id="the job's promise, which srun did not keep"),
         pytest.param("srun", 8, 8, {"SLURM_CPUS_PER_TASK": "many"}, 2, id="no number"),
-        pytest.param("torchrun", 40, 40, {"SLURM_CPUS_PER_TASK": "40"}, 10, id="ranks share their agent's"),
+        pytest.param("torchrun", 40, 40, {"SLURM_CPUS_PER_TASK": "40"}, 10, id="ranks divide their agent's"),
     ],
 )
 def test_threads(launcher, cpus, of_host, environ, expected):

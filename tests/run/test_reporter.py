@@ -1,4 +1,4 @@
-"""What a run tells: exact means, the log word for word, metrics.jsonl over a resume, TensorBoard's tags."""
+"""What a run reports: exact means, the full text of the log, metrics.jsonl over a resume, TensorBoard's tags."""
 
 import json
 import os
@@ -53,8 +53,8 @@ def test_totals_add_up_and_divide_once():
 def test_means_over_ranks_are_those_of_the_whole_set(size):
     losses = np.random.default_rng(0).integers(0, 100, 361) / 64  # sums of these are exact
     right = losses < 0.5
-    parts = [shard(361, rank, size) for rank in range(size)]
-    ranks = [Totals(losses[part].sum(), right[part].sum(), len(part)) for part in parts]
+    shards = [shard(361, rank, size) for rank in range(size)]
+    ranks = [Totals(losses[indices].sum(), right[indices].sum(), len(indices)) for indices in shards]
 
     def sum_over_ranks(_):
         return np.sum([[rank.loss, rank.correct, rank.count] for rank in ranks], axis=0)
@@ -72,11 +72,11 @@ def test_what_is_handed_to_the_sum_is_one_array_of_doubles():
 
 
 def test_the_log_of_a_classifier(reporter, capsys):
-    told = reporter()
-    told.begin_epoch()
-    told.steps(80, 2, 80, Totals(4.0, 3.0, 68.02), 0.1, 0.1)
-    told.epoch(80, 2, PASSED, VALID)
-    told.note("finished")
+    log = reporter()
+    log.begin_epoch()
+    log.steps(80, 2, 80, Totals(4.0, 3.0, 68.02), 0.1, 0.1)
+    log.epoch(80, 2, PASSED, VALID)
+    log.note("finished")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "INFO - Epoch: 2, Iteration: 80, Avg img/sec: 680.2"
     assert re.fullmatch(r"INFO - Time taken for epoch 2 is \d+\.\d sec", lines[1])
@@ -88,18 +88,18 @@ def test_the_log_of_a_classifier(reporter, capsys):
 
 
 def test_a_regression_has_no_accuracy(reporter, capsys, tmp_path):
-    told = reporter("linear")
-    told.epoch(10, 1, PASSED, VALID)
-    told.close()
+    log = reporter("linear")
+    log.epoch(10, 1, PASSED, VALID)
+    log.close()
     assert "acc1" not in capsys.readouterr().out
     assert set(records(tmp_path)[0]) == {"kind", "step", "epoch", "seconds", "train_loss", "valid_loss"}
     assert set(scalars(tmp_path)) == {"loss/train", "loss/valid"}
 
 
 def test_metrics_jsonl(reporter, tmp_path):
-    told = reporter()
-    told.steps(20, 1, 20, PASSED, 0.125, 2.0)
-    told.epoch(40, 1, PASSED, VALID)
+    log = reporter()
+    log.steps(20, 1, 20, PASSED, 0.125, 2.0)
+    log.epoch(40, 1, PASSED, VALID)
     step, epoch = records(tmp_path)  # written at once, not when the run ends
     assert step == {"kind": "step", "step": 20, "epoch": 1, "loss": 3.75, "lr": 0.125, "examples_per_second": 4.0}
     assert epoch.pop("seconds") >= 0
@@ -139,9 +139,9 @@ RESUMED = {  # the file as a killed run left it, the step of its checkpoint: ste
 def test_a_resumed_run_drops_what_it_makes_again(text, first_step, stay, reporter, tmp_path):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_bytes(text.encode("latin-1"))
-    told = reporter(first_step=first_step)
+    log = reporter(first_step=first_step)
     assert [record["step"] for record in records(tmp_path)] == stay
-    told.steps(first_step + 20, 1, 1, PASSED, 0.1, 1.0)
+    log.steps(first_step + 20, 1, 1, PASSED, 0.1, 1.0)
     assert [record["step"] for record in records(tmp_path)] == [*stay, first_step + 20]
 
 
@@ -176,10 +176,10 @@ def test_what_is_no_file_is_refused(make, reporter, tmp_path):
 
 
 def test_tensorboard_tags_steps_and_values(reporter, tmp_path):
-    told = reporter()
-    told.steps(20, 1, 20, PASSED, 0.125, 2.0)
-    told.epoch(40, 1, PASSED, VALID)
-    told.close()
+    log = reporter()
+    log.steps(20, 1, 20, PASSED, 0.125, 2.0)
+    log.epoch(40, 1, PASSED, VALID)
+    log.close()
     assert scalars(tmp_path) == {
         "loss/step": [(20, 3.75)],
         "learning_rate": [(20, 0.125)],
@@ -192,10 +192,10 @@ def test_tensorboard_tags_steps_and_values(reporter, tmp_path):
 
 def test_a_progress_bar_shows_the_notes_and_ends(tmp_path, make_plan, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    told = Reporter(tmp_path, writer(tmp_path, 5), make_plan(), 5, live=True)
-    told.steps(7, 1, 7, PASSED, 0.1, 2.0)
-    told.note("[not markup] 1/2")
-    told.close()
+    log = Reporter(tmp_path, writer(tmp_path, 5), make_plan(), 5, live=True)
+    log.steps(7, 1, 7, PASSED, 0.1, 2.0)
+    log.note("[not markup] 1/2")
+    log.close()
     out = capsys.readouterr().out
     assert "INFO - [not markup] 1/2" in out
     assert " 7/1500 " in out
