@@ -27,7 +27,8 @@ class Loader:
 
     Examples:
         >>> import numpy as np
-        >>> from hvdtrain import datasets, recipe
+        >>> from hvdtrain import datasets
+        >>> from hvdtrain.core import recipe
         >>> digits = datasets.load("digits")
         >>> loader = Loader(recipe.load("digits"), digits, torch.device("cpu"))
         >>> x, y = next(loader.batches(digits.valid, [(np.arange(4), None)]))  # the first four samples
