@@ -52,9 +52,9 @@ def test_a_known_vulnerability_fails_the_check_but_for_one_with_a_reason(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["broken", "numpy"])
-def test_a_service_that_cannot_be_asked_is_said_and_fails_nothing(tmp_path, service, capsys, name):
+def test_a_service_that_cannot_be_reached_is_reported_and_fails_nothing(tmp_path, service, capsys, name):
     assert audited(tmp_path, service if name == "broken" else "http://127.0.0.1:9/", name) == 0
-    assert re.fullmatch("pip-audit: NOT AUDITED, the service cannot be asked: .*\n", capsys.readouterr().out)
+    assert re.fullmatch("pip-audit: NOT AUDITED, the service cannot be reached: .*\n", capsys.readouterr().out)
 
 
 def test_what_the_service_does_not_know_is_named(capsys):
