@@ -81,11 +81,11 @@ REMEDY = r"an index file is a pickled dict \{path: class\}; write it again\."
 BAD = {
     "a call": (
         {"a": Evil()},
-        r"is damaged \(UnpicklingError: it asks for builtins\.print, which no index file needs\)",
+        r"is damaged \(UnpicklingError: it requests builtins\.print, which no index file needs\)",
     ),
     "a number of NumPy's": (
         {"a": np.int64(1)},
-        r"UnpicklingError: it asks for numpy.*scalar, which no index file needs\)",
+        r"UnpicklingError: it requests numpy.*scalar, which no index file needs\)",
     ),
     "a list": ([("a", 0)], "holds an object of type list"),
     "nothing": ({}, "holds an empty index"),
