@@ -7,8 +7,9 @@ same rules, with the same messages.
 import contextlib
 import dataclasses
 import io
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -18,7 +19,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import RecipeError
-from hvdtrain.untrusted import quoted
+from hvdtrain.untrusted import printable, quoted
 
 MOST_ARGUMENTS = 1000
 LONGEST_ARGUMENT = 4096  # a path's, on Linux
@@ -95,9 +96,11 @@ def _typed(name: str, field: FieldInfo, default: Any) -> tuple[str, Any, Any]:
     if field.description:
         marks.append(tyro.conf.arg(help=field.description, aliases=ALIASES.get(name)))
     if field.annotation is not bool and tyro.conf.UseAppendAction not in marks:
-        marks.append(_unparsed(field.annotation))
+        marks.append(ARGUMENTS if _is_mapping(field) else _unparsed(field.annotation))
     annotation = Annotated[(field.annotation, *marks)] if marks else field.annotation
-    return name, annotation, dataclasses.field(**({} if default is PydanticUndefined else {"default": default}))
+    if default is PydanticUndefined:
+        return name, annotation, dataclasses.field()
+    return name, annotation, dataclasses.field(default_factory=lambda: default)
 
 
 def _unparsed(annotation: Any) -> PrimitiveConstructorSpec[Any]:
@@ -110,6 +113,20 @@ def _unparsed(annotation: Any) -> PrimitiveConstructorSpec[Any]:
         instance_from_str=lambda given: _Given(given[0] if spec.nargs == 1 else given),
         is_instance=lambda value: True,
     )
+
+
+ARGUMENTS: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="KEY=VALUE ...",
+    instance_from_str=_Given,
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [f"{key}={json.dumps(one)}" for key, one in value.items()] or ["{}"],
+)
+"""tyro's spec of a mapping."""
+
+
+def _is_mapping(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is dict
 
 
 def _check_values(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> None:
@@ -147,7 +164,9 @@ def _value(name: str, field: FieldInfo, given: _Given) -> Any:
     try:
         kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
         reads: TypeAdapter[Any] = TypeAdapter(kind, config=NUMBERS)
-        value = reads.validate_python(given.arguments)
+        value = reads.validate_python(
+            _mapping(_spelt(name), given.arguments) if _is_mapping(field) else given.arguments
+        )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         or_none = " or None" if has_none and first["type"].endswith("_parsing") else ""
@@ -158,3 +177,16 @@ def _value(name: str, field: FieldInfo, given: _Given) -> Any:
     if isinstance(value, int) and abs(value) >= 2**64:  # no arithmetic on fractions takes it
         raise RecipeError(f"{_spelt(name)} must be less than 2^64, got {quoted(value)}.")
     return value
+
+
+def _mapping(flag: str, arguments: str | list[str]) -> dict[str, Any]:
+    """KEY=VALUE ..., each value as YAML; `{}` is an empty one. Raises RecipeError."""
+    values: dict[str, Any] = {}
+    for argument in [] if arguments == ["{}"] else arguments:
+        key, equals, text = argument.partition("=")
+        if not (key and equals):
+            raise RecipeError(f"{flag} must be KEY=VALUE ..., got {quoted(argument)}; {{}} leaves it empty.")
+        if key in values:
+            raise RecipeError(f"{flag} has {quoted(key)} twice; remove one of them.")
+        values[key] = recipes.parsed(f"{flag} {printable(key)}", text)
+    return values

@@ -4,14 +4,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.network import Network
+from hvdtrain.core.recipe import LOSSES, Recipe
 from hvdtrain.core.schedule import Schedule, peak_lr
-from hvdtrain.datasets import Dataset
+from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import PlanError
-
-# He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.
-RESNET50_BODY = 23_508_032
-RESNET50_FEATURES = 2048
 
 
 @dataclass(frozen=True)
@@ -29,6 +26,8 @@ class Plan:
     total_steps: int
     parameters: int
     schedule: Schedule
+    draws: int = DRAWS
+    """Uniform numbers that each example's augmentation is given."""
     shards: tuple[int, ...] = ()
     """Training examples in each shard, where ranks read shard after shard; () where the whole set is shuffled."""
 
@@ -101,14 +100,14 @@ class Plan:
         return f"{peak}; {warmup}{decay}"
 
 
-def make(recipe: Recipe, size: int, dataset: Dataset) -> Plan:
+def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
     """The plan of a run whose global batch is divided into `size` local batches.
 
     Raises PlanError where it cannot be divided into local batches and micro-batches, or exceeds the examples.
     """
     examples, micro_batches = len(dataset.train), recipe.accumulation_steps
     global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
-    if global_batch % (size * micro_batches) and not _may_be_uneven(recipe, global_batch, size):
+    if global_batch % (size * micro_batches) and not _may_be_uneven(recipe, network, global_batch, size):
         raise PlanError(_indivisible(recipe, size))
     if global_batch > examples:
         raise PlanError(
@@ -137,22 +136,16 @@ def make(recipe: Recipe, size: int, dataset: Dataset) -> Plan:
         micro_batch=math.ceil(global_batch / size / micro_batches),
         steps_per_epoch=steps,
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
-        parameters=parameters(recipe, dataset.classes),
+        parameters=network.parameters,
         schedule=schedule,
+        draws=dataset.draws,
         shards=dataset.shards,
     )
 
 
-def parameters(recipe: Recipe, classes: int | None) -> int:
-    """Number of trainable parameters of the recipe's network."""
-    if recipe.model == "linear":
-        return 2
-    return RESNET50_BODY + (RESNET50_FEATURES + 1) * (classes or 0)
-
-
 def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch: int) -> None:
     """BatchNorm has no variance of one value: the last, smallest feature map needs more in a micro-batch."""
-    if recipe.model == "linear" or recipe.batch_norm == "frozen":
+    if recipe.model != "resnet50" or not dataset.sample_shape or recipe.batch_norm == "frozen":
         return
     side = math.ceil(dataset.sample_shape[0] / (8 if recipe.stem == "cifar" else 32))
     together = size if recipe.batch_norm == "sync" else 1
@@ -164,9 +157,12 @@ def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch:
         )
 
 
-def _may_be_uneven(recipe: Recipe, global_batch: int, size: int) -> bool:
-    """Whether local batches may differ by one example: where ranks exchange nothing but the mean gradient."""
-    alone = recipe.model == "linear" or recipe.batch_norm == "frozen"
+def _may_be_uneven(recipe: Recipe, network: Network, global_batch: int, size: int) -> bool:
+    """Whether local batches may differ by one example: where ranks exchange nothing but the mean gradient, and the loss
+    is known to be a mean over examples."""
+    alone = not network.has_batch_norm or recipe.batch_norm == "frozen"
+    if recipe.step or (recipe.loss and recipe.loss not in LOSSES):
+        return False
     plain = recipe.accumulation_steps == 1 and recipe.reduction == "average"
     return alone and plain and recipe.batch_size is not None and global_batch >= size
 

@@ -9,10 +9,9 @@ from hvdtrain.core.plan import Plan
 from hvdtrain.core.schedule import Plateau
 from hvdtrain.core.sharding import Epoch, shard
 from hvdtrain.core.totals import Totals
-from hvdtrain.datasets import DRAWS
 
 Request = tuple[np.ndarray, np.ndarray | None]
-"""What one batch is read from: indices [n] and the augmentation's draws [n, DRAWS], or None."""
+"""What one batch is read from: indices [n] and the augmentation's draws [n, plan.draws], or None."""
 
 
 @dataclass
@@ -23,7 +22,7 @@ class Progress:
     epoch: int = 0
     sample: int = 0
     plateau: Plateau = field(default_factory=Plateau)
-    train: Totals = field(default_factory=lambda: Totals(0.0, 0.0, 0.0))
+    train: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
 
     def metadata(self) -> dict[str, Any]:
         """As a JSON mapping; `Progress.of` reads it back."""
@@ -37,7 +36,9 @@ class Progress:
         plateau = dict(metadata["plateau"])
         plateau["best"] = float("inf") if plateau["best"] is None else plateau["best"]
         step, epoch, sample = (metadata[name] for name in ("step", "epoch", "sample"))
-        return cls(step, epoch, sample, Plateau(**plateau), Totals(**metadata["train"]))
+        train = dict(metadata["train"])
+        train["metrics"] = {name: (total, count) for name, (total, count) in train["metrics"].items()}
+        return cls(step, epoch, sample, Plateau(**plateau), Totals(**train))
 
     def is_epoch_done(self, plan: Plan) -> bool:
         """Whether what is left of the epoch's order is less than a batch."""
@@ -79,8 +80,8 @@ def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, li
 
 def _epoch(plan: Plan, epoch: int) -> Epoch:
     if plan.shards:
-        return Epoch.by_shard(plan.shards, plan.recipe.seed, epoch, DRAWS, plan.global_batch, plan.size)
-    return Epoch.of(plan.train_examples, plan.recipe.seed, epoch, DRAWS)
+        return Epoch.by_shard(plan.shards, plan.recipe.seed, epoch, plan.draws, plan.global_batch, plan.size)
+    return Epoch.of(plan.train_examples, plan.recipe.seed, epoch, plan.draws)
 
 
 def valid_requests(plan: Plan, rank: int) -> list[Request]:

@@ -2,8 +2,9 @@
 
 import difflib
 import io
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent
 
 from hvdtrain import datasets
+from hvdtrain.core.arguments import Arguments
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import LONGEST, printable, quoted, read_bytes
 
@@ -31,8 +33,13 @@ Number = Annotated[int, Field(gt=0, le=10**9)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Side = Annotated[int, Field(gt=0, le=4096)]
 Text = Annotated[str, Field(max_length=LONGEST_NAME)]
+Paths = Annotated[dict[Text, Text], Field(max_length=100)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
+
+IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
+MODELS = ("linear", "resnet50")
+LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
 RULES = {  # pydantic's name of a broken rule: the text of our message after "must"
     "int_type": "be a whole number",
@@ -46,6 +53,7 @@ RULES = {  # pydantic's name of a broken rule: the text of our message after "mu
     "string_type": "be text",
     "path_type": "be a path",
     "tuple_type": "be a list",
+    "dict_type": "map names to values",
     "literal_error": "be {expected}",
     "greater_than": "be greater than {gt:g}",
     "greater_than_equal": "be at least {ge:g}",
@@ -53,6 +61,7 @@ RULES = {  # pydantic's name of a broken rule: the text of our message after "mu
     "less_than_equal": "be at most {le:.19g}",
     "string_too_long": "have at most {max_length} characters",
     "too_long": "have at most {max_length} values",
+    "arguments": "{error}",
 }
 
 
@@ -62,9 +71,23 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: Text = Field(description="recipe and entry, as in cifar100:bs256")
-    model: Literal["linear", "resnet50"] = Field(description="the network")
-    stem: Literal["imagenet", "cifar"] = Field("imagenet", description="cifar: stride 1 and no max-pool")
-    dataset: datasets.Name = Field(description="the data set")
+    model: Text = Field(description="the network: linear, resnet50, or your own, as cells.nets:UNet")
+    model_args: Arguments = Field({}, description="of your own model's callable")
+    stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50; cifar: stride 1 and no max-pool")
+    dataset: Text = Field(description=f"the data set: {', '.join(datasets.NAMES)}, or your own, as cells.data:Cells")
+    dataset_args: Arguments = Field({}, description="of your own data set's callable; $NAME is the environment's")
+    collate: Text | None = Field(
+        None, description="PyTorch, your own data set: what makes a batch of samples, as cells.data:collate"
+    )
+    loss: Text | None = Field(
+        None, description=f"{', '.join(LOSSES)}, or your own, as cells.losses:dice; left out: by the data set"
+    )
+    metrics: Paths = Field(
+        {}, description="your own, as iou=cells.metrics:iou: values of the examples [n], or (sum, count)"
+    )
+    step: Text | None = Field(
+        None, description="instead of loss and metrics: model and batch -> loss, metrics, as cells.train:step"
+    )
     data_dir: Annotated[Path, Field(strict=False)] | None = Field(None, description="folder of the data set")
     cache_dir: Annotated[Path, Field(strict=False)] | None = Field(
         None, description="imagenet, packed: folder of the node's own, as $TMPDIR or /dev/shm, to copy the set to"
@@ -226,7 +249,7 @@ def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 def _read(file: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The file's entries, from `files` where they are there already."""
     if file not in files:
-        entries = _parsed(file, _text(file))
+        entries = parsed(file, _text(file))
         if not isinstance(entries, dict):
             raise RecipeError(f"{file} must hold named entries (name: keys), got {quoted(entries)}.")
         files[file] = {_key(entry): keys for entry, keys in entries.items()}
@@ -282,8 +305,8 @@ class _OutOfBounds(MarkedYAMLError):
     pass
 
 
-def _parsed(file: str, text: str) -> Any:
-    """The values of the YAML text. Raises RecipeError."""
+def parsed(file: str, text: str) -> Any:
+    """The values of the YAML text, which a message names `file`. Raises RecipeError."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _Bounded
     try:
@@ -359,8 +382,7 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"lr_milestones must rise, got {quoted(list(r.lr_milestones))}.")
     if r.nesterov and not r.momentum:
         raise RecipeError("nesterov needs momentum above 0, got momentum=0.")
-    if (r.model == "linear") != (r.dataset == "linear"):
-        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
+    _check_own_code(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")
     if r.reduction == "adasum" and r.precision == "float16":
@@ -374,14 +396,62 @@ def _check_together(recipe: Recipe) -> None:
     _check_speed(r)
 
 
+def is_path(name: str) -> bool:
+    """Whether a value names code of the user's, as cells.nets:UNet does, and nothing of hvdtrain's."""
+    return re.fullmatch(IMPORT_PATH, name) is not None
+
+
+def _check_own_code(r: Recipe) -> None:
+    _check_name_or_path("model", r.model, MODELS)
+    _check_name_or_path("dataset", r.dataset, datasets.NAMES)
+    _check_name_or_path("loss", r.loss or LOSSES[0], LOSSES)
+    for key, path in (
+        ("step", r.step),
+        ("collate", r.collate),
+        *((f"metrics {name}", r.metrics[name]) for name in r.metrics),
+    ):
+        if path is not None:
+            _check_name_or_path(key, path, ())
+    own_model, own_data = is_path(r.model), is_path(r.dataset)
+    if (r.model == "linear" and r.dataset != "linear" and not own_data) or (r.model, r.dataset) == (
+        "resnet50",
+        "linear",
+    ):
+        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
+    if r.model_args and not own_model:
+        raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
+    if (r.dataset_args or r.collate) and not own_data:
+        key = "dataset_args go" if r.dataset_args else "collate goes"
+        raise RecipeError(f"{key} with a data set of your own, got dataset {r.dataset}; drop it.")
+    if own_data and not (r.loss or r.step):
+        raise RecipeError(
+            f"dataset {r.dataset} needs a loss ({', '.join(LOSSES)}, or your own, as cells.losses:dice), or a step."
+        )
+    if r.step and (r.loss or r.metrics or r.label_smoothing):
+        raise RecipeError("step computes loss and metrics itself; drop loss, metrics and label_smoothing.")
+    for name in r.metrics:
+        if not name.isidentifier() or name in {"loss", "acc1"}:
+            raise RecipeError(f"a metric's name must be a word other than loss and acc1, got {quoted(name)}.")
+
+
+def _check_name_or_path(key: str, value: str, names: Sequence[str]) -> None:
+    if value not in names and not is_path(value):
+        either = f"one of {', '.join(names)}, or " if names else ""
+        raise RecipeError(
+            f"{key} must be {either}an import path such as package.module:name, got {quoted(value)}."
+            f"{nearest(value, list(names))}"
+        )
+
+
 def _check_speed(r: Recipe) -> None:
     if r.xla and r.batch_norm == "sync":
         raise RecipeError("xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.")
     if r.compile and r.batch_norm == "sync":
         raise RecipeError("compile goes with batch_norm local or frozen: sync puts a collective into what is compiled.")
-    if r.label_smoothing and r.model == "linear":
-        raise RecipeError("label_smoothing is for classes, which model linear has not; drop it.")
-    if r.data_on_device and r.dataset == "imagenet":
-        raise RecipeError("data_on_device needs a data set in memory, imagenet is read from files; drop it.")
+    if r.label_smoothing and (r.model == "linear" or r.loss not in {None, "cross_entropy"}):
+        what = "model linear" if r.model == "linear" else f"loss {r.loss}"
+        raise RecipeError(f"label_smoothing is for classes, which {what} has not; drop it.")
+    if r.data_on_device and (r.dataset == "imagenet" or is_path(r.dataset)):
+        raise RecipeError(f"data_on_device needs a data set in memory, {r.dataset} is read from files; drop it.")
     if r.data_on_device and r.workers:
         raise RecipeError(f"data_on_device leaves nothing to read: workers must be 0, got {r.workers}.")

@@ -1,8 +1,8 @@
 """Exact metrics: sums over examples, added over steps and ranks, divided once."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,25 +14,41 @@ class Totals:
     """Sums over examples; divided once, after they were added over steps and ranks."""
 
     loss: float
-    correct: float
     count: float
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By name: a sum, and how many were added up. `acc1` is top-1 accuracy: examples whose highest logit is right."""
 
     def over_ranks(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray]) -> "Totals":
-        """The totals of all ranks. Every rank must call it."""
-        loss, correct, count = sum_over_ranks(np.array([self.loss, self.correct, self.count]))
-        return Totals(float(loss), float(correct), float(count))
+        """The totals of all ranks. Every rank must call it, with the same metrics."""
+        names = sorted(self.metrics)
+        own = [self.loss, self.count, *(number for name in names for number in self.metrics[name])]
+        loss, count, *rest = sum_over_ranks(np.array(own)).tolist()
+        return Totals(loss, count, dict(zip(names, zip(rest[::2], rest[1::2], strict=True), strict=True)))
 
     def __add__(self, other: "Totals") -> "Totals":
-        return Totals(self.loss + other.loss, self.correct + other.correct, self.count + other.count)
+        sums = {
+            name: (a + c, b + d)
+            for name in {**self.metrics, **other.metrics}
+            for (a, b), (c, d) in [(self.metrics.get(name, NONE), other.metrics.get(name, NONE))]
+        }
+        return Totals(self.loss + other.loss, self.count + other.count, sums)
 
     @property
     def mean_loss(self) -> float:
         return self.loss / self.count
 
     @property
-    def accuracy(self) -> float:
-        """Fraction of examples whose highest logit is the right one (top-1)."""
-        return self.correct / self.count
+    def means(self) -> dict[str, float]:
+        """Each metric over all its examples; not a number where there were none."""
+        return {name: total / count if count else math.nan for name, (total, count) in self.metrics.items()}
+
+    @property
+    def score(self) -> float:
+        """What the best checkpoint has most of: accuracy where there is one, else the negative loss."""
+        return self.means.get("acc1", -self.mean_loss)
+
+
+NONE = 0.0, 0.0
 
 
 def check_finite(totals: Totals, step: int, peak_lr: float) -> None:

@@ -6,19 +6,20 @@ draws them for a whole epoch, seeded by (seed, epoch), trains alike whatever the
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from hvdtrain.datasets.base import DRAWS, Dataset, Split
 from hvdtrain.errors import DataError
 
-__all__ = ["DRAWS", "Dataset", "Decoder", "Name", "Split", "load"]
+__all__ = ["DRAWS", "NAMES", "Dataset", "Decoder", "Name", "Split", "load"]
 
 Decoder = Literal["pillow", "dali"]
 Name = Literal["linear", "digits", "cifar100", "imagenet", "synthetic"]
+NAMES: tuple[str, ...] = get_args(Name)
 
 
 def load(
-    name: Name,
+    name: str,
     *,
     data_dir: Path | None = None,
     cache_dir: Path | None = None,
@@ -59,7 +60,7 @@ def load(
             from hvdtrain.datasets import synthetic
 
             return synthetic.load(seed, image_size, classes, examples)
-    raise DataError(f"There is no data set {name!r}: choose linear, digits, cifar100, imagenet or synthetic.")
+    raise DataError(f"There is no data set {name!r}: choose one of {', '.join(NAMES)}.")
 
 
 def _imagenet(data_dir: Path | None, cache_dir: Path | None, is_by_shard: bool, sides: tuple[int, int, int]) -> Dataset:

@@ -49,6 +49,8 @@ class Dataset:
     std: tuple[float, ...]
     shards: tuple[int, ...] = ()
     """The training samples in each shard, where they are numbered shard after shard; () elsewhere."""
+    draws: int = DRAWS
+    """How many uniform numbers its augmentation is given for each sample."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from lightning.pytorch import LightningModule
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.torch import models, state
-from hvdtrain.torch.data import Pair
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.meter import Meter
-from hvdtrain.torch.step import mean_loss, sgd
+from hvdtrain.torch.objective import Objective
+from hvdtrain.torch.step import sgd
 
 
 class RecipeModule(LightningModule):
@@ -31,20 +31,21 @@ class RecipeModule(LightningModule):
         self.model = models.build(recipe, classes, engine)
         self.optimizer = sgd(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
         state.start_momentum(self.optimizer)
-        self.meter = Meter(engine.device)
+        self.objective, self.meter = Objective(recipe), Meter(engine.device)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x)
+    def forward(self, *x: Any, **named: Any) -> Any:
+        return self.model(*x, **named)
 
-    def training_step(self, batch: Pair, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The mean loss of this rank's local batch, times its weight in the mean over all ranks."""
-        return self._loss(batch, self.plan.recipe.label_smoothing) * self.plan.weight(len(batch[1]))
+        loss, count = self._loss(batch, training=True)
+        return loss * self.plan.weight(count)
 
-    def validation_step(self, batch: Pair, batch_idx: int) -> None:
-        self._loss(batch)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._loss(batch, training=False)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """One update, of the micro-batches of this rank's local batch."""
@@ -54,9 +55,8 @@ class RecipeModule(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.progress.advance(self.plan)
 
-    def _loss(self, batch: Pair, smoothing: float = 0.0) -> torch.Tensor:
-        x, y = batch
-        out = self(x)
-        loss = mean_loss(out, y, smoothing)
-        self.meter.add(loss, out, y)
-        return loss
+    def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, int]:
+        out = self.objective.forward(self, self.objective.inputs(batch))
+        loss, seen = self.objective.measure(out, batch, training)
+        self.meter.add(seen)
+        return loss, seen.count

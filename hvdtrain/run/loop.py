@@ -161,7 +161,7 @@ class Loop(Generic[R_co]):
             self.progress = progress.next_epoch(plan, valid.mean_loss)
         inside = due(progress.step, self.recipe.checkpoint_every_steps)
         if done or inside or due(self.progress.epoch, self.recipe.checkpoint_every_epochs):
-            self.write_checkpoint(-valid.mean_loss if self.run.dataset.classes is None else valid.accuracy)
+            self.write_checkpoint(valid.score)
 
     def check_replicas(self) -> None:
         """Raises ReplicaError where the weights differ between devices or ranks."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import os
 import signal
 import sys
@@ -10,10 +11,11 @@ from typing import NoReturn
 
 from hvdtrain import datasets, untrusted
 from hvdtrain.core import compatibility
+from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
-from hvdtrain.core.compatibility import Adapter, Choice, framework_of
+from hvdtrain.core.compatibility import Adapter, Choice, Framework, framework_of
 from hvdtrain.core.plan import Plan
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, is_path
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
@@ -41,11 +43,11 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     if recipe.cache_dir and topology.is_rank_0:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     world.busy(f"prepares the data set {recipe.dataset}")
-    dataset = load_dataset(recipe)
+    dataset = load_dataset(recipe, framework)
     world.busy("")
     replicas = len(own_devices) if engine.replicas else 1
     local_batches = 1 if engine.asynchronous else topology.size * replicas
-    plan = plans.make(recipe, local_batches, dataset)
+    plan = plans.make(recipe, local_batches, dataset, networks.of(recipe, framework, dataset))
     if engine.needs_address and topology.size > 1 and not world.rendezvous:
         world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
     folder, resume = _open_folder(plan, framework, options, world)
@@ -61,8 +63,11 @@ def _open_folder(plan: Plan, framework: str, options: Options, world: World) -> 
     return folder, resume
 
 
-def load_dataset(recipe: Recipe) -> datasets.Dataset:
-    """The recipe's data set. Raises DataError."""
+def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dataset:
+    """The recipe's data set; the framework is loaded for one of the user's only. Raises DataError, RecipeError."""
+    if is_path(recipe.dataset):
+        of_framework = importlib.import_module(f"hvdtrain.{framework}.examples")
+        return of_framework.load(recipe)  # type: ignore[no-any-return]
     return datasets.load(
         recipe.dataset,
         data_dir=recipe.data_dir,

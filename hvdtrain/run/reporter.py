@@ -34,7 +34,6 @@ class Reporter:
 
     def __init__(self, folder: Path, events: Events, plan: Plan, first_step: int, live: bool) -> None:
         """Appends to the run's files from `first_step` on; `live` shows a progress bar."""
-        self._classifies = plan.recipe.model != "linear"
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
         self._bar = _Bar(plan.total_steps, first_step) if live else None
@@ -72,11 +71,12 @@ class Reporter:
         self._scalar("loss/valid", valid.mean_loss, step)
         self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
         self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
-        if self._classifies:
-            metrics |= {"train_acc1": train.accuracy, "valid_acc1": valid.accuracy}
-            self._scalar("acc1/train", train.accuracy, step)
-            self._scalar("acc1/valid", valid.accuracy, step)
-            self.note(f"train acc1={train.accuracy:.4f}, valid acc1={valid.accuracy:.4f}")
+        for name, of_valid in valid.means.items():
+            own = train.means.get(name, math.nan)
+            metrics |= {f"train_{name}": own, f"valid_{name}": of_valid}
+            self._scalar(f"{name}/train", own, step)
+            self._scalar(f"{name}/valid", of_valid, step)
+            self.note(f"train {name}={own:.4f}, valid {name}={of_valid:.4f}")
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
         self._events.flush()
 

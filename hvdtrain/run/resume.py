@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.run.checkpoint import Count, reason_of
+from hvdtrain.run.checkpoint import Count, ShortText, reason_of
 
 
 class Strict(BaseModel):
@@ -21,8 +21,8 @@ class PlateauMetadata(Strict):
 
 class TotalsMetadata(Strict):
     loss: float
-    correct: float
     count: float
+    metrics: Annotated[dict[ShortText, Annotated[tuple[float, float], Field(strict=False)]], Field(max_length=1000)]
 
 
 class ScalerMetadata(Strict):

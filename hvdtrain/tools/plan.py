@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from hvdtrain.core import plan
+from hvdtrain.core import network, plan
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import parse_run
@@ -16,7 +16,8 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(rest):
         print("--ranks N   the number of ranks to plan for (default: 1); beside it, the flags of a run:\n")
     recipe, _ = parse_run("python -m hvdtrain plan", rest)
-    print("\n".join(plan.make(recipe, ranks, load_dataset(recipe)).lines()))
+    dataset = load_dataset(recipe)
+    print("\n".join(plan.make(recipe, ranks, dataset, network.of(recipe, "torch", dataset)).lines()))
     return 0
 
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import EngineUnavailable
+from hvdtrain.torch.resnet import ResNet
 
 WARM_STEPS = 3
 """Updates before the capture: cuDNN and Triton time their kernels in these, which a capture forbids."""
 
 Tensors = tuple[torch.Tensor, ...]
-Work = Callable[[], list[Tensors]]
-Recorder = Callable[[Work], tuple[Callable[[], object], list[Tensors]]]
+Work = Callable[[], list[Any]]
+Recorder = Callable[[Work], tuple[Callable[[], object], list[Any]]]
 
 
 def check_compiler(device: torch.device) -> None:
@@ -44,18 +45,22 @@ def compile_training(model: nn.Module, in_blocks: bool) -> None:
 
 
 def _blocks(model: Any) -> Iterable[nn.Module]:
-    if isinstance(model, nn.Linear):
+    if not isinstance(model, ResNet):
         return [model]
     return [model.layer1, model.layer2, *model.layer3, *model.layer4]
 
 
-def _in_training(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _in_training(module: nn.Module) -> Callable[..., Any]:
     plain = module.forward
     compiled = torch.compile(plain, dynamic=False)
-    return lambda x: compiled(x) if module.training else plain(x)
+
+    def forward(*x: Any, **named: Any) -> Any:
+        return (compiled if module.training else plain)(*x, **named)
+
+    return forward
 
 
-def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Tensors]]:
+def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Any]]:
     """The work's kernels as a CUDA graph to replay, and the tensors that a replay leaves its results in."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -72,7 +77,7 @@ class Captured:
 
     def __init__(
         self,
-        update: Callable[[list[Tensors]], list[Tensors]],
+        update: Callable[[list[Any]], list[Any]],
         device: torch.device,
         record: Recorder = record_cuda_graph,
     ) -> None:
@@ -80,10 +85,10 @@ class Captured:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # The same tensors from the first step on: a capture must run nothing that would be compiled anew.
         self._inputs: list[Tensors] = []
-        self._results: list[Tensors] = []
+        self._results: list[Any] = []
         self._replay: Callable[[], object] | None = None
 
-    def __call__(self, micro_batches: list[Tensors]) -> list[Tensors]:
+    def __call__(self, micro_batches: list[Any]) -> list[Any]:
         self._inputs = self._inputs or [tuple(tensor.clone() for tensor in each) for each in micro_batches]
         for own, given in zip(self._inputs, micro_batches, strict=True):
             for kept, new in zip(own, given, strict=True):
@@ -96,7 +101,7 @@ class Captured:
         self._replay()
         return self._results
 
-    def _beside(self) -> list[Tensors]:
+    def _beside(self) -> list[Any]:
         # Off the default stream: autograd comes back to the stream that it first ran on, and no capture may wait for
         # the default one (PyTorch's CUDA semantics, whole-network capture).
         if not self._stream:

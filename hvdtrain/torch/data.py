@@ -4,8 +4,8 @@ import contextlib
 import multiprocessing
 import queue
 import threading
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,6 +13,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once
+from hvdtrain.torch.examples import Examples
+from hvdtrain.torch.objective import Batch
 from hvdtrain.torch.resident import Held, Pair, hold
 
 if TYPE_CHECKING:
@@ -45,9 +47,12 @@ class Loader:
         )
         self._pools: dict[int, tuple[list[Request], DataLoader]] = {}
         self._held: dict[int, Held] = {}
+        self._checked: set[Examples] = set()
 
-    def batches(self, split: Split, requests: list["Request"]) -> Iterator[Pair]:
-        """One pair a request, in order. An error of the reader is raised here."""
+    def batches(self, split: Split, requests: list["Request"]) -> Iterator[Any]:
+        """One pair a request, in order; of the user's data set a `Batch`. An error of the reader is raised here."""
+        if isinstance(split, Examples):
+            return self._own(split, requests)
         if self.recipe.data_on_device:
             if id(split) not in self._held:
                 self._held[id(split)] = hold(split, self.device)
@@ -58,7 +63,33 @@ class Loader:
             return self._on_device(_raising(_read(split, request) for request in requests))
         return self._on_device(_raising(_in_thread(split, requests)))
 
-    def _in_processes(self, split: Split, requests: list["Request"]) -> Iterator[Pair | Exception]:
+    def _own(self, split: "Examples", requests: list["Request"]) -> Iterator[Batch]:
+        if requests and split not in self._checked:
+            self._checked.add(split)
+            split.check_repeatable(*requests[0])
+        if self.recipe.workers:
+            read = _raising(self._in_processes(split, requests))
+        else:
+            read = (split.read(*request) for request in requests)
+        for (indices, _), data in zip(requests, read, strict=True):
+            yield Batch(self._moved(data), len(indices))
+
+    def _moved(self, data: Any) -> Any:
+        """The batch on the device, its floating-point numbers in the recipe's precision."""
+        if isinstance(data, torch.Tensor):
+            data = data.pin_memory() if self.device.type == "cuda" else data
+            return data.to(self.device, self._real if data.is_floating_point() else None, non_blocking=True)
+        if isinstance(data, Mapping):
+            return {key: self._moved(value) for key, value in data.items()}
+        if isinstance(data, tuple | list):
+            return (
+                type(data)(map(self._moved, data))
+                if not hasattr(data, "_fields")
+                else type(data)(*map(self._moved, data))
+            )
+        return data
+
+    def _in_processes(self, split: Split, requests: list["Request"]) -> Iterator[Any]:
         """Reads in processes that are started once for each split and wait between epochs."""
         if id(split) not in self._pools:
             multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once, not by each
@@ -118,20 +149,22 @@ class _Reader(TorchDataset):
     def __init__(self, split: Split) -> None:
         self.split = split
 
-    def __getitem__(self, request: "Request") -> Pair | Exception:
+    def __getitem__(self, request: "Request") -> Any:
         return _read(self.split, request)
 
 
-def _read(split: Split, request: "Request") -> Pair | Exception:
-    """The pair, or the reader's error, which only the loop's thread may raise."""
+def _read(split: Split, request: "Request") -> Any:
+    """The batch, or the reader's error, which only the loop's thread may raise."""
     try:
+        if isinstance(split, Examples):
+            return split.read(*request)
         x, y = split.read(*request)
     except Exception as error:
         return error
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
-def _raising(items: Iterable[Pair | Exception]) -> Iterator[Pair]:
+def _raising(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         if isinstance(item, Exception):
             raise item

@@ -3,24 +3,38 @@
 import torch
 
 from hvdtrain.core.totals import Totals
+from hvdtrain.errors import RecipeError
+from hvdtrain.torch.objective import Seen
 
 
 class Meter:
-    """Sums of loss, right answers and examples, kept on the device so that a step waits for nothing."""
+    """Sums of loss, examples and metrics, kept on the device so that a step waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._device = device
+        self._names: list[str] | None = None
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def add(self, loss: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> None:
-        """A batch: mean loss, outputs [n, classes] and labels [n] (or both [n, 1]: no right or wrong)."""
-        count = len(y)
-        self._sums[0] += loss.detach() * count
-        if y.dim() == 1:
-            self._sums[1] += (out.detach().argmax(1) == y).sum()
-        self._sums[2] += count
+    def add(self, seen: Seen) -> None:
+        """A batch. Raises RecipeError where its metrics have other names than those before it."""
+        names = sorted(seen.metrics)
+        if self._names is None:
+            self._names = names
+            self._sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self._device)
+        if names != self._names:
+            raise RecipeError(
+                f"the metrics must have the same names in every step, got {', '.join(names) or 'none'} after "
+                f"{', '.join(self._names) or 'none'}."
+            )
+        self._sums[0] += seen.loss * seen.count
+        self._sums[1] += seen.count
+        for index, name in enumerate(names):
+            total, count = seen.metrics[name]
+            self._sums[2 + 2 * index] += total
+            self._sums[3 + 2 * index] += count
 
     def take(self) -> Totals:
         """The sums so far; they start again at 0."""
-        totals = Totals(*self._sums.tolist())
+        loss, count, *rest = self._sums.tolist()
         self._sums.zero_()
-        return totals
+        return Totals(loss, count, dict(zip(self._names or (), zip(rest[::2], rest[1::2], strict=True), strict=True)))

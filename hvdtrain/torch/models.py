@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hvdtrain.errors import RecipeError
+from hvdtrain.torch import networks
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.networks import BATCH_NORMS
 from hvdtrain.torch.resnet import resnet50
 
 if TYPE_CHECKING:
@@ -15,7 +18,8 @@ if TYPE_CHECKING:
 def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     """The recipe's network on the engine's device, its weights drawn from the recipe's seed alone.
 
-    linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, 3, height, width] -> logits [n, classes].
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, 3, height, width] -> logits [n, classes]. Any other:
+    see `hvdtrain.torch.networks`. Raises RecipeError.
 
     Examples:
         >>> from hvdtrain.core.recipe import load
@@ -28,14 +32,25 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
         model: nn.Module = nn.Linear(1, 1)
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
+    elif recipe.model == "resnet50":
+        model = resnet50(_known(classes), recipe.stem)
     else:
-        model = resnet50(classes or 0, recipe.stem)
+        model = networks.build(recipe, classes)
     if recipe.batch_norm == "sync":
         model = with_sync_batch_norm(model, engine)
     if recipe.precision == "float64":
         model = model.double()
     memory_format = torch.channels_last if recipe.channels_last else torch.preserve_format
     return model.to(engine.device, memory_format=memory_format)
+
+
+def _known(classes: int | None) -> int:
+    if classes is None:
+        raise RecipeError(
+            "model resnet50 needs a data set that has classes; take model torchvision:resnet50 with model_args "
+            "num_classes=N."
+        )
+    return classes
 
 
 def training_mode(model: nn.Module, recipe: "Recipe") -> None:
@@ -51,12 +66,12 @@ def training_mode(model: nn.Module, recipe: "Recipe") -> None:
     model.train()
     if recipe.batch_norm == "frozen":
         for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, BATCH_NORMS):
                 module.eval()
 
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
-    """The model with every BatchNorm2d normalising by the statistics of the global batch.
+    """The model with every BatchNorm1d, 2d and 3d normalising by the statistics of the global batch.
 
     Examples:
         >>> from hvdtrain.torch.engines.local import LocalEngine
@@ -64,18 +79,17 @@ def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
         >>> type(model[0]).__name__
         'SyncBatchNorm'
     """
+    if isinstance(model, BATCH_NORMS):
+        synced = SyncBatchNorm(model.num_features, model.eps, model.momentum, engine, model.affine)
+        synced.load_state_dict(model.state_dict(), strict=model.track_running_stats)
+        return synced
     for name, child in model.named_children():
-        if isinstance(child, nn.BatchNorm2d):
-            synced = SyncBatchNorm(child.num_features, child.eps, child.momentum, engine)
-            synced.load_state_dict(child.state_dict())
-            setattr(model, name, synced)
-        else:
-            with_sync_batch_norm(child, engine)
+        setattr(model, name, with_sync_batch_norm(child, engine))
     return model
 
 
-class SyncBatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d whose training statistics are those of all ranks' images together.
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm of [n, c] and [n, c, ...] whose training statistics are those of all ranks' examples together.
 
     Horovod's own and PyTorch's work on GPUs only; this one works wherever the engine does.
 
@@ -86,24 +100,33 @@ class SyncBatchNorm(nn.BatchNorm2d):
         torch.Size([4, 3, 8, 8])
     """
 
-    def __init__(self, features: int, eps: float, momentum: float | None, engine: Engine) -> None:
-        super().__init__(features, eps, momentum)
+    def __init__(self, features: int, eps: float, momentum: float | None, engine: Engine, affine: bool = True) -> None:
+        super().__init__(features, eps, momentum, affine)
         self._engine = engine
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(x)
-        out, mean, variance = _GlobalNorm.apply(x, self.weight, self.bias, self.eps, self._engine)
+        weight, bias = (self.weight, self.bias) if self.affine else self._unit
+        out, mean, variance = _GlobalNorm.apply(x, weight, bias, self.eps, self._engine)
         with torch.no_grad():
-            momentum = self.momentum or 0.0
             self.num_batches_tracked += 1
+            # None is the plain mean over all batches.
+            momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean, momentum)
             self.running_var.lerp_(variance, momentum)
         return out
 
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        """Any that has channels."""
+
+    @property
+    def _unit(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones_like(self.running_mean), torch.zeros_like(self.running_mean)
+
 
 class _GlobalNorm(torch.autograd.Function):
-    """Normalises x [n, c, h, w] by mean and variance [c] over all ranks; the ranks' sums are added in fixed order.
+    """Normalises x [n, c, ...] by mean and variance [c] over all ranks; the ranks' sums are added in fixed order.
 
     Means and squared deviations are combined as in Chan, Golub, LeVeque 1983, so no precision is lost to a
     difference of large sums. Gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3.
@@ -112,45 +135,58 @@ class _GlobalNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, engine: Engine) -> Any:
         wide = x.to(weight.dtype)
-        variance, mean = torch.var_mean(wide, dim=(0, 2, 3), correction=0)
+        variance, mean = torch.var_mean(wide, dim=_others(wide), correction=0)
         count = torch.full_like(mean, x.numel() / x.shape[1])
         counts, means, variances = engine.gather_rows(torch.cat([count, mean, variance])).chunk(3, dim=1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total
         variance = (counts * (variances + (means - mean).square())).sum(0) / total
         scale = torch.rsqrt(variance + eps)
-        normal = (wide - _channels(mean)) * _channels(scale)
+        normal = (wide - _channels(mean, wide)) * _channels(scale, wide)
         ctx.save_for_backward(normal, scale, weight, total)
         ctx.engine = engine
         unbiased = variance * total / (total - 1)
         ctx.mark_non_differentiable(mean, unbiased)
-        return (normal * _channels(weight) + _channels(bias)).to(x.dtype), mean, unbiased
+        return (normal * _channels(weight, wide) + _channels(bias, wide)).to(x.dtype), mean, unbiased
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
         normal, scale, weight, total = ctx.saved_tensors
         wide = grad.to(weight.dtype)
-        sum_grad = wide.sum(dim=(0, 2, 3))
-        sum_product = (wide * normal).sum(dim=(0, 2, 3))
+        sum_grad = wide.sum(dim=_others(wide))
+        sum_product = (wide * normal).sum(dim=_others(wide))
         sums = ctx.engine.gather_rows(torch.cat([sum_grad, sum_product])).sum(0) / total.repeat(2)
         mean_grad, mean_product = sums.chunk(2)
-        grad_x = (wide - _channels(mean_grad) - normal * _channels(mean_product)) * _channels(weight * scale)
+        centred = wide - _channels(mean_grad, wide) - normal * _channels(mean_product, wide)
+        grad_x = centred * _channels(weight * scale, wide)
         return grad_x.to(grad.dtype), sum_product, sum_grad, None, None
 
 
-def _channels(vector: torch.Tensor) -> torch.Tensor:
-    return vector[None, :, None, None]
+def _others(x: torch.Tensor) -> list[int]:
+    """The dimensions of x [n, c, ...] but the channels'."""
+    return [0, *range(2, x.dim())]
+
+
+def _channels(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return vector.view(-1, *[1] * (like.dim() - 2))
 
 
 def average_statistics(model: nn.Module, engine: Engine) -> None:
-    """Sets BatchNorm's running statistics to the mean over the ranks, so that all ranks hold one model.
+    """Sets BatchNorm's running statistics to the mean over the ranks, and other buffers to rank 0's, so that all ranks
+    hold one model.
 
     Examples:
         >>> from hvdtrain.torch.engines.local import LocalEngine
         >>> average_statistics(nn.BatchNorm2d(3), LocalEngine(torch.device("cpu")))  # every rank calls it
     """
-    buffers = [b for b in model.buffers() if b.is_floating_point()]
-    if engine.size == 1 or not buffers:
+    if engine.size == 1:
+        return
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    buffers = [buffer for norm in norms for buffer in norm.buffers() if buffer.is_floating_point()]
+    ours = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    if others := {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}:
+        engine.broadcast(others, None)
+    if not buffers:
         return
     flat = torch.cat([b.flatten() for b in buffers]).cpu()
     mean = torch.from_numpy(engine.sum(flat.numpy())) / engine.size

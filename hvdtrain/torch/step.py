@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from hvdtrain.torch import compiling, state
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.objective import Objective, Seen
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
@@ -25,7 +25,6 @@ DTYPES = {
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Phase = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -52,19 +51,6 @@ def autocast(recipe: "Recipe", device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, DTYPES[recipe.precision] if mixed else None, enabled=mixed)
 
 
-def mean_loss(out: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
-    """Of outputs [n, classes] and labels [n] the cross-entropy, of two [n, 1] the squared error.
-
-    Smoothing s: the target is 1 - s + s / classes, and s / classes of the others (Szegedy et al. 2015,
-    arXiv:1512.00567, section 7).
-
-    Examples:
-        >>> mean_loss(torch.zeros(4, 10), torch.tensor([1, 2, 3, 4]))
-        tensor(2.3026)
-    """
-    return F.mse_loss(out, y) if y.is_floating_point() else F.cross_entropy(out, y, label_smoothing=smoothing)
-
-
 class Step:
     """One rank's updates: its network, optimizer and loss scale, and the way from micro-batches to new weights.
 
@@ -73,8 +59,8 @@ class Step:
         >>> from hvdtrain.torch.engines.local import LocalEngine
         >>> step = Step(load("linear"), LocalEngine(torch.device("cpu")), nn.Linear(1, 1), lr=0.1)
         >>> seen = step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)  # one micro-batch
-        >>> [(loss.dim(), tuple(out.shape)) for loss, out, y in seen]
-        [(0, (8, 1))]
+        >>> [(each.loss.dim(), each.count) for each in seen]
+        [(0, 8)]
     """
 
     def __init__(
@@ -102,15 +88,16 @@ class Step:
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.network, self.optimizer = engine.wrap(model, sgd(recipe, model, lr, fused))
         state.start_momentum(self.optimizer)
-        self.update: Callable[[list[Pair]], list[Seen]] = self._update
-        """The update of this rank's micro-batches (x, y); of each its mean loss, outputs and labels: where the update
-        is a graph, the same tensors in every call, with new values."""
+        self.objective = Objective(recipe)
+        self.update: Callable[[list[Any]], list[Seen]] = self._update
+        """The update of this rank's micro-batches; of each what is to be reported: where the update is a graph, the
+        same tensors in every call, with new values."""
         if record:
             self.update = compiling.Captured(self._update, engine.device, record)
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(lr, device=engine.device)  # a number would be recorded with the kernels
 
-    def __call__(self, micro_batches: list[Pair], lr: float) -> list[Seen]:
+    def __call__(self, micro_batches: list[Any], lr: float) -> list[Seen]:
         """`update` at this LR."""
         self.set_lr(lr)
         return self.update(micro_batches)
@@ -123,7 +110,7 @@ class Step:
             else:
                 group["lr"] = lr
 
-    def _update(self, micro_batches: list[Pair]) -> list[Seen]:
+    def _update(self, micro_batches: list[Any]) -> list[Seen]:
         self.optimizer.zero_grad()
         seen = self._differentiate(micro_batches)
         with self._phase("allreduce"):
@@ -136,18 +123,23 @@ class Step:
             self.scaler.update()
         return seen
 
-    def _differentiate(self, micro_batches: list[Pair]) -> list[Seen]:
-        seen = []
+    def _differentiate(self, micro_batches: list[Any]) -> list[Seen]:
+        results = []
         with self._phase("forward"):
-            outputs = self.engine.outputs(self.network, [x for x, _ in micro_batches])
-        for _, y in micro_batches:
+            inputs = [self.objective.inputs(batch) for batch in micro_batches]
+            outputs = self.engine.outputs(self.network, inputs, self.objective.forward)
+        for batch in micro_batches:
             with self._phase("forward"), autocast(self.recipe, self.engine.device):
-                out = next(outputs)
-                loss = mean_loss(out, y, self.recipe.label_smoothing)
+                loss, seen = self.objective.measure(next(outputs), batch, training=True)
             with self._phase("backward"):
-                self.scaler.scale(loss * self._weight(len(y)) / len(micro_batches)).backward()
-            seen.append((loss.detach(), out.detach(), y))
-        return seen
+                self.scaler.scale(loss * self._weight(seen.count) / len(micro_batches)).backward()
+            results.append(seen)
+        return results
+
+    def evaluate(self, batch: Any) -> Seen:
+        """What is to be reported of a validation batch."""
+        out = self.objective.forward(self.network, self.objective.inputs(batch))
+        return self.objective.measure(out, batch)[1]
 
 
 def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.SGD:

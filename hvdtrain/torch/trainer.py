@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.opening import is_one_graph
 from hvdtrain.torch.profiling import Profiler
 from hvdtrain.torch.state import State
-from hvdtrain.torch.step import Pair, Step, autocast, mean_loss, unwatched
+from hvdtrain.torch.step import Step, autocast, unwatched
 
 
 class Replica:
@@ -69,24 +70,24 @@ class Trainer(Replica):
         super().__init__(recipe, engine, model, state, Meter(engine.device))
         self.loader = Loader(recipe, run.dataset, engine.device)
 
-    def batches(self, progress: Progress) -> Iterator[list[Pair]]:
+    def batches(self, progress: Progress) -> Iterator[list[Any]]:
         """This rank's micro-batches of each update that is left of the epoch."""
         models.training_mode(self.model, self.recipe)
         updates, requests = train_requests(self.plan, progress, self.engine.rank)
-        pairs = self.loader.batches(self.dataset.train, requests)
+        batches = self.loader.batches(self.dataset.train, requests)
         for _ in updates:
             with self._phase("data"):
-                batch = [next(pairs) for _ in range(self.recipe.accumulation_steps)]
+                batch = [next(batches) for _ in range(self.recipe.accumulation_steps)]
             yield batch
 
-    def update(self, batch: list[Pair], lr: float, step: int) -> None:
+    def update(self, batch: list[Any], lr: float, step: int) -> None:
         # A function of the step, not of what ran before: a resumed run draws what the undisturbed one drew.
         seed = hash((self.recipe.seed, step, self.engine.rank))
         # torch.manual_seed formats a stack trace for GPUs that are not in use: 0.4 ms.
         (torch.manual_seed if self.engine.device.type == "cuda" else torch.default_generator.manual_seed)(seed)
         self.step.set_lr(lr)
         for seen in self.step.update(batch):
-            self.meter.add(*seen)
+            self.meter.add(seen)
         if self.profiler:
             for line in self.profiler.step():
                 self._note(line)
@@ -95,9 +96,8 @@ class Trainer(Replica):
         """Totals of this rank's part: no example twice or padded."""
         self.model.eval()
         with torch.inference_mode(), autocast(self.recipe, self.engine.device):
-            for x, y in self.loader.batches(self.dataset.valid, valid_requests(self.plan, self.engine.rank)):
-                out = self.step.network(x)
-                self.meter.add(mean_loss(out, y), out, y)
+            for batch in self.loader.batches(self.dataset.valid, valid_requests(self.plan, self.engine.rank)):
+                self.meter.add(self.step.evaluate(batch))
         return self.totals()
 
     @contextlib.contextmanager

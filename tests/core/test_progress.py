@@ -13,7 +13,7 @@ from hvdtrain.datasets import DRAWS
 
 @pytest.mark.parametrize(
     "progress",
-    [Progress(), Progress(7, 1, 96, Plateau(0.25, 2, 1), Totals(0.1, 3.0, 96.0))],
+    [Progress(), Progress(7, 1, 96, Plateau(0.25, 2, 1), Totals(0.1, 96.0, {"acc1": (3.0, 96.0)}))],
     ids=["at the start", "inside an epoch"],
 )
 def test_progress_survives_a_checkpoint(progress):
@@ -39,7 +39,7 @@ def test_the_ends(make_plan, progress, epoch_done, done):
 
 def test_the_next_epoch_keeps_the_step_and_the_plateau(make_plan):
     plan = make_plan("linear", lr_schedule="plateau")
-    after = Progress(10, 0, 1000, train=Totals(1.0, 0.0, 1000.0)).next_epoch(plan, 0.5)
+    after = Progress(10, 0, 1000, train=Totals(1.0, 1000.0)).next_epoch(plan, 0.5)
     assert after == Progress(10, 1, plateau=Plateau(best=0.5))
 
 

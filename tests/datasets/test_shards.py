@@ -15,8 +15,8 @@ import pytest
 from images import write_tree
 
 from hvdtrain import cli, datasets
+from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
-from hvdtrain.core import recipe
 from hvdtrain.core.progress import Progress, train_requests
 from hvdtrain.datasets.packed import cache, shards
 from hvdtrain.errors import DataError, RecipeError
@@ -195,7 +195,8 @@ def test_by_shard_each_shard_is_read_ahead_as_it_is_begun(packed, monkeypatch):
 def test_by_shard_ranks_take_equal_steps_and_no_image_twice(packed, size, global_batch):
     keys = {"data_dir": packed, "shuffle": "shards", "batch_norm": "frozen", "batch_size_per_rank": None}
     chosen = recipe.load("imagenet", {**keys, "batch_size": global_batch})
-    plan = plans.make(chosen, size, load(packed, is_by_shard=True))
+    dataset = load(packed, is_by_shard=True)
+    plan = plans.make(chosen, size, dataset, network.of(chosen, "torch", dataset))
     all_requests = [train_requests(plan, Progress(epoch=2), rank) for rank in range(size)]
     assert {starts for starts, _ in all_requests} == {range(0, 16 - global_batch + 1, global_batch)}
     read = np.concatenate([indices for _, requests in all_requests for indices, _ in requests])

@@ -8,8 +8,8 @@ import warm
 from paths import SUPPORT
 from ranks import needs_horovod, needs_tensorflow, needs_torch, run
 
+from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
-from hvdtrain.core import recipe
 from hvdtrain.core.progress import Progress, train_requests
 from hvdtrain.datasets import linear
 from hvdtrain.run.main import load_dataset
@@ -100,7 +100,8 @@ def test_a_process_holds_one_framework(trained, framework, ranks):
 def reference(steps):
     """The losses of `line`, by NumPy in float64."""
     loaded = recipe.load("linear", {"epochs": 5})
-    plan = plans.make(loaded, 1, load_dataset(loaded))
+    dataset = load_dataset(loaded)
+    plan = plans.make(loaded, 1, dataset, network.of(loaded, "torch", dataset))
     points, (slope, intercept), results = linear.load(0).train, (0.0, 0.0), []
     for epoch in range(5):
         progress = Progress(epoch=epoch)

@@ -305,7 +305,7 @@ META_OF_A_RUN = {
     "epoch": 0,
     "sample": 64,
     "plateau": {"best": None, "waited": 0, "drops": 1},
-    "train": {"loss": 1.5, "correct": 3.0, "count": 64.0},
+    "train": {"loss": 1.5, "count": 64.0, "metrics": {"acc1": [3.0, 64.0]}},
     "framework": "torch",
     "model": "linear",
     "recipe": "linear",

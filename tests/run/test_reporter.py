@@ -1,6 +1,7 @@
 """What a run reports: exact means, the full text of the log, metrics.jsonl over a resume, TensorBoard's tags."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -17,8 +18,8 @@ from hvdtrain.core.totals import Totals
 from hvdtrain.errors import OutputError
 from hvdtrain.run.reporter import Reporter
 
-PASSED = Totals(loss=30.0, correct=6.0, count=8.0)
-VALID = Totals(loss=5.0, correct=3.0, count=4.0)
+PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
+VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
 
 
 def writer(folder: Path, first_step: int) -> SummaryWriter:
@@ -44,9 +45,11 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_totals_add_up_and_divide_once():
-    total = Totals(1.0, 2.0, 4.0) + Totals(0.5, 1.0, 2.0)
-    assert total == Totals(1.5, 3.0, 6.0)
-    assert (total.mean_loss, total.accuracy) == (0.25, 0.5)
+    total = Totals(1.0, 4.0, {"acc1": (2.0, 4.0)}) + Totals(0.5, 2.0, {"acc1": (1.0, 2.0), "iou": (1.0, 0.0)})
+    assert total == Totals(1.5, 6.0, {"acc1": (3.0, 6.0), "iou": (1.0, 0.0)})
+    assert (total.mean_loss, total.means["acc1"], total.score) == (0.25, 0.5, 0.5)
+    assert math.isnan(total.means["iou"])
+    assert Totals(1.0, 4.0).score == -0.25
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 400])
@@ -54,27 +57,32 @@ def test_means_over_ranks_are_those_of_the_whole_set(size):
     losses = np.random.default_rng(0).integers(0, 100, 361) / 64  # sums of these are exact
     right = losses < 0.5
     shards = [shard(361, rank, size) for rank in range(size)]
-    ranks = [Totals(losses[indices].sum(), right[indices].sum(), len(indices)) for indices in shards]
+    of_shards = [
+        (losses[indices].sum(), len(indices), {"acc1": (right[indices].sum(), len(indices))}) for indices in shards
+    ]
+    ranks = [Totals(*of_shard) for of_shard in of_shards]
 
     def sum_over_ranks(_):
-        return np.sum([[rank.loss, rank.correct, rank.count] for rank in ranks], axis=0)
+        return np.sum([[rank.loss, rank.count, *rank.metrics["acc1"]] for rank in ranks], axis=0)
 
     for rank in ranks:
         total = rank.over_ranks(sum_over_ranks)
-        assert (total.mean_loss, total.accuracy, total.count) == (losses.mean(), right.mean(), 361)
+        assert (total.mean_loss, total.means["acc1"], total.count) == (losses.mean(), right.mean(), 361)
 
 
 def test_what_is_handed_to_the_sum_is_one_array_of_doubles():
     given = []
-    Totals(1.0, 2.0, 3.0).over_ranks(lambda array: given.append(array) or array * 2)
-    assert [(array.dtype, array.tolist()) for array in given] == [(np.float64, [1.0, 2.0, 3.0])]
-    assert Totals(1.0, 2.0, 3.0).over_ranks(lambda array: array * 2) == Totals(2.0, 4.0, 6.0)
+    totals = Totals(1.0, 3.0, {"b": (5.0, 6.0), "a": (2.0, 3.0)})
+    totals.over_ranks(lambda array: given.append(array) or array * 2)
+    assert [(array.dtype, array.tolist()) for array in given] == [(np.float64, [1.0, 3.0, 2.0, 3.0, 5.0, 6.0])]
+    doubled = Totals(2.0, 6.0, {"a": (4.0, 6.0), "b": (10.0, 12.0)})
+    assert totals.over_ranks(lambda array: array * 2) == doubled
 
 
 def test_the_log_of_a_classifier(reporter, capsys):
     log = reporter()
     log.begin_epoch()
-    log.steps(80, 2, 80, Totals(4.0, 3.0, 68.02), 0.1, 0.1)
+    log.steps(80, 2, 80, Totals(4.0, 68.02), 0.1, 0.1)
     log.epoch(80, 2, PASSED, VALID)
     log.note("finished")
     lines = capsys.readouterr().out.splitlines()
@@ -115,7 +123,7 @@ def test_metrics_jsonl(reporter, tmp_path):
 
 
 def test_a_diverged_validation_is_null_in_json(reporter, tmp_path):
-    reporter().epoch(40, 1, PASSED, Totals(float("nan"), 0.0, 4.0))
+    reporter().epoch(40, 1, PASSED, Totals(float("nan"), 4.0))
     line = (tmp_path / "metrics.jsonl").read_text()
     assert '"valid_loss": null' in line
     assert "NaN" not in line

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
-from hvdtrain.core import recipe
 from hvdtrain.core.plan import Plan
 from hvdtrain.run.main import load_dataset
 
@@ -22,7 +22,8 @@ def make_plan() -> Callable[..., Plan]:
 
     def make(name: str = "linear", size: int = 1, **overrides: object) -> Plan:
         loaded = recipe.load(name, overrides)
-        return plans.make(loaded, size, load_dataset(loaded))
+        dataset = load_dataset(loaded)
+        return plans.make(loaded, size, dataset, network.of(loaded, "torch", dataset))
 
     return make
 

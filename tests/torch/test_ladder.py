@@ -27,8 +27,9 @@ from hvdtrain.launch.topology import Topology  # noqa: E402
 from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
+from hvdtrain.torch.objective import Objective  # noqa: E402
 from hvdtrain.torch.opening import is_one_graph  # noqa: E402
-from hvdtrain.torch.step import Step, mean_loss  # noqa: E402
+from hvdtrain.torch.step import Step  # noqa: E402
 
 SLOW = ("a_compiled_run", "a_compiled_network", "compiled_in_blocks")
 CPU = torch.device("cpu")
@@ -162,11 +163,11 @@ def steps(keys, record=None, in_one=True, engine=None, count=6):
     losses = []
     for k in range(count):
         seen = step(list(zip(x[k], y[k], strict=True)), 0.001 * (k + 1))  # a high LR makes rounding large
-        assert [labels.tolist() for _, _, labels in seen] == y[k].tolist()
-        losses += [loss.item() for loss, _, _ in seen]
+        assert [(each.count, each.metrics["acc1"][1]) for each in seen] == [(6, 6)] * chosen.accumulation_steps
+        losses += [number.item() for each in seen for number in (each.loss, each.metrics["acc1"][0])]
     step.model.eval()
     with torch.no_grad():
-        losses.append(mean_loss(step.network(x[0, 0]), y[0, 0]).item())
+        losses.append(step.evaluate((x[0, 0], y[0, 0])).loss.item())
     engine.close()
     return losses, step.model.state_dict()
 
@@ -351,7 +352,11 @@ LOGITS, LABELS = [[2.0, -1.0, 0.5], [0.0, 0.25, -3.0]], [1, 0]
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_torchs_smoothed_loss(smoothing):
-    loss = mean_loss(torch.tensor(LOGITS, dtype=torch.float64), torch.tensor(LABELS), smoothing)
+    objective = Objective(recipe.load("digits", {"label_smoothing": smoothing}))
+    batch = None, torch.tensor(LABELS)
+    out = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    loss, _ = objective.measure(out, batch, training=True)
+    assert objective.measure(out, batch)[0].item() == pytest.approx(smoothed(LOGITS, LABELS, 0.0), rel=1e-12)
     assert loss.item() == pytest.approx(smoothed(LOGITS, LABELS, smoothing), rel=1e-12)
 
 

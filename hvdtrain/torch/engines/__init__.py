@@ -1,12 +1,15 @@
 """Engines: one collective library each, behind the same few methods."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from hvdtrain.engines.registry import Setup
+from hvdtrain.torch.objective import call
+
+Forward = Callable[[Any, Any], Any]
 
 
 class Engine(Protocol):
@@ -28,9 +31,9 @@ class Engine(Protocol):
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         """The network to call and the optimizer to step: gradients are averaged over the ranks while backward runs."""
 
-    def outputs(self, network: Any, micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The outputs of each micro-batch of this rank's local batch, one by one; backward through one comes before the
-        next is requested. Gradients are averaged with the last one's."""
+    def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
+        """`forward(network, x)` for the inputs x of each of this rank's micro-batches, one by one; backward through one
+        comes before the next is requested. Gradients are averaged with the last one's."""
 
     def finish(self) -> None:
         """Waits until every gradient is the averaged one; only then may they be clipped."""

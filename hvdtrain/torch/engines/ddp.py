@@ -14,6 +14,8 @@ from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.topology import Topology
 from hvdtrain.torch import devices
+from hvdtrain.torch.engines import Forward
+from hvdtrain.torch.objective import call
 
 try:
     import torch.distributed as dist
@@ -82,13 +84,13 @@ class DdpEngine:
         return network, optimizer
 
     def outputs(
-        self, network: DistributedDataParallel, micro_batches: Sequence[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        *first, last = micro_batches
+        self, network: DistributedDataParallel, inputs: Sequence[Any], forward: Forward = call
+    ) -> Iterator[Any]:
+        *first, last = inputs
         for each in first:
             with network.no_sync():
-                yield network(each)
-        yield network(last)
+                yield forward(network, each)
+        yield forward(network, last)
 
     def finish(self) -> None:
         pass  # backward has waited for the last bucket

@@ -17,7 +17,9 @@ from hvdtrain.engines import horovod_settings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.torch import devices
+from hvdtrain.torch.engines import Forward
 from hvdtrain.torch.engines.buckets import Buckets, flat
+from hvdtrain.torch.objective import call
 
 try:
     import horovod.torch as hvd
@@ -131,8 +133,8 @@ class HorovodEngine:
         )
         return model, optimizer
 
-    def outputs(self, network: Any, micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return map(network, micro_batches)  # the buckets count the micro-batches by themselves
+    def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
+        return (forward(network, x) for x in inputs)  # the buckets count the micro-batches by themselves
 
     def finish(self) -> None:
         if self._buckets:

@@ -8,6 +8,8 @@ import torch
 
 from hvdtrain.engines.registry import Setup
 from hvdtrain.torch import devices
+from hvdtrain.torch.engines import Forward
+from hvdtrain.torch.objective import call
 
 
 class LocalEngine:
@@ -30,8 +32,8 @@ class LocalEngine:
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         return model, optimizer
 
-    def outputs(self, network: Any, micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return map(network, micro_batches)
+    def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
+        return (forward(network, x) for x in inputs)
 
     def finish(self) -> None:
         pass

@@ -11,7 +11,9 @@ from torch import nn
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import DeviceError
 from hvdtrain.torch import resnet
+from hvdtrain.torch.engines import Forward
 from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.objective import call
 
 
 class ModelParallelEngine(LocalEngine):
@@ -36,8 +38,8 @@ class ModelParallelEngine(LocalEngine):
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:
         return Stages(model, self._devices), optimizer
 
-    def outputs(self, network: "Stages", micro_batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return iter(network.pipelined(micro_batches))
+    def outputs(self, network: "Stages", inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
+        return iter(network.pipelined(inputs))
 
 
 class Stages:

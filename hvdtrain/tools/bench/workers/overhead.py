@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
@@ -60,8 +61,8 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
     recipe_name, rounds, engine = argv
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
-    dataset = load_dataset(recipe)
-    plan = plans.make(recipe, topology.size, dataset)
+    dataset = load_dataset(recipe, framework)
+    plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))
     with tempfile.TemporaryDirectory() as folder:
         of_run = None
         if topology.is_rank_0:

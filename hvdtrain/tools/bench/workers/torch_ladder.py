@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain import __version__, files
+from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
@@ -135,7 +136,8 @@ class Rung:
             dataset = dataclasses.replace(
                 dataset, train=first(dataset.train, TRIAL_TRAIN), valid=first(dataset.valid, TRIAL_VALID)
             )
-        self.dataset, self.plan = dataset, plans.make(self.recipe, 1, dataset)
+        network = networks.of(self.recipe, "torch", dataset)
+        self.dataset, self.plan = dataset, plans.make(self.recipe, 1, dataset, network)
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         engine = LocalEngine(device)
         self.model = models.build(self.recipe, dataset.classes, engine)
@@ -200,7 +202,7 @@ class Rung:
 
     def _update(self, pair: Pair) -> torch.Tensor:
         """One update at an LR that changes little; its mean loss."""
-        return self.step([pair], 0.01)[0][0]
+        return self.step([pair], 0.01)[0].loss
 
     def _rate(self, step: Callable[[], object]) -> Callable[[], float]:
         """Measures images a second over as many steps as take about WINDOW_SECONDS, at least 3."""

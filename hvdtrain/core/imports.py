@@ -1,0 +1,126 @@
+"""Import paths, as cells.nets:UNet -> the callables that they name, in the current folder too."""
+
+import contextlib
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import interrupts
+from hvdtrain.core.recipe import IMPORT_PATH, nearest
+from hvdtrain.errors import RecipeError
+from hvdtrain.untrusted import one_line, quoted
+
+LONGEST_REASON = 500
+
+
+def load(path: str, key: str) -> Callable[..., Any]:
+    """The callable that a recipe's `key` names as MODULE:NAME. Raises RecipeError where there is none."""
+    if not re.fullmatch(IMPORT_PATH, path):
+        raise RecipeError(f"{key} must read like package.module:name, got {quoted(path)}.")
+    module_name, _, name = path.partition(":")
+    found: Any = _module(module_name, path, key)
+    for part in name.split("."):
+        inside = found
+        try:
+            found = getattr(inside, part)
+        except AttributeError:
+            where = getattr(inside, "__file__", None) or module_name
+            near = nearest(part, [public for public in dir(inside) if not public.startswith("_")])
+            raise RecipeError(f"{key} {path}: {where} has no {quoted(part)}.{near}") from None
+    if not callable(found):
+        raise RecipeError(f"{key} {path} must be callable, got an object of type {type(found).__name__}.")
+    return found  # type: ignore[no-any-return]
+
+
+def check_arguments(function: Callable[..., Any], path: str, key: str, *given: Any, **arguments: Any) -> None:
+    """Refuses arguments that the callable does not take, before it is called. Raises RecipeError."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of those written in C have none
+        return
+    try:
+        signature.bind(*given, **arguments)
+    except TypeError as error:
+        unknown = next((name for name in arguments if f"'{name}'" in str(error)), "")
+        near = nearest(unknown, list(signature.parameters)) if unknown else ""
+        where = f" ({_where(function)})" if _where(function) else ""
+        raise RecipeError(f"{key} {path}{signature_text(signature)}{where}: {error}.{near}") from None
+
+
+def signature_text(signature: inspect.Signature) -> str:
+    """The names of a callable's arguments, as in (x, channels=...)."""
+    names = [f"{one.name}=..." if one.default is not one.empty else one.name for one in signature.parameters.values()]
+    return one_line(f"({', '.join(names)})", 200)
+
+
+@contextlib.contextmanager
+def explained(path: str, key: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Raises RecipeError, naming the file and line, for what a callable of the user's raises of these `kinds`."""
+    try:
+        yield
+    except kinds as error:
+        raise RecipeError(f"{key} {path}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The error in one line, with the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename} line {error.lineno}: "
+    else:
+        own = [frame for frame in frames if not _is_machinery(frame.filename)]
+        where = f"{own[-1].filename} line {own[-1].lineno}: " if own else ""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return one_line(f"{where}{type(error).__name__}: {text}".rstrip(": "), LONGEST_REASON) + "."
+
+
+def expanded(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The arguments with the environment's variables, as in $DATA/cells. Raises RecipeError where one is not set."""
+    return {name: _expanded(value, f"{key} {name}") for name, value in arguments.items()}
+
+
+def _expanded(value: Any, where: str) -> Any:
+    if isinstance(value, str):
+        text = os.path.expandvars(value)
+        if unset := re.search(r"\$(\w+|\{\w+\})", text):
+            raise RecipeError(f"{where} needs the environment variable {unset[0]}, which is not set; export it.")
+        return text
+    if isinstance(value, list):
+        return [_expanded(each, where) for each in value]
+    if isinstance(value, dict):
+        return {name: _expanded(each, where) for name, each in value.items()}
+    return value
+
+
+def _module(name: str, path: str, key: str) -> Any:
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)  # after all others, where it hides nothing
+    try:
+        with interrupts.postponed():
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise RecipeError(
+                f"{key} {path}: there is no module {error.name} in {folder} or among the installed packages; "
+                "start in the folder that holds it, or install it."
+            ) from None
+        raise RecipeError(f"{key} {path}: {reason(error)}") from None
+    except Exception as error:
+        raise RecipeError(f"{key} {path} cannot be imported: {reason(error)}") from None
+
+
+def _where(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename} line {code.co_firstlineno}" if code else ""
+
+
+def _is_machinery(filename: str) -> bool:
+    """Whether the frame is of Python's own import, or of this package."""
+    return filename.startswith("<frozen") or Path(filename).is_relative_to(Path(__file__).parents[1])

@@ -1,0 +1,85 @@
+"""Networks that a recipe names: by an import path of the user's, or of torchvision and timm by their own names."""
+
+import contextlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdtrain.core import imports
+from hvdtrain.core.network import Network
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import RecipeError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
+
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+LIBRARIES = {"torchvision": "torchvision.models:get_model", "timm": "timm:create_model"}
+"""What makes a network of a name of the library's own."""
+
+
+def build(recipe: "Recipe", classes: int | None) -> nn.Module:
+    """The network that the recipe names, on the CPU, its weights drawn from the recipe's seed alone.
+
+    Raises RecipeError, in one line, where there is none.
+
+    Examples:
+        >>> from hvdtrain.core.recipe import load
+        >>> build(load("digits", {"model": "torch.nn:Linear", "model_args": {"in_features": 8, "out_features": 2}}), 10)
+        Linear(in_features=8, out_features=2, bias=True)
+    """
+    path = recipe.model
+    library, _, name = path.partition(":")
+    arguments = imports.expanded(recipe.model_args, "model_args")
+    given: tuple[Any, ...] = ()
+    if library in LIBRARIES:
+        if classes is not None:
+            arguments = {"num_classes": classes, **arguments}
+        make, given = _of_library(library), (name,)
+    else:
+        make = imports.load(path, "model")
+    imports.check_arguments(make, path, "model", *given, **arguments)
+    random.seed(recipe.seed)
+    np.random.seed(recipe.seed % 2**32)
+    torch.manual_seed(recipe.seed)
+    try:
+        model = make(*given, **arguments)
+    except Exception as error:
+        raise RecipeError(f"model {path}: {imports.reason(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model {path} must return a torch.nn.Module, got a {type(model).__name__}.")
+    return model
+
+
+def count(recipe: "Recipe", dataset: Dataset) -> Network:
+    """What a plan must know of the recipe's network. Raises RecipeError.
+
+    Examples:
+        >>> from hvdtrain import datasets
+        >>> from hvdtrain.core.recipe import load
+        >>> count(load("digits", {"model": "torchvision:resnet18"}), datasets.load("digits"))
+        Network(parameters=11181642, has_batch_norm=True)
+    """
+    model = _without_memory(recipe, dataset.classes)
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if not parameters:
+        raise RecipeError(f"model {recipe.model} has no parameters to train.")
+    return Network(parameters, any(isinstance(module, BATCH_NORMS) for module in model.modules()))
+
+
+def _without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
+    """The network on the device "meta"; where its code computes with its weights, on the CPU."""
+    with contextlib.suppress(RecipeError), torch.device("meta"):
+        return build(recipe, classes)
+    return build(recipe, classes)
+
+
+def _of_library(library: str) -> Any:
+    try:
+        return imports.load(LIBRARIES[library], "model")
+    except RecipeError:
+        extra = "timm" if library == "timm" else "torch"
+        raise RecipeError(f"model {library}:... needs {library}; install it: pip install hvdtrain[{extra}]") from None

@@ -1,0 +1,118 @@
+"""Keys whose value is a mapping: as flags, and what is refused of them in YAML and in flags alike."""
+
+import datetime
+from typing import Any
+
+import pydantic
+import pytest
+from pydantic import BaseModel, Field, ValidationError
+
+from hvdtrain.core import flags, recipe
+from hvdtrain.core.arguments import Arguments
+from hvdtrain.errors import RecipeError
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """Flags of a command."""
+
+    model_args: Arguments = Field({}, description="passed on")
+    epochs: int = Field(1, description="passes")
+
+
+GIVEN = {
+    "nothing": ("", {}),
+    "numbers": ("--model-args weight_decay=5e-5 depth=3", {"weight_decay": 5e-5, "depth": 3}),
+    "a list": ("--model-args betas=[0.9,0.99]", {"betas": [0.9, 0.99]}),
+    "a mapping": ("--model-args head={classes:10,name:a}", {"head": {"classes:10": None, "name:a": None}}),
+    "JSON": ('--model-args head={"classes":10}', {"head": {"classes": 10}}),
+    "switches and nothing": ("--model-args a=true b=null c=", {"a": True, "b": None, "c": None}),
+    "text": ("--model-args root=/data/x=1 mean='1'", {"root": "/data/x=1", "mean": "1"}),
+    "underscore, and another flag": ("--model_args a=1 --epochs 3", {"a": 1}),
+    "behind an equals sign": ("--model-args=a=1", {"a": 1}),
+    "empty": ("--model-args {}", {}),
+}
+
+
+@pytest.mark.parametrize(("argv", "expected"), GIVEN.values(), ids=GIVEN)
+def test_flags_of_a_mapping(argv, expected):
+    assert flags.parse(Options, "prog", argv.split()).model_args == expected
+
+
+def test_a_flag_replaces_the_whole_mapping():
+    fields = flags.fields_of(Options)
+    assert flags.given(fields, "prog", ["--model-args", "b=2"], {"model_args": {"a": 1}}) == {"model_args": {"b": 2}}
+    assert flags.given(fields, "prog", ["--epochs", "2"], {"model_args": {"a": 1}}) == {"epochs": 2}
+
+
+def test_the_help_shows_the_arguments(capsys):
+    with pytest.raises(SystemExit):
+        flags.given(flags.fields_of(Options), "prog", ["--help"], {"model_args": {"betas": [0.9, 0.99]}})
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--model-args KEY=VALUE ..." in shown
+    assert "betas=[0.9, 0.99]" in shown
+
+
+REFUSED_FLAGS = {
+    "no value": ("--model-args", "--model-args needs a value; --help lists the flags."),
+    "no equals sign": ("--model-args a", "--model-args must be KEY=VALUE ..., got 'a'; {} leaves it empty."),
+    "no key": ("--model-args =1", "--model-args must be KEY=VALUE ..., got '=1'; {} leaves it empty."),
+    "twice": ("--model-args a=1 a=2", "--model-args has 'a' twice; remove one of them."),
+    "no YAML": (
+        "--model-args a=[1",
+        "--model-args a line 1 is not YAML: expected ',' or ']', but got '<stream end>'.",
+    ),
+    "a date": (
+        "--model-args a=2024-01-01",
+        "--model-args must hold numbers, texts, true, false, null, lists and mappings, "
+        "got {'a': datetime.date(2024, 1, 1)}; --help lists the flags.",
+    ),
+    "an object": (
+        "--model-args a=!!python/name:os.system",
+        "--model-args a line 1 is not YAML: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/name:os.system'.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED_FLAGS.values(), ids=REFUSED_FLAGS)
+def test_refused_flags(argv, message):
+    with pytest.raises(RecipeError) as caught:
+        flags.parse(Options, "prog", argv.split())
+    assert str(caught.value) == message
+
+
+class Model(BaseModel):
+    key: Arguments = {}
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+REFUSED = {
+    "no mapping": ([1], "map names to values"),
+    "a number as name": ({"a": {1: 2}}, "map names to values"),
+    "a date": ({"a": datetime.date(2024, 1, 1)}, "hold numbers, texts, true, false, null, lists and mappings"),
+    "bytes": ({"a": [b"x"]}, "hold numbers, texts, true, false, null, lists and mappings"),
+    "infinite": ({"a": float("inf")}, "hold numbers between -2^63 and 2^63"),
+    "no number": ({"a": float("nan")}, "hold numbers between -2^63 and 2^63"),
+    "too large": ({"a": 2**63}, "hold numbers between -2^63 and 2^63"),
+    "too deep": ({"a": nested(4)}, "go at most 5 levels deep"),
+    "too many": ({"a": [0] * 1000}, "hold at most 1000 values"),
+    "a bell": ({"a": "\a"}, "hold printable texts of at most 4096 characters"),
+    "an escape in a name": ({"\x1b": 1}, "hold printable texts of at most 4096 characters"),
+    "too long": ({"a": "x" * 4097}, "hold printable texts of at most 4096 characters"),
+}
+
+
+@pytest.mark.parametrize(("value", "rule"), REFUSED.values(), ids=REFUSED)
+def test_refused_values(value, rule):
+    with pytest.raises(ValidationError) as caught:
+        Model(key=value)
+    assert recipe.rule(caught.value.errors()[0]) == rule
+
+
+def test_the_bounds_themselves_are_allowed():
+    most = {"a": [0] * 992, "b": nested(3)}
+    assert Model(key=most).key == most
