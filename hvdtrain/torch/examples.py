@@ -30,7 +30,12 @@ CHECKED = 2
 
 
 def load(recipe: "Recipe") -> Dataset:
-    """The recipe's own data set. Raises RecipeError and DataError, in one line, for what it cannot be read as."""
+    """The recipe's own data set. Raises RecipeError and DataError, in one line, for what it cannot be read as.
+
+    Examples:
+        >>> from hvdtrain.core import recipe
+        >>> load(recipe.load("unet.yaml")).train  # which names cells.data:Cells  # doctest: +SKIP
+    """
     path = recipe.dataset
     make = imports.load(path, "dataset")
     arguments = imports.expanded(recipe.dataset_args, "dataset_args")

@@ -21,7 +21,12 @@ of Inception-v3 0.4, as TensorFlow's research models take it."""
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of a data set of the user's: whatever its `collate` makes of so many samples."""
+    """A batch of a data set of the user's: whatever its `collate` makes of so many samples.
+
+    Examples:
+        >>> Batch({"tokens": torch.zeros(8, 16)}, count=8).count
+        8
+    """
 
     data: Any
     count: int
@@ -29,7 +34,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Seen:
-    """A batch's mean loss and metrics, on the device and without gradient; `count` examples."""
+    """A batch's mean loss and metrics, on the device and without gradient; `count` examples.
+
+    Examples:
+        >>> Seen(torch.tensor(0.5), count=8, metrics={"acc1": (torch.tensor(6), 8)}).metrics["acc1"]
+        (tensor(6), 8)
+    """
 
     loss: torch.Tensor
     count: int

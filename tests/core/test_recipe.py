@@ -232,7 +232,10 @@ VALUES = {
     "negative seed": ({"seed": -1}, "seed must be at least 0, got -1."),
     "seed of 65 bits": ({"seed": 2**64}, f"seed must be less than {2**63}, got {2**64}."),
     "yes for true": ({"nesterov": "yes"}, "nesterov must be true or false, got 'yes'."),
-    "unknown model": ({"model": "vgg"}, "model must be 'linear' or 'resnet50', got 'vgg'."),
+    "unknown model": (
+        {"model": "vgg"},
+        "model must be one of linear, resnet50, or an import path such as package.module:name, got 'vgg'.",
+    ),
     "one milestone": ({"lr_milestones": 30}, "lr_milestones must be a list, got 30."),
     "half a milestone": ({"lr_milestones": [1.5]}, "each of lr_milestones must be a whole number, got 1.5."),
     "milestone 0": ({"lr_milestones": [0]}, "each of lr_milestones must be greater than 0, got 0."),

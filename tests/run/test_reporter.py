@@ -97,7 +97,7 @@ def test_the_log_of_a_classifier(reporter, capsys):
 
 def test_a_regression_has_no_accuracy(reporter, capsys, tmp_path):
     log = reporter("linear")
-    log.epoch(10, 1, PASSED, VALID)
+    log.epoch(10, 1, Totals(30.0, 8.0), Totals(5.0, 4.0))
     log.close()
     assert "acc1" not in capsys.readouterr().out
     assert set(records(tmp_path)[0]) == {"kind", "step", "epoch", "seconds", "train_loss", "valid_loss"}

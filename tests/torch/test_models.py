@@ -1,5 +1,7 @@
 """The networks, their fingerprint, and SGD as the adapter starts it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from networks import CLASSES, ENTRIES
@@ -8,7 +10,7 @@ from ranks import needs_torch
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain.core import plan, recipe  # noqa: E402
+from hvdtrain.core import network, recipe  # noqa: E402
 from hvdtrain.torch import models, state  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 
@@ -29,7 +31,8 @@ def test_the_plan_counts_the_models_parameters(entry):
     classes = CLASSES.get(chosen.dataset, chosen.classes)
     with torch.device("meta"):
         model = torch.nn.Linear(1, 1) if classes is None else models.resnet50(classes, chosen.stem)
-    assert plan.parameters(chosen, classes) == trainable(model)
+    dataset = SimpleNamespace(classes=classes)
+    assert network.of(chosen, "torch", dataset).parameters == trainable(model)
 
 
 def test_every_shipped_recipe_is_in_that_table():

@@ -30,7 +30,7 @@ class IdleEngine:
     def wrap(self, model, optimizer):
         return model, optimizer
 
-    def outputs(self, network, micro_batches):
+    def outputs(self, network, micro_batches, forward):
         return map(network, micro_batches)
 
     def finish(self):
