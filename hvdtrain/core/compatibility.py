@@ -16,6 +16,7 @@ Adapter = Literal["torch", "tensorflow", "lightning"]
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # Keys of a recipe that only Horovod reads.
 HOROVOD_KEYS = ("reduction", "autotune", "horovod_timeline", "fusion_threshold_mb", "cycle_time_ms")
+KERAS_ENGINES = {"horovod", "local"}  # those with plain variables
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,10 @@ RULES = (
         "drop fused_optimizer.",
     ),
     # Framework and engine.
+    Rule(
+        lambda c: c.framework == "tensorflow" and ":" in c.recipe.optimizer and c.engine.name not in KERAS_ENGINES,
+        "optimizer {r.optimizer} is Keras's, which goes with engine horovod or local, got {e.name}; take a named one.",
+    ),
     Rule(
         lambda c: c.adapter not in c.engine.classes,
         "engine {e.name} is none of hvdtrain.{c.adapter}'s; take one of {c.of_adapter}.",

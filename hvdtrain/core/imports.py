@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import interrupts
-from hvdtrain.core.recipe import IMPORT_PATH, nearest
+from hvdtrain.core.own_code import IMPORT_PATH
+from hvdtrain.core.wording import nearest
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import one_line, quoted
 

@@ -3,7 +3,8 @@
 import importlib
 from dataclasses import dataclass
 
-from hvdtrain.core.recipe import MODELS, Recipe
+from hvdtrain.core.own_code import MODELS
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 
 # He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.

@@ -4,8 +4,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network
-from hvdtrain.core.recipe import LOSSES, Recipe
+from hvdtrain.core.own_code import LOSSES
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import PlanError
@@ -43,8 +45,8 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and momentum; BatchNorm's statistics are lost in the rounding."""
-        return self.parameters * self._parameter_bytes * (2 if self.recipe.momentum else 1)
+        """Weights, the optimizer's state and the average; BatchNorm's statistics are lost in the rounding."""
+        return self.parameters * self._parameter_bytes * optimizers.copies(self.recipe)
 
     @property
     def _parameter_bytes(self) -> int:

@@ -1,10 +1,8 @@
 """Recipes: what to train. Named YAML entries and flags -> one validated, frozen value."""
 
-import difflib
 import io
-import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,9 +15,12 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent
 
 from hvdtrain import datasets
+from hvdtrain.core import optimizer_rules, own_code
 from hvdtrain.core.arguments import Arguments
+from hvdtrain.core.own_code import LOSSES, is_path
+from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
-from hvdtrain.untrusted import LONGEST, printable, quoted, read_bytes
+from hvdtrain.untrusted import printable, quoted, read_bytes
 
 # A recipe file may be somebody else's: what is read of it is bounded, so that none takes longer than half a second.
 MOST_BYTES = 64 * 1024
@@ -36,33 +37,6 @@ Text = Annotated[str, Field(max_length=LONGEST_NAME)]
 Paths = Annotated[dict[Text, Text], Field(max_length=100)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
-
-IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
-MODELS = ("linear", "resnet50")
-LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
-
-RULES = {  # pydantic's name of a broken rule: the text of our message after "must"
-    "int_type": "be a whole number",
-    "int_from_float": "be a whole number",
-    "int_parsing": "be a whole number",
-    "int_parsing_size": "have at most 4,300 digits",
-    "float_parsing": "be a number",
-    "float_type": "be a number",
-    "finite_number": "be a finite number",
-    "bool_type": "be true or false",
-    "string_type": "be text",
-    "path_type": "be a path",
-    "tuple_type": "be a list",
-    "dict_type": "map names to values",
-    "literal_error": "be {expected}",
-    "greater_than": "be greater than {gt:g}",
-    "greater_than_equal": "be at least {ge:g}",
-    "less_than": "be less than {lt:.19g}",
-    "less_than_equal": "be at most {le:.19g}",
-    "string_too_long": "have at most {max_length} characters",
-    "too_long": "have at most {max_length} values",
-    "arguments": "{error}",
-}
 
 
 class Recipe(BaseModel):
@@ -122,9 +96,14 @@ class Recipe(BaseModel):
     )
     lr_factor: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="step, plateau: the multiplier")
     plateau_patience: Count = Field(10, description="plateau: epochs without a better validation loss")
-    momentum: Fraction = Field(0.0, description="of SGD")
-    nesterov: bool = Field(False, description="Nesterov momentum")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of SGD, on every parameter")
+    optimizer: Text = Field("sgd", description="sgd, adam, adamw, lamb, lars; or yours, as torch.optim:RAdam")
+    optimizer_args: Arguments = Field({}, description="its arguments, as betas=[0.9,0.99] eps=1e-6")
+    momentum: Fraction = Field(0.0, description="of sgd and lars")
+    nesterov: bool = Field(False, description="of sgd: Nesterov momentum")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of every named optimizer")
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="decay of an average of the weights, which validation then takes"
+    )
     label_smoothing: Fraction = Field(0.0, description="fraction of the target spread over all classes; training only")
     clip_norm: PositiveFloat | None = Field(None, description="largest norm of the averaged gradient")
 
@@ -199,14 +178,6 @@ def dump(recipe: Recipe) -> str:
     keys = recipe.model_dump(mode="json", exclude={"name"})
     YAML().dump({"default": keys}, text)
     return f"# {recipe.name}, resolved\n{text.getvalue()}"
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """' Did you mean X?' for the closest of the known names, or nothing."""
-    # Comparing takes the product of the lengths, for each of the names.
-    short = [one for one in known[:200] if len(one) <= LONGEST]
-    close = difflib.get_close_matches(name, short, n=1, cutoff=0.5) if len(name) <= LONGEST else []
-    return f" Did you mean {close[0]}?" if close else ""
 
 
 def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -358,11 +329,6 @@ def _first_line(error: ValidationError) -> str:
     return f"{subject} must {rule(first)}, got {quoted(first['input'])}."
 
 
-def rule(error: Mapping[str, Any]) -> str:
-    """The rule that a pydantic error reports as broken, worded to follow "must"."""
-    return RULES.get(error["type"], "be valid ({error})").format(error=error["msg"], **error.get("ctx", {}))
-
-
 def _check_together(recipe: Recipe) -> None:
     r = recipe
     for text in (r.name, str(r.data_dir or ""), str(r.cache_dir or "")):
@@ -380,9 +346,8 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("lr_schedule step needs lr_milestones, the epochs at which the LR drops.")
     if list(r.lr_milestones) != sorted(set(r.lr_milestones)):
         raise RecipeError(f"lr_milestones must rise, got {quoted(list(r.lr_milestones))}.")
-    if r.nesterov and not r.momentum:
-        raise RecipeError("nesterov needs momentum above 0, got momentum=0.")
-    _check_own_code(r)
+    optimizer_rules.check(r)
+    own_code.check(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")
     if r.reduction == "adasum" and r.precision == "float16":
@@ -394,53 +359,6 @@ def _check_together(recipe: Recipe) -> None:
             f"shuffle shards, cache_dir and decoder dali go with dataset imagenet, got {r.dataset}; drop them."
         )
     _check_speed(r)
-
-
-def is_path(name: str) -> bool:
-    """Whether a value names code of the user's, as cells.nets:UNet does, and nothing of hvdtrain's."""
-    return re.fullmatch(IMPORT_PATH, name) is not None
-
-
-def _check_own_code(r: Recipe) -> None:
-    _check_name_or_path("model", r.model, MODELS)
-    _check_name_or_path("dataset", r.dataset, datasets.NAMES)
-    _check_name_or_path("loss", r.loss or LOSSES[0], LOSSES)
-    for key, path in (
-        ("step", r.step),
-        ("collate", r.collate),
-        *((f"metrics {name}", r.metrics[name]) for name in r.metrics),
-    ):
-        if path is not None:
-            _check_name_or_path(key, path, ())
-    own_model, own_data = is_path(r.model), is_path(r.dataset)
-    if (r.model == "linear" and r.dataset != "linear" and not own_data) or (r.model, r.dataset) == (
-        "resnet50",
-        "linear",
-    ):
-        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
-    if r.model_args and not own_model:
-        raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
-    if (r.dataset_args or r.collate) and not own_data:
-        key = "dataset_args go" if r.dataset_args else "collate goes"
-        raise RecipeError(f"{key} with a data set of your own, got dataset {r.dataset}; drop it.")
-    if own_data and not (r.loss or r.step):
-        raise RecipeError(
-            f"dataset {r.dataset} needs a loss ({', '.join(LOSSES)}, or your own, as cells.losses:dice), or a step."
-        )
-    if r.step and (r.loss or r.metrics or r.label_smoothing):
-        raise RecipeError("step computes loss and metrics itself; drop loss, metrics and label_smoothing.")
-    for name in r.metrics:
-        if not name.isidentifier() or name in {"loss", "acc1"}:
-            raise RecipeError(f"a metric's name must be a word other than loss and acc1, got {quoted(name)}.")
-
-
-def _check_name_or_path(key: str, value: str, names: Sequence[str]) -> None:
-    if value not in names and not is_path(value):
-        either = f"one of {', '.join(names)}, or " if names else ""
-        raise RecipeError(
-            f"{key} must be {either}an import path such as package.module:name, got {quoted(value)}."
-            f"{nearest(value, list(names))}"
-        )
 
 
 def _check_speed(r: Recipe) -> None:

@@ -1,5 +1,6 @@
 """A recipe as a LightningModule: its network, loss, optimiser and LR, and exact sums of what it has seen."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -7,11 +8,11 @@ from lightning.pytorch import LightningModule
 
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
-from hvdtrain.torch import models, state
+from hvdtrain.torch import models, optimizers
+from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.objective import Objective
-from hvdtrain.torch.step import sgd
 
 
 class RecipeModule(LightningModule):
@@ -29,8 +30,9 @@ class RecipeModule(LightningModule):
         self.plan, self.classes, self.progress, self.lr = plan, classes, Progress(), plan.peak_lr
         recipe = plan.recipe
         self.model = models.build(recipe, classes, engine)
-        self.optimizer = sgd(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
-        state.start_momentum(self.optimizer)
+        self.optimizer = optimizers.make(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
+        self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
+        self._averaged = contextlib.ExitStack()
         self.objective, self.meter = Objective(recipe), Meter(engine.device)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -44,6 +46,13 @@ class RecipeModule(LightningModule):
         loss, count = self._loss(batch, training=True)
         return loss * self.plan.weight(count)
 
+    def on_validation_start(self) -> None:
+        if self.ema:
+            self._averaged.enter_context(self.ema.swapped_in())
+
+    def on_validation_end(self) -> None:
+        self._averaged.close()
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._loss(batch, training=False)
 
@@ -53,6 +62,8 @@ class RecipeModule(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.ema:
+            self.ema.update()
         self.progress.advance(self.plan)
 
     def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, int]:

@@ -33,7 +33,7 @@ def fit(run: Run, engine: Engine) -> None:
     """Trains what is left of the run over an open engine."""
     module = RecipeModule(run.plan, run.dataset.classes, engine)
     scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
-    state = State(module.model, module.optimizer, scaler)
+    state = State(module.model, module.optimizer, scaler, module.ema)
     loop = Loop(run, Replica(run.recipe, engine, module.model, state, module.meter))
     module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)

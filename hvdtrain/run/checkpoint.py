@@ -33,6 +33,9 @@ HEADER_LIMIT = 4 << 20
 DAMAGED_KEPT = 2
 IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
+Layout = Mapping[str, tuple[str, list[int]]]
+"""Arrays by name: NumPy's name of the dtype, and the shape."""
+
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 ShortText = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 
@@ -58,6 +61,11 @@ class Checkpoint:
 
     arrays: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
+
+    @property
+    def layout(self) -> Layout:
+        """What the arrays look like, as JSON."""
+        return {name: (array.dtype.name, list(array.shape)) for name, array in self.arrays.items()}
 
     def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """The numbers of that name. Raises CheckpointError where there are none of that shape."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from hvdtrain import files
-from hvdtrain.core import recipe
+from hvdtrain.core import optimizers, recipe
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
@@ -22,8 +22,10 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import Checkpoint
 from hvdtrain.run.resume import check_resumable
+from hvdtrain.untrusted import printable
 
 RUNS = Path("runs")
+LONGEST_IDENTITY = 500  # characters of an optimizer's; a checkpoint's metadata allow 1000 for the model's
 State = Literal["running", "finished", "failed", "stopped"]
 
 
@@ -247,7 +249,9 @@ def model_identity(plan: Plan) -> str:
     """What two runs must share to exchange checkpoints."""
     r = plan.recipe
     stem = f", {r.stem} stem" if r.model == "resnet50" else ""
-    return f"{r.model}{stem}, {plan.parameters:,} parameters, momentum {'kept' if r.momentum else 'none'}"
+    optimizer = printable(optimizers.identity(r), LONGEST_IDENTITY)
+    averaged = ", averaged weights" if r.ema_decay else ""
+    return f"{r.model}{stem}, {plan.parameters:,} parameters, {optimizer}{averaged}"
 
 
 def _reserve(folder: RunFolder, plan: Plan) -> None:

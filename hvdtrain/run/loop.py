@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.core.progress import Progress, due
 from hvdtrain.core.totals import Totals, check_finite
 from hvdtrain.run import checkpoint, guard
-from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import Run
 
@@ -44,11 +44,18 @@ class State(Protocol):
     def scaler(self) -> Any:
         """float16's loss scale, as torch.amp.GradScaler: its `state_dict` is empty in another precision."""
 
+    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Makes what an optimizer makes only at its first update, as a checkpoint of this layout holds it; `values` are
+        those of `values()` then. Raises CheckpointError."""
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Copies the checkpoint's arrays into the tensors. Raises CheckpointError."""
 
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The tensors as they are now."""
+
+    def values(self) -> Mapping[str, Any]:
+        """What of an optimizer's state is no array: JSON values by name."""
 
 
 class Replica(Protocol):
@@ -175,7 +182,7 @@ class Loop(Generic[R_co]):
         if not (folder := self.run.folder):
             return
         state = self.trainer.state
-        meta = self.run.metadata(self.progress, state.scaler.state_dict(), valid_score)
+        meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
         checkpoint.commit(folder.checkpoints, Checkpoint(state.arrays(), meta), self.recipe.keep_checkpoints)
         folder.write_status("running", step=self.progress.step)
 
@@ -204,9 +211,13 @@ class Loop(Generic[R_co]):
         """Rank 0's weights, or its checkpoint's, on every rank."""
         state, found, meta = self.trainer.state, self.run.resume.checkpoint, None
         if found:
+            meta = {**found.meta, "layout": found.layout}
+        meta = self.engine.broadcast({}, meta)
+        if meta:  # before the tensors: all ranks then have the same
+            state.start(meta["layout"], meta.get("optimizer", {}))
+        if found:
             state.load(found)
-            meta = dict(found.meta)
-        meta = self.engine.broadcast(state.tensors, meta)
+        self.engine.broadcast(state.tensors, None)
         if meta is None:
             return Progress()
         if meta["scaler"]:  # empty where the checkpoint's run had another precision

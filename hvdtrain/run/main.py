@@ -14,8 +14,9 @@ from hvdtrain.core import compatibility
 from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, Framework, framework_of
+from hvdtrain.core.own_code import is_path
 from hvdtrain.core.plan import Plan
-from hvdtrain.core.recipe import Recipe, is_path
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import HvdtrainError, OutputError, StoppedError

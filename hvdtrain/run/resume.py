@@ -43,6 +43,7 @@ class RunMetadata(Strict):
     train: TotalsMetadata
     scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
     """Empty where there is none."""
+    optimizer: dict[str, bool | int | float | str | None] = {}
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """A run: everything an adapter needs to train, and what of it rank 0 writes down."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,11 @@ class Run:
             reporter.note(line)
         return reporter
 
-    def metadata(self, progress: Progress, scaler: dict[str, Any], valid_score: float | None) -> dict[str, Any]:
-        """A checkpoint's `meta`: all of the state that is no array. `scaler` is empty where there is none."""
+    def metadata(
+        self, progress: Progress, scaler: dict[str, Any], optimizer: Mapping[str, Any], valid_score: float | None
+    ) -> dict[str, Any]:
+        """A checkpoint's `meta`: all of the state that is no array. `scaler` and `optimizer` are empty where there is
+        none."""
         return {
             **progress.metadata(),
             "framework": self.framework,
@@ -62,6 +65,7 @@ class Run:
             "recipe": self.recipe.name,
             "ranks": self.topology.size,
             "scaler": scaler,
+            "optimizer": dict(optimizer),
             "valid_score": valid_score,
         }
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.core import optimizers
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.tensorflow.variables import put, subtract
 
@@ -16,13 +17,19 @@ class SGD:
     """
 
     def __init__(self, recipe: Recipe, variables: list[tf.Variable]) -> None:
-        self._recipe, self._variables = recipe, variables
-        self.momentum = zeros_like(variables) if recipe.momentum else []
+        settings = optimizers.settings(recipe)
+        assert isinstance(settings, optimizers.SGD)
+        self._settings, self._variables = settings, variables
+        self.momentum = zeros_like(variables) if settings.momentum else []
+
+    @property
+    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
+        return {"momentum": self.momentum} if self.momentum else {}
 
     def descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         """One update of every variable; `lr` is a scalar."""
-        decay = tf.constant(self._recipe.weight_decay, lr.dtype)
-        if self._recipe.weight_decay:
+        decay = tf.constant(self._settings.weight_decay, lr.dtype)
+        if self._settings.weight_decay:
             gradients = [g + decay * v for g, v in zip(gradients, self._variables, strict=True)]
         if not self.momentum:
             for variable, gradient in zip(self._variables, gradients, strict=True):
@@ -34,8 +41,8 @@ class SGD:
                 accum=momentum.handle,
                 lr=lr,
                 grad=gradient,
-                momentum=tf.constant(self._recipe.momentum, lr.dtype),
-                use_nesterov=self._recipe.nesterov,
+                momentum=tf.constant(self._settings.momentum, lr.dtype),
+                use_nesterov=self._settings.nesterov,
             )
 
 

@@ -1,18 +1,29 @@
 """A training state as named variables: what a checkpoint holds and what rank 0 broadcasts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.run.checkpoint import Checkpoint
-from hvdtrain.tensorflow.sgd import SGD, Scaler
+from hvdtrain.run.checkpoint import Checkpoint, Layout
+from hvdtrain.tensorflow.ema import Ema
+from hvdtrain.tensorflow.optimizers import Optimizer
+from hvdtrain.tensorflow.sgd import Scaler
 
 
-def variables(model: keras.Model, optimizer: SGD) -> dict[str, tf.Variable]:
-    """Every variable of the state by name: `model.LAYER.NAME`, `momentum.LAYER.NAME`."""
+def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
+    """Every variable of the state by name: `model.LAYER.NAME`, `SLOT.LAYER.NAME` as in momentum.LAYER.NAME,
+    `ema.LAYER.NAME`; what an optimizer keeps once for all by that name alone."""
     state = {f"model.{_name(weight)}": weight.value for weight in model.weights}
-    names = [_name(weight) for weight in model.trainable_weights] if optimizer.momentum else []
-    return state | {f"momentum.{name}": of for name, of in zip(names, optimizer.momentum, strict=True)}
+    names = [_name(weight) for weight in model.trainable_weights]
+    for slot, kept in {**optimizer.state, **({"ema": ema.averages} if ema else {})}.items():
+        if isinstance(kept, list):
+            state |= {f"{slot}.{name}": of for name, of in zip(names, kept, strict=True)}
+        else:
+            state[slot] = kept
+    return state
 
 
 def _name(weight: keras.Variable) -> str:
@@ -22,8 +33,11 @@ def _name(weight: keras.Variable) -> str:
 class State:
     """A training state; see `hvdtrain.run.loop.State`."""
 
-    def __init__(self, model: keras.Model, optimizer: SGD, scaler: Scaler) -> None:
-        self.tensors, self.scaler = variables(model, optimizer), scaler
+    def __init__(self, model: keras.Model, optimizer: Optimizer, scaler: Scaler, ema: Ema | None = None) -> None:
+        self.tensors, self.scaler = variables(model, optimizer, ema), scaler
+
+    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Every variable is there from the start."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         for name, variable in self.tensors.items():
@@ -31,3 +45,6 @@ class State:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: variable.numpy() for name, variable in self.tensors.items()}
+
+    def values(self) -> dict[str, Any]:
+        return {}

@@ -6,12 +6,13 @@ import tensorflow as tf
 
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
-from hvdtrain.tensorflow import models, variables
+from hvdtrain.tensorflow import models, optimizers, variables
 from hvdtrain.tensorflow.data import Pair
+from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import Replication, graph
 from hvdtrain.tensorflow.meter import Meter
-from hvdtrain.tensorflow.sgd import SGD, Scaler, clipped, zeros_like
+from hvdtrain.tensorflow.sgd import Scaler, clipped, zeros_like
 
 
 def mean_loss(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -43,7 +44,8 @@ class Step:
         with replication.scope():
             self.model = models.build(recipe, dataset.classes, engine, replication.keep)
             self.weights = [weight.value for weight in self.model.trainable_weights]
-            self.optimizer = SGD(recipe, self.weights)
+            self.optimizer = optimizers.make(recipe, self.model.trainable_weights)
+            self.ema = Ema(self.weights, recipe.ema_decay, replication) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(replication.copies)
             self._gathered = zeros_like(self.weights) if recipe.accumulation_steps > 1 else []
@@ -111,6 +113,11 @@ class Step:
             self._replication.update(lambda combined: self._apply_combined(combined, lr), gradients)
 
     def _apply_combined(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        self._apply_finite(gradients, lr)
+        if self.ema:
+            self.ema.update()
+
+    def _apply_finite(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         """float16 leaves out a step whose gradients overflowed on any replica."""
         if not self.scaler.enabled:
             self._descend(gradients, lr)
@@ -127,6 +134,8 @@ class Step:
         changes = [weight - old for weight, old in zip(self.weights, before, strict=True)]
         for weight, old, change in zip(self.weights, before, self._engine.combine(changes), strict=True):
             weight.assign(old + change)
+        if self.ema:
+            self.ema.update()
 
     def _descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         clip = self.recipe.clip_norm

@@ -28,7 +28,7 @@ class Trainer:
         self.replication = replication_of(engine)
         self.step = Step(run.recipe, run.dataset, engine, self.replication, run.plan.weight)
         self.model, self.weights = self.step.model, self.step.weights
-        self.state = State(self.model, self.step.optimizer, self.step.scaler)
+        self.state = State(self.model, self.step.optimizer, self.step.scaler, self.step.ema)
         self.loader = Loader(self.recipe, run.dataset, engine.device)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
         first = engine.rank * self.replication.replicas
@@ -54,9 +54,10 @@ class Trainer:
         """Totals of this rank's part: every replica reads its own, no example counts twice."""
         requests, counts = evened([valid_requests(self.plan, index) for index in self._local_batches])
         pairs = self.loader.batches(self.dataset.valid, requests)
-        for weights in counts:
-            with tf.device(self.engine.device):
-                self.step.evaluate([(*next(pairs), tf.constant(weight, tf.float64)) for weight in weights])
+        with self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext():
+            for weights in counts:
+                with tf.device(self.engine.device):
+                    self.step.evaluate([(*next(pairs), tf.constant(weight, tf.float64)) for weight in weights])
         return self.totals()
 
     def totals(self) -> Totals:

@@ -4,7 +4,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hvdtrain.core.recipe import MODELS, Recipe, is_path
+from hvdtrain.core.optimizers import FUSED
+from hvdtrain.core.own_code import MODELS, is_path
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines import registry
 from hvdtrain.run import opening
 from hvdtrain.run.run import Run
@@ -27,7 +29,8 @@ def open_engine(run: Run, *, fuses: bool = False) -> Engine:
 
 
 def is_one_graph(recipe: Recipe, engine: str, device: torch.device) -> bool:
-    """Whether the whole update is one CUDA graph: not with a loss scale, nor with phases to be measured apart."""
-    whole = engine == "local" and device.type == "cuda" and recipe.compile
+    """Whether the whole update is one CUDA graph: not with a loss scale, phases to be measured apart, or
+    an optimizer whose kernels no graph is known to hold."""
+    whole = engine == "local" and device.type == "cuda" and recipe.compile and recipe.optimizer in FUSED
     ours = recipe.model in MODELS and not is_path(recipe.dataset)  # the user's code may do what no capture can hold
     return whole and ours and recipe.precision != "float16" and not recipe.profile

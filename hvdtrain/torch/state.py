@@ -1,35 +1,94 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from hvdtrain.errors import CheckpointError
+from hvdtrain.torch.ema import Ema
+
 if TYPE_CHECKING:
-    from hvdtrain.run.checkpoint import Checkpoint
+    from hvdtrain.run.checkpoint import Checkpoint, Layout
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by name: `model.NAME`, `momentum.NAME`; the live ones, not copies."""
+    """Every tensor of the state by name: `model.NAME`, `SLOT.NAME` as in momentum.NAME; the live ones, not copies."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return state | {name: value for name, value in _slots(model, optimizer) if isinstance(value, torch.Tensor)}
+
+
+def _slots(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What the optimizer keeps beside each parameter, by name."""
     for name, parameter in model.named_parameters():
-        if "momentum_buffer" in optimizer.state[parameter]:
-            state[f"momentum.{name}"] = optimizer.state[parameter]["momentum_buffer"]
-    return state
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            yield f"{_named(slot, optimizer)}.{name}", value
 
 
-def start_momentum(optimizer: torch.optim.Optimizer) -> None:
+def _named(slot: str, optimizer: torch.optim.Optimizer) -> str:
+    return "momentum" if slot == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD) else slot
+
+
+def start_momentum(optimizer: torch.optim.Optimizer, slot: str = "momentum_buffer") -> None:
     """Momentum of 0 for every parameter, which is what SGD starts from: all ranks then hold the same names."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else []:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            optimizer.state[parameter][slot] = torch.zeros_like(parameter)
+
+
+def start_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Step 0 and moments of 0 for every parameter, which is what Adam and LAMB start from."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = [
+        {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(each), "exp_avg_sq": torch.zeros_like(each)}
+        for each in parameters
+    ]
+    _set(optimizer, dict(enumerate(state)))
+
+
+def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
+    """Gives the optimizer this state of its parameters, each by its number, on the devices where it would make it."""
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class State:
     """A training state; see `hvdtrain.run.loop.State`."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        self.tensors, self.scaler = tensors(model, optimizer), scaler
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        ema: Ema | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._ema, self.scaler = model, optimizer, ema, scaler
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        averages = self._ema.averages if self._ema else {}
+        return tensors(self._model, self._optimizer) | {f"ema.{name}": average for name, average in averages.items()}
+
+    def start(self, layout: "Layout", values: Mapping[str, Any]) -> None:
+        if self._optimizer.state:  # a named one's is there from the start
+            return
+        parameters = dict(self._model.named_parameters())
+        state: dict[torch.Tensor, dict[str, Any]] = {parameter: {} for parameter in parameters.values()}
+        for key in [*layout, *values]:
+            kind, _, name = key.partition(".")
+            if kind in {"model", "ema"}:
+                continue
+            if name not in parameters:
+                raise CheckpointError(
+                    f"the checkpoint holds {key}, but the model has no {name}; give another --output."
+                )
+            slot = "momentum_buffer" if isinstance(self._optimizer, torch.optim.SGD) and kind == "momentum" else kind
+            state[parameters[name]][slot] = _zeros(parameters[name], *layout[key]) if key in layout else values[key]
+        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        _set(self._optimizer, {index: state[each] for index, each in enumerate(order) if state.get(each)})
+        for parameter, slots in self._optimizer.state.items():  # torch.optim gives all of them the parameter's dtype
+            wanted = state[parameter]
+            slots.update({slot: v.to(wanted[slot].dtype) for slot, v in slots.items() if isinstance(v, torch.Tensor)})
 
     def load(self, checkpoint: "Checkpoint") -> None:
         with torch.no_grad():
@@ -38,3 +97,20 @@ class State:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: tensor.detach().cpu().numpy() for name, tensor in self.tensors.items()}
+
+    def values(self) -> dict[str, Any]:
+        slots = _slots(self._model, self._optimizer)
+        values = {name: value for name, value in slots if not isinstance(value, torch.Tensor)}
+        for name, value in values.items():
+            if not isinstance(value, bool | int | float | str | None):
+                kind, own = type(self._optimizer).__name__, type(value).__name__
+                raise CheckpointError(
+                    f"optimizer {kind} keeps a {own} as {name}, which no checkpoint holds; take another optimizer."
+                )
+        return values
+
+
+def _zeros(parameter: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
+    """In the parameter's memory layout where the shape is its own."""
+    own = torch.from_numpy(np.zeros(0, dtype)).dtype
+    return torch.zeros_like(parameter, dtype=own) if list(parameter.shape) == shape else torch.zeros(shape, dtype=own)

@@ -1,7 +1,5 @@
 """One update of the weights, plain, compiled or as one CUDA graph. Needs PyTorch and NumPy, and no more."""
 
-import inspect
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -9,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvdtrain.torch import compiling, state
+from hvdtrain.torch import compiling, optimizers
+from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import Objective, Seen
 
@@ -86,8 +85,9 @@ class Step:
             compiling.compile_training(model, in_blocks=not in_one)
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
-        self.network, self.optimizer = engine.wrap(model, sgd(recipe, model, lr, fused))
-        state.start_momentum(self.optimizer)
+        self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
+        # Of what lies where the engine has put it.
+        self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.objective = Objective(recipe)
         self.update: Callable[[list[Any]], list[Seen]] = self._update
         """The update of this rank's micro-batches; of each what is to be reported: where the update is a graph, the
@@ -121,6 +121,8 @@ class Step:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            if self.ema:
+                self.ema.update()
         return seen
 
     def _differentiate(self, micro_batches: list[Any]) -> list[Seen]:
@@ -140,46 +142,3 @@ class Step:
         """What is to be reported of a validation batch."""
         out = self.objective.forward(self.network, self.objective.inputs(batch))
         return self.objective.measure(out, batch)[1]
-
-
-def sgd(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.SGD:
-    """The recipe's optimizer of all parameters.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> sgd(load("digits"), nn.Linear(2, 1), lr=0.05, fused=False).defaults["momentum"]
-        0.9
-    """
-    return (torch.optim.SGD if recipe.compile else SGD)(
-        model.parameters(),
-        lr=lr,
-        momentum=recipe.momentum,
-        nesterov=recipe.nesterov,
-        weight_decay=recipe.weight_decay,
-        fused=fused or None,
-    )
-
-
-class SGD(torch.optim.SGD):
-    """PyTorch's own, without its marks for PyTorch's compiler, whose import takes each rank more than a second.
-
-    Where a release of PyTorch marks its methods in another way, the compiler is imported after all.
-
-    Examples:
-        >>> optimizer = SGD(nn.Linear(2, 1).parameters(), lr=0.1)
-        >>> optimizer.zero_grad()
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if "torch._dynamo" not in sys.modules:
-            for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-                if method := getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None):
-                    vars(method).setdefault("__dynamo_disable", method)
-        super().__init__(*args, **options)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        return _STEP(self, closure)
-
-
-_STEP = inspect.unwrap(torch.optim.SGD.step)

@@ -66,7 +66,7 @@ class Trainer(Replica):
             in_one=name == "local",
             record=record_cuda_graph if is_one_graph(recipe, name, engine.device) else None,
         )
-        state = State(model, self.step.optimizer, self.step.scaler)
+        state = State(model, self.step.optimizer, self.step.scaler, self.step.ema)
         super().__init__(recipe, engine, model, state, Meter(engine.device))
         self.loader = Loader(recipe, run.dataset, engine.device)
 
@@ -95,7 +95,8 @@ class Trainer(Replica):
     def validate(self) -> Totals:
         """Totals of this rank's part: no example twice or padded."""
         self.model.eval()
-        with torch.inference_mode(), autocast(self.recipe, self.engine.device):
+        averaged = self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext()
+        with averaged, torch.inference_mode(), autocast(self.recipe, self.engine.device):
             for batch in self.loader.batches(self.dataset.valid, valid_requests(self.plan, self.engine.rank)):
                 self.meter.add(self.step.evaluate(batch))
         return self.totals()

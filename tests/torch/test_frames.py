@@ -11,7 +11,7 @@ pytestmark = needs_torch
 FRAMES = 7
 PROGRAM = """
 import runpy, sys, traceback
-from hvdtrain.torch.step import SGD
+from hvdtrain.torch.optimizers import SGD
 
 step = SGD.step
 

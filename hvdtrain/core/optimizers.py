@@ -1,0 +1,109 @@
+"""The optimizers that a recipe names, with their arguments and defaults: the same in every framework."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0, le=1e38)]
+Betas = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2, max_length=2)]
+
+KEYS = ("momentum", "nesterov", "weight_decay")
+"""Keys of a recipe that are arguments of an optimizer too."""
+
+
+class Settings(BaseModel):
+    """An optimizer's arguments. The LR is no part of them: it follows from the plan, step by step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    weight_decay: NotNegative = 0.0
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the tensors that it keeps beside each parameter, each as large; as checkpoints name them."""
+        return ()
+
+
+class SGD(Settings):
+    """Weight decay is added to the gradient; the LR stands outside the momentum (torch.optim.SGD)."""
+
+    momentum: Fraction = 0.0
+    nesterov: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+
+class Adam(Settings):
+    """Kingma and Ba 2015, arXiv:1412.6980, algorithm 1; weight decay is added to the gradient (torch.optim.Adam)."""
+
+    betas: Betas = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(Adam):
+    """Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2: weight decay apart from the gradient."""
+
+
+class Lamb(Adam):
+    """You et al. 2020, arXiv:1904.00962, algorithm 2."""
+
+    eps: PositiveFloat = 1e-6
+    exclude_1d: bool = True
+    """Whether biases and norms go without weight decay and trust ratio."""
+
+
+class Lars(Settings):
+    """You et al. 2017, arXiv:1708.03888, algorithm 1: the LR stands inside the momentum."""
+
+    momentum: Fraction = 0.0
+    trust_coefficient: PositiveFloat = 0.001
+    eps: NotNegative = 1e-8
+    exclude_1d: bool = True
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+
+NAMED: dict[str, type[Settings]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "lamb": Lamb, "lars": Lars}
+FUSED = ("sgd", "adam", "adamw")
+"""Those of which PyTorch has a fused kernel, which a CUDA graph may hold too."""
+
+
+def settings(recipe: "Recipe") -> Settings:
+    """The named optimizer's arguments, from the recipe's keys and its optimizer_args. Raises ValidationError."""
+    kind = NAMED[recipe.optimizer]
+    keys = {key: getattr(recipe, key) for key in KEYS if key in kind.model_fields}
+    return kind.model_validate({**keys, **recipe.optimizer_args})
+
+
+def given_keys(recipe: "Recipe") -> list[str]:
+    """Those of KEYS that are not at their default."""
+    return [key for key in KEYS if getattr(recipe, key)]
+
+
+def identity(recipe: "Recipe") -> str:
+    """What two runs must share to exchange an optimizer's state."""
+    if recipe.optimizer not in NAMED:
+        arguments: dict[str, Any] = recipe.optimizer_args
+        return f"optimizer {recipe.optimizer}" + (f" {arguments}" if arguments else "")
+    kept = f"momentum {'kept' if settings(recipe).slots else 'none'}"
+    named = {"sgd": kept, "lars": f"optimizer lars, {kept}"}
+    return named.get(recipe.optimizer, f"optimizer {recipe.optimizer}")
+
+
+def copies(recipe: "Recipe") -> int:
+    """How many numbers a checkpoint holds for each weight, itself included; of an import path two slots are assumed,
+    as Adam has them."""
+    slots = len(settings(recipe).slots) if recipe.optimizer in NAMED else 2
+    return 1 + slots + (recipe.ema_decay is not None)

@@ -1,0 +1,65 @@
+"""What a recipe may name of the user's own code, and the rules between such keys."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvdtrain import datasets
+from hvdtrain.core.wording import nearest
+from hvdtrain.errors import RecipeError
+from hvdtrain.untrusted import quoted
+
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
+
+IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
+MODELS = ("linear", "resnet50")
+LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
+
+
+def is_path(name: str) -> bool:
+    """Whether a value names code of the user's, as cells.nets:UNet does, and nothing of hvdtrain's."""
+    return re.fullmatch(IMPORT_PATH, name) is not None
+
+
+def check(r: "Recipe") -> None:
+    """Raises RecipeError for what names neither hvdtrain's nor the user's, or does not go together."""
+    _check_name_or_path("model", r.model, MODELS)
+    _check_name_or_path("dataset", r.dataset, datasets.NAMES)
+    _check_name_or_path("loss", r.loss or LOSSES[0], LOSSES)
+    for key, path in (
+        ("step", r.step),
+        ("collate", r.collate),
+        *((f"metrics {name}", r.metrics[name]) for name in r.metrics),
+    ):
+        if path is not None:
+            _check_name_or_path(key, path, ())
+    own_model, own_data = is_path(r.model), is_path(r.dataset)
+    if (r.model == "linear" and r.dataset != "linear" and not own_data) or (r.model, r.dataset) == (
+        "resnet50",
+        "linear",
+    ):
+        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
+    if r.model_args and not own_model:
+        raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
+    if (r.dataset_args or r.collate) and not own_data:
+        key = "dataset_args go" if r.dataset_args else "collate goes"
+        raise RecipeError(f"{key} with a data set of your own, got dataset {r.dataset}; drop it.")
+    if own_data and not (r.loss or r.step):
+        raise RecipeError(
+            f"dataset {r.dataset} needs a loss ({', '.join(LOSSES)}, or your own, as cells.losses:dice), or a step."
+        )
+    if r.step and (r.loss or r.metrics or r.label_smoothing):
+        raise RecipeError("step computes loss and metrics itself; drop loss, metrics and label_smoothing.")
+    for name in r.metrics:
+        if not name.isidentifier() or name in {"loss", "acc1"}:
+            raise RecipeError(f"a metric's name must be a word other than loss and acc1, got {quoted(name)}.")
+
+
+def _check_name_or_path(key: str, value: str, names: Sequence[str]) -> None:
+    if value not in names and not is_path(value):
+        either = f"one of {', '.join(names)}, or " if names else ""
+        raise RecipeError(
+            f"{key} must be {either}an import path such as package.module:name, got {quoted(value)}."
+            f"{nearest(value, list(names))}"
+        )

@@ -1,0 +1,171 @@
+"""The recipe's optimizer: the same updates as in hvdtrain.torch, or the Keras optimizer of an import path."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.core import imports, optimizers
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.errors import RecipeError
+from hvdtrain.tensorflow.sgd import SGD, zeros_like
+from hvdtrain.tensorflow.variables import add, put, subtract
+from hvdtrain.untrusted import one_line
+
+Tensors = list[tf.Tensor]
+
+
+class Optimizer(Protocol):
+    """Updates its variables. `state` names what it keeps: SLOT for a list beside the variables, or one for all."""
+
+    @property
+    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
+        """The live variables."""
+
+    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
+        """One update of every variable, within a graph; `lr` is a scalar."""
+
+
+def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> Optimizer:
+    """The recipe's optimizer of these weights, its state as before the first update. Raises RecipeError."""
+    if recipe.optimizer not in optimizers.NAMED:
+        return KerasOptimizer(recipe, weights)
+    variables = [weight.value for weight in weights]
+    match optimizers.settings(recipe):
+        case optimizers.Lamb() as lamb:
+            return LAMB(lamb, variables)
+        case optimizers.Lars() as lars:
+            return LARS(lars, variables)
+        case optimizers.Adam() as adam:
+            return Adam(adam, variables, is_decay_apart=recipe.optimizer == "adamw")
+    return SGD(recipe, variables)
+
+
+class Moments:
+    """Adam's running means of gradients and of their squares, as Kingma and Ba 2015, arXiv:1412.6980, correct them."""
+
+    def __init__(self, settings: optimizers.Adam, variables: list[tf.Variable]) -> None:
+        self._settings, self._variables = settings, variables
+        self._mean, self._square = zeros_like(variables), zeros_like(variables)
+        self._step = tf.Variable(tf.zeros(()), trainable=False)  # GPUs hold no 32-bit integers
+
+    @property
+    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
+        return {"step": self._step, "exp_avg": self._mean, "exp_avg_sq": self._square}
+
+    def _updates(self, gradients: Tensors) -> Tensors:
+        """Follows the gradients; the update of each variable, for an LR of 1."""
+        beta1, beta2 = self._settings.betas
+        add(self._step, tf.ones(()))
+        step = tf.cast(self._step, tf.float64)  # 1 - b^t of a float32 b is wrong in the fifth digit at first
+        first, second = (1 - tf.constant(beta, tf.float64) ** step for beta in (beta1, beta2))
+        updates = []
+        for gradient, mean, square in zip(gradients, self._mean, self._square, strict=True):
+            put(mean, mean * beta1 + gradient * (1 - beta1))
+            put(square, square * beta2 + tf.square(gradient) * (1 - beta2))
+            denominator = tf.sqrt(square / tf.cast(second, square.dtype)) + self._settings.eps
+            updates.append(mean / tf.cast(first, mean.dtype) / denominator)
+        return updates
+
+
+class Adam(Moments):
+    """torch.optim.Adam: weight decay is added to the gradient; or, where it stands apart, torch.optim.AdamW."""
+
+    def __init__(self, settings: optimizers.Adam, variables: list[tf.Variable], is_decay_apart: bool) -> None:
+        super().__init__(settings, variables)
+        self._is_decay_apart = is_decay_apart
+
+    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
+        decay = self._settings.weight_decay
+        if not self._is_decay_apart:
+            gradients = [g + decay * v for g, v in zip(gradients, self._variables, strict=True)] if decay else gradients
+            decay = 0.0
+        for variable, update in zip(self._variables, self._updates(gradients), strict=True):
+            subtract(variable, lr * (update + decay * variable) if decay else lr * update)
+
+
+class LAMB(Moments):
+    """You et al. 2020, arXiv:1904.00962, algorithm 2; see `hvdtrain.torch.optimizers.LAMB`."""
+
+    _settings: optimizers.Lamb
+
+    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
+        for variable, update in zip(self._variables, self._updates(gradients), strict=True):
+            subtract(variable, lr * self._scaled(variable, update))
+
+    def _scaled(self, variable: tf.Variable, update: tf.Tensor) -> tf.Tensor:
+        if not _is_adapted(self._settings, variable):
+            return update
+        whole = update + self._settings.weight_decay * variable
+        of_variable, of_whole = tf.norm(variable), tf.norm(whole)
+        return whole * _ratio(of_variable, of_whole, (of_variable == 0) | (of_whole == 0))
+
+
+class LARS:
+    """You et al. 2017, arXiv:1708.03888, algorithm 1; see `hvdtrain.torch.optimizers.LARS`."""
+
+    def __init__(self, settings: optimizers.Lars, variables: list[tf.Variable]) -> None:
+        self._settings, self._variables = settings, variables
+        self._momentum = zeros_like(variables) if settings.momentum else []
+
+    @property
+    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
+        return {"momentum": self._momentum} if self._momentum else {}
+
+    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
+        for variable, gradient, momentum in itertools.zip_longest(self._variables, gradients, self._momentum):
+            update = lr * self._locally_scaled(variable, gradient)
+            if momentum is not None:
+                put(momentum, self._settings.momentum * momentum + update)
+                update = tf.convert_to_tensor(momentum)
+            subtract(variable, update)
+
+    def _locally_scaled(self, variable: tf.Variable, gradient: tf.Tensor) -> tf.Tensor:
+        s = self._settings
+        if not _is_adapted(s, variable):
+            return gradient
+        of_variable, of_gradient = tf.norm(variable), tf.norm(gradient)
+        below = of_gradient + s.weight_decay * of_variable + s.eps
+        is_at_0 = (of_variable == 0) | (of_gradient == 0)
+        return _ratio(s.trust_coefficient * of_variable, below, is_at_0) * (gradient + s.weight_decay * variable)
+
+
+class KerasOptimizer:
+    """The Keras optimizer that an import path names."""
+
+    def __init__(self, recipe: Recipe, weights: Sequence[keras.Variable]) -> None:
+        kind = imports.load(recipe.optimizer, "optimizer")
+        self._weights = list(weights)
+        try:
+            self._optimizer = kind(learning_rate=recipe.base_lr, **recipe.optimizer_args)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {one_line(error)}.") from error
+        if not isinstance(self._optimizer, keras.optimizers.Optimizer):
+            raise RecipeError(
+                f"optimizer {recipe.optimizer} must return a keras.optimizers.Optimizer, got "
+                f"{type(self._optimizer).__name__}."
+            )
+        self._optimizer.build(self._weights)
+
+    @property
+    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
+        """Its variables by Keras's name of each, which holds the weight's where it belongs to one."""
+        rate = self._optimizer.learning_rate
+        return {
+            f"optimizer.{own.path.replace('/', '.')}": own.value for own in self._optimizer.variables if own is not rate
+        }
+
+    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
+        self._optimizer.learning_rate.assign(tf.cast(lr, self._optimizer.learning_rate.dtype))
+        self._optimizer.apply(gradients, self._weights)
+
+
+def _is_adapted(settings: optimizers.Lamb | optimizers.Lars, variable: tf.Variable) -> bool:
+    """Whether weight decay and trust ratio apply."""
+    return len(variable.shape) > 1 or not settings.exclude_1d
+
+
+def _ratio(above: tf.Tensor, below: tf.Tensor, is_one: tf.Tensor) -> tf.Tensor:
+    return tf.where(is_one, tf.ones_like(above), above / below)

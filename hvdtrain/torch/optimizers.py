@@ -1,0 +1,239 @@
+"""The recipe's optimizer: PyTorch's own, LAMB and LARS from their papers, or the callable of an import path."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hvdtrain.core import imports, optimizers
+from hvdtrain.errors import RecipeError
+from hvdtrain.torch import state
+from hvdtrain.untrusted import one_line
+
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
+
+Tensors = list[torch.Tensor]
+
+
+def make(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.Optimizer:
+    """The recipe's optimizer of all parameters. A named one has its state already, as before the first update: all
+    ranks then hold the same names. Raises RecipeError.
+
+    Examples:
+        >>> from hvdtrain.core.recipe import load
+        >>> make(load("digits"), nn.Linear(2, 1), lr=0.05, fused=False).defaults["momentum"]
+        0.9
+    """
+    if recipe.optimizer not in optimizers.NAMED:
+        return _imported(recipe, model, lr)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD if recipe.compile else SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "lamb": LAMB,
+        "lars": LARS,
+    }
+    arguments = optimizers.settings(recipe).model_dump()
+    if recipe.optimizer in optimizers.FUSED:
+        arguments["fused"] = fused or None
+    if recipe.optimizer in {"adam", "adamw"}:
+        arguments["capturable"] = fused and next(model.parameters()).is_cuda
+    optimizer = kinds[recipe.optimizer](model.parameters(), lr=lr, **arguments)
+    if "momentum" in arguments:
+        state.start_momentum(optimizer, "momentum" if recipe.optimizer == "lars" else "momentum_buffer")
+    else:
+        state.start_moments(optimizer)
+    return optimizer
+
+
+def _imported(recipe: "Recipe", model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    kind = imports.load(recipe.optimizer, "optimizer")
+    try:
+        optimizer = kind(model.parameters(), lr=lr, **recipe.optimizer_args)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {one_line(error)}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RecipeError(
+            f"optimizer {recipe.optimizer} must return a torch.optim.Optimizer, got {type(optimizer).__name__}."
+        )
+    return optimizer
+
+
+def _keep_compiler_out() -> None:
+    """Keeps PyTorch's compiler, whose import takes each rank more than a second, out of what every optimizer does.
+
+    Where a release of PyTorch marks its methods in another way, the compiler is imported after all.
+    """
+    if "torch._dynamo" not in sys.modules:
+        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+            if method := getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None):
+                vars(method).setdefault("__dynamo_disable", method)
+
+
+class SGD(torch.optim.SGD):
+    """PyTorch's own, without its marks for PyTorch's compiler.
+
+    Examples:
+        >>> optimizer = SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> optimizer.zero_grad()
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _keep_compiler_out()
+        super().__init__(*args, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return _STEP(self, closure)
+
+
+_STEP = inspect.unwrap(torch.optim.SGD.step)
+
+
+class _Layerwise(torch.optim.Optimizer):
+    """An optimizer whose update of a layer follows the layer's own norm. Norms and steps stay on the device."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], **defaults: Any) -> None:
+        _keep_compiler_out()
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update. `closure`, where given, computes loss and gradients first; its loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weights = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if weights:
+                self._update(group, weights, [weight.grad for weight in weights])
+        return loss
+
+    def _update(self, group: dict[str, Any], weights: Tensors, gradients: Tensors) -> None:
+        raise NotImplementedError
+
+    def _slot(self, name: str, weights: Tensors, shaped: bool = True) -> Tensors:
+        """The weights' tensors of that name, zeros at first: shaped as they are, or numbers."""
+        for weight in weights:
+            if name not in self.state[weight]:
+                zeros = torch.zeros_like(weight) if shaped else torch.zeros((), device=weight.device)
+                self.state[weight][name] = zeros
+        return [self.state[weight][name] for weight in weights]
+
+
+def _is_adapted(group: dict[str, Any], weight: torch.Tensor) -> bool:
+    """Whether weight decay and trust ratio apply."""
+    return weight.dim() > 1 or not group["exclude_1d"]
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor)
+
+
+class LAMB(_Layerwise):
+    """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2, phi(z) = z): Adam's update r with weight decay, scaled to
+    the norm of the layer's weights.
+
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps);
+    w -= lr |w| / |r + weight_decay w| (r + weight_decay w), where a norm is 0 with 1 in place of the ratio.
+    `exclude_1d`: parameters of one dimension (biases, norms) take w -= lr r.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = LAMB(model.parameters(), lr=0.01, weight_decay=0.01)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        exclude_1d: bool = True,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            exclude_1d=exclude_1d,
+            capturable=True,  # torch.optim then loads steps onto the weights' device
+        )
+
+    def _update(self, group: dict[str, Any], weights: Tensors, gradients: Tensors) -> None:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        steps = self._slot("step", weights, shaped=False)
+        mean, square = self._slot("exp_avg", weights), self._slot("exp_avg_sq", weights)
+        torch._foreach_add_(steps, 1)
+        torch._foreach_mul_(mean, beta1)
+        torch._foreach_add_(mean, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(square, beta2)
+        torch._foreach_addcmul_(square, gradients, gradients, 1 - beta2)
+        for weight, step, m, v in zip(weights, steps, mean, square, strict=True):
+            wide = step.double()  # 1 - b^t of a float32 b is wrong in the fifth digit at first
+            update = (m / (1 - beta1**wide)).div_((v / (1 - beta2**wide)).sqrt_().add_(group["eps"]))
+            if _is_adapted(group, weight):
+                update.add_(weight, alpha=decay)
+                of_weight, of_update = _norm(weight), _norm(update)
+                is_at_0 = (of_weight == 0) | (of_update == 0)
+                update.mul_((of_weight / of_update).masked_fill_(is_at_0, 1.0))
+            weight.sub_(update.mul_(group["lr"]))
+
+
+class LARS(_Layerwise):
+    """LARS (You et al. 2017, arXiv:1708.03888, algorithm 1): SGD with momentum, with a learning rate for each layer.
+
+    local = trust_coefficient |w| / (|g| + weight_decay |w| + eps), or 1 where a norm is 0;
+    v = momentum v + lr local (g + weight_decay w);  w -= v.
+    `exclude_1d`: parameters of one dimension (biases, norms) take v = momentum v + lr g.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = LARS(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        exclude_1d: bool = True,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            eps=eps,
+            exclude_1d=exclude_1d,
+        )
+
+    def _update(self, group: dict[str, Any], weights: Tensors, gradients: Tensors) -> None:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        velocities = self._slot("momentum", weights) if momentum else []
+        updates = torch._foreach_mul(gradients, group["lr"])
+        for weight, gradient, update in zip(weights, gradients, updates, strict=True):
+            if _is_adapted(group, weight):
+                of_weight, of_gradient = _norm(weight), _norm(gradient)
+                local = group["trust_coefficient"] * of_weight / (of_gradient + decay * of_weight + group["eps"])
+                is_at_0 = (of_weight == 0) | (of_gradient == 0)
+                update.add_(weight * (decay * group["lr"])).mul_(local.masked_fill_(is_at_0, 1.0))
+        if momentum:
+            torch._foreach_mul_(velocities, momentum)
+            torch._foreach_add_(velocities, updates)
+        torch._foreach_sub_(weights, velocities or updates)

@@ -1,0 +1,180 @@
+"""The optimizers' table: arguments from keys and optimizer_args, what is refused of them and follows from them."""
+
+import pytest
+from choices import choice
+
+from hvdtrain import datasets
+from hvdtrain.core import compatibility, optimizers, plan, recipe
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.errors import RecipeError
+from hvdtrain.run.folder import model_identity
+
+KEYS = {"name": "mine", "model": "linear", "dataset": "linear", "batch_size": 100, "epochs": 3, "base_lr": 0.5}
+RADAM = {"optimizer": "torch.optim:RAdam"}
+
+
+def made(**keys: object) -> Recipe:
+    return recipe.validate({**KEYS, **keys})
+
+
+TAKEN = {
+    "sgd by keys": ({"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0}),
+    "sgd by arguments": (
+        {"optimizer_args": {"momentum": 0.9, "nesterov": True}},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0},
+    ),
+    "adam": ({"optimizer": "adam"}, {"weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}),
+    "adamw": (
+        {"optimizer": "adamw", "optimizer_args": {"weight_decay": 0.05, "betas": [0.9, 0.99]}},
+        {"weight_decay": 0.05, "betas": (0.9, 0.99), "eps": 1e-8},
+    ),
+    "lamb": (
+        {"optimizer": "lamb", "weight_decay": 0.1},
+        {"weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-6, "exclude_1d": True},
+    ),
+    "lars": (
+        {"optimizer": "lars", "momentum": 0.9, "optimizer_args": {"trust_coefficient": 0.01, "exclude_1d": False}},
+        {"weight_decay": 0.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 1e-8, "exclude_1d": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "expected"), TAKEN.values(), ids=TAKEN)
+def test_arguments_of_the_named_ones(keys, expected):
+    assert optimizers.settings(made(**keys)).model_dump() == expected
+
+
+PATHS = "sgd, adam, adamw, lamb, lars, or an import path such as torch.optim:RAdam"
+REFUSED = {
+    "misspelt": (
+        {"optimizer": "adma"},
+        f"optimizer must be {PATHS}, got 'adma'. Did you mean adam?",
+    ),
+    "no text": ({"optimizer": 3}, "optimizer must be text, got 3."),
+    "momentum of Adam": (
+        {"optimizer": "adam", "momentum": 0.9},
+        "momentum goes with optimizer sgd or lars, got adam; drop it.",
+    ),
+    "Nesterov of LARS": (
+        {"optimizer": "lars", "momentum": 0.9, "nesterov": True},
+        "nesterov goes with optimizer sgd, got lars; drop it.",
+    ),
+    "momentum of yours": (
+        {**RADAM, "momentum": 0.9},
+        "momentum is of the named optimizers; give torch.optim:RAdam its own in optimizer_args.",
+    ),
+    "weight decay of yours": (
+        {**RADAM, "weight_decay": 0.1},
+        "weight_decay is of the named optimizers; give torch.optim:RAdam its own in optimizer_args.",
+    ),
+    "given twice": (
+        {"optimizer": "adamw", "weight_decay": 0.1, "optimizer_args": {"weight_decay": 0.05}},
+        "weight_decay must be given once: as a key, or in optimizer_args; drop one.",
+    ),
+    "unknown argument": (
+        {"optimizer": "adam", "optimizer_args": {"amsgrad": True}},
+        "optimizer adam has no argument 'amsgrad'; it takes betas, eps, weight_decay.",
+    ),
+    "the LR": (
+        {"optimizer_args": {"lr": 0.1}},
+        "optimizer sgd has no argument 'lr'; it takes momentum, nesterov, weight_decay.",
+    ),
+    "one beta": (
+        {"optimizer": "lamb", "optimizer_args": {"betas": [0.9]}},
+        "'betas' in optimizer_args must have at least 2 values, got [0.9].",
+    ),
+    "three betas": (
+        {"optimizer": "lamb", "optimizer_args": {"betas": [0.9, 0.9, 0.9]}},
+        "'betas' in optimizer_args must have at most 2 values, got [0.9, 0.9, 0.9].",
+    ),
+    "beta of 1": (
+        {"optimizer": "adam", "optimizer_args": {"betas": [0.9, 1]}},
+        "each of 'betas' in optimizer_args must be less than 1, got 1.",
+    ),
+    "betas that are no list": (
+        {"optimizer": "adam", "optimizer_args": {"betas": 0.9}},
+        "'betas' in optimizer_args must be a list, got 0.9.",
+    ),
+    "eps of 0": (
+        {"optimizer": "adam", "optimizer_args": {"eps": 0}},
+        "'eps' in optimizer_args must be greater than 0, got 0.",
+    ),
+    "a text for a switch": (
+        {"optimizer": "lars", "optimizer_args": {"exclude_1d": "no"}},
+        "'exclude_1d' in optimizer_args must be true or false, got 'no'.",
+    ),
+    "momentum of 1": (
+        {"optimizer": "lars", "optimizer_args": {"momentum": 1.0}},
+        "'momentum' in optimizer_args must be less than 1, got 1.0.",
+    ),
+    "Nesterov without momentum": (
+        {"optimizer_args": {"nesterov": True}},
+        "nesterov needs momentum above 0, got momentum=0.",
+    ),
+    "arguments that are a list": ({"optimizer_args": [1]}, "optimizer_args must map names to values, got [1]."),
+    "Adasum of Adam": (
+        {"optimizer": "adam", "reduction": "adasum"},
+        "reduction adasum goes with optimizer sgd, got adam; drop one.",
+    ),
+    "fused LAMB": (
+        {"optimizer": "lamb", "fused_optimizer": True},
+        "fused_optimizer goes with optimizer sgd, adam, adamw, got lamb; drop it.",
+    ),
+    "decay of 1": ({"ema_decay": 1}, "ema_decay must be less than 1, got 1."),
+    "decay of 0": ({"ema_decay": 0}, "ema_decay must be greater than 0, got 0."),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(keys, message):
+    with pytest.raises(RecipeError) as caught:
+        made(**keys)
+    assert str(caught.value) == message
+
+
+# Also how many numbers a checkpoint holds for each weight.
+IDENTITIES = {
+    "sgd": ({}, 1, "momentum none"),
+    "sgd with momentum": ({"momentum": 0.9}, 2, "momentum kept"),
+    "sgd with momentum as argument": ({"optimizer_args": {"momentum": 0.9}}, 2, "momentum kept"),
+    "sgd, averaged": ({"momentum": 0.9, "ema_decay": 0.9}, 3, "momentum kept, averaged weights"),
+    "adam": ({"optimizer": "adam"}, 3, "optimizer adam"),
+    "adamw, averaged": ({"optimizer": "adamw", "ema_decay": 0.9}, 4, "optimizer adamw, averaged weights"),
+    "lamb": ({"optimizer": "lamb"}, 3, "optimizer lamb"),
+    "lars": ({"optimizer": "lars", "momentum": 0.9}, 2, "optimizer lars, momentum kept"),
+    "yours": (RADAM, 3, "optimizer torch.optim:RAdam"),
+    "yours with arguments": (
+        {**RADAM, "optimizer_args": {"eps": 0.1}},
+        3,
+        "optimizer torch.optim:RAdam {'eps': 0.1}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "copies", "identity"), IDENTITIES.values(), ids=IDENTITIES)
+def test_what_a_checkpoint_holds_follows_from_the_optimizer(keys, copies, identity):
+    made_plan = plan.make(made(**keys), 1, datasets.load("linear"))
+    assert made_plan.checkpoint_bytes == 2 * 4 * copies
+    assert model_identity(made_plan) == f"linear, 2 parameters, {identity}"
+
+
+def test_a_long_identity_fits_into_a_checkpoint():
+    long = made(**RADAM, optimizer_args={"x": "y" * 4000})
+    assert len(model_identity(plan.make(long, 1, datasets.load("linear")))) < 1000
+
+
+ENGINES = {"horovod": True, "local": True, "mirrored": False, "multiworker": False, "parameter-server": False}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_keras_optimizer_goes_with_plain_variables(engine):
+    requested = choice(engine, "tensorflow", made(optimizer="keras.optimizers:Nadam"))
+    if ENGINES[engine]:
+        compatibility.check(requested, {})
+        return
+    with pytest.raises(RecipeError) as caught:
+        compatibility.check(requested, {})
+    assert str(caught.value) == (
+        "optimizer keras.optimizers:Nadam is Keras's, which goes with engine horovod or local, "
+        f"got {engine}; take a named one."
+    )
