@@ -1,4 +1,4 @@
-"""The optimizers' table: arguments from keys and optimizer_args, what is refused of them and follows from them."""
+"""The optimizers' table: arguments from keys and optimizer_args, what is refused, and what follows from them."""
 
 import pytest
 from choices import choice

@@ -1,0 +1,217 @@
+"""The optimizers against the papers' formulas in NumPy, their state, averaged weights, and what is refused of yours."""
+
+import numpy as np
+import optimizer_reference as reference
+import pytest
+from ranks import needs_torch
+
+pytestmark = needs_torch
+torch = pytest.importorskip("torch")
+
+from hvdtrain.core import recipe  # noqa: E402
+from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
+from hvdtrain.run.checkpoint import Checkpoint  # noqa: E402
+from hvdtrain.torch import optimizers  # noqa: E402
+from hvdtrain.torch.ema import Ema  # noqa: E402
+from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
+from hvdtrain.torch.state import State  # noqa: E402
+from hvdtrain.torch.step import Step  # noqa: E402
+
+LIMITS = {"float64": (torch.float64, 1e-12), "float32": (torch.float32, 1e-6)}
+NONE = torch.amp.GradScaler("cpu", enabled=False)
+
+
+def network(dtype=torch.float64):
+    model = torch.nn.Module()
+    for name, start in reference.START.items():
+        model.register_parameter(name, torch.nn.Parameter(torch.tensor(start, dtype=dtype)))
+    return model
+
+
+def made(model, **keys):
+    return optimizers.make(recipe.load("linear", keys), model, 0.1, keys.get("fused_optimizer", False))
+
+
+def update(model, optimizer, step):
+    for name, gradient in reference.GRADIENTS[step].items():
+        parameter = model.get_parameter(name)
+        parameter.grad = torch.tensor(gradient, dtype=parameter.dtype)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(reference.LRS[step])
+        else:
+            group["lr"] = reference.LRS[step]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("precision", LIMITS)
+@pytest.mark.parametrize("case", reference.CASES)
+def test_twenty_updates_are_the_papers(case, precision, is_tensor):
+    dtype, limit = LIMITS[precision]
+    model = network(dtype)
+    fused = is_tensor and reference.CASES[case]["optimizer"] in {"adam", "adamw"}
+    optimizer = made(model, **reference.CASES[case], fused_optimizer=fused)
+    if is_tensor:  # as a CUDA graph needs it
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.0, dtype=torch.float64)
+    for step in range(20):
+        update(model, optimizer, step)
+    for name, expected in reference.weights(case).items():
+        np.testing.assert_allclose(model.get_parameter(name).detach(), expected, rtol=0, atol=limit, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [optimizers.LAMB, optimizers.LARS])
+def test_a_closure_computes_the_gradients(kind):
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = kind([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 4
+    assert optimizer.step(closure) < 4
+
+
+YOURS = {
+    "adagrad": {"optimizer": "torch.optim:Adagrad"},
+    "radam": {"optimizer": "torch.optim:RAdam"},
+    "nadam": {"optimizer": "torch.optim:NAdam"},
+    "sgd": {"optimizer": "torch.optim:SGD", "optimizer_args": {"momentum": 0.9}},
+    "rmsprop": {"optimizer": "torch.optim:RMSprop", "optimizer_args": {"momentum": 0.9}},
+    "counting": {"optimizer": "test_optimizers:Counting"},
+}
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number beside each parameter that is no tensor, and steps by it."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            count = self.state[parameter].get("count", 0) + 1
+            self.state[parameter]["count"] = count
+            parameter.data.sub_(parameter.grad / count, alpha=self.param_groups[0]["lr"])
+
+
+class Listing(torch.optim.SGD):
+    """Keeps what no checkpoint holds."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old"] = [parameter.clone()]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "test_optimizers", sys.modules[__name__])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("keys", [*reference.CASES.values(), *YOURS.values()], ids=[*reference.CASES, *YOURS])
+def test_what_a_checkpoint_holds_continues_to_the_bit(keys, dtype):
+    model, again = network(dtype), network(dtype)
+    optimizer, resumed = made(model, **keys), made(again, **keys)
+    state, target = State(model, optimizer, NONE), State(again, resumed, NONE)
+    for step in range(6):
+        update(model, optimizer, step)
+    kept = Checkpoint({name: array.copy() for name, array in state.arrays().items()}, {"step": 6})
+    target.start(kept.layout, state.values())
+    target.load(kept)
+    assert target.tensors.keys() == state.tensors.keys() == kept.arrays.keys()
+    for step in range(6, 12):
+        update(model, optimizer, step)
+        update(again, resumed, step)
+    ended = target.arrays()
+    for name, array in state.arrays().items():
+        assert (ended[name].dtype, ended[name].tobytes()) == (array.dtype, array.tobytes()), name
+    assert target.values() == state.values()
+
+
+def test_the_slots_by_name():
+    def names(**keys):
+        model = network()
+        return {name.partition(".")[0] for name in State(model, made(model, **keys), NONE).tensors}
+
+    assert names() == {"model"}
+    assert names(momentum=0.9) == names(optimizer="lars", momentum=0.9) == {"model", "momentum"}
+    for adaptive in ("adam", "adamw", "lamb"):
+        assert names(optimizer=adaptive) == {"model", "step", "exp_avg", "exp_avg_sq"}
+
+
+def test_what_no_checkpoint_holds_is_refused():
+    model = network()
+    optimizer = made(model, optimizer="test_optimizers:Listing")
+    update(model, optimizer, 0)
+    with pytest.raises(CheckpointError) as caught:
+        State(model, optimizer, NONE).values()
+    refused = "optimizer Listing keeps a list as old.kernel, which no checkpoint holds; take another optimizer."
+    assert str(caught.value) == refused
+
+
+def test_slots_of_another_model_are_refused():
+    model = network()
+    state = State(model, made(model, optimizer="torch.optim:RAdam"), NONE)
+    with pytest.raises(CheckpointError) as caught:
+        state.start({"exp_avg.other": ("float32", [3])}, {})
+    refused = "the checkpoint holds exp_avg.other, but the model has no other; give another --output."
+    assert str(caught.value) == refused
+
+
+REFUSED = {
+    "an unknown argument": (
+        {"optimizer": "torch.optim:RAdam", "optimizer_args": {"x": 1}},
+        "optimizer torch.optim:RAdam refuses its arguments: RAdam.__init__() got an unexpected keyword argument 'x'.",
+    ),
+    "a wrong value": (
+        {"optimizer": "torch.optim:RAdam", "optimizer_args": {"eps": -1.0}},
+        "optimizer torch.optim:RAdam refuses its arguments: Invalid epsilon value: -1.0.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_arguments_of_yours(keys, message):
+    with pytest.raises(RecipeError) as caught:
+        made(network(), **keys)
+    assert str(caught.value) == message
+
+
+def returns_text(parameters, lr):
+    return "optimizer"
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(RecipeError) as caught:
+        made(network(), optimizer="test_optimizers:returns_text")
+    refused = "optimizer test_optimizers:returns_text must return a torch.optim.Optimizer, got str."
+    assert str(caught.value) == refused
+
+
+def test_the_average_of_the_weights_is_numpys():
+    model = network()
+    optimizer, ema = made(model, optimizer="adamw"), Ema(model, reference.EMA_DECAY)
+    followed = []
+    for step in range(20):
+        update(model, optimizer, step)
+        ema.update()
+        followed.append({name: value.detach().numpy().copy() for name, value in model.named_parameters()})
+    before = {name: value.detach().numpy().tobytes() for name, value in model.named_parameters()}
+    with ema.swapped_in():
+        for name, value in model.named_parameters():
+            expected = reference.averages((weights[name] for weights in followed), reference.START[name])
+            np.testing.assert_allclose(value.detach(), expected, rtol=0, atol=1e-12)
+    assert {name: value.detach().numpy().tobytes() for name, value in model.named_parameters()} == before
+
+
+def test_each_update_of_a_run_moves_the_average():
+    chosen = recipe.load("linear", {"ema_decay": 0.5})
+    step = Step(chosen, LocalEngine(torch.device("cpu")), torch.nn.Linear(1, 1), lr=0.1)
+    expected = step.ema.averages["weight"].clone()
+    for _ in range(3):
+        step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)
+        expected.lerp_(step.model.weight.detach(), 0.5)
+    assert torch.equal(step.ema.averages["weight"], expected)
