@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.errors import DeviceError, HvdtrainError, RecipeError, WorldError
 from hvdtrain.launch import controller, mpi
 from hvdtrain.launch.topology import Topology
@@ -270,9 +271,9 @@ def _check_plugin(topology: Topology, framework: Framework, environ: Mapping[str
     )
 
 
-def check_adasum(recipe: Recipe, size: int, over_mpi: bool) -> None:
+def check_adasum(settings: EngineSettings, size: int, over_mpi: bool) -> None:
     """Refuses Adasum where it cannot be right, which is known once Horovod has started. Raises WorldError."""
-    if recipe.reduction != "adasum":
+    if settings.reduction != "adasum":
         return
     if not over_mpi:
         raise WorldError(

@@ -38,6 +38,22 @@ class Plan:
         return self.schedule.peak_lr
 
     @property
+    def epochs(self) -> int:
+        return self.recipe.epochs
+
+    @property
+    def max_steps(self) -> int | None:
+        return self.recipe.max_steps
+
+    @property
+    def seed(self) -> int:
+        return self.recipe.seed
+
+    @property
+    def accumulation_steps(self) -> int:
+        return self.recipe.accumulation_steps
+
+    @property
     def gradient_bytes(self) -> int:
         """How many bytes of gradients one rank communicates in one step."""
         bytes_each = {"none": self._parameter_bytes, "fp16": 2, "bf16": 2, "fp64": 8}[self.recipe.compression]

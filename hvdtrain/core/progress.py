@@ -1,7 +1,7 @@
 """How far a run has come and what it reads next: the arithmetic under every training loop."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +12,49 @@ from hvdtrain.core.totals import Totals
 
 Request = tuple[np.ndarray, np.ndarray | None]
 """What one batch is read from: indices [n] and the augmentation's draws [n, plan.draws], or None."""
+
+
+class Extent(Protocol):
+    """How far a run goes; a Plan says it."""
+
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def train_examples(self) -> int: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def max_steps(self) -> int | None: ...
+
+
+class Sampling(Extent, Protocol):
+    """What each rank reads in each update; a Plan says it."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def accumulation_steps(self) -> int: ...
+    @property
+    def draws(self) -> int: ...
+    @property
+    def shards(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class OwnSampling:
+    """Without a plan: the samples of a training in `size` equal local batches."""
+
+    global_batch: int
+    train_examples: int
+    size: int
+    seed: int = 0
+    epochs: int = 1
+    max_steps: int | None = None
+    accumulation_steps: int = 1
+    draws: int = 0
+    shards: tuple[int, ...] = ()
 
 
 @dataclass
@@ -40,18 +83,22 @@ class Progress:
         train["metrics"] = {name: (total, count) for name, (total, count) in train["metrics"].items()}
         return cls(step, epoch, sample, Plateau(**plateau), Totals(**train))
 
-    def is_epoch_done(self, plan: Plan) -> bool:
+    def is_epoch_done(self, extent: Extent) -> bool:
         """Whether what is left of the epoch's order is less than a batch."""
-        return self.sample + plan.global_batch > plan.train_examples
+        return self.sample + extent.global_batch > extent.train_examples
 
-    def is_stopped(self, plan: Plan) -> bool:
+    def is_stopped(self, extent: Extent) -> bool:
         """Whether `max_steps` updates are made."""
-        return plan.recipe.max_steps is not None and self.step >= plan.recipe.max_steps
+        return extent.max_steps is not None and self.step >= extent.max_steps
 
-    def is_done(self, plan: Plan) -> bool:
+    def is_over(self, extent: Extent) -> bool:
+        """Whether no epoch is left."""
+        return self.epoch >= extent.epochs or self.is_stopped(extent)
+
+    def is_done(self, extent: Extent) -> bool:
         """Whether the run's last update is made. Epochs decide: where the batch is given per rank, a resumed
         run's global batch may differ from that of the steps before it."""
-        return self.is_stopped(plan) or self.epoch + self.is_epoch_done(plan) >= plan.recipe.epochs
+        return self.is_stopped(extent) or self.epoch + self.is_epoch_done(extent) >= extent.epochs
 
     def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
         """Where the epoch after this one begins, given this one's validation loss."""
@@ -62,32 +109,37 @@ class Progress:
         """The LR of the next update."""
         return plan.schedule.lr(self.epoch + self.sample / (plan.steps_per_epoch * plan.global_batch), self.plateau)
 
-    def advance(self, plan: Plan) -> None:
+    def advance(self, extent: Extent) -> None:
         """Counts an update."""
         self.step += 1
-        self.sample += plan.global_batch
+        self.sample += extent.global_batch
 
 
-def train_requests(plan: Plan, progress: Progress, rank: int) -> tuple[range, list[Request]]:
+def train_requests(plan: Sampling, progress: Progress, rank: int) -> tuple[range, list[Request]]:
     """What is left of the epoch: the index at which each update's global batch begins, and the rank's micro-batches,
     `accumulation_steps` for each update."""
     order = _epoch(plan, progress.epoch)
     starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
     local_batches = (order.local_batch(start, plan.global_batch, rank, plan.size) for start in starts)
-    micro_batches = (indices for batch in local_batches for indices in np.split(batch, plan.recipe.accumulation_steps))
+    micro_batches = (indices for batch in local_batches for indices in np.split(batch, plan.accumulation_steps))
     return starts, [(indices, order.draws[indices]) for indices in micro_batches]
 
 
-def _epoch(plan: Plan, epoch: int) -> Epoch:
+def _epoch(plan: Sampling, epoch: int) -> Epoch:
     if plan.shards:
-        return Epoch.by_shard(plan.shards, plan.recipe.seed, epoch, plan.draws, plan.global_batch, plan.size)
-    return Epoch.of(plan.train_examples, plan.recipe.seed, epoch, plan.draws)
+        return Epoch.by_shard(plan.shards, plan.seed, epoch, plan.draws, plan.global_batch, plan.size)
+    return Epoch.of(plan.train_examples, plan.seed, epoch, plan.draws)
 
 
 def valid_requests(plan: Plan, rank: int) -> list[Request]:
     """The rank's batches of the validation set. Over all ranks no example is left out, read twice or padded."""
-    mine = shard(plan.valid_examples, rank, plan.size)
-    cuts = range(plan.micro_batch, len(mine), plan.micro_batch)
+    return each_once(plan.valid_examples, plan.micro_batch, rank, plan.size)
+
+
+def each_once(examples: int, batch: int, rank: int, size: int) -> list[Request]:
+    """The rank's examples in batches of at most `batch`. Over all ranks none is left out, read twice or padded."""
+    mine = shard(examples, rank, size)
+    cuts = range(batch, len(mine), batch)
     return [(indices, None) for indices in np.split(mine, cuts) if indices.size]
 
 

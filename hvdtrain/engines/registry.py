@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.compatibility import Adapter, EngineSpec
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 
@@ -112,7 +112,7 @@ ENGINES = {
 class Setup:
     """What every engine is opened with."""
 
-    recipe: Recipe
+    settings: EngineSettings
     topology: Topology
     devices: tuple[str, ...]
     """Of an engine of one process that takes several; () elsewhere."""

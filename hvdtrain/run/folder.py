@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import IO, Any, Literal, get_args
 
 from hvdtrain import files
 from hvdtrain.core import optimizers, recipe
+from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
@@ -26,6 +28,7 @@ from hvdtrain.untrusted import printable
 
 RUNS = Path("runs")
 LONGEST_IDENTITY = 500  # characters of an optimizer's; a checkpoint's metadata allow 1000 for the model's
+RECIPE = "recipe.yaml"
 State = Literal["running", "finished", "failed", "stopped"]
 
 
@@ -47,6 +50,23 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """What a run is: what its folder says, and which checkpoints are its own."""
+
+    name: str
+    """For reports: recipe and entry, as in cifar100:bs256."""
+    framework: Framework
+    model: str
+    """What two runs must share to exchange checkpoints."""
+    lines: tuple[str, ...]
+    """For the log."""
+    files: Mapping[str, str]
+    """Texts by file name."""
+    checkpoint_bytes: int
+    keep_checkpoints: int
+
+
+@dataclass(frozen=True)
 class ResumePoint:
     """What a run resumes from; without a checkpoint it begins."""
 
@@ -56,7 +76,7 @@ class ResumePoint:
 
 
 def open_run(
-    plan: Plan, topology: Topology, framework: str, output: Path | None, resume: Literal["auto", "never"]
+    plan: Plan, topology: Topology, framework: Framework, output: Path | None, resume: Literal["auto", "never"]
 ) -> tuple[RunFolder, ResumePoint]:
     """Creates or reopens the run folder, and reads the checkpoint to resume from.
 
@@ -69,30 +89,43 @@ def open_run(
         found, passed_over = _unfinished(parent, plan, framework, topology.job_id)
     folder = found or hold(output or _fresh(parent, topology))
     try:
-        return folder, _resume_point(folder, plan, framework, resume, passed_over)
+        if resume == "never" and checkpoint.committed(folder.checkpoints):
+            raise OutputError(
+                f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
+            )
+        return folder, resume_point(folder, identity_of(plan, framework), passed_over)
     except HvdtrainError:
         folder.lock.close()
         raise
 
 
-def _resume_point(
-    folder: RunFolder, plan: Plan, framework: str, resume: Literal["auto", "never"], passed_over: list[str]
-) -> ResumePoint:
-    if resume == "never" and checkpoint.committed(folder.checkpoints):
-        raise OutputError(
-            f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
-        )
-    state, damaged = _recover(folder, plan, framework)
-    notes = [*passed_over, *damaged, *_notes(folder, plan, state, damaged)]
-    _reserve(folder, plan)
-    describe(folder, plan, framework, state.meta["step"] if state else 0)
+def identity_of(plan: Plan, framework: Framework) -> Identity:
+    """What a recipe's run is."""
+    numbers = json.dumps({"framework": framework, **plan.to_json()}, indent=1)
+    return Identity(
+        plan.recipe.name,
+        framework,
+        model_identity(plan),
+        tuple(plan.lines()),
+        {RECIPE: recipe.dump(plan.recipe), "plan.json": numbers},
+        plan.checkpoint_bytes,
+        plan.recipe.keep_checkpoints,
+    )
+
+
+def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[str] = ()) -> ResumePoint:
+    """Reads the checkpoint to resume from, and writes what the run is. Raises OutputError and CheckpointError."""
+    state, damaged = _recover(folder, identity)
+    notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged)]
+    _reserve(folder, identity)
+    _describe(folder, identity, state.meta["step"] if state else 0)
     return ResumePoint(state, tuple(notes))
 
 
-def _recover(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint | None, list[str]]:
+def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, list[str]]:
     def check(state: Checkpoint) -> None:
-        _check_model(state, plan, folder)
-        _check_framework(state, framework, folder)
+        _check_model(state, identity, folder)
+        _check_framework(state, identity.framework, folder)
         check_resumable(state.meta)
 
     try:
@@ -102,19 +135,19 @@ def _recover(folder: RunFolder, plan: Plan, framework: str) -> tuple[Checkpoint 
         raise _unwritable(folder.path, error) from None
 
 
-def _notes(folder: RunFolder, plan: Plan, state: Checkpoint | None, damaged: list[str]) -> list[str]:
+def _notes(folder: RunFolder, identity: Identity, state: Checkpoint | None, damaged: list[str]) -> list[str]:
     if state:
         used = f"resuming from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
-        return [used, *_changes(folder, plan)]
+        return [used, *_changes(folder, identity.files.get(RECIPE, ""))]
     return [f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
 
 
-def _changes(folder: RunFolder, plan: Plan) -> list[str]:
+def _changes(folder: RunFolder, text: str) -> list[str]:
     """A line where the folder's recipe, which a checkpoint was trained with, differs."""
     before: set[str] = set()
     with contextlib.suppress(OSError, ValueError):
-        before.update(files.read(folder.path / "recipe.yaml").splitlines())
-    now = [line.strip() for line in recipe.dump(plan.recipe).splitlines()[1:] if line not in before]
+        before.update(files.read(folder.path / RECIPE).splitlines())
+    now = [line.strip() for line in text.splitlines()[1:] if line not in before]
     return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
 
 
@@ -200,7 +233,7 @@ def _doubt(path: Path, meta: dict[str, Any] | None) -> str | None:
 
 def _recipe(path: Path) -> str:
     try:
-        return files.read(path / "recipe.yaml")
+        return files.read(path / RECIPE)
     except (OSError, ValueError):
         return ""
 
@@ -227,8 +260,8 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write to the run folder {path}: {error.strerror}; give a writable --output.")
 
 
-def _check_model(state: Checkpoint, plan: Plan, folder: RunFolder) -> None:
-    theirs, ours = state.meta.get("model"), model_identity(plan)
+def _check_model(state: Checkpoint, identity: Identity, folder: RunFolder) -> None:
+    theirs, ours = state.meta.get("model"), identity.model
     if theirs != ours:
         raise CheckpointError(
             f"{folder.path} holds checkpoints of another model ({theirs}), this run trains {ours}; "
@@ -246,7 +279,7 @@ def _check_framework(state: Checkpoint, framework: str, folder: RunFolder) -> No
 
 
 def model_identity(plan: Plan) -> str:
-    """What two runs must share to exchange checkpoints."""
+    """What two runs of recipes must share to exchange checkpoints."""
     r = plan.recipe
     stem = f", {r.stem} stem" if r.model == "resnet50" else ""
     optimizer = printable(optimizers.identity(r), LONGEST_IDENTITY)
@@ -254,10 +287,10 @@ def model_identity(plan: Plan) -> str:
     return f"{r.model}{stem}, {plan.parameters:,} parameters, {optimizer}{averaged}"
 
 
-def _reserve(folder: RunFolder, plan: Plan) -> None:
+def _reserve(folder: RunFolder, identity: Identity) -> None:
     """Refuses a folder that has no room for the checkpoints: the kept ones, the best, and one being written."""
     there = len(checkpoint.committed(folder.checkpoints))
-    wanted = max(1, plan.recipe.keep_checkpoints + 2 - there) * plan.checkpoint_bytes
+    wanted = max(1, identity.keep_checkpoints + 2 - there) * identity.checkpoint_bytes
     try:
         with tempfile.TemporaryFile(dir=folder.path) as file:  # without a name: nothing is left of a killed run's
             os.posix_fallocate(file.fileno(), 0, wanted)
@@ -271,11 +304,11 @@ def _reserve(folder: RunFolder, plan: Plan) -> None:
             raise _unwritable(folder.path, error) from None
 
 
-def describe(folder: RunFolder, plan: Plan, framework: str, step: int) -> None:
-    """Writes what the run is: recipe.yaml, plan.json, and a status of `step` updates. Raises OutputError."""
+def _describe(folder: RunFolder, identity: Identity, step: int) -> None:
+    """Writes what the run is: its files, and a status of `step` updates. Raises OutputError."""
     try:
-        files.write(folder.path / "recipe.yaml", recipe.dump(plan.recipe))
-        files.write(folder.path / "plan.json", json.dumps({"framework": framework, **plan.to_json()}, indent=1))
+        for name, text in identity.files.items():
+            files.write(folder.path / name, text)
         folder.write_status("running", step=step)
     except OSError as error:
         raise _unwritable(folder.path, error) from None

@@ -9,12 +9,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from hvdtrain.core.progress import Progress, due
-from hvdtrain.core.totals import Totals, check_finite
+from hvdtrain.core.progress import Extent, Progress, due
+from hvdtrain.core.totals import Totals
 from hvdtrain.run import checkpoint, guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.reporter import Events
-from hvdtrain.run.run import Run
+from hvdtrain.run.run import BaseRun, Run
 
 
 class Engine(Protocol):
@@ -99,40 +99,21 @@ class Trainer(Replica, Protocol):
 R_co = TypeVar("R_co", bound=Replica, covariant=True)
 
 
-class Loop(Generic[R_co]):
-    """One rank's way through a run. Lightning, which has a loop of its own, calls the same methods from its hooks."""
+class Hooks(Generic[R_co]):
+    """What a run does after every update and every epoch, whose loop it may be: its recipe's, Lightning's, or one of
+    the user's own."""
 
-    def __init__(self, run: Run, trainer: R_co) -> None:
-        self.run, self.recipe, self.plan = run, run.recipe, run.plan
+    def __init__(self, run: BaseRun, trainer: R_co, extent: Extent) -> None:
+        self.run, self.extent = run, extent
         self.trainer, self.engine = trainer, trainer.engine
         self.progress = self._begin()
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
 
-    def train(self: "Loop[Trainer]") -> None:
-        """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
-        with self.reported(), self.trainer.profiled(self.note):
-            while not self.is_over:
-                for _ in self.epoch():
-                    pass
-                self.finish_epoch(self.trainer.validate())
-
     @property
     def is_over(self) -> bool:
         """Whether no epoch is left."""
-        return self.progress.epoch >= self.recipe.epochs or self.progress.is_stopped(self.plan)
-
-    def epoch(self: "Loop[Trainer]") -> Iterator[None]:
-        """Trains what is left of the epoch; yields after every update."""
-        self.begin_epoch()
-        for batch in self.trainer.batches(self.progress):
-            lr = self.progress.lr(self.plan)
-            self.trainer.update(batch, lr, self.progress.step)
-            self.progress.advance(self.plan)
-            self.after_update(lr)
-            yield
-            if self.progress.is_done(self.plan):
-                break
+        return self.progress.is_over(self.extent)
 
     def begin_epoch(self) -> None:
         if self.reporter:
@@ -142,14 +123,14 @@ class Loop(Generic[R_co]):
     def after_update(self, lr: float) -> None:
         """What is due after an update, which `progress` has counted. Raises StoppedError where the ranks agree to stop,
         DivergedError, ReplicaError."""
-        progress, plan, recipe = self.progress, self.plan, self.recipe
-        done = progress.is_done(plan)
-        last = done or progress.is_epoch_done(plan)
+        progress, extent, intervals = self.progress, self.extent, self.run.intervals
+        done = progress.is_done(extent)
+        last = done or progress.is_epoch_done(extent)
         stopping = self.run.world.stops_at(progress.step)
-        checkpoint_due = stopping or due(progress.step, recipe.checkpoint_every_steps)
-        if last or checkpoint_due or due(progress.sample // plan.global_batch, recipe.log_every_steps):
+        checkpoint_due = stopping or due(progress.step, intervals.checkpoint_every_steps)
+        if last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps):
             self._log(lr)
-        if progress.step == 1 or done or due(progress.step, recipe.guard_every_steps):
+        if progress.step == 1 or done or due(progress.step, intervals.guard_every_steps):
             self.check_replicas()
         if last or checkpoint_due:  # before validation and checkpoints, as every rank then holds one model
             self.trainer.average_statistics()
@@ -158,17 +139,13 @@ class Loop(Generic[R_co]):
         if stopping and not last:
             raise self.run.world.stopped(progress.step)
 
-    def finish_epoch(self, own: Totals) -> None:
-        """What is due after validation; `own`: the totals of this rank's examples."""
-        progress, plan, valid = self.progress, self.plan, own.over_ranks(self.engine.sum)
-        if self.reporter:
-            self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
-        done = progress.is_done(plan)
-        if progress.is_epoch_done(plan):
-            self.progress = progress.next_epoch(plan, valid.mean_loss)
-        inside = due(progress.step, self.recipe.checkpoint_every_steps)
-        if done or inside or due(self.progress.epoch, self.recipe.checkpoint_every_epochs):
-            self.write_checkpoint(valid.score)
+    def end_epoch(self, after: Progress, valid_score: float | None) -> None:
+        """What is due once an epoch is reported: the run continues at `after`."""
+        done, intervals = self.progress.is_done(self.extent), self.run.intervals
+        self.progress = after
+        inside = due(after.step, intervals.checkpoint_every_steps)
+        if done or inside or due(after.epoch, intervals.checkpoint_every_epochs):
+            self.write_checkpoint(valid_score)
 
     def check_replicas(self) -> None:
         """Raises ReplicaError where the weights differ between devices or ranks."""
@@ -183,17 +160,8 @@ class Loop(Generic[R_co]):
             return
         state = self.trainer.state
         meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
-        checkpoint.commit(folder.checkpoints, Checkpoint(state.arrays(), meta), self.recipe.keep_checkpoints)
+        checkpoint.commit(folder.checkpoints, Checkpoint(state.arrays(), meta), self.run.intervals.keep_checkpoints)
         folder.write_status("running", step=self.progress.step)
-
-    def fitted_line(self) -> tuple[float, float] | None:
-        """Slope and intercept of the linear model; None of another."""
-        if self.recipe.model != "linear":
-            return None
-        slope, intercept = (
-            array.item() for name, array in self.trainer.state.arrays().items() if name.startswith("model.")
-        )
-        return slope, intercept
 
     def note(self, text: str) -> None:
         """A line of the log, on rank 0."""
@@ -205,7 +173,11 @@ class Loop(Generic[R_co]):
         """Around all epochs: reports the run's end, and closes its files."""
         with contextlib.closing(self.reporter) if self.reporter else contextlib.nullcontext():
             yield
-            self.run.finish(self.reporter, self.progress.step, self.fitted_line())
+            self.finish()
+
+    def finish(self) -> None:
+        """Reports that the run has come to its end."""
+        self.run.finish(self.reporter, self.progress.step)
 
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
@@ -225,11 +197,64 @@ class Loop(Generic[R_co]):
         return Progress.of(meta)
 
     def _log(self, lr: float) -> None:
-        progress, plan = self.progress, self.plan
+        progress = self.progress
         totals = self.trainer.totals().over_ranks(self.engine.sum)
         progress.train += totals
-        check_finite(totals, progress.step, plan.peak_lr)
+        self.run.check_finite(totals, progress.step)
         if self.reporter:
-            iteration, seconds = progress.sample // plan.global_batch, time.monotonic() - self._logged
+            iteration, seconds = progress.sample // self.extent.global_batch, time.monotonic() - self._logged
             self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
         self._logged = time.monotonic()
+
+
+class Loop(Hooks[R_co]):
+    """One rank's way through a recipe's run. Lightning, which has a loop of its own, calls the hooks from its own."""
+
+    run: Run
+
+    def __init__(self, run: Run, trainer: R_co) -> None:
+        self.recipe, self.plan = run.recipe, run.plan
+        super().__init__(run, trainer, run.plan)
+
+    def train(self: "Loop[Trainer]") -> None:
+        """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
+        with self.reported(), self.trainer.profiled(self.note):
+            while not self.is_over:
+                for _ in self.epoch():
+                    pass
+                self.finish_epoch(self.trainer.validate())
+
+    def epoch(self: "Loop[Trainer]") -> Iterator[None]:
+        """Trains what is left of the epoch; yields after every update."""
+        self.begin_epoch()
+        for batch in self.trainer.batches(self.progress):
+            lr = self.progress.lr(self.plan)
+            self.trainer.update(batch, lr, self.progress.step)
+            self.progress.advance(self.plan)
+            self.after_update(lr)
+            yield
+            if self.progress.is_done(self.plan):
+                break
+
+    def finish_epoch(self, own: Totals) -> None:
+        """What is due after validation; `own`: the totals of this rank's examples."""
+        progress, valid = self.progress, own.over_ranks(self.engine.sum)
+        if self.reporter:
+            self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
+        ended = progress.is_epoch_done(self.plan)
+        after = progress.next_epoch(self.plan, valid.mean_loss) if ended else progress
+        self.end_epoch(after, valid.score)
+
+    def fitted_line(self) -> tuple[float, float] | None:
+        """Slope and intercept of the linear model; None of another."""
+        if self.recipe.model != "linear":
+            return None
+        slope, intercept = (
+            array.item() for name, array in self.trainer.state.arrays().items() if name.startswith("model.")
+        )
+        return slope, intercept
+
+    def finish(self) -> None:
+        if self.reporter and (line := self.fitted_line()):
+            self.note(f"fitted line: y = {line[0]:.4f} x + {line[1]:.4f}")
+        super().finish()

@@ -52,10 +52,13 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     if engine.needs_address and topology.size > 1 and not world.rendezvous:
         world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
     folder, resume = _open_folder(plan, framework, options, world)
-    return Run(framework, recipe, engine.name, own_devices, topology, dataset, plan, folder, resume, world)
+    identity = folders.identity_of(plan, framework)
+    return Run(identity, recipe, engine.name, own_devices, folder, resume, world, recipe, dataset, plan)
 
 
-def _open_folder(plan: Plan, framework: str, options: Options, world: World) -> tuple[RunFolder | None, ResumePoint]:
+def _open_folder(
+    plan: Plan, framework: Framework, options: Options, world: World
+) -> tuple[RunFolder | None, ResumePoint]:
     """Rank 0's run folder and resume point; nothing elsewhere."""
     if not world.topology.is_rank_0:
         return None, ResumePoint()

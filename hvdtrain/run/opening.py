@@ -1,7 +1,7 @@
 """The engine of a run: what it is opened with, and the check of its world."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -9,8 +9,10 @@ import numpy as np
 from hvdtrain.engines.horovod_settings import has_timeline
 from hvdtrain.engines.registry import ENGINES, Setup
 from hvdtrain.launch import rendezvous
+from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.run import guard
 from hvdtrain.run.run import Run
+from hvdtrain.run.world import World
 
 
 class Opened(Protocol):
@@ -32,21 +34,25 @@ AnEngine = TypeVar("AnEngine", bound=Opened)
 def setup_of(run: Run, *, fuses: bool = False) -> Setup:
     """What the run's engine is opened with."""
     timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
-    endpoints = run.world.endpoints or [rendezvous.endpoint_alone(run.topology)]
-    return Setup(run.recipe, run.topology, run.devices, endpoints, timeline, fuses)
+    return Setup(run.recipe, run.topology, run.devices, endpoints(run.world), timeline, fuses)
+
+
+def endpoints(world: World) -> Sequence[Endpoint]:
+    """Where each rank can be reached, by rank, once all are ready."""
+    return world.endpoints or [rendezvous.endpoint_alone(world.topology)]
 
 
 @contextlib.contextmanager
-def joined(run: Run, engine: AnEngine, rank: int, size: int) -> Iterator[AnEngine]:
-    """The open engine, which sees `rank` of `size`, until the block ends. Raises HvdtrainError: where the launcher
-    promised another world, and where the block finds another rank gone."""
+def joined(world: World, name: str, engine: AnEngine, rank: int, size: int) -> Iterator[AnEngine]:
+    """The open engine of that name, which sees `rank` of `size`, until the block ends. Raises HvdtrainError: where the
+    launcher promised another world, and where the block finds another rank gone."""
     try:
-        guard.check_world(run.topology, rank, size, ENGINES[run.engine].title)
-        run.world.exchange(engine.sum)
+        guard.check_world(world.topology, rank, size, ENGINES[name].title)
+        world.exchange(engine.sum)
         yield engine
     except Exception as error:
         if not engine.is_lost(error):
             raise
-        raise run.world.aborted() from None
+        raise world.aborted() from None
     finally:
         engine.close()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from hvdtrain import files
-from hvdtrain.core.plan import Plan
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import OutputError
 
@@ -32,11 +31,11 @@ class Events(Protocol):
 class Reporter:
     """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl and TensorBoard."""
 
-    def __init__(self, folder: Path, events: Events, plan: Plan, first_step: int, live: bool) -> None:
-        """Appends to the run's files from `first_step` on; `live` shows a progress bar."""
+    def __init__(self, folder: Path, events: Events, first_step: int, *, bar_steps: int | None = None) -> None:
+        """Appends to the run's files from `first_step` on; `bar_steps` shows a progress bar over so many."""
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
-        self._bar = _Bar(plan.total_steps, first_step) if live else None
+        self._bar = _Bar(bar_steps, first_step) if bar_steps is not None else None
         self._epoch_began = time.monotonic()
 
     def note(self, text: str) -> None:

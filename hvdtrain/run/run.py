@@ -11,47 +11,51 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import Intervals
+from hvdtrain.core.totals import Totals, check_finite
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import folder as folders
-from hvdtrain.run.folder import ResumePoint, RunFolder
+from hvdtrain.run.folder import Identity, ResumePoint, RunFolder
 from hvdtrain.run.reporter import Events, Reporter
 from hvdtrain.run.world import World
 
 
 @dataclass(frozen=True)
-class Run:
-    """Everything an adapter needs; `world` is the ranks of the run, as this one knows them."""
+class BaseRun:
+    """What the loop's hooks need; `world` is the ranks of the run, as this one knows them."""
 
-    framework: Framework
-    recipe: Recipe
+    identity: Identity
+    intervals: Intervals
     engine: str
     devices: tuple[str, ...]
     """Of an engine of one process that takes several; () elsewhere."""
-    topology: Topology
-    dataset: datasets.Dataset
-    plan: Plan
     folder: RunFolder | None
     """Rank 0's alone."""
     resume: ResumePoint
     """Rank 0's; elsewhere there is no checkpoint."""
     world: World
 
+    @property
+    def topology(self) -> Topology:
+        return self.world.topology
+
     def reporter(
         self, step: int, device: object, events: Callable[[Path, int], Events], notes: tuple[str, ...]
     ) -> Reporter | None:
-        """Rank 0's log, with the plan and the engine's notes in it; None elsewhere. `events` makes, for the run folder
-        and the step to come, the writer of TensorBoard's events."""
+        """Rank 0's log, with what the run is and the engine's notes in it; None elsewhere. `events` makes, for the run
+        folder and the step to come, the writer of TensorBoard's events."""
         if not self.folder:
             return None
-        folder = self.folder.path
-        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
-        live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
-        reporter = Reporter(folder, events(folder, step + 1), self.plan, step, live)
+        folder, topology = self.folder.path, self.topology
+        reporter = self._opened(folder, events(folder, step + 1), step)
         on = ",".join(self.devices) or str(device).strip("/").lower()
-        where = f"{self.topology.size} ranks, {self.topology.launcher}, {self.engine} on {on} ({self.framework})"
-        for line in (*self.plan.lines(), f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
+        where = f"{topology.size} ranks, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
+        for line in (*self.identity.lines, f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
             reporter.note(line)
         return reporter
+
+    def check_finite(self, totals: Totals, step: int) -> None:
+        """Raises DivergedError where the loss of all ranks is no longer a number."""
+        raise NotImplementedError
 
     def metadata(
         self, progress: Progress, scaler: dict[str, Any], optimizer: Mapping[str, Any], valid_score: float | None
@@ -60,20 +64,42 @@ class Run:
         none."""
         return {
             **progress.metadata(),
-            "framework": self.framework,
-            "model": folders.model_identity(self.plan),
-            "recipe": self.recipe.name,
+            "framework": self.identity.framework,
+            "model": self.identity.model,
+            "recipe": self.identity.name,
             "ranks": self.topology.size,
             "scaler": scaler,
             "optimizer": dict(optimizer),
             "valid_score": valid_score,
         }
 
-    def finish(self, reporter: Reporter | None, step: int, line: tuple[float, float] | None) -> None:
-        """Rank 0's last lines of the log; `line` is the fitted slope and intercept of a linear model."""
-        if not (reporter and self.folder):
-            return
-        if line:
-            reporter.note(f"fitted line: y = {line[0]:.4f} x + {line[1]:.4f}")
-        self.folder.write_status("finished", step=step)
-        reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
+    def finish(self, reporter: Reporter | None, step: int) -> None:
+        """Rank 0's last lines of the log."""
+        if reporter and self.folder:
+            self.folder.write_status("finished", step=step)
+            reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
+
+    def _opened(self, folder: Path, events: Events, step: int) -> Reporter:
+        return Reporter(folder, events, step)
+
+
+@dataclass(frozen=True)
+class Run(BaseRun):
+    """A recipe's run: everything an adapter needs."""
+
+    recipe: Recipe
+    dataset: datasets.Dataset
+    plan: Plan
+
+    @property
+    def framework(self) -> Framework:
+        return self.identity.framework
+
+    def check_finite(self, totals: Totals, step: int) -> None:
+        check_finite(totals, step, self.plan.peak_lr)
+
+    def _opened(self, folder: Path, events: Events, step: int) -> Reporter:
+        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
+        live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
+        bar_steps = self.plan.total_steps if live else None
+        return Reporter(folder, events, step, bar_steps=bar_steps)

@@ -13,7 +13,7 @@ from hvdtrain.launch.topology import Topology
 def take(setup: Setup, *, gpu_operations: bool = True) -> str:
     """The rank's own device, which it is bound to; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
     gpus = tf.config.list_physical_devices("GPU")
-    index = gpu_index(setup.recipe.device, len(gpus), setup.topology, gpu_operations)
+    index = gpu_index(setup.settings.device, len(gpus), setup.topology, gpu_operations)
     if index is None:
         tf.config.set_visible_devices([], "GPU")
         return "/CPU:0"

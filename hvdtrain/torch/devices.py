@@ -11,7 +11,7 @@ from hvdtrain.launch.topology import Topology
 
 def take(setup: Setup, *, gpu_operations: bool = True) -> torch.device:
     """The rank's own device, which it is bound to; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
-    index = gpu_index(setup.recipe.device, torch.cuda.device_count(), setup.topology, gpu_operations)
+    index = gpu_index(setup.settings.device, torch.cuda.device_count(), setup.topology, gpu_operations)
     if index is None:
         return torch.device("cpu")
     torch.cuda.set_device(index)

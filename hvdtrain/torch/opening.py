@@ -8,6 +8,7 @@ from hvdtrain.core.optimizers import FUSED
 from hvdtrain.core.own_code import MODELS, is_path
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines import registry
+from hvdtrain.engines.registry import Setup
 from hvdtrain.run import opening
 from hvdtrain.run.run import Run
 from hvdtrain.torch import devices
@@ -18,13 +19,18 @@ def engine_of(run: Run, *, fuses: bool = False) -> AbstractContextManager[Engine
     """The run's engine, of the world that the launcher promised, until the block ends; `fuses`: see Setup.
     Raises HvdtrainError, also where another rank is lost within the block."""
     engine = open_engine(run, fuses=fuses)
-    return opening.joined(run, engine, engine.rank, engine.size)
+    return opening.joined(run.world, run.engine, engine, engine.rank, engine.size)
 
 
 def open_engine(run: Run, *, fuses: bool = False) -> Engine:
     """The engine of the run, joined with the other ranks and bound to its device; `fuses`: see Setup."""
-    devices.take_threads(run.topology)
-    engine: Engine = registry.load(run.engine, "torch").open(opening.setup_of(run, fuses=fuses))
+    return opened(run.engine, opening.setup_of(run, fuses=fuses))
+
+
+def opened(name: str, setup: Setup) -> Engine:
+    """The engine of that name, joined with the other ranks and bound to its device."""
+    devices.take_threads(setup.topology)
+    engine: Engine = registry.load(name, "torch").open(setup)
     return engine
 
 

@@ -32,7 +32,7 @@ def reporter(tmp_path, make_plan):
     opened = []
 
     def make(name: str = "synthetic:tiny", first_step: int = 0) -> Reporter:
-        opened.append(Reporter(tmp_path, writer(tmp_path, first_step), make_plan(name), first_step, live=False))
+        opened.append(Reporter(tmp_path, writer(tmp_path, first_step), first_step))
         return opened[-1]
 
     yield make
@@ -200,7 +200,7 @@ def test_tensorboard_tags_steps_and_values(reporter, tmp_path):
 
 def test_a_progress_bar_shows_the_notes_and_ends(tmp_path, make_plan, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    log = Reporter(tmp_path, writer(tmp_path, 5), make_plan(), 5, live=True)
+    log = Reporter(tmp_path, writer(tmp_path, 5), 5, bar_steps=make_plan().total_steps)
     log.steps(7, 1, 7, PASSED, 0.1, 2.0)
     log.note("[not markup] 1/2")
     log.close()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.tensorflow.engines.distribute import MEAN, Distributed, take
 from hvdtrain.tensorflow.engines.replication import Change
@@ -16,13 +16,13 @@ from hvdtrain.tensorflow.engines.replication import Change
 class CentralEngine(Distributed):
     """A replica on each device, all on the same variables; see `Engine` for the methods."""
 
-    def __init__(self, recipe: Recipe, devices: Sequence[str]) -> None:
+    def __init__(self, settings: EngineSettings, devices: Sequence[str]) -> None:
         strategy = tf.distribute.experimental.CentralStorageStrategy(take(devices))
-        super().__init__(recipe, strategy, len(devices))
+        super().__init__(settings, strategy, len(devices))
 
     @classmethod
     def open(cls, setup: Setup) -> "CentralEngine":
-        return cls(setup.recipe, setup.devices)
+        return cls(setup.settings, setup.devices)
 
     @property
     def world(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.errors import DeviceError
 from hvdtrain.tensorflow.engines.replication import Inputs, Replication, graph
 
@@ -22,9 +22,9 @@ class Distributed(Replication):
     device = "/CPU:0"
     notes: tuple[str, ...] = ()
 
-    def __init__(self, recipe: Recipe, strategy: tf.distribute.Strategy, replicas: int) -> None:
+    def __init__(self, settings: EngineSettings, strategy: tf.distribute.Strategy, replicas: int) -> None:
         self.strategy, self.replicas = strategy, replicas
-        self._widened = recipe.compression == "fp64"
+        self._widened = settings.compression == "fp64"
 
     def scope(self) -> AbstractContextManager[Any]:
         return self.strategy.scope()  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core import compatibility, sharing
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines import horovod_settings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
@@ -47,20 +47,20 @@ class HorovodEngine:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, recipe: Recipe, timeline: Path | None) -> None:
+    def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
         # Horovod's core reads these from the process environment when it starts, and nowhere else.
-        os.environ.update(horovod_settings.variables(recipe, os.environ))
+        os.environ.update(horovod_settings.variables(settings, os.environ))
         hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
-        compatibility.check_adasum(recipe, self.size, hvd.mpi_enabled())
-        self._op = hvd.Adasum if recipe.reduction == "adasum" else hvd.Average
-        self._compression = COMPRESSIONS[recipe.compression]
+        compatibility.check_adasum(settings, self.size, hvd.mpi_enabled())
+        self._op = hvd.Adasum if settings.reduction == "adasum" else hvd.Average
+        self._compression = COMPRESSIONS[settings.compression]
         if timeline:
             hvd.start_timeline(str(timeline))
 
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
-        engine = cls(setup.recipe, setup.timeline)
+        engine = cls(setup.settings, setup.timeline)
         engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
         return engine
 

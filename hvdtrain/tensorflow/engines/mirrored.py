@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.tensorflow.engines.distribute import Distributed, take
 
@@ -14,12 +14,12 @@ from hvdtrain.tensorflow.engines.distribute import Distributed, take
 class MirroredEngine(Distributed):
     """A replica on each device; see `Engine` for the methods. GPUs add over NCCL, logical CPUs in memory."""
 
-    def __init__(self, recipe: Recipe, devices: Sequence[str]) -> None:
-        super().__init__(recipe, tf.distribute.MirroredStrategy(take(devices)), len(devices))
+    def __init__(self, settings: EngineSettings, devices: Sequence[str]) -> None:
+        super().__init__(settings, tf.distribute.MirroredStrategy(take(devices)), len(devices))
 
     @classmethod
     def open(cls, setup: Setup) -> "MirroredEngine":
-        return cls(setup.recipe, setup.devices)
+        return cls(setup.settings, setup.devices)
 
     @property
     def world(self) -> tuple[int, int]:

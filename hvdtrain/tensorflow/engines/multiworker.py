@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core import sharing
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.launch import tf_config
 from hvdtrain.launch.rendezvous import Endpoint
@@ -25,20 +25,22 @@ Implementation = tf.distribute.experimental.CommunicationImplementation
 class MultiWorkerEngine(Distributed):
     """Ranks joined by TensorFlow: over gRPC on the CPU, over NCCL on GPUs; see `Engine` for the methods."""
 
-    def __init__(self, recipe: Recipe, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
+    def __init__(
+        self, settings: EngineSettings, topology: Topology, endpoints: Sequence[Endpoint], device: str
+    ) -> None:
         cluster = tf_config.workers(endpoints)
         # The strategy reads it from the process environment, and nowhere else.
         os.environ["TF_CONFIG"] = tf_config.of(cluster, "worker", topology.rank) if cluster else "{}"
         implementation = Implementation.NCCL if "GPU" in device else Implementation.RING
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-        super().__init__(recipe, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
+        super().__init__(settings, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
         self.rank, self.size, self.device = self.strategy.cluster_resolver.task_id or 0, topology.size, device
         self.notes = (f"workers     {', '.join(cluster.get('worker', ['this process alone']))}",)
         self._summed = graph(self._sum_of_ranks)
 
     @classmethod
     def open(cls, setup: Setup) -> "MultiWorkerEngine":
-        return cls(setup.recipe, setup.topology, setup.endpoints, devices.take(setup))
+        return cls(setup.settings, setup.topology, setup.endpoints, devices.take(setup))
 
     @property
     def world(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvdtrain.core import sharing
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.topology import Topology
@@ -51,8 +51,8 @@ class DdpEngine:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, recipe: Recipe, topology: Topology, device: torch.device) -> None:
-        self._recipe, self.device = recipe, device
+    def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
+        self._settings, self.device = settings, device
         if not dist.is_initialized():
             _join(topology, _backend(topology, device))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -61,7 +61,7 @@ class DdpEngine:
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":
-        return cls(setup.recipe, setup.topology, devices.take(setup))
+        return cls(setup.settings, setup.topology, devices.take(setup))
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         for tensor in tensors.values():
@@ -77,10 +77,10 @@ class DdpEngine:
             **NO_BUFFERS,
             init_sync=False,  # the loop broadcasts the whole state
             gradient_as_bucket_view=True,
-            static_graph=self._recipe.accumulation_steps == 1,  # no_sync makes another graph of the last micro-batch
+            static_graph=self._settings.accumulation_steps == 1,  # no_sync makes another graph of the last micro-batch
         )
-        if self._recipe.compression != "none":
-            network.register_comm_hook(None, HOOKS[self._recipe.compression])
+        if self._settings.compression != "none":
+            network.register_comm_hook(None, HOOKS[self._settings.compression])
         return network, optimizer
 
     def outputs(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core import compatibility, sharing
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines import horovod_settings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
@@ -78,25 +78,25 @@ class HorovodEngine:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, recipe: Recipe, timeline: Path | None, *, fuses: bool = False) -> None:
+    def __init__(self, settings: EngineSettings, timeline: Path | None, *, fuses: bool = False) -> None:
         """`fuses`: see Setup."""
-        self._together = None if fuses else horovod_settings.fusion_bytes(recipe, os.environ)
-        variables = horovod_settings.variables(recipe, os.environ)
+        self._together = None if fuses else horovod_settings.fusion_bytes(settings, os.environ)
+        variables = horovod_settings.variables(settings, os.environ)
         if self._together is not None:
             variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together
         with environment(variables):  # Horovod's core reads it when it starts, and nowhere else
             hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), torch.device("cpu")
-        self._recipe = recipe
-        self._adasum = recipe.reduction == "adasum"
+        self._settings = settings
+        self._adasum = settings.reduction == "adasum"
         self._buckets: Buckets | None = None
-        compatibility.check_adasum(recipe, self.size, hvd.mpi_enabled())
+        compatibility.check_adasum(settings, self.size, hvd.mpi_enabled())
         if timeline:
             hvd.start_timeline(str(timeline))
 
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
-        engine = cls(setup.recipe, setup.timeline, fuses=setup.fuses)
+        engine = cls(setup.settings, setup.timeline, fuses=setup.fuses)
         engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
         return engine
 
@@ -110,12 +110,12 @@ class HorovodEngine:
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        passes = self._recipe.accumulation_steps
+        passes = self._settings.accumulation_steps
         if self._adasum:  # combines updates, not gradients, inside step()
             return model, hvd.DistributedOptimizer(
                 optimizer,
                 named_parameters=model.named_parameters(),
-                compression=COMPRESSIONS[self._recipe.compression],
+                compression=COMPRESSIONS[self._settings.compression],
                 backward_passes_per_step=passes,
                 op=hvd.Adasum,
             )
@@ -126,7 +126,7 @@ class HorovodEngine:
         self._buckets = Buckets(
             model.parameters(),
             together or 0,
-            DTYPES[self._recipe.compression],
+            DTYPES[self._settings.compression],
             passes,
             lambda message, name: hvd.allreduce_async_(message, op=hvd.Average, name=name),
             partial(wait, where=self.device.type),

@@ -67,9 +67,8 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
         of_run = None
         if topology.is_rank_0:
             of_run, _ = folders.open_run(plan, topology, framework, Path(folder, "run"), "never")
-        run = Run(
-            framework, recipe, engine, (), topology, dataset, plan, of_run, folders.ResumePoint(), World(topology)
-        )
+        identity = folders.identity_of(plan, framework)
+        run = Run(identity, recipe, engine, (), of_run, folders.ResumePoint(), World(topology), recipe, dataset, plan)
         with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
             seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
     if topology.is_rank_0:

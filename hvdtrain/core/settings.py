@@ -1,0 +1,70 @@
+"""What engines and the loop read of a recipe, and the same for a loop of one's own, which has no recipe."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class EngineSettings(Protocol):
+    """What an engine is opened with; a Recipe has all of it."""
+
+    @property
+    def device(self) -> Device: ...
+    @property
+    def compression(self) -> str: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def accumulation_steps(self) -> int: ...
+    @property
+    def fusion_threshold_mb(self) -> int | None: ...
+    @property
+    def cycle_time_ms(self) -> float | None: ...
+    @property
+    def autotune(self) -> bool: ...
+    @property
+    def horovod_timeline(self) -> bool: ...
+    @property
+    def profile(self) -> bool: ...
+
+
+class Intervals(Protocol):
+    """When the loop logs, compares replicas and writes a checkpoint; a Recipe has all of it."""
+
+    @property
+    def log_every_steps(self) -> int: ...
+    @property
+    def guard_every_steps(self) -> int: ...
+    @property
+    def checkpoint_every_epochs(self) -> int: ...
+    @property
+    def checkpoint_every_steps(self) -> int | None: ...
+    @property
+    def keep_checkpoints(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class OwnEngineSettings:
+    """Without a recipe: its defaults, but for what a program says."""
+
+    device: Device = "auto"
+    compression: str = "none"
+    reduction: str = "average"
+    accumulation_steps: int = 1
+    fusion_threshold_mb: int | None = None
+    cycle_time_ms: float | None = None
+    autotune: bool = False
+    horovod_timeline: bool = False
+    profile: bool = False
+
+
+@dataclass(frozen=True)
+class OwnIntervals:
+    """Without a recipe: its defaults, but for what a program says."""
+
+    log_every_steps: int = 20
+    guard_every_steps: int = 100
+    checkpoint_every_epochs: int = 1
+    checkpoint_every_steps: int | None = None
+    keep_checkpoints: int = 2
