@@ -2,33 +2,60 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from hvdtrain.core.totals import Totals
+from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.variables import add
 
 
+class Seen(NamedTuple):
+    """A batch's mean loss, how many examples it has, and its metrics: a sum, and how many were added up."""
+
+    loss: tf.Tensor
+    count: tf.Tensor
+    metrics: dict[str, tuple[tf.Tensor, tf.Tensor]]
+
+
 class Meter:
-    """Sums of loss, right answers and examples, kept on the device so that a step waits for nothing."""
+    """Sums of loss, examples and metrics, kept on the device so that a step waits for nothing."""
+
+    MOST = 30
+    """Metrics: the variable is made before the first graph gives their names."""
 
     def __init__(self, copies_of: Callable[[tf.Variable], Sequence[tf.Variable]]) -> None:
         self._copies_of = copies_of
-        self._sums = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
+        self._names: list[str] | None = None
+        self._sums = tf.Variable(tf.zeros(2 + 2 * self.MOST, tf.float64), trainable=False)
 
-    def add(self, loss: tf.Tensor, correct: tf.Tensor, count: tf.Tensor | int, weight: tf.Tensor | float = 1.0) -> None:
-        """A batch: mean loss, right answers, examples; `weight` 0 leaves it out. Within a graph."""
-        count = tf.cast(count, tf.float64)
-        sums = tf.stack([tf.cast(loss, tf.float64) * count, tf.cast(correct, tf.float64), count])
-        add(self._sums, sums * weight)
+    def add(self, seen: Seen, weight: tf.Tensor | float = 1.0) -> None:
+        """A batch; `weight` 0 leaves it out. Within a graph. Raises RecipeError where its metrics have other names than
+        those of another graph, or are too many."""
+        self._take_names(sorted(seen.metrics))
+        numbers = [seen.loss, seen.count, *(number for name in self._names or () for number in seen.metrics[name])]
+        loss, count, *rest = (tf.cast(number, tf.float64) for number in numbers)
+        unused = [tf.zeros((), tf.float64)] * (self._sums.shape[0] - len(numbers))
+        add(self._sums, tf.stack([loss * count, count, *rest, *unused]) * weight)
 
     def take(self) -> Totals:
         """The sums of all replicas of this rank so far; they start again at 0."""
         copies = self._copies_of(self._sums)
-        totals = Totals(*sum(copy.numpy() for copy in copies).tolist())
+        loss, count, *rest = sum(copy.numpy() for copy in copies).tolist()
         for copy in copies:
             copy.assign(tf.zeros_like(copy))
-        return totals
+        return Totals(loss, count, dict(zip(self._names or (), zip(rest[::2], rest[1::2], strict=True), strict=False)))
+
+    def _take_names(self, names: list[str]) -> None:
+        if len(names) > self.MOST:
+            raise RecipeError(f"a step may have {self.MOST} metrics at most, got {len(names)}; give fewer.")
+        self._names = names if self._names is None else self._names
+        if names != self._names:
+            raise RecipeError(
+                f"the metrics must have the same names in every step, got {', '.join(names) or 'none'} after "
+                f"{', '.join(self._names) or 'none'}."
+            )
 
 
 class Trace:

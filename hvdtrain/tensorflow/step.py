@@ -11,7 +11,7 @@ from hvdtrain.tensorflow.data import Pair
 from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import Replication, graph
-from hvdtrain.tensorflow.meter import Meter
+from hvdtrain.tensorflow.meter import Meter, Seen
 from hvdtrain.tensorflow.sgd import Scaler, clipped, zeros_like
 
 
@@ -26,9 +26,12 @@ def mean_loss(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor
     return tf.reduce_mean(loss)
 
 
-def correct(out: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """How many answers are right; 0 of a regression."""
-    return tf.zeros((), tf.int64) if y.dtype.is_floating else tf.math.count_nonzero(tf.argmax(out, 1) == y)
+def seen(loss: tf.Tensor, out: tf.Tensor, y: tf.Tensor, count: tf.Tensor | int) -> Seen:
+    """What is to be reported of a batch: `acc1` where labels are classes."""
+    if y.dtype.is_floating:
+        return Seen(loss, tf.cast(count, tf.float64), {})
+    right = tf.math.count_nonzero(tf.argmax(out, 1) == y)
+    return Seen(loss, tf.cast(count, tf.float64), {"acc1": (right, tf.cast(count, tf.float64))})
 
 
 class Step:
@@ -75,13 +78,13 @@ class Step:
         return (tf.cast(x, self._real) / 255 - mean) / std
 
     def _make_update(self, x: tf.Tensor, y: tf.Tensor, lr: tf.Tensor) -> None:
-        loss, right, gradients = self._gradients(x, y)
-        self.meter.add(loss, right, y.shape[0])
+        seen, gradients = self._gradients(x, y)
+        self.meter.add(seen)
         self._apply(gradients, lr)
 
     def _add_gradients(self, x: tf.Tensor, y: tf.Tensor) -> None:
-        loss, right, gradients = self._gradients(x, y)
-        self.meter.add(loss, right, y.shape[0])
+        seen, gradients = self._gradients(x, y)
+        self.meter.add(seen)
         self._replication.keep(self._collect, gradients)
 
     def _collect(self, gradients: list[tf.Tensor]) -> None:
@@ -96,14 +99,14 @@ class Step:
         for total in self._gathered:
             variables.put(total, tf.zeros_like(total))
 
-    def _differentiate(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        """Mean loss and number of right answers of one micro-batch, and its part of the scaled gradients."""
+    def _differentiate(self, x: tf.Tensor, y: tf.Tensor) -> tuple[Seen, list[tf.Tensor]]:
+        """What is to be reported of one micro-batch, and its part of the scaled gradients."""
         with tf.GradientTape() as tape:
             out = tf.cast(self.model(self.inputs(x), training=True), self._real)
             loss = mean_loss(out, y, self.recipe.label_smoothing)
             weighted = loss * self._weight(y.shape[0])
             scaled = weighted * tf.cast(self.scaler.scale, self._real) / self.recipe.accumulation_steps
-        return loss, correct(out, y), tape.gradient(scaled, self.weights)
+        return seen(loss, out, y, y.shape[0]), tape.gradient(scaled, self.weights)
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         """The update of all replicas' gradients."""
@@ -143,4 +146,4 @@ class Step:
 
     def _measure(self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor) -> None:
         out = tf.cast(self.model(self.inputs(x), training=False), self._real)
-        self.meter.add(mean_loss(out, y), correct(out, y), tf.shape(y)[0], weight)
+        self.meter.add(seen(mean_loss(out, y), out, y, tf.shape(y)[0]), weight)

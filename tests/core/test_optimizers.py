@@ -5,6 +5,7 @@ from choices import choice
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility, optimizers, plan, recipe
+from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.folder import model_identity
@@ -153,14 +154,14 @@ IDENTITIES = {
 
 @pytest.mark.parametrize(("keys", "copies", "identity"), IDENTITIES.values(), ids=IDENTITIES)
 def test_what_a_checkpoint_holds_follows_from_the_optimizer(keys, copies, identity):
-    made_plan = plan.make(made(**keys), 1, datasets.load("linear"))
+    made_plan = plan.make(made(**keys), 1, datasets.load("linear"), Network(2, has_batch_norm=False))
     assert made_plan.checkpoint_bytes == 2 * 4 * copies
     assert model_identity(made_plan) == f"linear, 2 parameters, {identity}"
 
 
 def test_a_long_identity_fits_into_a_checkpoint():
     long = made(**RADAM, optimizer_args={"x": "y" * 4000})
-    assert len(model_identity(plan.make(long, 1, datasets.load("linear")))) < 1000
+    assert len(model_identity(plan.make(long, 1, datasets.load("linear"), Network(2, has_batch_norm=False)))) < 1000
 
 
 ENGINES = {"horovod": True, "local": True, "mirrored": False, "multiworker": False, "parameter-server": False}
