@@ -11,7 +11,7 @@ import pydantic
 import tyro
 
 from hvdtrain import files
-from hvdtrain.core import flags
+from hvdtrain.core import flags, optimizers
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.run import checkpoint
@@ -26,6 +26,7 @@ TO_TENSORFLOW = {2: (1, 0), 4: (2, 3, 1, 0)}
 TO_TORCH = {2: (1, 0), 4: (3, 2, 0, 1)}
 NORM = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
 KERNEL = {"weight": "kernel", "bias": "bias"}
+STEP, MOMENT = "step", "exp_avg"  # Adam's and LAMB's: PyTorch keeps a step beside each moment, TensorFlow one for all
 BATCHES = "num_batches_tracked"  # PyTorch counts them, and with a fixed momentum reads them nowhere
 ALONE = "linear"  # TensorFlow's name for the layer that is PyTorch's whole model, and nameless there
 
@@ -83,19 +84,34 @@ def _unique(pairs: Iterator[Named]) -> dict[str, np.ndarray]:
 
 def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
     norms = {name.rpartition(".")[0].partition(".")[2] for name in arrays if name.endswith(".running_mean")}
+    yield from _one_step(arrays)
     for name, array in arrays.items():
         kind, module, leaf = _split(name)
-        if leaf != BATCHES:
+        if leaf != BATCHES and kind != STEP:
             leaf = (NORM if module in norms else KERNEL)[leaf]
             yield f"{kind}.{module or ALONE}.{leaf}", _turned(array, TO_TENSORFLOW)
+
+
+def _one_step(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
+    """PyTorch's steps of all parameters as one. Raises CheckpointError where they differ."""
+    steps = [array for name, array in arrays.items() if name.startswith(f"{STEP}.")]
+    if any(not np.array_equal(steps[0], step) for step in steps):
+        raise CheckpointError(
+            "the optimizer's steps differ between parameters, TensorFlow keeps one; give another run."
+        )
+    yield from ((STEP, step) for step in steps[:1])
 
 
 def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
     leaves = {theirs: ours for ours, theirs in (NORM | KERNEL).items()} | {"gamma": "weight", "beta": "bias"}
     for name, array in arrays.items():
+        if name == STEP:
+            continue
         kind, module, leaf = _split(name)
         prefix = f"{kind}." if module == ALONE else f"{kind}.{module}."
         yield prefix + leaves[leaf], _turned(array, TO_TORCH)
+        if kind == MOMENT:
+            yield f"{STEP}{prefix.removeprefix(kind)}{leaves[leaf]}", arrays[STEP]
         if leaf == "moving_mean":
             yield prefix + BATCHES, np.array(step, np.int64)
 
@@ -116,6 +132,11 @@ def _write(source: Path, target: Path, state: Checkpoint) -> None:
     framework = state.meta["framework"]
     # What only the other framework has would be refused.
     recipe = recipes.load(str(source / "recipe.yaml"), {"xla": False} if framework == "torch" else {})
+    if recipe.optimizer not in optimizers.NAMED:
+        raise CheckpointError(
+            f"{source} was trained with optimizer {recipe.optimizer}, whose state {framework} has not; only runs of "
+            f"{', '.join(optimizers.NAMED)} are converted."
+        )
     recipe = recipe.model_copy(update={"name": str(state.meta["recipe"])})
     plan = _plan(source)
     folder = folders.hold(target)

@@ -60,6 +60,52 @@ def test_there_and_back_to_the_bit():
     assert back.meta == {key: value for key, value in META.items() if key != "sha256"}
 
 
+def adam():
+    """Arrays as PyTorch names them under Adam or LAMB, with averaged weights."""
+    kept = {name: array for name, array in resnet().arrays.items() if name.startswith("model.")}
+    for slot in ("exp_avg", "exp_avg_sq", "ema"):
+        kept |= {f"{slot}.{name}": DRAW.normal(size=shape).astype(np.float32) for name, shape, _, _ in TRAINED}
+    kept |= {f"step.{name}": np.array(7, np.float32) for name, *_ in TRAINED}
+    return Checkpoint(kept, META)
+
+
+def test_adams_state_there_and_back_to_the_bit():
+    ours = adam()
+    theirs = convert.converted(ours, "tensorflow")
+    assert theirs.arrays["step"] == 7
+    assert [name for name in theirs.arrays if name.startswith("step")] == ["step"]
+    assert theirs.arrays["exp_avg_sq.fc.kernel"][1, 2] == ours.arrays["exp_avg_sq.fc.weight"][2, 1]
+    assert theirs.arrays["ema.bn1.gamma"][1] == ours.arrays["ema.bn1.weight"][1]
+    back = convert.converted(theirs, "torch")
+    assert back.arrays.keys() == ours.arrays.keys()
+    for name, array in ours.arrays.items():
+        np.testing.assert_array_equal(back.arrays[name], array, err_msg=name)
+
+
+def test_steps_that_differ_are_refused():
+    arrays = {**adam().arrays, "step.fc.bias": np.array(6, np.float32)}
+    with pytest.raises(CheckpointError) as caught:
+        convert.converted(Checkpoint(arrays, META), "tensorflow")
+    refused = "the optimizer's steps differ between parameters, TensorFlow keeps one; give another run."
+    assert str(caught.value) == refused
+
+
+def test_moments_without_a_step_are_refused():
+    arrays = {name: array for name, array in convert.converted(adam(), "tensorflow").arrays.items() if name != "step"}
+    with pytest.raises(CheckpointError, match="'step'"):
+        convert.converted(Checkpoint(arrays, {**META, "framework": "tensorflow"}), "torch")
+
+
+def test_a_run_of_an_optimizer_of_yours_is_refused(trained):
+    sgds = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "fused_optimizer": False}
+    yours = recipe.load(str(trained / "recipe.yaml"), {**sgds, "optimizer": "torch.optim:RAdam"})
+    (trained / "recipe.yaml").write_text(recipe.dump(yours))
+    assert refused(CheckpointError, trained, "--to", "tensorflow") == (
+        f"{trained} was trained with optimizer torch.optim:RAdam, whose state tensorflow has not; only runs of "
+        "sgd, adam, adamw, lamb, lars are converted."
+    )
+
+
 def test_a_model_of_one_layer():
     ours = Checkpoint({"model.weight": np.ones((1, 1)), "model.bias": np.zeros(1), "momentum.bias": np.ones(1)}, META)
     theirs = convert.converted(ours, "tensorflow")
