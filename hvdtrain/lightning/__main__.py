@@ -8,7 +8,7 @@ if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
 from hvdtrain.errors import EngineUnavailable
-from hvdtrain.run import main
+from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
 
 
@@ -28,4 +28,4 @@ def train(prepared: Run) -> None:
 
 
 if __name__ == "__main__":
-    main.end(main.main("lightning", sys.argv[1:], train))
+    ending.end(main.main("lightning", sys.argv[1:], train))

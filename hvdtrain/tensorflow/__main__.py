@@ -10,7 +10,7 @@ from hvdtrain import interrupts
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
-from hvdtrain.run import main
+from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
 
 # Before the first import of TensorFlow or Keras: a log that a person can read, and never another backend.
@@ -58,4 +58,4 @@ def without_banner() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main.end(main.main("tensorflow", sys.argv[1:], train))
+    ending.end(main.main("tensorflow", sys.argv[1:], train))

@@ -5,7 +5,7 @@ from hvdtrain import interrupts
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
 
-from hvdtrain.run import main
+from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
 
 
@@ -21,4 +21,4 @@ def train(prepared: Run) -> None:
 
 
 if __name__ == "__main__":
-    main.end(main.main("torch", sys.argv[1:], train))
+    ending.end(main.main("torch", sys.argv[1:], train))

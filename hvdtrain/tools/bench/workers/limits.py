@@ -14,6 +14,7 @@ import numpy as np
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.run import main as runs
+from hvdtrain.run.ending import end
 from hvdtrain.run.run import Run
 from hvdtrain.tools.bench import measure, ranks, train
 
@@ -53,7 +54,7 @@ def main(adapter: Literal["torch", "tensorflow"], sides_of: SidesOf) -> NoReturn
     with tempfile.TemporaryDirectory() as folder:
         argv = [*of_run, "--output", f"{folder}/run"]
         code = runs.main(adapter, argv, lambda run: _measure(run, sides_of, options))
-    runs.end(code)
+    end(code)
 
 
 def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:

@@ -1,0 +1,110 @@
+"""How a process of a run begins and ends: its world, and of an error one line, the run's status and an exit code."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from types import TracebackType
+from typing import NoReturn
+
+from hvdtrain import untrusted
+from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
+from hvdtrain.launch import rendezvous, slurm_job
+from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.run import folder as folders
+from hvdtrain.run.folder import RunFolder
+from hvdtrain.run.liveness import print_error
+from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
+from hvdtrain.run.world import World
+
+
+def begin(*, insecure: bool) -> World:
+    """The world that the launcher promised, begun. Raises HvdtrainError, which is printed already."""
+    topology = Topology.alone()
+    try:
+        topology = discover(os.environ)
+        world = World(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
+        world.start()
+    except HvdtrainError as error:
+        if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
+            print_error(topology, type(error), untrusted.one_line(error))
+        raise
+    world.liveness.on_vanished = lambda: slurm_job.cancel_step(os.environ)
+    return world
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process with this exit code."""
+    if code:  # srun --kill-on-bad-exit and mpirun end whoever has not ended yet, while the interpreter tears down
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(code)
+
+
+class Ending:
+    """Around all that a rank does: the farewell at the block's end. An error that a user can meet is reported in one
+    line, and is then `code`; another one is raised again, once the other ranks know of it."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.topology = world, world.topology
+        self.began = False
+        """Whether training has begun, after which ranks may fail one by one."""
+        self.folder: RunFolder | None = None
+        self.code = 0
+
+    def __enter__(self) -> "Ending":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            if isinstance(error, HvdtrainError):
+                self.code = self._fail(error)
+            elif isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                full = f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again."
+                self.code = self._fail(OutputError(full))
+            elif isinstance(error, KeyboardInterrupt):
+                self.code = self._interrupted()
+            else:  # a fault, or --help's exit
+                fault = error is not None and not isinstance(error, SystemExit)
+                self.world.leave(f"{type(error).__name__}: {error}" if fault else None)
+        except BaseException as another:
+            self.world.leave(f"{type(another).__name__}: {another}")
+            raise
+        return bool(self.code)
+
+    def _interrupted(self) -> int:
+        if self.topology.is_rank_0:
+            print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        self.world.leave("interrupted", 128 + signal.SIGINT)
+        return 128 + signal.SIGINT
+
+    def _fail(self, error: HvdtrainError) -> int:
+        if self.folder:
+            state: folders.State = "stopped" if isinstance(error, StoppedError) else "failed"
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                self.folder.write_status(state, error=str(error))
+        # Before training, a host's first rank reports for the host; later, a damaged file may be one rank's alone.
+        topology = self.topology
+        reports = topology.is_rank_0 or (not error.everywhere and (self.began or topology.local_rank == 0))
+        if reports and not error.reported:
+            print_error(topology, type(error), untrusted.one_line(error))
+        if topology.is_rank_0 and isinstance(error, StoppedError):
+            _requeue(self.world)  # before the farewell: srun ends rank 0 as soon as another rank has ended
+        if not reports:
+            self.world.wait_for_rank_0()
+        self.world.leave(str(error), error.exit_code)
+        return error.exit_code
+
+
+def _requeue(world: World) -> None:
+    """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled."""
+    job_id = world.topology.job_id
+    if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS:
+        return
+    if world.stop.too_early:  # else it would be queued again for ever, one step a time
+        message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
+    else:
+        message = slurm_job.requeue(job_id)
+    print(message, file=sys.stderr, flush=True)
