@@ -13,6 +13,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── WorldError                 the launcher and the collective library disagree about the number of ranks
 ├── DeviceError                the visible GPUs do not fit the ranks
 ├── LabError                   a learner's mistake in a lab, explained; its text may have several lines
+├── LoopError                  a loop of one's own would not train its ranks as one
 ├── KerasError                 a Keras model is put together so that its ranks would not train as one
 └── TrainingError              exit code 1: training began and had to stop
     ├── AbortedError           another rank ended, and this one with it
@@ -88,6 +89,12 @@ class LabError(HvdtrainError):
     def _render_traceback_(self) -> list[str]:
         """IPython shows this in place of a traceback."""
         return [str(self)]
+
+
+class LoopError(HvdtrainError):
+    """A loop of one's own would not train its ranks as one, or not resume as it was."""
+
+    everywhere = True
 
 
 class KerasError(HvdtrainError):

@@ -29,6 +29,19 @@ class EngineSettings(Protocol):
     def profile(self) -> bool: ...
 
 
+class ReadSettings(Protocol):
+    """How batches are read; a Recipe has all of it."""
+
+    @property
+    def precision(self) -> str | None: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def data_on_device(self) -> bool: ...
+    @property
+    def channels_last(self) -> bool: ...
+
+
 class Intervals(Protocol):
     """When the loop logs, compares replicas and writes a checkpoint; a Recipe has all of it."""
 
@@ -57,6 +70,16 @@ class OwnEngineSettings:
     autotune: bool = False
     horovod_timeline: bool = False
     profile: bool = False
+
+
+@dataclass(frozen=True)
+class OwnReadSettings:
+    """Without a recipe: batches as the program's data set makes them."""
+
+    workers: int = 0
+    precision: str | None = None
+    data_on_device: bool = False
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ def fit(run: Run, engine: Engine) -> None:
     module = RecipeModule(run.plan, run.dataset.classes, engine)
     scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
     state = State(module.model, module.optimizer, scaler, module.ema)
-    loop = Loop(run, Replica(run.recipe, engine, module.model, state, module.meter))
+    same_statistics = run.recipe.batch_norm != "local"
+    replica = Replica(engine, module.model, state, module.meter, same_statistics=same_statistics)
+    loop = Loop(run, replica)
     module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
     with loop.reported():

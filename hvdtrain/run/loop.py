@@ -185,6 +185,7 @@ class Hooks(Generic[R_co]):
         if found:
             meta = {**found.meta, "layout": found.layout}
         meta = self.engine.broadcast({}, meta)
+        self.resumed_from: Mapping[str, Any] = meta or {}
         if meta:  # before the tensors: all ranks then have the same
             state.start(meta["layout"], meta.get("optimizer", {}))
         if found:

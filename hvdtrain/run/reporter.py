@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -77,6 +77,16 @@ class Reporter:
             self._scalar(f"{name}/valid", of_valid, step)
             self.note(f"train {name}={own:.4f}, valid {name}={of_valid:.4f}")
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
+        self._events.flush()
+
+    def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """The end of an epoch of a loop of one's own: what it has reported."""
+        seconds = time.monotonic() - self._epoch_began
+        for name, value in values.items():
+            self._scalar(name, value, step)
+        listed = ", ".join(f"{name}={value:.5g}" for name, value in values.items())
+        self.note(f"Epoch: {epoch}, {listed} ({seconds:.1f} sec)")
+        self._write("epoch", step, epoch, seconds=seconds, **values)
         self._events.flush()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from hvdtrain.torch.resident import Held, Pair, hold
 
 if TYPE_CHECKING:
     from hvdtrain.core.progress import Request
-    from hvdtrain.core.recipe import Recipe
+    from hvdtrain.core.settings import ReadSettings
 
 AHEAD = 2
 
@@ -38,9 +38,9 @@ class Loader:
         (torch.Size([4, 3, 8, 8]), torch.Size([4]))
     """
 
-    def __init__(self, recipe: "Recipe", dataset: Dataset, device: torch.device) -> None:
+    def __init__(self, recipe: "ReadSettings", dataset: Dataset, device: torch.device) -> None:
         self.recipe, self.dataset, self.device = recipe, dataset, device
-        self._real = torch.float64 if recipe.precision == "float64" else torch.float32
+        self._real = {"float64": torch.float64, None: None}.get(recipe.precision, torch.float32)
         # Made once: on a GPU each would wait for a copy in every step.
         self._mean, self._std = (
             torch.tensor(of, dtype=self._real, device=device).view(-1, 1, 1) for of in (dataset.mean, dataset.std)
@@ -75,7 +75,7 @@ class Loader:
             yield Batch(self._moved(data), len(indices))
 
     def _moved(self, data: Any) -> Any:
-        """The batch on the device, its floating-point numbers in the recipe's precision."""
+        """The batch on the device, its floating-point numbers in the precision that is asked for."""
         if isinstance(data, torch.Tensor):
             data = data.pin_memory() if self.device.type == "cuda" else data
             return data.to(self.device, self._real if data.is_floating_point() else None, non_blocking=True)

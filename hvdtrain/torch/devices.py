@@ -18,6 +18,14 @@ def take(setup: Setup, *, gpu_operations: bool = True) -> torch.device:
     return torch.device("cuda", index)
 
 
+def seed(number: int, step: int, rank: int, device: torch.device) -> None:
+    """Seeds PyTorch for the update after `step` others: a function of the step, not of what ran before, so that a
+    resumed run draws what the undisturbed one drew."""
+    # torch.manual_seed formats a stack trace for GPUs that are not in use: 0.4 ms.
+    generate = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
+    generate(hash((number, step, rank)))
+
+
 def take_threads(topology: Topology) -> None:
     """Computes with the rank's share of the host's processors."""
     count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, topology, os.environ)

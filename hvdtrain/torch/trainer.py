@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
-from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.totals import Totals
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import Run
-from hvdtrain.torch import models
+from hvdtrain.torch import devices, models
 from hvdtrain.torch.compiling import record_cuda_graph
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
@@ -27,8 +26,12 @@ from hvdtrain.torch.step import Step, autocast, unwatched
 class Replica:
     """A rank's model, whoever makes the updates; see `hvdtrain.run.loop.Replica`."""
 
-    def __init__(self, recipe: Recipe, engine: Engine, model: torch.nn.Module, state: State, meter: Meter) -> None:
-        self.recipe, self.engine, self.model, self.state, self.meter = recipe, engine, model, state, meter
+    def __init__(
+        self, engine: Engine, model: torch.nn.Module, state: State, meter: Meter, *, same_statistics: bool = False
+    ) -> None:
+        """`same_statistics`: whether the ranks' BatchNorm has the same statistics in every step."""
+        self.engine, self.model, self.state, self.meter = engine, model, state, meter
+        self._same_statistics = same_statistics
 
     def events(self, folder: Path, first_step: int) -> Events:
         from tensorboardX import SummaryWriter  # a second of imports, and rank 0's alone
@@ -42,7 +45,7 @@ class Replica:
         models.average_statistics(self.model, self.engine)
 
     def fingerprints(self) -> list[int]:
-        return [models.fingerprint(self.model, with_statistics=self.recipe.batch_norm != "local")]
+        return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
 
 
 class Trainer(Replica):
@@ -50,6 +53,7 @@ class Trainer(Replica):
 
     def __init__(self, run: Run, engine: Engine) -> None:
         recipe, self.plan, self.dataset = run.recipe, run.plan, run.dataset
+        self.recipe = recipe
         torch.backends.cudnn.benchmark = recipe.cudnn_benchmark
         model = models.build(recipe, run.dataset.classes, engine)
         name = "local" if type(engine) is LocalEngine else run.engine
@@ -67,7 +71,7 @@ class Trainer(Replica):
             record=record_cuda_graph if is_one_graph(recipe, name, engine.device) else None,
         )
         state = State(model, self.step.optimizer, self.step.scaler, self.step.ema)
-        super().__init__(recipe, engine, model, state, Meter(engine.device))
+        super().__init__(engine, model, state, Meter(engine.device), same_statistics=recipe.batch_norm != "local")
         self.loader = Loader(recipe, run.dataset, engine.device)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
@@ -81,10 +85,7 @@ class Trainer(Replica):
             yield batch
 
     def update(self, batch: list[Any], lr: float, step: int) -> None:
-        # A function of the step, not of what ran before: a resumed run draws what the undisturbed one drew.
-        seed = hash((self.recipe.seed, step, self.engine.rank))
-        # torch.manual_seed formats a stack trace for GPUs that are not in use: 0.4 ms.
-        (torch.manual_seed if self.engine.device.type == "cuda" else torch.default_generator.manual_seed)(seed)
+        devices.seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
         self.step.set_lr(lr)
         for seen in self.step.update(batch):
             self.meter.add(seen)

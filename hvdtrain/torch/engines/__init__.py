@@ -38,6 +38,13 @@ class Engine(Protocol):
     def finish(self) -> None:
         """Waits until every gradient is the averaged one; only then may they be clipped."""
 
+    def bucket_bytes(self) -> int:
+        """The most bytes of gradients that are best communicated as one message. Every rank calls it."""
+
+    def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
+        """Begins to average the tensor [n] over the ranks, in place; the name is the same on all of them. What is
+        returned waits for the average."""
+
     def sum(self, array: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, on every rank."""
 

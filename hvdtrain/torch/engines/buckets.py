@@ -41,10 +41,7 @@ class Buckets:
         are communicated as, None for the parameter's own. `wait` returns once the tensor of a handle is averaged."""
         self._send, self._wait, self._passes = send, wait, passes
         learning = [parameter for parameter in parameters if parameter.requires_grad]
-        self._messages = [
-            _Alone(group) if len(group) == 1 and dtype is None else _Bucket(group, dtype)
-            for group in grouped(learning, limit)
-        ]
+        self._messages = messages(learning, limit, dtype)
         for number, message in enumerate(self._messages):
             for parameter in message.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._computed, number))
@@ -82,7 +79,7 @@ class Buckets:
             message.handle = self._send(message.content(), f"hvdtrain.gradients.{number}")
 
 
-class _Message:
+class Message:
     """What is communicated at once."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -105,7 +102,7 @@ class _Message:
         """Makes what has come back the gradients."""
 
 
-class _Alone(_Message):
+class _Alone(Message):
     """One gradient, in its own memory."""
 
     def content(self) -> torch.Tensor:
@@ -114,7 +111,7 @@ class _Alone(_Message):
         return flat(gradient)
 
 
-class _Bucket(_Message):
+class _Bucket(Message):
     """Gradients in one tensor, as the type that is communicated."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype | None) -> None:
@@ -139,6 +136,14 @@ class _Bucket(_Message):
     def hand_out(self) -> None:
         for parameter, view in self._views.items():
             parameter.grad = view.to(parameter.dtype)
+
+
+def messages(parameters: Iterable[nn.Parameter], limit: int, dtype: torch.dtype | None) -> list[Message]:
+    """The gradients of the parameters in messages of at most `limit` bytes, in the order in which backward has them."""
+    return [
+        _Alone(group) if len(group) == 1 and dtype is None else _Bucket(group, dtype)
+        for group in grouped(parameters, limit)
+    ]
 
 
 def grouped(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:

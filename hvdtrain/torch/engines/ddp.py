@@ -1,7 +1,7 @@
 """PyTorch's DistributedDataParallel behind the engine's methods: NCCL on GPUs, else Gloo, or MPI where torch has it."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ except ImportError as error:
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 NO_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
 
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's (Li et al. 2020, arXiv:2006.15704, section 4.2)
 MPI_LAUNCHERS = {"mpirun", "mpiexec"}
 
 
@@ -94,6 +95,18 @@ class DdpEngine:
 
     def finish(self) -> None:
         pass  # backward has waited for the last bucket
+
+    def bucket_bytes(self) -> int:
+        return BUCKET_BYTES
+
+    def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
+        work = dist.all_reduce(tensor, async_op=True)
+
+        def averaged() -> None:
+            work.wait()
+            tensor.div_(self.size)
+
+        return averaged
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         total = torch.from_numpy(array.copy())

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,11 +121,9 @@ class HorovodEngine:
             )
         if self.size == 1:
             return model, optimizer
-        # Rank 0 decides: another environment on another host would stall all of them.
-        together = sharing.from_rank_0(self._together, self.rank, self.sum)
         self._buckets = Buckets(
             model.parameters(),
-            together or 0,
+            self.bucket_bytes(),
             DTYPES[self._settings.compression],
             passes,
             lambda message, name: hvd.allreduce_async_(message, op=hvd.Average, name=name),
@@ -139,6 +137,13 @@ class HorovodEngine:
     def finish(self) -> None:
         if self._buckets:
             self._buckets.finish()
+
+    def bucket_bytes(self) -> int:
+        # Rank 0 decides: another environment on another host would stall all of them.
+        return sharing.from_rank_0(self._together, self.rank, self.sum) or 0
+
+    def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
+        return partial(wait, hvd.allreduce_async_(tensor, op=hvd.Average, name=name), tensor.device.type)
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         return wait(hvd.allreduce_async(torch.from_numpy(array), op=hvd.Sum, name="hvdtrain.sum")).numpy()
