@@ -41,6 +41,10 @@ class RecipeModule(LightningModule):
     def forward(self, *x: Any, **named: Any) -> Any:
         return self.model(*x, **named)
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The batch, which its loader has put there."""
+        return batch
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The mean loss of this rank's local batch, times its weight in the mean over all ranks."""
         loss, count = self._loss(batch, training=True)
