@@ -1,5 +1,7 @@
 """The TensorFlow adapter's parts against PyTorch's own: networks, BatchNorm, SGD, clipping, the loss scale."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from event_files import events, scalars
@@ -8,7 +10,7 @@ from networks import ENTRIES
 from ranks import needs_tensorflow
 from worlds import BATCH_NORM, CLASSES, CLIPPING, SCALING, SGD, records
 
-from hvdtrain.core import plan, recipe
+from hvdtrain.core import network, recipe
 
 torch = pytest.importorskip("torch", reason="the reference is PyTorch's: pip install -e .[torch]")
 pytestmark = [pytest.mark.launched, needs_tensorflow, pytest.mark.timeout(900)]
@@ -35,7 +37,8 @@ def test_the_networks_have_the_parameters_of_the_plan(results):
     assert counted[1000] == 25_557_032  # torchvision's
     for chosen in map(recipe.load, ENTRIES):
         if classes := DATA_SETS.get(chosen.dataset, chosen.classes):
-            assert plan.parameters(chosen, classes) == counted[classes]
+            of_plan = network.of(chosen, "tensorflow", SimpleNamespace(classes=classes))
+            assert of_plan.parameters == counted[classes]
 
 
 def test_the_first_weights_are_drawn_as_torchs(results):
