@@ -151,15 +151,25 @@ class KerasOptimizer:
 
     @property
     def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
-        """Its variables by Keras's name of each, which holds the weight's where it belongs to one."""
-        rate = self._optimizer.learning_rate
-        return {
-            f"optimizer.{own.path.replace('/', '.')}": own.value for own in self._optimizer.variables if own is not rate
-        }
+        rate, own = self._optimizer.learning_rate, self._optimizer.variables
+        return {self._named(index, kept): kept.value for index, kept in enumerate(own) if kept is not rate}
+
+    def _named(self, index: int, kept: keras.Variable) -> str:
+        """SLOT.LAYER.NAME of what belongs to a weight, as Keras's path shows; optimizer.INDEX of another."""
+        name = kept.path.rpartition("/")[2]
+        owners = [weight for weight in self._weights if name.startswith(f"{_joined(weight)}_")]
+        if not owners:
+            return f"optimizer.{index}"
+        owner = max(owners, key=lambda weight: len(weight.path))
+        return f"{name.removeprefix(_joined(owner))[1:]}.{owner.path.replace('/', '.')}"
 
     def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
         self._optimizer.learning_rate.assign(tf.cast(lr, self._optimizer.learning_rate.dtype))
         self._optimizer.apply(gradients, self._weights)
+
+
+def _joined(weight: keras.Variable) -> str:
+    return weight.path.replace("/", "_")
 
 
 def _is_adapted(settings: optimizers.Lamb | optimizers.Lars, variable: tf.Variable) -> bool:

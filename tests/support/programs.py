@@ -80,6 +80,22 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
     return results
 
 
+def resumed(cases: dict[str, list[str]], folder: str, engine: str = "auto") -> dict[str, list[str]]:
+    """By case the digests of the state after 15 updates: of one run, and of one that was resumed after 7."""
+    results: dict[str, list[str]] = {}
+    for name, argv in cases.items():
+        given = ["linear", *argv, "--epochs", "2", "--lr", "0.05", "--engine", engine]
+        for steps, run in (("15", "whole"), ("7", "resumed"), ("15", "resumed")):
+            training = prepared([*given, "--max-steps", steps, "--output", f"{folder}/{name}-{run}"])
+            training.train()
+            ended = digest(framework.state(training.trainer))
+            del training
+            gc.collect()
+            if steps == "15":
+                results.setdefault(name, []).append(ended)
+    return results
+
+
 def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The engine's refusal of each recipe that it cannot run here."""
     results = {}

@@ -1,18 +1,23 @@
 """TensorFlow's part of programs.py."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
+import optimizer_reference as reference
 import tensorflow as tf
 
 from hvdtrain.core.recipe import load
-from hvdtrain.tensorflow import models, sgd
+from hvdtrain.tensorflow import models, optimizers, sgd
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
+from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
+from hvdtrain.tensorflow.engines.replication import OneReplica
 from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
 from hvdtrain.tensorflow.step import mean_loss
@@ -156,6 +161,35 @@ def sgd_steps(options: dict[str, dict[str, Any]], start: list[float], gradients:
         for gradient, lr in zip(gradients, lrs, strict=True):
             descend([tf.constant(gradient, tf.float64)], tf.constant(lr, tf.float64))
             results[name].append(variable.numpy().tolist())
+    return results
+
+
+def optimizer_steps(cases: list[str]) -> dict[str, Any]:
+    """For each case of the reference, and each precision, the weights after its updates, and their average."""
+    results: dict[str, Any] = {}
+    for case in cases:
+        for precision in ("float32", "float64"):
+            weights = [keras.Variable(start, dtype=precision, name=name) for name, start in reference.START.items()]
+            variables = [weight.value for weight in weights]
+            optimizer = optimizers.make(load("linear", reference.CASES[case]), weights)
+            ema = Ema(variables, reference.EMA_DECAY, OneReplica(local()))
+
+            @functools.partial(tf.function, autograph=False)
+            def update(gradients: list[tf.Tensor], lr: tf.Tensor, optimizer: Any = optimizer, ema: Ema = ema) -> None:
+                optimizer.descend(gradients, lr)
+                ema.update()
+
+            followed = []
+            for gradients, lr in zip(reference.GRADIENTS, reference.LRS, strict=True):
+                update([tf.constant(one, precision) for one in gradients.values()], tf.constant(lr, precision))
+                followed.append([variable.numpy() for variable in variables])
+            with ema.swapped_in():
+                averages = [variable.numpy().tolist() for variable in variables]
+            results[f"{case} {precision}"] = {
+                "followed": [[array.tolist() for array in arrays] for arrays in followed],
+                "averages": averages,
+                "as before": all(np.array_equal(a, b) for a, b in zip(followed[-1], variables, strict=True)),
+            }
     return results
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optimizer_reference as reference
 import pytest
 from ranks import LAUNCHERS, NEEDS, programs
 
@@ -122,6 +123,23 @@ GRADIENTS: dict[str, Any] = {
 }
 ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside"]
 
+OPTIMIZED = {
+    "adam": ["--optimizer", "adam"],
+    "adamw, averaged": ["--optimizer", "adamw", "--weight-decay", "0.1", "--ema-decay", "0.9"],
+    "lamb": ["--optimizer", "lamb", "--optimizer-args", "weight_decay=0.1", "betas=[0.9,0.99]"],
+    "lars": ["--optimizer", "lars", "--momentum", "0.9"],
+    "sgd, averaged": ["--momentum", "0.9", "--ema-decay", "0.9"],
+}
+YOURS = {
+    "torch": {"adagrad": ["--optimizer", "torch.optim:Adagrad"], "radam": ["--optimizer", "torch.optim:RAdam"]},
+    "tensorflow": {"nadam": ["--optimizer", "keras.optimizers:Nadam"]},
+}
+RESUMED: dict[str, Any] = {
+    framework: {"cases": OPTIMIZED | yours, "folder": "{folder}/resumed"} for framework, yours in YOURS.items()
+}
+
+DDP_RESUMED = {"resumed": {**RESUMED["torch"], "engine": "ddp"}}
+
 DRAW = np.random.default_rng(0)
 BATCH_NORM: dict[str, Any] = {
     "recipes": {
@@ -168,7 +186,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "split micro-batches curve",
                 *NETWORKS,
             ],
-            {"local_verbs": {}},
+            {"local_verbs": {}, "resumed": RESUMED["torch"]},
         ),
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
@@ -177,6 +195,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
             {
                 "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
                 "gradients": GRADIENTS,
+                "resumed": RESUMED["torch"],
                 **SMALL_FLOATS,
             },
         ),
@@ -192,7 +211,10 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
         "gloo-4": (["line"], {}),
         "ddp-1": (["line", "micro-batches"], {}),
-        "ddp-2": ([*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS], DDP_ABANDONED),
+        "ddp-2": (
+            [*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS],
+            DDP_RESUMED | DDP_ABANDONED,
+        ),
         "ddp-4": ([*LINES, "sync curve"], {}),
     },
     "tensorflow": {
@@ -202,6 +224,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "local_verbs": {},
                 "batch_norm": BATCH_NORM,
                 "sgd_steps": SGD,
+                "optimizer_steps": {"cases": list(reference.CASES)},
                 "clipping": CLIPPING,
                 "scaling": SCALING,
                 "fingerprints": {},
@@ -209,9 +232,13 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "seeds": {},
                 "frozen": {},
                 "events": {"folder": "{folder}"},
+                "resumed": RESUMED["tensorflow"],
             },
         ),
-        "mpi-2": ([*ON_TWO, *EXACT_NETWORKS], {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
+        "mpi-2": (
+            [*ON_TWO, *EXACT_NETWORKS],
+            {"batch_norm": BATCH_NORM, "resumed": RESUMED["tensorflow"], **SMALL_FLOATS},
+        ),
         "gloo-2": (["line"], OVER_GLOO),
         "mpi-4": ([*LINES, "sync curve"], {}),
         "gloo-4": (["line"], {}),

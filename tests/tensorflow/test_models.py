@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import optimizer_reference as papers
 import pytest
 from event_files import events, scalars
 from networks import CLASSES as DATA_SETS
@@ -159,6 +160,18 @@ def test_sgd_is_torchs(results, options):
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         np.testing.assert_allclose(ours, weight.detach(), rtol=1e-14)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("float64", 1e-12), ("float32", 1e-6)])
+@pytest.mark.parametrize("case", papers.CASES)
+def test_twenty_updates_are_the_papers(results, case, precision, limit):
+    ours = results("optimizer_steps")[f"{case} {precision}"]
+    steps = [dict(zip(papers.START, map(np.array, weights), strict=True)) for weights in ours["followed"]]
+    for (name, expected), average in zip(papers.weights(case).items(), ours["averages"], strict=True):
+        np.testing.assert_allclose(steps[-1][name], expected, rtol=0, atol=limit, err_msg=name)
+        averaged = papers.averages((weights[name] for weights in steps), papers.START[name])
+        np.testing.assert_allclose(average, averaged, rtol=0, atol=limit, err_msg=name)
+    assert ours["as before"]
 
 
 def test_clipping_is_torchs(results):
