@@ -246,10 +246,10 @@ def check(choice: Choice, environ: Mapping[str, str]) -> None:
         if rule.is_broken(choice):
             raise rule.error(rule.message.format(c=choice, r=choice.recipe, e=choice.engine))
     if choice.engine.name == "horovod":
-        _check_plugin(choice.topology, choice.framework, environ)
+        check_plugin(choice.topology, choice.framework, environ)
 
 
-def _check_plugin(topology: Topology, framework: Framework, environ: Mapping[str, str]) -> None:
+def check_plugin(topology: Topology, framework: Framework, environ: Mapping[str, str]) -> None:
     """Refuses an srun step whose PMI plugin cannot reach Horovod's MPI.
 
     Only what is certain is refused here; what else goes wrong the guard finds once Horovod has started.

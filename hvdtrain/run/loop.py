@@ -147,6 +147,11 @@ class Hooks(Generic[R_co]):
         if done or inside or due(after.epoch, intervals.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
 
+    def settle(self, lr: float) -> None:
+        """What is due after an epoch's last update, where nobody knew that it was the last."""
+        self._log(lr)
+        self.trainer.average_statistics()
+
     def check_replicas(self) -> None:
         """Raises ReplicaError where the weights differ between devices or ranks."""
         marks, step = self.trainer.fingerprints(), self.progress.step
@@ -202,7 +207,7 @@ class Hooks(Generic[R_co]):
         totals = self.trainer.totals().over_ranks(self.engine.sum)
         progress.train += totals
         self.run.check_finite(totals, progress.step)
-        if self.reporter:
+        if self.reporter and totals.count:
             iteration, seconds = progress.sample // self.extent.global_batch, time.monotonic() - self._logged
             self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
         self._logged = time.monotonic()

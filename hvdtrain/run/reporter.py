@@ -79,16 +79,6 @@ class Reporter:
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
         self._events.flush()
 
-    def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """The end of an epoch of a loop of one's own: what it has reported."""
-        seconds = time.monotonic() - self._epoch_began
-        for name, value in values.items():
-            self._scalar(name, value, step)
-        listed = ", ".join(f"{name}={value:.5g}" for name, value in values.items())
-        self.note(f"Epoch: {epoch}, {listed} ({seconds:.1f} sec)")
-        self._write("epoch", step, epoch, seconds=seconds, **values)
-        self._events.flush()
-
     def close(self) -> None:
         if self._bar:
             self._bar.close()
@@ -104,6 +94,31 @@ class Reporter:
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
         self._events.add_scalar(tag, value, step)
+
+
+class OwnReporter(Reporter):
+    """The log of a loop of one's own, which has metrics of its own."""
+
+    def steps(self, step: int, epoch: int, iteration: int, totals: Totals, lr: float, seconds: float) -> None:
+        rate, values = totals.count / seconds, {"loss": totals.mean_loss, **totals.means}
+        for name, value in values.items():
+            self._scalar(f"{name}/step", value, step)
+        self._scalar("learning_rate", lr, step)
+        self.note(f"Epoch: {epoch}, Iteration: {iteration}, {_listed(values)}, Avg examples/sec: {rate:.1f}")
+        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
+
+    def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """The end of an epoch: what it has reported."""
+        seconds = time.monotonic() - self._epoch_began
+        for name, value in values.items():
+            self._scalar(name, value, step)
+        self.note(f"Epoch: {epoch}, {_listed(values)} ({seconds:.1f} sec)")
+        self._write("epoch", step, epoch, seconds=seconds, **values)
+        self._events.flush()
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {value:.5g}" for name, value in values.items())
 
 
 class _Bar:

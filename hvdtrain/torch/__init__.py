@@ -1,1 +1,21 @@
-"""The PyTorch adapter: `python -m hvdtrain.torch RECIPE [flags]`."""
+"""The PyTorch adapter: `python -m hvdtrain.torch RECIPE [flags]`, and for a loop of one's own `hvdtrain.torch.join`."""
+
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["join"]
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.own.world import join
+
+
+def __getattr__(name: str) -> Any:
+    """`join`, loaded at its first use: a recipe's run loads PyTorch only once its input is checked."""
+    if name != "join":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hvdtrain.torch.own import world
+
+    return world.join
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,96 @@
+"""What a program trains: its model, optimizer, scheduler and loss scale, checked and made resumable."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.errors import LoopError
+from hvdtrain.torch.own import resumable
+
+WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+@dataclass
+class Program:
+    """A program's own objects, and the numbers that its order of samples follows from."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler
+    seed: int
+    data: dict[str, int] = field(default_factory=dict)
+    """Of the training set, once it is known: batch_size and examples."""
+
+    def check(self, device: torch.device) -> None:
+        """Raises LoopError where its ranks would not train as one, or it could not be resumed."""
+        if not isinstance(self.model, nn.Module):
+            raise LoopError(f"the model must be a torch.nn.Module, got a {type(self.model).__name__}.")
+        for kind in type(self.model).__mro__:
+            if kind.__name__ in WRAPPERS:
+                raise LoopError(f"the model is wrapped in {kind.__name__}: give the model itself, hvdtrain averages.")
+        learning = [each for each in self.model.parameters() if each.requires_grad]
+        if not learning:
+            raise LoopError(f"model {type(self.model).__name__} has no parameter that learns; give one that has.")
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if tensor.device != device:
+                raise LoopError(
+                    f"{name} of the model is on {tensor.device}, this rank computes on {device}; call "
+                    "model.to(world.device) before the optimizer is made."
+                )
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise LoopError(f"the optimizer must be a torch.optim.Optimizer, got a {type(self.optimizer).__name__}.")
+        known = set(self.model.parameters())
+        if any(each not in known for group in self.optimizer.param_groups for each in group["params"]):
+            raise LoopError("the optimizer has parameters that the model has not; make it of model.parameters().")
+        if self.scheduler is not None:
+            if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
+                raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
+            if not (hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict")):
+                raise LoopError(
+                    f"the scheduler ({type(self.scheduler).__name__}) has no state_dict and load_state_dict, so the "
+                    "run could not be resumed; give it both."
+                )
+        self.metadata()
+
+    @property
+    def identity(self) -> str:
+        """What two runs must share to exchange checkpoints."""
+        parameters = sum(each.numel() for each in self.model.parameters())
+        return f"{type(self.model).__name__}, {parameters:,} parameters, {type(self.optimizer).__name__}"
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a checkpoint: the weights, and as much twice for what an optimizer keeps beside them."""
+        return 3 * sum(tensor.nbytes for tensor in self.model.state_dict().values() if isinstance(tensor, torch.Tensor))
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def metadata(self) -> dict[str, Any]:
+        """What a checkpoint holds of it beside tensors."""
+        groups = resumable.settings(self.optimizer)
+        found = {"groups": resumable.packed(groups, f"optimizer {type(self.optimizer).__name__}"), "data": self.data}
+        if self.scheduler is not None:
+            state = self.scheduler.state_dict()
+            found["scheduler"] = resumable.packed(state, f"scheduler {type(self.scheduler).__name__}")
+        return {**found, "seed": self.seed}
+
+    def restore(self, meta: Mapping[str, Any], step: int) -> None:
+        """Takes what a checkpoint holds. Raises CheckpointError and LoopError."""
+        resumable.set_settings(self.optimizer, resumable.unpacked(meta["groups"]), step)
+        if (self.scheduler is None) != ("scheduler" not in meta):
+            has, this = ("a", "none") if self.scheduler is None else ("no", "one")
+            raise LoopError(
+                f"the checkpoint of step {step} has {has} scheduler, this program has {this}; make them alike, "
+                "or give another folder."
+            )
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(resumable.unpacked(meta["scheduler"]))
+        if meta["seed"] != self.seed:
+            raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
+        self.data = dict(meta["data"])

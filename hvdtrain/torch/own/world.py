@@ -1,0 +1,185 @@
+"""`join`: the ranks of a program that keeps its own loop."""
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.core.compatibility import EngineSpec, check_plugin
+from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
+from hvdtrain.engines import registry
+from hvdtrain.engines.registry import ENGINES, Setup
+from hvdtrain.errors import HvdtrainError, LoopError, WorldError
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run import opening
+from hvdtrain.run import world as ranks
+from hvdtrain.run.ending import Ending, begin, end
+from hvdtrain.run.main import connect, keep_memory
+from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.opening import opened
+from hvdtrain.torch.own.program import Program
+from hvdtrain.torch.own.run import Place, Run, begin_run
+
+CHOICES = {
+    "engine": ("auto", *(name for name, row in ENGINES.items() if "torch" in row.classes and not row.devices)),
+    "device": ("auto", "cpu", "cuda"),
+}
+"""What `join` may be given, or HVDTRAIN_ENGINE and HVDTRAIN_DEVICE."""
+
+
+@contextlib.contextmanager
+def join(
+    engine: str = "auto", device: str = "auto", *, compression: str = "none", insecure_rendezvous: bool = False
+) -> Iterator["World"]:
+    """This process's world until the end of the block: its rank, its device, and the watch over all ranks.
+
+    Ranks are those of horovodrun, mpirun, srun or torchrun; without a launcher there is one. `engine` is local, horovod
+    or ddp, and auto takes HVDTRAIN_ENGINE, else local for one process and horovod for several; `device` is cpu or cuda,
+    and auto takes HVDTRAIN_DEVICE, else a GPU where there is one. `compression` of communicated gradients: none, fp16,
+    bf16 (ddp) or fp64.
+
+    An HvdtrainError inside the block ends the process, as `python -m hvdtrain.torch` would: one line on stderr and the
+    error's exit code. Another exception passes through, once the other ranks know of it.
+
+    Examples:
+        >>> import hvdtrain.torch as ht
+        >>> with ht.join() as world:
+        ...     world.print(f"rank {world.rank} of {world.size}")
+        rank 0 of 1
+    """
+    try:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise LoopError(
+                "a process that reads data imports the program: put what it does below if __name__ == '__main__'."
+            )
+        joining = begin(insecure=insecure_rendezvous)
+    except HvdtrainError as error:
+        end(error.exit_code)
+    with Ending(joining) as ending:
+        settings, row = _chosen(joining.topology, os.environ, engine, device, compression)
+        connect(joining, row)
+        with ranks.joined(joining, "torch", row.name, os.environ):
+            keep_memory(settings.device)
+            setup = Setup(settings, joining.topology, (), opening.endpoints(joining))
+            own = opened(row.name, setup)
+            with opening.joined(joining, row.name, own, own.rank, own.size):
+                world = World(ending, row.name, own, compression)
+                with contextlib.ExitStack() as closing:
+                    closing.callback(world.close)
+                    yield world
+                    world.finish()
+    if ending.code:
+        end(ending.code)
+
+
+def _chosen(
+    topology: Topology, environ: Mapping[str, str], engine: str, device: str, compression: str
+) -> tuple[OwnEngineSettings, EngineSpec]:
+    """The engine and what it is opened with. Raises LoopError and WorldError."""
+    given = {"engine": engine, "device": device}
+    chosen = {
+        key: environ.get(f"HVDTRAIN_{key.upper()}", value) if value == "auto" else value for key, value in given.items()
+    }
+    for key, value in chosen.items():
+        if value not in CHOICES[key]:
+            raise LoopError(f"{key} must be one of {', '.join(CHOICES[key])}, got {value!r}.")
+    row = registry.choose(chosen["engine"], topology.launcher)
+    if compression not in row.compressions:
+        raise LoopError(
+            f"compression must be one of {', '.join(row.compressions)} with engine {row.name}, got {compression!r}."
+        )
+    if not row.launcher and topology.size > 1:
+        raise WorldError(
+            f"engine {row.name} trains one rank alone, but {topology.launcher} started {topology.size}; take horovod "
+            "or ddp, or start one process."
+        )
+    if row.name == "horovod":
+        check_plugin(topology, "torch", environ)
+    return OwnEngineSettings(device=chosen["device"], compression=compression), row  # type: ignore[arg-type]
+
+
+class World:
+    """The ranks of a program, as one of them sees them; made by `join`.
+
+    Examples:
+        >>> import hvdtrain.torch as ht
+        >>> with ht.join() as world:
+        ...     world.rank, world.size, world.is_rank_0, world.mean(total=30, count=40)
+        (0, 1, True, 0.75)
+    """
+
+    def __init__(self, ending: Ending, engine: str, own: Engine, compression: str) -> None:
+        self.rank, self.size, self.device = own.rank, own.size, own.device
+        self.local_rank, self.is_rank_0 = ending.topology.local_rank, own.rank == 0
+        self._ending, self._engine, self._own, self._compression = ending, engine, own, compression
+        self._run: Run | None = None
+
+    def print(self, *values: object) -> None:
+        """Prints on rank 0 alone."""
+        if self.is_rank_0:
+            print(*values, flush=True)
+
+    def sum(self, value: Any) -> float:
+        """The sum of the ranks' numbers, on every rank. Every rank calls it."""
+        return float(self._own.sum(np.array([float(value)]))[0])
+
+    def mean(self, total: Any, count: Any) -> float:
+        """The exact mean over the ranks: their totals, added, divided by their counts, added. Every rank calls it."""
+        total, count = self._own.sum(np.array([float(total), float(count)])).tolist()
+        return total / count if count else float("nan")
+
+    def run(
+        self,
+        folder: str | Path,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+        highest: str | None = None,
+        lowest: str | None = None,
+        log_every_steps: int = 20,
+        guard_every_steps: int = 100,
+        checkpoint_every_steps: int | None = None,
+        checkpoint_every_epochs: int = 1,
+        keep_checkpoints: int = 2,
+    ) -> Run:
+        """The training of this model, in this folder, from where its last checkpoint is; every rank calls it.
+
+        All ranks get rank 0's weights, buffers and optimizer state, and from now on backward() leaves the gradients
+        averaged over the ranks. `model` and `optimizer` stay what they are, and so do `scheduler` and `scaler`, whose
+        states are part of each checkpoint. `seed` is that of the order of the samples and of the random numbers of
+        each step. The best checkpoint, which is kept beside the newest, is that of the reported metric `highest` or
+        `lowest`; left out: of the lowest valid_loss, where it is reported, else of the lowest training loss.
+
+        Raises LoopError where the ranks would not train as one, OutputError, CheckpointError.
+        """
+        if self._run and not self._run.is_over:
+            raise LoopError(
+                "the run before this one has epochs left; end it first, or train both models as one Module."
+            )
+        self.finish()
+        self.close()
+        program = Program(model, optimizer, scheduler, scaler or torch.amp.GradScaler(enabled=False), seed)
+        intervals = OwnIntervals(
+            log_every_steps, guard_every_steps, checkpoint_every_epochs, checkpoint_every_steps, keep_checkpoints
+        )
+        place = Place(Path(folder), self._ending, self._engine, self._own, self._compression)
+        self._run = begin_run(place, program, intervals, (highest, lowest))
+        return self._run
+
+    def finish(self) -> None:
+        """The block has come to its end: the run too."""
+        if self._run:
+            self._run.finish()
+
+    def close(self) -> None:
+        """Closes the run's files."""
+        if self._run:
+            self._run.close()
