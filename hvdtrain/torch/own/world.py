@@ -20,6 +20,7 @@ from hvdtrain.run import opening
 from hvdtrain.run import world as ranks
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
+from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.opening import opened
 from hvdtrain.torch.own.program import Program
@@ -132,6 +133,11 @@ class World:
         """The exact mean over the ranks: their totals, added, divided by their counts, added. Every rank calls it."""
         total, count = self._own.sum(np.array([float(total), float(count)])).tolist()
         return total / count if count else float("nan")
+
+    def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with every BatchNorm1d, 2d and 3d normalising by the statistics of the global batch; to be called
+        before the optimizer is made."""
+        return models.with_sync_batch_norm(model, self._own)
 
     def run(
         self,
