@@ -32,6 +32,8 @@ class Plan:
     """Uniform numbers that each example's augmentation is given."""
     shards: tuple[int, ...] = ()
     """Training examples in each shard, where ranks read shard after shard; () where the whole set is shuffled."""
+    items: tuple[int, ...] = ()
+    """Training examples in each item, where a data set computes them item by item; () elsewhere."""
 
     @property
     def peak_lr(self) -> float:
@@ -71,7 +73,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers, without the recipe (which has a file of its own)."""
         numbers = asdict(self)
-        del numbers["recipe"], numbers["shards"]
+        del numbers["recipe"], numbers["shards"], numbers["items"]
         return {**numbers, "gradient_bytes": self.gradient_bytes, "checkpoint_bytes": self.checkpoint_bytes}
 
     def lines(self) -> list[str]:
@@ -158,6 +160,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         schedule=schedule,
         draws=dataset.draws,
         shards=dataset.shards,
+        items=dataset.items,
     )
 
 

@@ -40,6 +40,8 @@ class Sampling(Extent, Protocol):
     def draws(self) -> int: ...
     @property
     def shards(self) -> tuple[int, ...]: ...
+    @property
+    def items(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class OwnSampling:
     accumulation_steps: int = 1
     draws: int = 0
     shards: tuple[int, ...] = ()
+    items: tuple[int, ...] = ()
 
 
 @dataclass
@@ -128,6 +131,8 @@ def train_requests(plan: Sampling, progress: Progress, rank: int) -> tuple[range
 def _epoch(plan: Sampling, epoch: int) -> Epoch:
     if plan.shards:
         return Epoch.by_shard(plan.shards, plan.seed, epoch, plan.draws, plan.global_batch, plan.size)
+    if plan.items:
+        return Epoch.by_item(plan.items, plan.seed, epoch, plan.draws)
     return Epoch.of(plan.train_examples, plan.seed, epoch, plan.draws)
 
 

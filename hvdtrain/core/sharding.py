@@ -31,8 +31,7 @@ class Epoch:
         `local_batch` reads each rank's own run.
         """
         random = np.random.default_rng([seed, epoch, 0])
-        firsts = np.cumsum([0, *shards])
-        run = np.concatenate([np.arange(firsts[k], firsts[k + 1]) for k in random.permutation(len(shards))])
+        run = _permuted(shards, random)
         batches = len(run) // global_batch
         cuts = [batches * (global_batch * rank // size) for rank in range(size + 1)]
         runs = [_mixed(run[first:last], random).reshape(batches, -1) for first, last in itertools.pairwise(cuts)]
@@ -46,9 +45,23 @@ class Epoch:
         numbers = np.random.default_rng([seed, epoch, 1]).random((examples, draws), dtype=np.float32)
         return cls(order, numbers)
 
+    @classmethod
+    def by_item(cls, items: Sequence[int], seed: int, epoch: int, draws: int) -> "Epoch":
+        """As `of`, for examples that are computed item by item; `items` holds the number of examples in each. Items are
+        permuted, an item's examples stay together and share their draws."""
+        order = _permuted(items, np.random.default_rng([seed, epoch, 0]))
+        numbers = np.random.default_rng([seed, epoch, 1]).random((len(items), draws), dtype=np.float32)
+        return cls(order, np.repeat(numbers, items, axis=0))
+
     def local_batch(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
         """A rank's examples, [global_batch / size, rounded down or up], of the global batch that begins at `start`."""
         return self.order[start + global_batch * rank // size : start + global_batch * (rank + 1) // size]
+
+
+def _permuted(sizes: Sequence[int], random: np.random.Generator) -> Indices:
+    """The indices of runs of these sizes, the runs in an order drawn anew."""
+    firsts = np.cumsum([0, *sizes])
+    return np.concatenate([np.arange(firsts[k], firsts[k + 1]) for k in random.permutation(len(sizes))])
 
 
 def _mixed(run: Indices, random: np.random.Generator) -> Indices:

@@ -49,6 +49,8 @@ class Dataset:
     std: tuple[float, ...]
     shards: tuple[int, ...] = ()
     """The training samples in each shard, where they are numbered shard after shard; () elsewhere."""
+    items: tuple[int, ...] = ()
+    """The training samples in each item, where they are computed item by item; () elsewhere."""
     draws: int = DRAWS
     """How many uniform numbers its augmentation is given for each sample."""
 

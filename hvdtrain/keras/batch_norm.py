@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.tensorflow.moments import global_moments
+from hvdtrain.tensorflow.moments import masked_moments
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -29,7 +29,4 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         # Imported here: a saved model's evaluation needs no Horovod.
         from hvdtrain.keras.ranks import sum_over_ranks
 
-        if mask is not None:  # as in Keras: the mask lacks the last dimension
-            mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-        mean, variance, _ = global_moments(inputs, self._reduction_axes, sum_over_ranks, mask)
-        return mean, variance
+        return masked_moments(inputs, self._reduction_axes, sum_over_ranks, mask)

@@ -1,8 +1,10 @@
 """Batches read ahead by tf.data during the previous step."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -10,30 +12,52 @@ from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once
-
-Pair = tuple[tf.Tensor, tf.Tensor]
+from hvdtrain.tensorflow.examples import Examples
 
 AHEAD = 2
 
 
 class Loader:
-    """Reads requests of a split into pairs (x, y) on the device, as the data set has them."""
+    """Reads requests of a split into batches on the device: pairs (x, y) as the data set has them; of the user's data
+    set whatever a sample is made of, floating-point numbers in the recipe's precision."""
 
     def __init__(self, recipe: Recipe, dataset: Dataset, device: str) -> None:
         self._in_loop = not recipe.workers
         self._readers, self._device = max(1, recipe.workers), device
+        self._real = np.float64 if recipe.precision == "float64" else np.float32
         self._types = (tf.float32, tf.float32) if dataset.classes is None else (tf.uint8, tf.int64)
+        self._structures: dict[int, Any] = {}
         self._pipelines: dict[int, _Pipeline] = {}
 
-    def batches(self, split: Split, requests: list[Request]) -> Iterator[Pair]:
-        """One pair a request, in order. An error of the reader is raised here."""
+    def batches(self, split: Split, requests: list[Request]) -> Iterator[Any]:
+        """One batch a request, in order. An error of the reader is raised here."""
+        if isinstance(split, Examples):
+            return self._own(split, requests)
         if self._in_loop and requests and is_read_at_once(split, len(requests[0][0])):
             return (self._on_device(*split.read(*request)) for request in requests)
         if id(split) not in self._pipelines:
-            self._pipelines[id(split)] = _Pipeline(split, self._types, self._readers, self._device)
+            self._pipelines[id(split)] = _Pipeline(split.read, self._types, self._readers, self._device)
         return self._pipelines[id(split)].batches(requests)
 
-    def _on_device(self, x: np.ndarray, y: np.ndarray) -> Pair:
+    def _own(self, split: Examples, requests: list[Request]) -> Iterator[Any]:
+        if requests and id(split) not in self._pipelines:
+            split.check_repeatable(*requests[0])
+            one = self._structures[id(split)] = split.read(requests[0][0][:1], None)
+            types = [array.dtype for array in self._leaves(one)]
+
+            def read(*request: Any) -> list[np.ndarray]:
+                return self._leaves(split.read(*request))
+
+            # One reader: the random numbers of a sample come from generators that the process has but once.
+            self._pipelines[id(split)] = _Pipeline(read, types, 1, self._device)
+        for leaves in self._pipelines[id(split)].batches(requests) if requests else ():
+            yield keras.tree.pack_sequence_as(self._structures[id(split)], list(leaves))
+
+    def _leaves(self, batch: Any) -> list[np.ndarray]:
+        arrays = map(np.asarray, keras.tree.flatten(batch))
+        return [array.astype(self._real) if array.dtype.kind == "f" else array for array in arrays]
+
+    def _on_device(self, x: np.ndarray, y: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.device(self._device):
             return tf.constant(x), tf.constant(y)
 
@@ -41,8 +65,10 @@ class Loader:
 class _Pipeline:
     """One split's tf.data pipeline: made once, as making it takes longer than a short epoch."""
 
-    def __init__(self, split: Split, types: tuple[tf.DType, tf.DType], readers: int, device: str) -> None:
-        self._split, self._requests = split, list[Request]()
+    def __init__(
+        self, read: Callable[..., Sequence[np.ndarray]], types: Sequence[tf.DType], readers: int, device: str
+    ) -> None:
+        self._reader, self._requests = read, list[Request]()
         self._error: Exception | None = None
         with tf.device("/CPU:0"):
             indices = tf.data.Dataset.from_generator(
@@ -60,16 +86,16 @@ class _Pipeline:
         if "GPU" in device:  # this one must be the last
             self._pairs = self._pairs.apply(tf.data.experimental.prefetch_to_device(device, AHEAD))
 
-    def batches(self, requests: list[Request]) -> Iterator[Pair]:
+    def batches(self, requests: list[Request]) -> Iterator[Any]:
         self._requests, self._error = requests, None
         try:
             yield from self._pairs
         except tf.errors.OpError as error:
             raise self._error or error from None
 
-    def _read(self, index: np.int64) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, index: np.int64) -> Sequence[np.ndarray]:
         try:
-            return self._split.read(*self._requests[index])
+            return self._reader(*self._requests[index])
         except Exception as error:  # TensorFlow would make an OpError of it
             self._error = error
             raise

@@ -10,13 +10,16 @@ from hvdtrain.core.totals import Totals
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.variables import add
 
+Metric = tuple[tf.Tensor, tf.Tensor]
+"""A sum, and how many were added up."""
+
 
 class Seen(NamedTuple):
-    """A batch's mean loss, how many examples it has, and its metrics: a sum, and how many were added up."""
+    """A batch's mean loss, how many examples it has, and its metrics."""
 
     loss: tf.Tensor
     count: tf.Tensor
-    metrics: dict[str, tuple[tf.Tensor, tf.Tensor]]
+    metrics: dict[str, Metric]
 
 
 class Meter:

@@ -9,21 +9,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from keras.layers import BatchNormalization
 
+from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import RecipeError
+from hvdtrain.tensorflow import networks
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.moments import global_moments
+from hvdtrain.tensorflow.networks import POLICIES
 from hvdtrain.tensorflow.variables import subtract
 
 Keep = Callable[[Callable[[list[tf.Tensor]], None], list[tf.Tensor]], None]
 Copies = Callable[[tf.Variable], Sequence[tf.Variable]]
 
-POLICIES = {
-    "float32": "float32",
-    "bfloat16": "mixed_bfloat16",
-    "float16": "mixed_float16",
-    "float64": "float64",
-}
 # torchvision's, in TensorFlow's convention: PyTorch's momentum of .1 weighs the new statistics.
 BATCH_NORM_MOMENTUM = 0.9
 BATCH_NORM_EPSILON = 1e-5
@@ -36,18 +36,27 @@ def keep_own(change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]
     change(tensors)
 
 
-def build(recipe: Recipe, classes: int | None, engine: Engine, keep: Keep = keep_own) -> keras.Model:
+def build(recipe: Recipe, dataset: Dataset, engine: Engine, keep: Keep = keep_own) -> keras.Model:
     """The recipe's network, its weights drawn from the recipe's seed alone; `keep` is a `Replication`'s.
 
     linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, height, width, 3] -> logits [n, classes].
-    Layers are named as torchvision names its modules.
+    Layers are named as torchvision names its modules. Any other: see `hvdtrain.tensorflow.networks`. Raises
+    RecipeError.
     """
+    if recipe.model not in MODELS:
+        model = networks.build(recipe, dataset)
+        if recipe.batch_norm != "local":
+            networks.replace_batch_norms(model, engine.sum_tensor if recipe.batch_norm == "sync" else None)
+        return model
+    networks.set_precision("float32")  # these layers are given theirs
     policy = POLICIES[recipe.precision]
     if recipe.model == "linear":
         x = keras.Input((1,), dtype=_real(policy))
         y = layers.Dense(1, kernel_initializer="zeros", dtype=policy, name="linear")(x)
         return keras.Model(x, y)
-    return resnet50(classes or 0, recipe.stem, recipe.seed, policy, _norm(recipe, engine, keep))
+    if dataset.classes is None:
+        raise RecipeError("model resnet50 needs a data set that has classes; take one of your own.")
+    return resnet50(dataset.classes, recipe.stem, recipe.seed, policy, _norm(recipe, engine, keep))
 
 
 def _real(policy: str) -> str:
@@ -214,9 +223,14 @@ class BatchNorm(layers.Layer):
 
 
 def average_statistics(model: keras.Model, engine: Engine, copies_of: Copies = lambda variable: (variable,)) -> None:
-    """Sets BatchNorm's running statistics to the mean over the replicas, so that all of them hold one model;
-    `copies_of` is a `Replication`'s."""
-    statistics = [weight.value for weight in model.non_trainable_weights]
+    """Sets BatchNorm's running statistics to the mean over the replicas, and other weights that are not trained to rank
+    0's, so that all of them hold one model; `copies_of` is a `Replication`'s."""
+    layers_of_norm = [layer for layer in model._flatten_layers() if isinstance(layer, BatchNorm | BatchNormalization)]
+    statistics = [weight.value for layer in layers_of_norm for weight in (layer.moving_mean, layer.moving_variance)]
+    ours = set(map(id, statistics))
+    others = {weight.path: weight.value for weight in model.non_trainable_weights if id(weight.value) not in ours}
+    if others and engine.size > 1:
+        engine.broadcast(others, None)
     copies = list(zip(*map(copies_of, statistics), strict=True))
     if engine.size * len(copies) < 2:
         return
@@ -232,8 +246,16 @@ def fingerprint(variables: list[tf.Variable]) -> tf.Tensor:
     """64 bits that change when any bit of the variables does."""
     total = tf.zeros((), tf.int64)
     for variable in variables:
-        words = tf.reshape(tf.bitcast(variable, tf.int32), [-1])
+        words = _words(variable)
         # Odd, different factors: a swap of two values shows, and so does every single changed bit.
         factors = tf.range(1, 2 * tf.size(words, tf.int64), 2)
         total = total * 1_000_003 + tf.reduce_sum(tf.cast(words, tf.int64) * factors)
     return total
+
+
+def _words(variable: tf.Variable) -> tf.Tensor:
+    """The variable's bits as integers of 32 bits at most, which times an even difference of factors keep their sign."""
+    if variable.dtype.size >= 4:
+        return tf.reshape(tf.bitcast(variable, tf.int32), [-1])
+    word = tf.cast(variable, tf.uint8) if variable.dtype.size == 1 else tf.bitcast(variable, tf.int16)
+    return tf.cast(tf.reshape(word, [-1]), tf.int32)

@@ -9,6 +9,16 @@ SumOverRanks = Callable[[tf.Tensor], tf.Tensor]
 """Adds a tensor over the ranks."""
 
 
+def masked_moments(
+    x: tf.Tensor, axes: Sequence[int], sum_over_ranks: SumOverRanks, mask: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and biased variance as Keras's BatchNormalization takes them, whose mask lacks the last dimension."""
+    if mask is not None:
+        mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+    mean, variance, _ = global_moments(x, axes, sum_over_ranks, mask)
+    return mean, variance
+
+
 def global_moments(
     x: tf.Tensor, axes: Sequence[int], sum_over_ranks: SumOverRanks, mask: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

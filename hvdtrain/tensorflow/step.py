@@ -1,37 +1,20 @@
 """One update of the weights, and the metrics of a batch, as graphs on all replicas of a rank."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
+from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow import models, optimizers, variables
-from hvdtrain.tensorflow.data import Pair
 from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import Replication, graph
 from hvdtrain.tensorflow.meter import Meter, Seen
+from hvdtrain.tensorflow.objective import Objective, examples_in
 from hvdtrain.tensorflow.sgd import Scaler, clipped, zeros_like
-
-
-def mean_loss(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Of outputs [n, classes] and labels [n] the cross-entropy, its targets smoothed as PyTorch's and Keras's are; of
-    two [n, 1] the squared error."""
-    if y.dtype.is_floating:
-        return tf.reduce_mean(tf.square(out - tf.cast(y, out.dtype)))
-    loss = tf.nn.sparse_softmax_cross_entropy_with_logits(y, out)
-    if smoothing:
-        loss = (1 - smoothing) * loss - smoothing * tf.reduce_mean(tf.nn.log_softmax(out), 1)
-    return tf.reduce_mean(loss)
-
-
-def seen(loss: tf.Tensor, out: tf.Tensor, y: tf.Tensor, count: tf.Tensor | int) -> Seen:
-    """What is to be reported of a batch: `acc1` where labels are classes."""
-    if y.dtype.is_floating:
-        return Seen(loss, tf.cast(count, tf.float64), {})
-    right = tf.math.count_nonzero(tf.argmax(out, 1) == y)
-    return Seen(loss, tf.cast(count, tf.float64), {"acc1": (right, tf.cast(count, tf.float64))})
 
 
 class Step:
@@ -41,25 +24,27 @@ class Step:
         self, recipe: Recipe, dataset: Dataset, engine: Engine, replication: Replication, weight: Callable[[int], float]
     ) -> None:
         """`weight` of a micro-batch of so many examples in the mean over all local batches."""
-        self.recipe, self._dataset, self._weight = recipe, dataset, weight
+        self.recipe, self._weight = recipe, weight
         self._engine, self._replication = engine, replication
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         with replication.scope():
-            self.model = models.build(recipe, dataset.classes, engine, replication.keep)
+            self.model = models.build(recipe, dataset, engine, replication.keep)
             self.weights = [weight.value for weight in self.model.trainable_weights]
             self.optimizer = optimizers.make(recipe, self.model.trainable_weights)
             self.ema = Ema(self.weights, recipe.ema_decay, replication) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(replication.copies)
+            self.objective = Objective(recipe, dataset)
             self._gathered = zeros_like(self.weights) if recipe.accumulation_steps > 1 else []
         self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
         self._update, self._add = replication.replicate(self._make_update), replication.replicate(self._add_gradients)
         self._update_with_gathered = replication.replicate(self._apply_gathered)
         self.evaluate = replication.replicate(self._measure, relaxed=True)
-        """Measures a validation batch (x, y, weight) of each replica."""
+        """Measures a validation batch (batch, weight) of each replica."""
 
-    def __call__(self, batch: Sequence[Pair], lr: float) -> None:
-        """The update of this rank's micro-batches (x, y), each one's replicas side by side."""
+    def __call__(self, micro_batches: Sequence[Any], lr: float) -> None:
+        """The update of this rank's micro-batches, each one's replicas side by side."""
+        batch = [(each,) for each in micro_batches]
         replicas = self._replication.replicas
         with tf.device(self._engine.device):
             rate = tf.constant(lr, self._real)
@@ -70,20 +55,13 @@ class Step:
                 self._add(batch[first : first + replicas])
             self._update_with_gathered([()] * replicas, rate)
 
-    def inputs(self, x: tf.Tensor) -> tf.Tensor:
-        """Numbers as they are, images normalised."""
-        if self._dataset.classes is None:
-            return tf.cast(x, self._real)
-        mean, std = (tf.constant(of, self._real) for of in (self._dataset.mean, self._dataset.std))
-        return (tf.cast(x, self._real) / 255 - mean) / std
-
-    def _make_update(self, x: tf.Tensor, y: tf.Tensor, lr: tf.Tensor) -> None:
-        seen, gradients = self._gradients(x, y)
+    def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
+        seen, gradients = self._gradients(batch)
         self.meter.add(seen)
         self._apply(gradients, lr)
 
-    def _add_gradients(self, x: tf.Tensor, y: tf.Tensor) -> None:
-        seen, gradients = self._gradients(x, y)
+    def _add_gradients(self, batch: Any) -> None:
+        seen, gradients = self._gradients(batch)
         self.meter.add(seen)
         self._replication.keep(self._collect, gradients)
 
@@ -99,14 +77,24 @@ class Step:
         for total in self._gathered:
             variables.put(total, tf.zeros_like(total))
 
-    def _differentiate(self, x: tf.Tensor, y: tf.Tensor) -> tuple[Seen, list[tf.Tensor]]:
+    def _differentiate(self, batch: Any) -> tuple[Seen, list[tf.Tensor]]:
         """What is to be reported of one micro-batch, and its part of the scaled gradients."""
         with tf.GradientTape() as tape:
-            out = tf.cast(self.model(self.inputs(x), training=True), self._real)
-            loss = mean_loss(out, y, self.recipe.label_smoothing)
-            weighted = loss * self._weight(y.shape[0])
+            loss, seen = self.objective.measure(self.model, batch, training=True)
+            weighted = loss * self._weight(examples_in(batch))
             scaled = weighted * tf.cast(self.scaler.scale, self._real) / self.recipe.accumulation_steps
-        return seen(loss, out, y, y.shape[0]), tape.gradient(scaled, self.weights)
+        return seen, self._dense(tape.gradient(scaled, self.weights))
+
+    def _dense(self, gradients: list[Any]) -> list[tf.Tensor]:
+        """The gradients, 0 of weights that the loss does not depend on. Raises RecipeError where it depends on none."""
+        if all(gradient is None for gradient in gradients):
+            key = "step" if self.recipe.step else "loss"
+            raise RecipeError(
+                f"{key} {getattr(self.recipe, key)} gives a loss without gradient; compute it of the model's outputs "
+                "with TensorFlow's or Keras's functions, without numpy() or stop_gradient()."
+            )
+        pairs = zip(gradients, self.weights, strict=True)
+        return [tf.zeros_like(weight) if one is None else tf.convert_to_tensor(one) for one, weight in pairs]
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         """The update of all replicas' gradients."""
@@ -144,6 +132,5 @@ class Step:
         clip = self.recipe.clip_norm
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
 
-    def _measure(self, x: tf.Tensor, y: tf.Tensor, weight: tf.Tensor) -> None:
-        out = tf.cast(self.model(self.inputs(x), training=False), self._real)
-        self.meter.add(seen(mean_loss(out, y), out, y, tf.shape(y)[0]), weight)
+    def _measure(self, batch: Any, weight: tf.Tensor) -> None:
+        self.meter.add(self.objective.measure(self.model, batch, training=False)[1], weight)

@@ -4,14 +4,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.totals import Totals
 from hvdtrain.run.run import Run
-from hvdtrain.tensorflow import models
-from hvdtrain.tensorflow.data import Loader, Pair, evened
+from hvdtrain.tensorflow import models, networks
+from hvdtrain.tensorflow.data import Loader, evened
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import replication_of
 from hvdtrain.tensorflow.events import EventWriter
@@ -30,6 +31,7 @@ class Trainer:
         self.model, self.weights = self.step.model, self.step.weights
         self.state = State(self.model, self.step.optimizer, self.step.scaler, self.step.ema)
         self.loader = Loader(self.recipe, run.dataset, engine.device)
+        self._seed_states = networks.seed_states(self.model)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
         first = engine.rank * self.replication.replicas
         self._local_batches = range(first, first + self.replication.replicas)
@@ -38,26 +40,34 @@ class Trainer:
     def events(self, folder: Path, first_step: int) -> EventWriter:
         return EventWriter(folder, first_step)
 
-    def batches(self, progress: Progress) -> Iterator[list[Pair]]:
+    def batches(self, progress: Progress) -> Iterator[list[Any]]:
         """This rank's micro-batches of each update that is left of the epoch, each one's replicas side by side."""
         of_each = [train_requests(self.plan, progress, index) for index in self._local_batches]
         requests = [request for step in zip(*(own for _, own in of_each), strict=True) for request in step]
-        pairs = self.loader.batches(self.dataset.train, requests)
+        batches = self.loader.batches(self.dataset.train, requests)
         for _ in of_each[0][0]:
-            yield [next(pairs) for _ in range(self.recipe.accumulation_steps * len(self._local_batches))]
+            yield [next(batches) for _ in range(self.recipe.accumulation_steps * len(self._local_batches))]
 
-    def update(self, batch: list[Pair], lr: float, step: int) -> None:
+    def update(self, batch: list[Any], lr: float, step: int) -> None:
+        self._seed(step)
         self.step(batch, lr)
         self._trace.step()
+
+    def _seed(self, step: int) -> None:
+        """Begins the random numbers of Dropout and its like anew, as a function of the step, not of what ran before: a
+        resumed run draws what the undisturbed one drew."""
+        for index, state in enumerate(self._seed_states):
+            for replica, copy in zip(self._local_batches, self.replication.copies(state), strict=True):
+                copy.assign([hash((self.recipe.seed, step, replica, index)) % 2**32, 0])
 
     def validate(self) -> Totals:
         """Totals of this rank's part: every replica reads its own, no example counts twice."""
         requests, counts = evened([valid_requests(self.plan, index) for index in self._local_batches])
-        pairs = self.loader.batches(self.dataset.valid, requests)
+        batches = self.loader.batches(self.dataset.valid, requests)
         with self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext():
             for weights in counts:
                 with tf.device(self.engine.device):
-                    self.step.evaluate([(*next(pairs), tf.constant(weight, tf.float64)) for weight in weights])
+                    self.step.evaluate([(next(batches), tf.constant(weight, tf.float64)) for weight in weights])
         return self.totals()
 
     def totals(self) -> Totals:

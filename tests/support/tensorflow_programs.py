@@ -11,6 +11,7 @@ import numpy as np
 import optimizer_reference as reference
 import tensorflow as tf
 
+from hvdtrain import datasets
 from hvdtrain.core.recipe import load
 from hvdtrain.tensorflow import models, optimizers, sgd
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
@@ -19,8 +20,8 @@ from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.engines.replication import OneReplica
 from hvdtrain.tensorflow.events import EventWriter
+from hvdtrain.tensorflow.objective import mean_loss
 from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
-from hvdtrain.tensorflow.step import mean_loss
 from hvdtrain.tensorflow.trainer import Trainer
 
 
@@ -287,14 +288,14 @@ def seeds() -> list[bool]:
     first = []
     for seed in (1, 1, 2):
         tf.random.set_seed(len(first))
-        model = models.build(load("digits", {"seed": seed}), 10, local())
+        model = models.build(load("digits", {"seed": seed}), datasets.load("digits"), local())
         first.append([model.get_layer(name).kernel.numpy() for name in ("conv1", "layer2.0.conv3", "fc")])
     return [all(np.array_equal(a, b) for a, b in zip(first[0], other, strict=True)) for other in first[1:]]
 
 
 def frozen() -> dict[str, float]:
     """How far a step of training moved each kind of weight of a network with frozen BatchNorm."""
-    model = models.build(load("digits", {"batch_norm": "frozen"}), 10, local())
+    model = models.build(load("digits", {"batch_norm": "frozen"}), datasets.load("digits"), local())
     layer = model.get_layer("bn1")
     model(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), training=True)
     return {

@@ -66,7 +66,7 @@ class Distributed(Replication):
         """The replicas' inputs as one tuple, whose values differ from replica to replica."""
         if self.replicas == 1:
             return inputs[0]
-        return tuple(map(self._of_each, zip(*inputs, strict=True)))
+        return tf.nest.map_structure(lambda *tensors: self._of_each(tensors), *inputs)  # type: ignore[no-any-return]
 
     def _of_each(self, tensors: Sequence[tf.Tensor]) -> Any:
         return self.strategy.experimental_distribute_values_from_function(

@@ -13,7 +13,7 @@ from hvdtrain.tensorflow.engines import Engine
 # AutoGraph would only cost time: what depends on a tensor says so with tf.cond.
 graph = functools.partial(tf.function, autograph=False)
 
-Inputs = tuple[tf.Tensor, ...]
+Inputs = tuple[Any, ...]
 """What one replica computes on: a micro-batch, in validation with its weight."""
 Change = Callable[[list[tf.Tensor]], None]
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import OwnSampling, Progress, each_once, train_requests
 from hvdtrain.core.settings import OwnIntervals, OwnReadSettings
 from hvdtrain.core.totals import Totals
@@ -25,7 +26,7 @@ from hvdtrain.run.run import BaseRun
 from hvdtrain.torch import devices
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.examples import DRAWS, Examples
+from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.own.gradients import Averager

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from hvdtrain.run.run import Run
-from hvdtrain.tensorflow.__main__ import without_banner
+from hvdtrain.tensorflow.banner import without_banner
 from hvdtrain.tools.bench.workers import limits
 
 with without_banner():

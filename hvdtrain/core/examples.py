@@ -1,0 +1,187 @@
+"""Data sets of the user's, whatever the framework: samples by index, in the one global order that every number of ranks
+shares.
+
+A data set must draw its random numbers inside `__getitem__`, from generators that are seeded for each sample by (seed,
+epoch, index), so that 1 rank and N ranks draw alike: `random`, `numpy.random`, and PyTorch's.
+"""
+
+import contextlib
+import inspect
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.core import imports
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.untrusted import one_line
+
+DRAWS = 3
+"""Uniform numbers that a sample's seed is made of: 24 bits of each."""
+CHECKED = 2
+"""Samples that are read twice, to see that they come out alike."""
+
+_generators = threading.RLock()
+"""Of the process's generators, which only one thread may seed at a time."""
+
+
+def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Dataset:
+    """The recipe's own data set; `split` makes one of what the callable returns and its name in messages, `kinds` says
+    what that may be. Raises RecipeError and DataError, in one line, for what it cannot be read as."""
+    path = recipe.dataset
+    make = imports.load(path, "dataset")
+    arguments = imports.expanded(recipe.dataset_args, "dataset_args")
+    imports.check_arguments(make, path, "dataset", **arguments)
+    try:
+        made = make(**arguments)
+    except Exception as error:
+        raise DataError(f"dataset {path}: {imports.reason(error)}") from error
+    if isinstance(made, Dataset):
+        return made
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise RecipeError(
+            f"dataset {path} must return (train, valid), two {kinds}, or an hvdtrain Dataset, got a "
+            f"{type(made).__name__}."
+        )
+    train, valid = (
+        split(one, f"dataset {path}, {name}")
+        for one, name in zip(made, ("training set", "validation set"), strict=True)
+    )
+    return Dataset(path, train, valid, None, (), (), (), draws=DRAWS, items=getattr(train, "items", ()))
+
+
+class Examples:
+    """Samples by index as a split of `hvdtrain.datasets`, whose batches are what `collate` makes."""
+
+    def __init__(self, dataset: Any, name: str, collate: Callable[[list[Any]], Any]) -> None:
+        """`name` stands in messages. Raises DataError where the data set is empty or cannot be read by index."""
+        self.dataset, self.name, self.collate = dataset, name, collate
+        if isinstance(dataset, self.iterable) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise DataError(
+                f"{name} ({type(dataset).__name__}) has no samples by index, so no order of them could be the same for "
+                f"every number of ranks; {self.remedy}."
+            )
+        if not len(dataset):
+            raise DataError(f"{name} ({type(dataset).__name__}{_file(dataset)}) has no samples: its length is 0.")
+
+    iterable: type | tuple[type, ...] = ()
+    """What has `__getitem__` by name only."""
+    remedy = "give it __len__ and __getitem__"
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
+        """The batch of the samples at these n indices, on the host; `draws` [n, DRAWS] seed their random numbers, None
+        seeds by the index alone. Raises DataError."""
+        seeds = [int(index) for index in indices] if draws is None else seeds_of(draws)
+        with self.alone():
+            samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            raise DataError(self._unequal(indices, samples) or f"{self.name}: {imports.reason(error)}") from error
+
+    def check_repeatable(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> None:
+        """Reads the first samples twice. Raises DataError where one comes out otherwise the second time."""
+        for which in range(min(CHECKED, len(indices))):
+            one = slice(which, which + 1)
+            first, second = (self.read(indices[one], None if draws is None else draws[one]) for _ in range(2))
+            if not same(first, second, self.equal):
+                raise self.unrepeatable(int(indices[which]))
+
+    def unrepeatable(self, index: int) -> DataError:
+        """The error for a sample that came out otherwise the second time."""
+        return DataError(
+            f"{self.name}: sample {index} differs when it is read again{_file(self.dataset)}; draw its random numbers "
+            f"in __getitem__ from {self.sources}, not from a generator or state of its own."
+        )
+
+    sources = "random or numpy.random"
+
+    def seed(self, seed: int) -> None:
+        """Seeds the generators of `sources`."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """The process's generators are this thread's own within the block."""
+        with _generators, self.kept_generators():
+            yield
+
+    @contextlib.contextmanager
+    def kept_generators(self) -> Iterator[None]:
+        """Gives the process's generators back as they were."""
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Whether two arrays are equal to the bit, whatever is no number the same."""
+        a, b = np.asarray(one), np.asarray(other)
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+
+    def sample(self, index: int, seed: int) -> Any:
+        """The sample. Raises DataError for what the data set raises."""
+        self.seed(seed)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise DataError(f"{self.name}, sample {index}: {imports.reason(error)}") from error
+
+    def _unequal(self, indices: NDArray[np.int64], samples: list[Any]) -> str:
+        """Which sample differs from the first; "" where none does."""
+        shapes = [shape_text(sample) for sample in samples]
+        other = next((which for which, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if other is None:
+            return ""
+        return (
+            f"{self.name}: sample {indices[other]} is {one_line(shapes[other], 200)}, sample {indices[0]} is "
+            f"{one_line(shapes[0], 200)}{_file(self.dataset)}; {self.alike}."
+        )
+
+    alike = "make them alike"
+
+
+def seeds_of(draws: NDArray[np.float32]) -> list[int]:
+    """One of 63 bits for each sample."""
+    parts = (draws[:, :DRAWS].astype(np.float64) * 2**24).astype(np.uint64)
+    mixed = parts[:, 0] << np.uint64(39) ^ parts[:, 1] << np.uint64(15) ^ parts[:, 2] >> np.uint64(9)
+    return [int(seed) for seed in mixed & np.uint64(2**63 - 1)]
+
+
+def same(one: Any, other: Any, equal: Callable[[Any, Any], bool]) -> bool:
+    """Whether two nested structures hold the same; `equal` compares arrays."""
+    if hasattr(one, "shape") and hasattr(other, "shape"):
+        return equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key], equal) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(same(a, b, equal) for a, b in zip(one, other, strict=True))
+    return type(one).__eq__ is object.__eq__ or bool(one == other)
+
+
+def shape_text(sample: Any) -> str:
+    """Types and shapes, as in (float32 [3, 32, 32], int)."""
+    if hasattr(sample, "shape") and hasattr(sample, "dtype"):
+        return f"{getattr(sample.dtype, 'name', sample.dtype)} {list(sample.shape)}".removeprefix("torch.")
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{key}: {shape_text(value)}" for key, value in sample.items()) + "}"
+    if isinstance(sample, tuple | list):
+        return "(" + ", ".join(map(shape_text, sample)) + ")"
+    return type(sample).__name__
+
+
+def _file(dataset: Any) -> str:
+    with contextlib.suppress(TypeError, OSError):
+        return f" in {inspect.getfile(type(dataset))}"
+    return ""

@@ -1,0 +1,138 @@
+"""Networks that a recipe names by an import path: keras.applications' and the user's own."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core import imports
+from hvdtrain.core.network import Network
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import RecipeError
+from hvdtrain.tensorflow.banner import without_banner
+
+with without_banner():  # it may be the first of TensorFlow
+    import keras
+    import tensorflow as tf
+
+    from hvdtrain.tensorflow.examples import Examples
+    from hvdtrain.tensorflow.moments import SumOverRanks, masked_moments
+
+POLICIES = {
+    "float32": "float32",
+    "bfloat16": "mixed_bfloat16",
+    "float16": "mixed_float16",
+    "float64": "float64",
+}
+SEED = "seed_generator_state"
+"""Keras's name of what a layer with random numbers counts in."""
+
+
+def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
+    """The network that the recipe names, in its precision, its weights drawn from the recipe's seed alone.
+
+    Layers that the user does not name have the same names each time. A model that makes its weights when it is called
+    is called with the shapes of a sample. Raises RecipeError, in one line, where there is none.
+    """
+    path = recipe.model
+    make = imports.load(path, "model")
+    arguments = {**_of_applications(recipe, dataset), **imports.expanded(recipe.model_args, "model_args")}
+    imports.check_arguments(make, path, "model", **arguments)
+    keras.utils.clear_session(free_memory=False)
+    set_precision(recipe.precision)
+    keras.utils.set_random_seed(recipe.seed % 2**32)
+    try:
+        model = make(**arguments)
+    except Exception as error:
+        raise RecipeError(f"model {path}: {imports.reason(error)}") from error
+    if not isinstance(model, keras.Model):
+        raise RecipeError(f"model {path} must return a keras.Model, got a {type(model).__name__}.")
+    if not model.built:
+        _build_by_sample(model, recipe, dataset)
+    paths = [weight.path for weight in model.weights]
+    if twice := next((one for one in paths if paths.count(one) > 1), None):
+        raise RecipeError(f"model {path} has two weights named {twice}; give its layers different names.")
+    return model
+
+
+def count(recipe: Recipe, dataset: Dataset) -> Network:
+    """What a plan must know of the recipe's network, whose weights are not made. Raises RecipeError."""
+    with keras.StatelessScope(initialize_variables=False):  # TensorFlow must not begin before it is given its devices
+        model = build(recipe, dataset)
+    keras.utils.clear_session(free_memory=False)  # Keras would make the weights later
+    parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
+    if not parameters:
+        raise RecipeError(f"model {recipe.model} has no parameters to train.")
+    return Network(parameters, any(True for _ in batch_norms(model)))
+
+
+def set_precision(precision: str) -> None:
+    """What Keras's layers and losses take where they are not given a type."""
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    keras.config.set_dtype_policy(POLICIES[precision])
+
+
+def batch_norms(model: keras.Model) -> Iterator[keras.layers.BatchNormalization]:
+    """Keras's BatchNormalization layers of the model, however deep."""
+    return (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization))
+
+
+def seed_states(model: keras.Model) -> list[tf.Variable]:
+    """What the model's random numbers, as those of Dropout, are drawn from: each uint32 [2]."""
+    return [variable.value for variable in model.variables if variable.name == SEED]
+
+
+class BatchNorm(keras.layers.BatchNormalization):
+    """Keras's BatchNormalization with the statistics of the batch over all ranks, or with frozen ones."""
+
+    sum_over_ranks: SumOverRanks | None = None
+    """None is frozen: the running statistics, left as they are."""
+
+    def call(self, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
+        return super().call(inputs, training=training and self.sum_over_ranks is not None, mask=mask)
+
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        assert self.sum_over_ranks
+        return masked_moments(inputs, self._reduction_axes, self.sum_over_ranks, mask)
+
+
+def replace_batch_norms(model: keras.Model, sum_over_ranks: SumOverRanks | None) -> None:
+    """Makes every BatchNormalization of the model a `BatchNorm`, whatever calls it. Raises RecipeError for a subclass,
+    whose statistics are its own."""
+    for layer in batch_norms(model):
+        if type(layer) is not keras.layers.BatchNormalization:
+            raise RecipeError(
+                f"batch_norm sync and frozen know keras.layers.BatchNormalization, layer {layer.name} is a "
+                f"{type(layer).__name__}; take batch_norm local."
+            )
+        layer.__class__ = BatchNorm
+        layer.sum_over_ranks = sum_over_ranks
+
+
+def _of_applications(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
+    """What a network of keras.applications is given: fresh weights, logits, and the data set's classes and shape."""
+    if not re.match(r"keras\.applications[.:]", recipe.model):
+        return {}
+    known = {"classes": dataset.classes, "input_shape": dataset.sample_shape}
+    return {"weights": None, "classifier_activation": None, **{key: value for key, value in known.items() if value}}
+
+
+def _build_by_sample(model: keras.Model, recipe: Recipe, dataset: Dataset) -> None:
+    batch = dataset.train.read(np.arange(1), None)
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise RecipeError(
+            f"model {recipe.model} has no weights before it is called, and a sample of {recipe.dataset} is no pair "
+            "(x, y) to call it with; build it in its callable."
+        )
+    as_is = isinstance(dataset.train, Examples)
+
+    def spec(array: np.ndarray) -> keras.KerasTensor:
+        kept = as_is and np.asarray(array).dtype.kind != "f"
+        return keras.KerasTensor((None, *np.shape(array)[1:]), array.dtype.name if kept else keras.config.floatx())
+
+    try:
+        model(keras.tree.map_structure(spec, batch[0]))
+    except Exception as error:
+        raise RecipeError(f"model {recipe.model}, called with a sample's x: {imports.reason(error)}") from error

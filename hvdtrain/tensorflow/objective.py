@@ -1,0 +1,198 @@
+"""What a batch costs: the loss and metrics of a recipe, of the model's outputs or from a step of the user's."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.core import imports
+from hvdtrain.core.recipe import Recipe, is_path
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import RecipeError
+from hvdtrain.tensorflow.examples import Examples
+from hvdtrain.tensorflow.meter import Metric, Seen
+
+
+def mean_loss(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """Of outputs [..., classes] and labels [...] the cross-entropy, its targets smoothed as PyTorch's and Keras's are;
+    of outputs and targets of one shape, floating-point, the squared error."""
+    return NAMED["mse"](out, y) if y.dtype.is_floating else cross_entropy(out, y, smoothing)
+
+
+def cross_entropy(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """Of logits [..., classes]; y are labels [...], or each class's probability [..., classes]."""
+    if y.dtype.is_floating:
+        loss = tf.nn.softmax_cross_entropy_with_logits(tf.cast(y, out.dtype), out)
+    else:
+        loss = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int64), out)
+    if smoothing:
+        loss = (1 - smoothing) * loss - smoothing * tf.reduce_mean(tf.nn.log_softmax(out), -1)
+    return tf.reduce_mean(loss)
+
+
+NAMED: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "mse": lambda out, y: tf.reduce_mean(tf.square(out - tf.cast(y, out.dtype))),
+    "bce_with_logits": lambda out, y: tf.reduce_mean(
+        tf.nn.sigmoid_cross_entropy_with_logits(labels=tf.cast(y, out.dtype), logits=out)
+    ),
+    "l1": lambda out, y: tf.reduce_mean(tf.abs(out - tf.cast(y, out.dtype))),
+}
+
+
+class InMode:
+    """A model that is called for training or for validation, as `training` says; else it is the model."""
+
+    def __init__(self, model: keras.Model, training: bool) -> None:
+        self._model, self.training = model, training
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        return self._model(*args, **{"training": self.training, **arguments})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Objective:
+    """A recipe's loss and metrics.
+
+    A loss of the user's is called as loss(out, y), and one of Keras's own as loss(y, out); a metric as metric(out, y).
+    A step is called as step(model, batch), where the model is an `InMode`, and returns a loss, or (loss, metrics).
+    """
+
+    def __init__(self, recipe: Recipe, dataset: Dataset) -> None:
+        """Raises RecipeError where code that the recipe names cannot be imported."""
+        self._recipe, self._dataset = recipe, dataset
+        self._as_is = isinstance(dataset.train, Examples)
+        self._real = tf.float64 if recipe.precision == "float64" else tf.float32
+        self._step = imports.load(recipe.step, "step") if recipe.step else None
+        self._own_loss = _own_loss(recipe.loss) if recipe.loss and is_path(recipe.loss) else None
+        self._metrics = {name: imports.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
+
+    def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
+        """The mean loss over the batch's examples, and what is to be reported. Raises RecipeError where the user's code
+        returns anything else than it should."""
+        count = examples_in(batch)
+        if self._step:
+            loss, metrics = self._of_step(self._step(InMode(model, training), batch))
+        else:
+            x, y = self._pair(batch)
+            out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
+            loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
+        loss = self._checked(loss)
+        if not self._step and model.losses:  # regularizers, add_loss
+            loss = loss + tf.add_n([tf.cast(one, self._real) for one in model.losses])
+        sums = {name: self._sum(name, of, count) for name, of in metrics.items()}
+        return loss, Seen(loss, tf.cast(count, tf.float64), sums)
+
+    def inputs(self, x: Any) -> Any:
+        """Numbers as they are, images of hvdtrain's data sets normalised."""
+        if self._as_is:
+            return x
+        if self._dataset.classes is None:
+            return tf.cast(x, self._real)
+        mean, std = (tf.constant(of, self._real) for of in (self._dataset.mean, self._dataset.std))
+        return (tf.cast(x, self._real) / 255 - mean) / std
+
+    def _pair(self, batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            held = f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+            raise RecipeError(
+                f"a sample of {self._recipe.dataset} must be a pair (x, y), got {held}; return a pair, or give a step."
+            )
+        return batch[0], batch[1]
+
+    def _wide(self, out: Any) -> Any:
+        return tf.cast(out, self._real) if out.dtype.is_floating else out
+
+    def _of_step(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
+        if not isinstance(out, tuple):
+            return out, {}
+        if len(out) != 2 or not isinstance(out[1], Mapping):
+            raise RecipeError(
+                f"step {self._recipe.step} must return a loss, or (loss, metrics) with a dict of metrics."
+            )
+        return out
+
+    def _loss(self, out: Any, y: Any, training: bool) -> Any:
+        if self._own_loss:
+            return self._of_own_loss(self._own_loss, out, y)
+        name = self._recipe.loss or ("mse" if y.dtype.is_floating else "cross_entropy")
+        if not tf.is_tensor(out) or not tf.is_tensor(y):
+            raise RecipeError(
+                f"loss {name} needs one tensor from the model and one as y, got {_shape(out)} and {_shape(y)}; give a "
+                "loss of your own, or a step."
+            )
+        wanted = out.shape[:-1] if name == "cross_entropy" and not y.dtype.is_floating else out.shape
+        if not wanted.is_compatible_with(y.shape):
+            raise RecipeError(
+                f"loss {name} needs outputs and targets that match, got {_shape(out)} and {_shape(y)}; reshape one in "
+                "the model or in the data set."
+            )
+        if name == "cross_entropy":
+            return cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
+        return NAMED[name](out, y)
+
+    def _of_own_loss(self, loss: Callable[[Any, Any], Any], out: Any, y: Any) -> Any:
+        try:
+            return loss(out, y)
+        except RecipeError:
+            raise
+        except Exception as error:
+            raise RecipeError(
+                f"loss {self._recipe.loss} of outputs {_shape(out)} and targets {_shape(y)}: {imports.reason(error)} "
+                "It is called as loss(out, y), and as loss(y_true, y_pred) where its arguments have Keras's names."
+            ) from error
+
+    def _measured(self, out: Any, y: Any, count: Any) -> dict[str, Any]:
+        metrics = {name: metric(out, y) for name, metric in self._metrics.items()}
+        if self._recipe.loss in {None, "cross_entropy"} and y.shape.rank == 1 and not y.dtype.is_floating:
+            metrics["acc1"] = tf.math.count_nonzero(tf.argmax(out, 1) == tf.cast(y, tf.int64)), count
+        return metrics
+
+    def _checked(self, loss: Any) -> tf.Tensor:
+        key = "step" if self._step else "loss"
+        name = getattr(self._recipe, key) or "of the data set"
+        if not tf.is_tensor(loss) or loss.shape.rank != 0 or not loss.dtype.is_floating:
+            raise RecipeError(
+                f"{key} {name} must give one number, the mean over the batch's examples, got {_shape(loss)}."
+            )
+        return tf.cast(loss, self._real)
+
+    def _sum(self, name: str, of: Any, count: Any) -> Metric:
+        if isinstance(of, tuple | list) and len(of) == 2:
+            return tf.cast(of[0], tf.float64), tf.cast(of[1], tf.float64)
+        if tf.is_tensor(of) and of.shape.is_compatible_with([count if isinstance(count, int) else None]):
+            return tf.reduce_sum(tf.cast(of, tf.float64)), tf.cast(count, tf.float64)
+        raise RecipeError(
+            f"metric {name} must give a value for each of the examples of a batch, or (sum, count), got {_shape(of)}."
+        )
+
+
+def examples_in(batch: Any) -> Any:
+    """How many a batch has: a number where its shape says so, else a tensor."""
+    first = keras.tree.flatten(batch)[0]
+    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+
+
+def _own_loss(path: str) -> Callable[[Any, Any], Any]:
+    """The callable as loss(out, y), one of Keras's turned round."""
+    found: Any = imports.load(path, "loss")
+    if inspect.isclass(found) and issubclass(found, keras.losses.Loss):
+        imports.check_arguments(found, path, "loss")
+        found = found()
+    if isinstance(found, keras.losses.Loss) or list(inspect.signature(found).parameters)[:1] == ["y_true"]:
+        return lambda out, y: found(y, out)
+    return found  # type: ignore[no-any-return]
+
+
+def _shape(value: Any) -> str:
+    if tf.is_tensor(value):
+        return f"shape {value.shape.as_list()}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shape(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(_shape, value)) + ")"
+    return f"a {type(value).__name__}"

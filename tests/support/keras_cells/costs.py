@@ -1,0 +1,60 @@
+"""Losses, metrics and steps."""
+
+import keras
+import tensorflow as tf
+
+
+def loss(out, y):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, out))
+
+
+def keras_order(y_true, y_pred):
+    return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
+
+
+class Scored(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+
+
+def right(out, y):
+    return tf.cast(tf.argmax(out, -1) == y, tf.float32)
+
+
+def right_of_class_0(out, y):
+    zero = y == 0
+    return tf.math.count_nonzero(zero & (tf.argmax(out, -1) == y)), tf.math.count_nonzero(zero)
+
+
+def step(model, batch):
+    x, y = batch
+    out = model(x)
+    return loss(out, y), {"right": right(out, y)}
+
+
+def token_step(model, batch):
+    return loss(model(batch["tokens"], training=model.training)["logits"], batch["label"])
+
+
+def vector(out, y):
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(y, out)
+
+
+def plain(out, y):
+    return 0.5
+
+
+def turned(y, out):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, out))
+
+
+def without_gradient(out, y):
+    return loss(tf.stop_gradient(out), y)
+
+
+def of_batch(out, y):
+    return tf.reduce_mean(out)
+
+
+def listed(model, batch):
+    return loss(model(batch[0]), batch[1]), [1]

@@ -1,0 +1,125 @@
+"""The same numbers as arrays, as a PyDataset and as a random-access source; and data sets that cannot be read."""
+
+import math
+import random
+
+import keras
+import numpy as np
+
+TRAIN, VALID = 64, 20
+
+
+def _numbers(count, seed):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(count, 12, 6))
+    return x, (np.abs(x).mean((1, 2)) * 40).astype(np.int64) % 3
+
+
+def arrays(train=TRAIN, valid=VALID):
+    return _numbers(train, 0), _numbers(valid, 1)
+
+
+class Source:
+    """Samples by index, as grain's and array_record's sources have them."""
+
+    def __init__(self, count, seed, noise=0.0, form=lambda x, y: (x, y)):
+        self.x, self.y = _numbers(count, seed)
+        self.noise, self.form = noise, form
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        noise = self.noise * (np.random.normal(size=6) + random.random())
+        return self.form((self.x[index] + noise).astype(np.float32), int(self.y[index]))
+
+
+def source(noise=0.1):
+    return Source(TRAIN, 0, noise), Source(VALID, 1)
+
+
+def dicts():
+    def form(x, y):
+        return {"points": x, "scale": x[0, :2]}, y
+
+    return Source(TRAIN, 0, 0.1, form), Source(VALID, 1, 0.0, form)
+
+
+def tokens():
+    def split(count):
+        x = np.random.default_rng(count).integers(0, 20, (count, 5), np.int32)
+        return {"tokens": x, "label": x.sum(1) % 3}
+
+    return split(TRAIN), split(VALID)
+
+
+class Items(keras.utils.PyDataset):
+    """Batches of five rows, the last of fewer, with noise of their own."""
+
+    def __init__(self, count, seed, rows=5):
+        super().__init__()
+        self.x, self.y = _numbers(count, seed)
+        self.rows = rows
+
+    def __len__(self):
+        return math.ceil(len(self.x) / self.rows)
+
+    def __getitem__(self, index):
+        rows = slice(index * self.rows, (index + 1) * self.rows)
+        return self.x[rows] + 0.1 * np.random.normal(size=self.x[rows].shape), self.y[rows]
+
+
+def items(rows=5):
+    return Items(TRAIN, 0, rows), Items(VALID, 1, rows)
+
+
+def empty():
+    return [], []
+
+
+def one():
+    return arrays()[0][0]
+
+
+def iterated():
+    import tensorflow as tf
+
+    return tf.data.Dataset, iter(())
+
+
+def unequal():
+    return (np.zeros((5, 2)), np.zeros(4)), arrays()[1]
+
+
+def shapes():
+    samples = [(np.zeros((12, 6 + index % 2)), 0) for index in range(TRAIN)]
+    return samples, samples
+
+
+def uneven():
+    class Uneven(Items):
+        def __getitem__(self, index):
+            return tuple(part[: 2 + index % 2] for part in super().__getitem__(index))
+
+    return Uneven(TRAIN, 0, 4), Uneven(VALID, 1, 4)
+
+
+def restless():
+    own = np.random.default_rng(0)
+    return Source(TRAIN, 0, 0.0, lambda x, y: (x + own.normal(), y)), Source(VALID, 1)
+
+
+def triples():
+    return Source(TRAIN, 0, 0.0, lambda x, y: (x, y, y)), Source(VALID, 1)
+
+
+def texts():
+    return [(np.zeros((12, 6)), None)] * TRAIN, [(np.zeros((12, 6)), None)] * VALID
+
+
+def damaged():
+    class Damaged(Source):
+        def __getitem__(self, index):
+            raise OSError(f"no file {index}")
+
+    return Damaged(TRAIN, 0), Damaged(VALID, 1)
