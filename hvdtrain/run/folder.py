@@ -83,7 +83,7 @@ def open_run(
     Without `output`, reopens the newest unfinished, unlocked run of the same recipe, or creates a new folder.
     Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
     """
-    parent = RUNS / _folder_name(plan.recipe.name)
+    parent = RUNS / folder_name(plan.recipe.name)
     found, passed_over = None, list[str]()
     if output is None and resume == "auto":
         found, passed_over = _unfinished(parent, plan, framework, topology.job_id)
@@ -151,7 +151,8 @@ def _changes(folder: RunFolder, text: str) -> list[str]:
     return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
 
 
-def _folder_name(recipe_name: str) -> str:
+def folder_name(recipe_name: str) -> str:
+    """The folder of a recipe's runs."""
     file, _, entry = recipe_name.partition(":")
     stem = Path(file).stem if file.endswith((".yaml", ".yml")) else file
     return re.sub(r"^\.+|[^\w.-]", "-", f"{stem}-{entry}" if entry else stem)

@@ -176,7 +176,7 @@ class Hooks(Generic[R_co]):
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
         """Around all epochs: reports the run's end, and closes its files."""
-        with contextlib.closing(self.reporter) if self.reporter else contextlib.nullcontext():
+        with self.reporter or contextlib.nullcontext():
             yield
             self.finish()
 

@@ -17,6 +17,7 @@ from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.run import folder as folders
+from hvdtrain.run import trackers
 from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.folder import ResumePoint, RunFolder
 from hvdtrain.run.options import Options, parse_run
@@ -28,6 +29,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
     topology, framework = world.topology, framework_of(adapter)
     recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv)
+    if topology.is_rank_0:
+        trackers.check(options.tracker)
     engine = registry.choose(options.engine, topology.launcher)
     visible = devices.visible_gpus(os.environ) if engine.devices else 0
     own_devices = registry.devices_of(engine, options.devices, visible, recipe.device)
@@ -44,7 +47,19 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     connect(world, engine)
     folder, resume = _open_folder(plan, framework, options, world)
     identity = folders.identity_of(plan, framework)
-    return Run(identity, recipe, engine.name, own_devices, folder, resume, world, recipe, dataset, plan)
+    return Run(
+        identity,
+        recipe,
+        engine.name,
+        own_devices,
+        folder,
+        resume,
+        world,
+        recipe,
+        dataset,
+        plan,
+        trackers=options.tracker,
+    )
 
 
 def _open_folder(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
 from pydantic import Field
@@ -20,6 +20,9 @@ else:
     EngineName = Literal[("auto", *registry.ENGINES)]
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "none"]
+
+
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """How a run is started; no part of what is trained."""
@@ -31,6 +34,9 @@ class Options:
     )
     devices: str | None = Field(
         None, description="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"
+    )
+    tracker: Annotated[tuple[TrackerName, ...], Field(min_length=1, max_length=4)] = Field(
+        ("tensorboard",), description="where rank 0 reports beside metrics.jsonl, several at once; none: nowhere"
     )
     insecure_rendezvous: bool = Field(
         False, description="ranks need not prove that they belong together; where no key can be shared"
@@ -56,6 +62,8 @@ def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
     of_options = flags.fields_of(Options)
     given = flags.given({**of_options, **of_recipe}, f"{prog} {name}", rest, defaults)
     options = Options(**{key: given.pop(key) for key in of_options if key in given})
+    if "none" in options.tracker and len(options.tracker) > 1:
+        raise RecipeError(f"--tracker none stands alone, got {' '.join(options.tracker)}; drop none or the others.")
     return recipes.load(name, given), options
 
 

@@ -4,13 +4,14 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
-from hvdtrain import files
+from hvdtrain import files, untrusted
 from hvdtrain.core.totals import Totals
-from hvdtrain.errors import OutputError
+from hvdtrain.errors import OutputError, StoppedError
+from hvdtrain.run.trackers import Trackers
 
 LINE_LIMIT = 1 << 16
 
@@ -29,12 +30,21 @@ class Events(Protocol):
 
 
 class Reporter:
-    """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl and TensorBoard."""
+    """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl, and the trackers."""
 
-    def __init__(self, folder: Path, events: Events, first_step: int, *, bar_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        events: Events | None,
+        first_step: int,
+        *,
+        bar_steps: int | None = None,
+        trackers: Trackers | None = None,
+    ) -> None:
         """Appends to the run's files from `first_step` on; `bar_steps` shows a progress bar over so many."""
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
+        self._trackers = trackers or Trackers()
         self._bar = _Bar(bar_steps, first_step) if bar_steps is not None else None
         self._epoch_began = time.monotonic()
 
@@ -77,23 +87,44 @@ class Reporter:
             self._scalar(f"{name}/valid", of_valid, step)
             self.note(f"train {name}={own:.4f}, valid {name}={of_valid:.4f}")
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
-        self._events.flush()
+        self._draw(lambda events: events.flush())
 
-    def close(self) -> None:
+    def close(self, state: str = "finished") -> None:
+        """Ends the files, and the trackers' runs in that state: finished, failed or stopped."""
+        self._draw(lambda events: events.close())
+        for line in self._trackers.close(state):
+            self.note(line)
         if self._bar:
             self._bar.close()
         with contextlib.suppress(OSError):  # a full disk has stopped the run already
             self._jsonl.close()
-            self._events.close()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, StoppedError | KeyboardInterrupt)
+        self.close("finished" if kind is None else "stopped" if stopped else "failed")
 
     def _write(self, kind: str, step: int, epoch: int, **metrics: float) -> None:
         # JSON has no NaN, which a diverged validation is.
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._jsonl.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **numbers}) + "\n")
         self._jsonl.flush()
+        for line in self._trackers.add({"epoch": epoch, **metrics}, step):
+            self.note(line)
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
-        self._events.add_scalar(tag, value, step)
+        self._draw(lambda events: events.add_scalar(tag, value, step))
+
+    def _draw(self, call: Callable[[Events], object]) -> None:
+        """Calls TensorBoard's writer, as long as it works: no tracker stops a training."""
+        if self._events:
+            try:
+                call(self._events)
+            except Exception as error:
+                self._events = None
+                self.note(untrusted.one_line(f"tracker tensorboard ends: {type(error).__name__}: {error}"))
 
 
 class OwnReporter(Reporter):
@@ -114,7 +145,7 @@ class OwnReporter(Reporter):
             self._scalar(name, value, step)
         self.note(f"Epoch: {epoch}, {_listed(values)} ({seconds:.1f} sec)")
         self._write("epoch", step, epoch, seconds=seconds, **values)
-        self._events.flush()
+        self._draw(lambda events: events.flush())
 
 
 def _listed(values: Mapping[str, float]) -> str:

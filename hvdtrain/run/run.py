@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import Intervals
 from hvdtrain.core.totals import Totals, check_finite
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run.folder import Identity, ResumePoint, RunFolder
+from hvdtrain.run import trackers
+from hvdtrain.run.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.run.reporter import Events, Reporter
+from hvdtrain.run.trackers import Trackers
 from hvdtrain.run.world import World
 
 
@@ -33,6 +35,8 @@ class BaseRun:
     resume: ResumePoint
     """Rank 0's; elsewhere there is no checkpoint."""
     world: World
+    trackers: tuple[str, ...] = field(default=("tensorboard",), kw_only=True)
+    """Their names."""
 
     @property
     def topology(self) -> Topology:
@@ -46,7 +50,8 @@ class BaseRun:
         if not self.folder:
             return None
         folder, topology = self.folder.path, self.topology
-        reporter = self._opened(folder, events(folder, step + 1), step)
+        curves = events(folder, step + 1) if "tensorboard" in self.trackers else None
+        reporter = Reporter(folder, curves, step, bar_steps=self._bar_steps(), trackers=self._start_trackers(folder))
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = f"{topology.size} ranks, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
         for line in (*self.identity.lines, f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
@@ -79,8 +84,18 @@ class BaseRun:
             self.folder.write_status("finished", step=step)
             reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
 
-    def _opened(self, folder: Path, events: Events, step: int) -> Reporter:
-        return Reporter(folder, events, step)
+    def _start_trackers(self, folder: Path) -> Trackers:
+        about = trackers.metadata(self.topology, self.identity.framework, self.engine, **self._described())
+        project = folder_name(self.identity.name.partition(":")[0])
+        return Trackers(self.trackers, folder, project, about, resumes=self.resume.checkpoint is not None)
+
+    def _described(self) -> dict[str, Any]:
+        """What is trained, for the trackers."""
+        return {"model": self.identity.model}
+
+    def _bar_steps(self) -> int | None:
+        """The steps of a progress bar; None for lines of a log."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,10 @@ class Run(BaseRun):
     def check_finite(self, totals: Totals, step: int) -> None:
         check_finite(totals, step, self.plan.peak_lr)
 
-    def _opened(self, folder: Path, events: Events, step: int) -> Reporter:
+    def _described(self) -> dict[str, Any]:
+        return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}
+
+    def _bar_steps(self) -> int | None:
         # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
         live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
-        bar_steps = self.plan.total_steps if live else None
-        return Reporter(folder, events, step, bar_steps=bar_steps)
+        return self.plan.total_steps if live else None
