@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ BLOCK = 1 << 15
 def patience(monkeypatch):
     """A machine under load may take long to import a library."""
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr(trackers, "STOP_SECONDS", 60.0)
 
 
 def wandb_records(path: Path) -> list[Record]:
@@ -265,6 +267,18 @@ def test_no_tracker_stops_or_slows_a_training(on_start, on_point, lines, library
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert ("hello" in (tmp_path / "trackers" / "wandb.log").read_text()) == (on_start == "prints")
+
+
+def test_signals_to_all_of_a_step_leave_it_alone(library, tmp_path):
+    library("nothing", "nothing")
+    of = Trackers(("wandb",), tmp_path, "linear", {})
+    while not (tmp_path / "trackers" / "wandb.json").exists():
+        time.sleep(0.02)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(of._processes[0]._process.pid, number)
+    of.add({"loss": 1.0}, 1)
+    assert of.close("stopped") == []
+    assert json.loads((tmp_path / "trackers" / "wandb.json").read_text()) == {"id": "x", "last": {"loss": 1}}
 
 
 @needs_torch

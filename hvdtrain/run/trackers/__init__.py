@@ -28,6 +28,8 @@ from hvdtrain.launch.topology import Topology
 MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Trackers that are processes, and the module that each needs. Its extra has the tracker's name."""
 CLOSE_SECONDS = 10.0
+STOP_SECONDS = 3.0
+"""For a run that a signal or an error ends: the launcher may not wait."""
 QUEUE_BYTES = 1 << 20
 LIBRARIES = ("hvdtrain", "torch", "tensorflow", "tensorflow-cpu", "lightning", "keras", "horovod", "numpy")
 
@@ -97,11 +99,12 @@ class Trackers:
 
     def close(self, state: str) -> list[str]:
         """Ends the trackers' runs, within CLOSE_SECONDS; `state`: finished, failed or stopped."""
-        deadline = time.monotonic() + CLOSE_SECONDS
+        seconds = CLOSE_SECONDS if state == "finished" else STOP_SECONDS
+        deadline = time.monotonic() + seconds
         for process in self._processes:
             process.end(state)
         for process in self._processes:
-            process.wait(deadline)
+            process.wait(deadline, seconds)
         lines, self._processes = self._collected(), []
         return lines
 
@@ -144,7 +147,7 @@ class _Process:
         self._unsent += json.dumps({"state": state}).encode() + b"\n"
         self._flush()
 
-    def wait(self, deadline: float) -> None:
+    def wait(self, deadline: float, seconds: float) -> None:
         """Waits for its end, and ends it at the deadline."""
         while self._process.poll() is None and time.monotonic() < deadline:
             self._flush()
@@ -152,9 +155,7 @@ class _Process:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._lines.append(
-                f"tracker {self._name} did not end within {CLOSE_SECONDS:g} s; it may miss the last points"
-            )
+            self._lines.append(f"tracker {self._name} did not end within {seconds:g} s; it may miss the last points")
         elif self._process.returncode:
             self._lines.append(
                 f"tracker {self._name} ended with exit code {self._process.returncode}; see trackers/{self._name}.log"
