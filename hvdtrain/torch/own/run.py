@@ -1,28 +1,23 @@
 """A run of a program that keeps its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
-import json
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import OwnSampling, Progress, each_once, train_requests
 from hvdtrain.core.settings import OwnIntervals, OwnReadSettings
-from hvdtrain.core.totals import Totals
 from hvdtrain.datasets import Dataset
-from hvdtrain.errors import DivergedError, HvdtrainError, LoopError
+from hvdtrain.errors import LoopError
 from hvdtrain.run.ending import Ending
-from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.reporter import Events, OwnReporter, Reporter
-from hvdtrain.run.run import BaseRun
+from hvdtrain.run.own import in_own_words, open_own
+from hvdtrain.run.reporter import OwnReporter
 from hvdtrain.torch import devices
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
@@ -40,26 +35,6 @@ Reader = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class OwnRun(BaseRun):
-    """What the loop's hooks need of a program's run."""
-
-    program: Program
-
-    def metadata(self, *given: Any) -> dict[str, Any]:
-        return {**super().metadata(*given), "program": self.program.metadata()}
-
-    def _opened(self, folder: Path, events: Events, step: int) -> Reporter:
-        return OwnReporter(folder, events, step)
-
-    def check_finite(self, totals: Totals, step: int) -> None:
-        if not np.isfinite(totals.loss):
-            raise DivergedError(
-                f"the training loss is {totals.loss} at step {step}; lower the learning rate (now "
-                f"{self.program.lr:g}), warm it up, or clip the gradients."
-            )
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a program's run is: its folder, and the ranks that train it."""
 
@@ -73,49 +48,15 @@ class Place:
 def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: tuple[str | None, str | None]) -> "Run":
     """The program's run, continued from its folder's last checkpoint. Raises HvdtrainError."""
     program.check(place.own.device)
-    if wrong := next((name for name, value in asdict(intervals).items() if value is not None and value < 1), None):
-        raise LoopError(f"{wrong} must be at least 1, got {asdict(intervals)[wrong]}.")
     state = State(program.model, program.optimizer, program.scaler)
     replica = Replica(place.own, program.model, state, Meter(place.own.device))
-    with _in_own_words():
-        run = _opened(place, program, intervals)
+    with in_own_words("world.run"):
+        run = open_own(place.folder, program, "torch", place.engine, intervals, place.ending)
         hooks = Hooks(run, replica, OwnSampling(0, 0, place.own.size, program.seed, draws=DRAWS))
     if hooks.resumed_from:
         program.restore(hooks.resumed_from["program"], hooks.progress.step)
     averager = Averager(program.model, place.own, place.compression) if place.own.size > 1 else None
     return Run(hooks, program, averager, best)
-
-
-def _opened(place: Place, program: Program, intervals: OwnIntervals) -> "OwnRun":
-    """The run as the loop's hooks see it: rank 0 holds its folder, and has its checkpoint."""
-    ending, name = place.ending, place.folder.name
-    about = {"framework": "torch", "engine": place.engine, "ranks": place.own.size, "model": program.identity}
-    identity = Identity(
-        name,
-        "torch",
-        program.identity,
-        (f"run         {name}: {program.identity}",),
-        {"run.json": json.dumps(about, indent=1)},
-        program.state_bytes,
-        intervals.keep_checkpoints,
-    )
-    folder, resume = None, ResumePoint()
-    if ending.topology.is_rank_0:
-        folder = hold(place.folder)
-        resume = resume_point(folder, identity)
-        ending.world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
-    ending.began, ending.folder = True, folder
-    return OwnRun(identity, intervals, place.engine, (), folder, resume, ending.world, program)
-
-
-@contextlib.contextmanager
-def _in_own_words() -> Iterator[None]:
-    """A program has no flags: what remedies say of --output is said of its folder."""
-    try:
-        yield
-    except HvdtrainError as error:
-        error.args = (re.sub(r"give (another|a writable) --output", r"give world.run \1 folder", str(error)),)
-        raise
 
 
 class Run:
