@@ -17,6 +17,7 @@ from hvdtrain.run.ending import Ending
 from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.run.reporter import Events, OwnReporter, Reporter
 from hvdtrain.run.run import BaseRun
+from hvdtrain.run.trackers import Trackers
 
 
 class Program(Protocol):
@@ -47,8 +48,8 @@ class OwnRun(BaseRun):
     def metadata(self, *given: Any) -> dict[str, Any]:
         return {**super().metadata(*given), "program": self.program.metadata()}
 
-    def _opened(self, folder: Path, events: Events, step: int) -> Reporter:
-        return OwnReporter(folder, events, step)
+    def _opened(self, folder: Path, events: Events | None, step: int, to_trackers: Trackers) -> Reporter:
+        return OwnReporter(folder, events, step, trackers=to_trackers)
 
     def check_finite(self, totals: Totals, step: int) -> None:
         if not math.isfinite(totals.loss):

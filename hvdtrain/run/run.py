@@ -51,7 +51,7 @@ class BaseRun:
             return None
         folder, topology = self.folder.path, self.topology
         curves = events(folder, step + 1) if "tensorboard" in self.trackers else None
-        reporter = Reporter(folder, curves, step, bar_steps=self._bar_steps(), trackers=self._start_trackers(folder))
+        reporter = self._opened(folder, curves, step, self._start_trackers(folder))
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = f"{topology.size} ranks, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
         for line in (*self.identity.lines, f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
@@ -93,9 +93,8 @@ class BaseRun:
         """What is trained, for the trackers."""
         return {"model": self.identity.model}
 
-    def _bar_steps(self) -> int | None:
-        """The steps of a progress bar; None for lines of a log."""
-        return None
+    def _opened(self, folder: Path, events: Events | None, step: int, to_trackers: Trackers) -> Reporter:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ class Run(BaseRun):
     def _described(self) -> dict[str, Any]:
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}
 
-    def _bar_steps(self) -> int | None:
+    def _opened(self, folder: Path, events: Events | None, step: int, to_trackers: Trackers) -> Reporter:
         # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
         live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
-        return self.plan.total_steps if live else None
+        bar_steps = self.plan.total_steps if live else None
+        return Reporter(folder, events, step, bar_steps=bar_steps, trackers=to_trackers)
