@@ -48,7 +48,7 @@ class Examples(examples.Examples):
         self, dataset: Any, name: str = "the data set", collate: Callable[[list[Any]], Any] = default_collate
     ) -> None:
         """`name` stands in messages. Raises DataError where it is empty or cannot be read by index."""
-        if isinstance(dataset, tuple | list) and all(hasattr(array, "shape") for array in dataset):
+        if isinstance(dataset, tuple | list) and dataset and all(hasattr(array, "shape") for array in dataset):
             dataset = TensorDataset(*map(torch.as_tensor, dataset))
         super().__init__(dataset, name, collate)
 

@@ -31,6 +31,7 @@ class Averager:
         self.accumulating = False
         """Whether gradients add up on their rank for now."""
         self._running = False
+        self._unreached: list[str] | None = None
         self._computed_here: set[Parameter] = set()
         """Whose gradients hold what was not averaged yet."""
         self._sent: list[tuple[Message, Callable[[], object]]] = []
@@ -42,9 +43,10 @@ class Averager:
         for hook in self._hooks:
             hook.remove()
 
-    def unreached(self) -> list[str]:
-        """The parameters that have no gradient."""
-        return [name for each, name in self._names.items() if each.grad is None]
+    def take_unreached(self) -> list[str]:
+        """The parameters that no rank's first backward reached; once."""
+        unreached, self._unreached = self._unreached, []
+        return unreached or []
 
     def _computed(self, parameter: Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -89,6 +91,10 @@ class Averager:
             message.hand_out()
             message.reset()
         count()
+        if self._unreached is None:
+            self._unreached = [
+                name for name, ranks in zip(self._names.values(), reached.tolist(), strict=True) if not ranks
+            ]
         for parameter, ranks in zip(self._names, reached.tolist(), strict=True):
             if not ranks:
                 parameter.grad = self._before[parameter]

@@ -55,7 +55,9 @@ def _encoded(value: Any, what: str) -> Any:
         return {"counter" if isinstance(value, Counter) else "dict": pairs}
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a NumPy number
         return value.item()
-    raise LoopError(f"{what} keeps a {type(value).__name__}, which no checkpoint holds; take one of numbers and text.")
+    raise LoopError(
+        f"{what} keeps a value of type {type(value).__name__}, which no checkpoint holds; take one of numbers and text."
+    )
 
 
 def _decoded(value: Any) -> Any:

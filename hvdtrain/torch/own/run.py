@@ -178,6 +178,8 @@ class Run:
         hooks.trainer.meter.add(
             Seen(_number(loss), count, {name: (_number(a), _number(b)) for name, (a, b) in pairs.items()})
         )
+        if self._averager and (never := self._averager.take_unreached()):
+            hooks.note(f"backward reached none of {', '.join(never)}: the optimizer leaves them as they are")
         hooks.progress.advance(extent)
         self._settled = hooks.progress.is_done(extent) or hooks.progress.is_epoch_done(extent)
         hooks.after_update(self._program.lr)
@@ -254,9 +256,8 @@ class Run:
         """The training set and its batch are the run's from here on. Raises LoopError."""
         size, hooks = self._engine.size, self._hooks
         if batch_size < 1 or batch_size % size:
-            raise LoopError(
-                f"batch_size counts the examples of all ranks: it must be a multiple of {size}, got {batch_size}."
-            )
+            rule = f"it must be a multiple of the {size} ranks" if size > 1 else "it must be at least 1"
+            raise LoopError(f"batch_size counts the examples of all ranks: {rule}, got {batch_size}.")
         if batch_size > examples:
             raise LoopError(f"batch_size must be at most the {examples} training examples, got {batch_size}.")
         now, before = {"batch_size": batch_size, "examples": examples}, self._program.data

@@ -1,0 +1,134 @@
+"""A loop of one's own over real ranks: the same numbers on any of them, resumed to the bit, and ended in order."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import warm
+from paths import SUPPORT
+from ranks import clean_environ, needs_horovod, needs_torch, run, started, wait_for_step
+from worlds import arrays, records
+
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
+
+PROGRAM = SUPPORT / "own_loop.py"
+CASES = ["plain", "float32", "momentum", "accumulated", "bfloat16", "early", "short", "conditional", "cut"]
+STEPS = {"early": 9, "short": 6}
+TOLERANCE = {"float32": 1e-6, "bfloat16": 5e-3}
+
+
+def program(folder, *cases):
+    return warm.command("torch", PROGRAM, "hvdtrain.torch", folder, *cases)
+
+
+def losses(folder):
+    return [record["loss"] for record in records(folder) if record["kind"] == "step"]
+
+
+def epochs(folder):
+    return [record for record in records(folder) if record["kind"] == "epoch"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of all cases, trained by one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    ended = run("alone", 1, program(folder, *CASES)).good()
+    assert ended.out.endswith("behind the block\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "engine"), [("gloo", 2, "auto"), ("mpi", 4, "ddp")], ids=["horovod-2", "ddp-4"]
+)
+def test_any_number_of_ranks_trains_alike(alone, launcher, size, engine, tmp_path):
+    ended = run(launcher, size, program(tmp_path, *CASES), HVDTRAIN_ENGINE=engine).good()
+    assert ended.out.count("the block has ended") == 1
+    assert ended.out.count("behind the block") == size
+    assert "backward reached none of never" in ended.out
+    for case in CASES:
+        ours, theirs = losses(tmp_path / case), losses(alone / case)
+        assert len(ours) == len(theirs) == STEPS.get(case, 12), case
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE.get(case, 1e-12), err_msg=case)
+        for own, other in zip(epochs(tmp_path / case), epochs(alone / case), strict=True):
+            assert own["seen"] == 96, case
+            assert own["train_even"] == other["train_even"], case
+            if case not in TOLERANCE:
+                assert own["accuracy"] == other["accuracy"], case
+
+
+def test_torchruns_ranks_train_alike(alone, tmp_path):
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2"]
+    ended = run("alone", 2, [*map(str, torchrun), str(PROGRAM), "hvdtrain.torch", str(tmp_path), "plain"],
+                HVDTRAIN_ENGINE="ddp").good()  # fmt: skip
+    assert "2 ranks, torchrun, ddp on cpu (torch)" in ended.out
+    np.testing.assert_allclose(losses(tmp_path / "plain"), losses(alone / "plain"), rtol=0, atol=1e-12)
+
+
+def test_a_killed_program_resumes_to_the_same_bits(tmp_path):
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    run("gloo", 2, program(whole, "cut")).good()
+    with started("gloo", 2, program(folder, "cut"), OWN_LOOP_PAUSE="0.2") as ranks:
+        wait_for_step(ranks, folder / "cut", 7)
+        ranks.kill()
+    ended = run("gloo", 2, program(folder, "cut")).good()
+    assert "resuming from step 6 " in ended.out
+    assert arrays(folder / "cut") == arrays(whole / "cut")
+    assert losses(folder / "cut") == losses(whole / "cut")
+    assert [own["train_loss"] for own in epochs(folder / "cut")] == [own["train_loss"] for own in epochs(whole / "cut")]
+    lrs = [record["lr"] for record in records(folder / "cut") if record["kind"] == "step"]
+    assert lrs == [0.01] * 4 + [0.005] * 4 + [0.0025] * 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_ends_a_program_with_a_checkpoint(number, code, tmp_path):
+    with started("alone", 1, program(tmp_path, "endless"), OWN_LOOP_PAUSE="0.02") as ranks:
+        wait_for_step(ranks, tmp_path / "endless", 7)
+        os.kill(ranks.process.pid, number)
+        ended = ranks.wait(60)
+    assert ended.code == code
+    assert ended.lines[-1].startswith(f"StoppedError: {signal.Signals(number).name}: stopped after step ")
+    status = json.loads((tmp_path / "endless" / "status.json").read_text())
+    assert status["state"] == "stopped"
+    assert "behind the block" not in ended.out
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    with started("gloo", 2, program(tmp_path, "endless"), OWN_LOOP_PAUSE="0.02", HVDTRAIN_ENGINE="ddp") as ranks:
+        wait_for_step(ranks, tmp_path / "endless", 7)
+        ranks.kill_rank(1)
+        ended = ranks.wait(60)
+    assert ended.code != 0
+    assert "rank 1 on " in ended.lines[0]
+    assert "ended without a message: killed, out of memory, or crashed" in ended.lines[0]
+    assert ended.left == []
+
+
+@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
+    ended = run("gloo", 2, program(tmp_path, "broken"), 60, HVDTRAIN_ENGINE=engine)
+    assert ended.code != 0
+    assert ended.err.count("RuntimeError: a fault of the user's\n") == 1, ended.err
+    assert "Traceback" in ended.err
+    assert any("failed: RuntimeError: a fault of the user's" in line for line in ended.lines), ended.err
+    assert json.loads((tmp_path / "broken" / "status.json").read_text())["state"] == "failed"
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):
+    ended = run("gloo", 5, program(tmp_path, "plain"))
+    rule = "batch_size counts the examples of all ranks: it must be a multiple of the 5 ranks, got 24."
+    assert ended.lines == [f"LoopError (rank 0 on {os.uname().nodename}): {rule}"]
+    assert ended.code != 0
+
+
+def test_the_package_is_light():
+    done = subprocess.run(
+        [sys.executable, "-c", "import hvdtrain.torch, sys; print('torch' in sys.modules, hvdtrain.torch.__all__)"],
+        env=clean_environ(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "False ['join']\n"

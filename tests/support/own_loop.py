@@ -1,0 +1,126 @@
+"""A program that keeps its own loop: `python own_loop.py hvdtrain.torch FOLDER CASE ...` trains each case of CASES in
+FOLDER/CASE, one after the other, in one world."""
+
+import contextlib
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hvdtrain.torch as ht
+
+GENERATOR = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(96, 3, 8, 8, generator=GENERATOR, dtype=torch.float64)
+LABELS = (INPUTS.mean((1, 2, 3)) > 0).long()
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+PAUSE = float(os.environ.get("OWN_LOOP_PAUSE", "0"))
+"""Seconds between two steps."""
+
+
+class Net(nn.Module):
+    """Convolutions, a parameter that is never used, and one that only rank 0 uses, in one epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+        self.never = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, more: bool = False) -> torch.Tensor:
+        out = self.head(self.body(x).mean((2, 3)))
+        return out + 0 * self.sometimes if more else out
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Each sample augmented anew in each epoch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, index: int) -> dict:
+        noise = random.gauss(0, 0.1) + 0.1 * torch.randn((), dtype=torch.float64)
+        return {"x": (INPUTS[index] + noise).to(self.dtype), "y": LABELS[index]}
+
+
+CASES = {
+    "plain": {},
+    "float32": {"dtype": "float32"},
+    "momentum": {"optimizer": "SGD", "clip": 0.1},
+    "accumulated": {"parts": 3},
+    "bfloat16": {"dtype": "bfloat16"},
+    "early": {"leaves": 3},
+    "short": {"max_steps": 6},
+    "conditional": {"conditional": True},
+    "cut": {"checkpoint_every_steps": 3},
+    "endless": {"epochs": 10_000, "checkpoint_every_steps": 5},
+    "diverging": {"lr": 1e300},
+    "broken": {"breaks": 4},
+}
+
+
+def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
+          conditional=False, lr=0.01, breaks=None, **intervals) -> None:  # fmt: skip
+    """One case: a loop as its user wrote it."""
+    torch.manual_seed(world.rank)  # the ranks begin apart
+    mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+    dtype = DTYPES[dtype]
+    model = Net().to(dtype)
+    if world.rank == 0:
+        torch.manual_seed(0)
+        model.load_state_dict(Net().to(dtype).state_dict())
+    more = {"momentum": 0.9} if optimizer == "SGD" else {}
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr, **more)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.5)
+    run = world.run(
+        folder, model, optimizer, scheduler=scheduler, highest="accuracy", log_every_steps=1, guard_every_steps=1,
+        **intervals,
+    )  # fmt: skip
+    data = Noisy(dtype)
+    for epoch in run.epochs(epochs, max_steps=max_steps):
+        for number, batch in enumerate(run.batches(data, batch_size=24)):
+            total = 0.0
+            cuts = zip(batch["x"].chunk(parts), batch["y"].chunk(parts), strict=True)
+            for part, (x, y) in enumerate(cuts):
+                with run.accumulating(part < parts - 1), mixed:
+                    out = model(x, more=conditional and world.is_rank_0 and epoch == 1)
+                    loss = nn.functional.cross_entropy(out, y) / parts
+                    loss.backward()
+                total += loss.detach()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(PAUSE)
+            if breaks == run.global_step and world.rank == world.size - 1:
+                raise RuntimeError("a fault of the user's")
+            run.step(total, even=((batch["y"] == 0).sum(), len(batch["y"])))
+            if leaves and number + 1 == leaves:
+                break
+        correct = count = 0
+        with torch.no_grad():
+            for batch in run.each_once(data, batch_size=36):
+                correct += (model(batch["x"]).argmax(1) == batch["y"]).sum().item()
+                count += len(batch["y"])
+        run.report(accuracy=world.mean(correct, count), seen=world.sum(count), last=epoch)
+        scheduler.step()
+
+
+def main() -> None:
+    folder, *cases = sys.argv[2:]
+    with ht.join() as world:
+        for case in cases:
+            train(world, Path(folder, case), **CASES[case])
+        world.print("the block has ended")
+    print("behind the block")
+
+
+if __name__ == "__main__":
+    main()

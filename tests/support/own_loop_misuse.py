@@ -1,0 +1,191 @@
+"""What a program may get wrong: `python own_loop_misuse.py` prints, by case of CASES, exit code and stderr."""
+
+import contextlib
+import io
+import json
+import os
+import re
+
+import torch
+from torch import nn
+
+import hvdtrain.torch as ht
+
+X, Y = torch.arange(32.0)[:, None] / 32, torch.arange(32.0)[:, None] / 16
+
+
+class Unsaved:
+    """A scheduler whose state is no JSON."""
+
+    def state_dict(self):
+        return {"made": object()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Stateless:
+    pass
+
+
+def parts(lr=0.1):
+    model = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def loop(world, folder, *, model=None, optimizer=None, data=(X, Y), batch_size=8, epochs=2, steps=True, report=None,
+         stop_at=None, reads=1, loss_of=None, lr=0.1, **more):  # fmt: skip
+    """A loop; each case gives it one thing wrong."""
+    own, its = parts(lr)
+    model, optimizer = model or own, optimizer or its
+    if more.pop("schedules", False):
+        more["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run = world.run(folder, model, optimizer, log_every_steps=1, **more)
+    for _ in run.epochs(epochs):
+        for _ in range(reads):
+            for x, y in run.batches(data, batch_size=batch_size):
+                each = (model(x) - y).square()
+                each.mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if steps:
+                    run.step(loss_of(each) if loss_of else each.mean())
+                if run.global_step == stop_at:
+                    raise SystemExit(7)
+        run.report(**(report or {}))
+
+
+def wrapped(world, folder):
+    model, optimizer = parts()
+    loop(world, folder, model=nn.DataParallel(model), optimizer=optimizer)
+
+
+def elsewhere(world, folder):
+    model = nn.Linear(1, 1, device="meta")
+    loop(world, folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def frozen(world, folder):
+    loop(world, folder, model=nn.Linear(1, 1).requires_grad_(False), optimizer=parts()[1])
+
+
+def step_alone(world, folder):
+    run = world.run(folder, *parts())
+    for _ in run.epochs(1):
+        run.step(loss=0.1)
+
+
+def outside(world, folder):
+    run = world.run(folder, *parts())
+    for _ in run.batches((X, Y), 8):
+        pass
+
+
+def report_outside(world, folder):
+    world.run(folder, *parts()).report(accuracy=1)
+
+
+def no_steps(world, folder):
+    for _ in world.run(folder, *parts()).epochs(1):
+        pass
+
+
+def two_runs(world, folder):
+    world.run(folder, *parts())
+    world.run(f"{folder}-2", *parts())
+
+
+def others_scheduler(world, folder):
+    loop(world, folder, scheduler=torch.optim.lr_scheduler.StepLR(parts()[1], 1))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([X])
+
+
+def resumed(**changed):
+    """Stops within the first epoch, then resumes with something else."""
+
+    def case(world, folder):
+        if world is None:
+            with contextlib.suppress(SystemExit), ht.join() as first:
+                loop(first, folder, checkpoint_every_steps=1, stop_at=2)
+            return
+        loop(world, folder, checkpoint_every_steps=1, **changed)
+
+    case.before = True
+    return case
+
+
+def of_another_model(world, folder):
+    model = nn.Linear(1, 1, bias=False)
+    loop(world, folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+of_another_model.before = True
+
+
+CASES = {
+    "wrapped model": wrapped,
+    "no model": lambda world, folder: loop(world, folder, model="net"),
+    "model elsewhere": elsewhere,
+    "nothing learns": frozen,
+    "optimizer of another model": lambda world, folder: loop(world, folder, optimizer=parts()[1]),
+    "no optimizer": lambda world, folder: loop(world, folder, optimizer="adam"),
+    "scheduler of another optimizer": others_scheduler,
+    "scheduler without a state": lambda world, folder: loop(world, folder, scheduler=Stateless()),
+    "scheduler with another state": lambda world, folder: loop(world, folder, scheduler=Unsaved()),
+    "interval": lambda world, folder: loop(world, folder, keep_checkpoints=0),
+    "epochs": lambda world, folder: loop(world, folder, epochs=0),
+    "batch too large": lambda world, folder: loop(world, folder, batch_size=64),
+    "batch of nothing": lambda world, folder: loop(world, folder, batch_size=0),
+    "empty data": lambda world, folder: loop(world, folder, data=[]),
+    "iterable data": lambda world, folder: loop(world, folder, data=Stream()),
+    "step forgotten": lambda world, folder: loop(world, folder, steps=False),
+    "step alone": step_alone,
+    "batches outside": outside,
+    "batches twice": lambda world, folder: loop(world, folder, reads=2),
+    "report outside": report_outside,
+    "no steps": no_steps,
+    "two runs": two_runs,
+    "loss of several": lambda world, folder: loop(world, folder, loss_of=lambda each: each),
+    "loss of nothing": lambda world, folder: loop(world, folder, loss_of=lambda each: None),
+    "reported name": lambda world, folder: loop(world, folder, report={"epoch": 1}),
+    "best without report": lambda world, folder: loop(world, folder, highest="accuracy", report={"acc": 1}),
+    "diverging": lambda world, folder: loop(world, folder, lr=1e30, epochs=9),
+    "another batch": resumed(batch_size=4),
+    "other data": resumed(data=(X[:24], Y[:24])),
+    "another seed": resumed(seed=1),
+    "a scheduler since": resumed(schedules=True),
+    "another model": of_another_model,
+    "unwritable": lambda world, folder: loop(world, "/proc/runs"),
+}
+JOINED = {
+    "engine": {"engine": "mirrored"},
+    "device": {"device": "gpu"},
+    "compression": {"compression": "zip"},
+}
+
+
+def ended(case, folder, **arguments):
+    """Exit code and stderr of one case."""
+    err = io.StringIO()
+    code = 0
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            if getattr(case, "before", False):
+                resumed()(None, folder)
+            with ht.join(**arguments) as world:
+                case(world, folder)
+        except SystemExit as error:
+            code = error.code
+    return [code, err.getvalue()]
+
+
+if __name__ == "__main__":
+    found = {name: ended(case, re.sub("[^a-z]", "-", name)) for name, case in CASES.items()}
+    found |= {name: ended(loop, name, **arguments) for name, arguments in JOINED.items()}
+    os.environ["HVDTRAIN_ENGINE"] = "nccl"
+    found["variable"] = ended(loop, "variable")
+    print(json.dumps(found))

@@ -1,0 +1,105 @@
+"""A loop of one's own, in one process: what it may get wrong, what a checkpoint holds of a scheduler, its settings."""
+
+import dataclasses
+import json
+import subprocess
+from collections import Counter
+
+import pytest
+import warm
+from paths import SUPPORT
+from ranks import clean_environ, needs_torch
+
+from hvdtrain.core import settings
+from hvdtrain.core.recipe import Recipe
+
+pytestmark = needs_torch
+
+BEGAN = "this epoch began with"
+MISUSE = {
+    "wrapped model": "LoopError: the model is wrapped in DataParallel: give the model itself, hvdtrain averages.",
+    "no model": "LoopError: the model must be a torch.nn.Module, got a str.",
+    "model elsewhere": "LoopError: weight of the model is on meta, this rank computes on cpu; call "
+    "model.to(world.device) before the optimizer is made.",
+    "nothing learns": "LoopError: model Linear has no parameter that learns; give one that has.",
+    "optimizer of another model": "LoopError: the optimizer has parameters that the model has not; make it of "
+    "model.parameters().",
+    "no optimizer": "LoopError: the optimizer must be a torch.optim.Optimizer, got a str.",
+    "scheduler of another optimizer": "LoopError: the scheduler is of another optimizer; make it of the one that is "
+    "given.",
+    "scheduler without a state": "LoopError: the scheduler (Stateless) has no state_dict and load_state_dict, so the "
+    "run could not be resumed; give it both.",
+    "scheduler with another state": "LoopError: scheduler Unsaved keeps a value of type object, which no checkpoint "
+    "holds; take one of numbers and text.",
+    "interval": "LoopError: keep_checkpoints must be at least 1, got 0.",
+    "epochs": "LoopError: epochs and max_steps must be at least 1, got 0 and None.",
+    "batch too large": "LoopError: batch_size must be at most the 32 training examples, got 64.",
+    "batch of nothing": "LoopError: batch_size counts the examples of all ranks: it must be at least 1, got 0.",
+    "empty data": "DataError: the data set (list) has no samples: its length is 0.",
+    "iterable data": "DataError: the data set (Stream) has no samples by index, so no order of them could be the same "
+    "for every number of ranks; give it __len__ and __getitem__ (a map-style data set).",
+    "step forgotten": "LoopError: run.step() was not called after a batch; call it after each optimizer.step().",
+    "step alone": "LoopError: run.step() comes once after each batch of run.batches(), not without one.",
+    "batches outside": "LoopError: run.batches() was called outside of run.epochs(); take run.each_once() to validate.",
+    "batches twice": "LoopError: run.batches() was called twice in one epoch; take run.each_once() to validate.",
+    "report outside": "LoopError: run.report() was called outside of run.epochs(); call it at the end of an epoch.",
+    "no steps": "LoopError: epoch 0 ended without a step; train on run.batches() and call run.step().",
+    "two runs": "LoopError: the run before this one has epochs left; end it first, or train both models as one Module.",
+    "loss of several": "LoopError: a loss or metric must be one number, got shape [8, 1]; take its mean().",
+    "loss of nothing": "LoopError: a loss or metric must be a number, got a NoneType.",
+    "reported name": "LoopError: a reported number must not be called epoch, which each record has; take another name.",
+    "best without report": "LoopError: accuracy decides on the best checkpoint, but run.report() got train_loss, acc; "
+    "report it.",
+    "diverging": "DivergedError: the training loss is inf at step 2; lower the learning rate (now 1e+30), warm it up, "
+    "or clip the gradients.",
+    "another batch": f"LoopError: {BEGAN} batch size 8, got 4; it can change only between epochs, or in another "
+    "folder.",
+    "other data": f"LoopError: {BEGAN} examples 32, got 24; it can change only between epochs, or in another folder.",
+    "another seed": "LoopError: the run began with seed=0, got 1; give that, or another folder.",
+    "a scheduler since": "LoopError: the checkpoint of step 2 has no scheduler, this program has one; make them alike, "
+    "or give another folder.",
+    "another model": "CheckpointError: another-model holds checkpoints of another model (Linear, 2 parameters, SGD), "
+    "this run trains Linear, 1 parameters, SGD; give world.run another folder.",
+    "unwritable": "OutputError: cannot write to the run folder /proc/runs: No such file or directory; give world.run a "
+    "writable folder.",
+    "engine": "LoopError: engine must be one of auto, horovod, local, ddp, got 'mirrored'.",
+    "device": "LoopError: device must be one of auto, cpu, cuda, got 'gpu'.",
+    "compression": "LoopError: compression must be one of none, fp16, fp64 with engine local, got 'zip'.",
+    "variable": "LoopError: engine must be one of auto, horovod, local, ddp, got 'nccl'.",
+}
+
+
+@pytest.fixture(scope="module")
+def misuse(tmp_path_factory):
+    """What each case ended with; all in one process."""
+    done = subprocess.run(
+        warm.command("torch", SUPPORT / "own_loop_misuse.py"), cwd=tmp_path_factory.mktemp("misuse"),
+        env=clean_environ(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_what_a_program_gets_wrong_is_one_line(misuse, case):
+    assert misuse[case] == [1 if case == "diverging" else 2, f"{MISUSE[case]}\n"]
+
+
+def test_all_that_a_program_gets_wrong_is_tried(misuse):
+    assert misuse.keys() == MISUSE.keys()
+
+
+def test_a_schedulers_state_survives_json():
+    from hvdtrain.torch.own.resumable import packed, unpacked
+
+    state = {"milestones": Counter({30: 1, 60: 2}), "best": float("inf"), "betas": (0.9, 0.99), 3: [None, True, {}]}
+    back = unpacked(packed(state, "a scheduler"))
+    assert back == state
+    assert isinstance(back["milestones"], Counter)
+    assert isinstance(back["betas"], tuple)
+
+
+@pytest.mark.parametrize("name", ["OwnEngineSettings", "OwnIntervals"])
+def test_without_a_recipe_its_defaults_hold(name):
+    for field in dataclasses.fields(getattr(settings, name)):
+        assert field.default == Recipe.model_fields[field.name].default, field.name
