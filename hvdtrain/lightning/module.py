@@ -71,7 +71,7 @@ class RecipeModule(LightningModule):
         self.progress.advance(self.plan)
 
     def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, int]:
-        out = self.objective.forward(self, self.objective.inputs(batch))
+        out = self.objective.forward(self.objective.module(self.model), self.objective.inputs(batch))
         loss, seen = self.objective.measure(out, batch, training)
         self.meter.add(seen)
         return loss, seen.count

@@ -24,7 +24,7 @@ class Meter:
         if names != self._names:
             raise RecipeError(
                 f"the metrics must have the same names in every step, got {', '.join(names) or 'none'} after "
-                f"{', '.join(self._names) or 'none'}."
+                f"{', '.join(self._names) or 'none'}; return the sum and count (0, 0) where there is nothing to report."
             )
         self._sums[0] += seen.loss * seen.count
         self._sums[1] += seen.count

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from hvdtrain.errors import RecipeError
@@ -58,6 +59,23 @@ def call(network: Any, x: Any) -> Any:
     return network(*x) if isinstance(x, tuple | list) else network(x)
 
 
+class Stepped(nn.Module):
+    """A step of the user's as a module, so that DistributedDataParallel goes around the step, which is given the model
+    as the user wrote it: with its attributes, and called as often as the step likes.
+
+    Examples:
+        >>> Stepped(nn.Identity(), lambda model, batch: (model(batch) ** 2).mean())(torch.tensor([1.0, 3.0]))
+        tensor(5.)
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, batch: Any) -> Any:
+        return self.step(self.model, batch)
+
+
 class Objective:
     """A recipe's loss and metrics.
 
@@ -77,8 +95,12 @@ class Objective:
         own = recipe.loss is not None and recipe.loss not in NAMED
         self._own_loss = _load(recipe.loss, "loss") if recipe.loss and own else None
         self._metrics = {name: _load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
-        self.forward: Callable[[Any, Any], Any] = self._step or call
-        """Network and inputs -> outputs, which `measure` takes."""
+        self.forward: Callable[[Any, Any], Any] = _whole if self._step else call
+        """What `module` made, and inputs -> outputs, which `measure` takes."""
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """What an engine wraps: the model, or with a step the module that calls the step with the model itself."""
+        return Stepped(model, self._step) if self._step else model
 
     def inputs(self, batch: Any) -> Any:
         """What `forward` takes of a batch: the whole for a step, else x."""
@@ -174,6 +196,10 @@ NAMED: dict[str, Callable[..., torch.Tensor]] = {
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "l1": F.l1_loss,
 }
+
+
+def _whole(network: Any, batch: Any) -> Any:
+    return network(batch)
 
 
 def _load(path: str, key: str) -> Callable[..., Any]:

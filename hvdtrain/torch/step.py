@@ -85,10 +85,10 @@ class Step:
             compiling.compile_training(model, in_blocks=not in_one)
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
-        self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
+        self.objective = Objective(recipe)
+        self.network, self.optimizer = engine.wrap(self.objective.module(model), optimizers.make(recipe, model, lr, fused))
         # Of what lies where the engine has put it.
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
-        self.objective = Objective(recipe)
         self.update: Callable[[list[Any]], list[Seen]] = self._update
         """The update of this rank's micro-batches; of each what is to be reported: where the update is a graph, the
         same tensors in every call, with new values."""
