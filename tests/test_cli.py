@@ -39,7 +39,8 @@ commands:
 """
 USAGE = f"""usage: {PROG} RECIPE [flags]
 
-recipes: cifar100, digits, imagenet, linear, synthetic; an entry of one, as cifar100:bs256; or a file ending in .yaml
+recipes: cifar100, cscs, digits, imagenet, linear, synthetic; an entry of one, as cifar100:bs256; or a file ending in \
+.yaml
 flags:   {PROG} RECIPE --help lists them, with the recipe's values
 """
 
@@ -68,6 +69,20 @@ def test_help_imports_nothing_heavy(python):
     assert not loaded & third_party
 
 
+NO_TORCH = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
+
+class Forbidden:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Forbidden())
+from hvdtrain.__main__ import run
+run()
+"""
 COMMANDS = {  # argv: exit code, how stdout begins, stderr
     "help": (["--help"], 0, HELP, ""),
     "-h": (["-h"], 0, HELP, ""),
@@ -106,13 +121,31 @@ COMMANDS = {  # argv: exit code, how stdout begins, stderr
         "",
         r"RecipeError: --ranks must be a whole number of at least 1, got '²'\.\n",
     ),
-    "plan's help": (["plan", "-h"], 0, "--ranks N   the number of ranks to plan for (default: 1)", ""),
+    "plan's help": (["plan", "-h"], 0, "--ranks N           the number of ranks to plan for (default: 1)", ""),
+    "plan of an unknown framework": (
+        ["plan", "linear", "--framework", "jax"],
+        2,
+        "",
+        r"RecipeError: --framework must be torch or tensorflow, got 'jax'\.\n",
+    ),
+    "plan of a framework that is missing": (
+        ["-c", NO_TORCH, "plan", "cscs:vgg16-synthetic"],
+        2,
+        "",
+        r"EngineUnavailable: model vgg16 needs PyTorch; install it: pip install hvdtrain\[torch\]\n",
+    ),
+    "plan of ours without a framework": (
+        ["-c", NO_TORCH, "plan", "synthetic:tiny"],
+        0,
+        "recipe      synthetic:tiny: resnet50",
+        "",
+    ),
 }
 
 
 @pytest.mark.parametrize(("argv", "code", "out", "err"), COMMANDS.values(), ids=COMMANDS)
 def test_commands(argv, code, out, err, python):
-    done = python("-m", "hvdtrain", *argv)
+    done = python(*(argv if argv[:1] == ["-c"] else ("-m", "hvdtrain", *argv)))
     assert done.returncode == code, done.stderr
     assert done.stdout.startswith(out)
     assert bool(done.stdout) == bool(out)

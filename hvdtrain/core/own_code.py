@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
 MODELS = ("linear", "resnet50")
+NAMED = {
+    "resnet101": {"torch": "torchvision:resnet101", "tensorflow": "keras.applications:ResNet101"},
+    "inception_v3": {"torch": "torchvision:inception_v3", "tensorflow": "hvdtrain.tensorflow.inception:inception_v3"},
+    "vgg16": {"torch": "torchvision:vgg16", "tensorflow": "keras.applications:VGG16"},
+}
+"""Short names of networks that other libraries have: by framework, the import path that each stands for."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
 
@@ -22,9 +28,14 @@ def is_path(name: str) -> bool:
     return re.fullmatch(IMPORT_PATH, name) is not None
 
 
+def network_path(model: str, framework: str) -> str:
+    """The import path of a network that is not one of MODELS: a short name's, or the recipe's own."""
+    return NAMED[model][framework] if model in NAMED else model
+
+
 def check(r: "Recipe") -> None:
     """Raises RecipeError for what names neither hvdtrain's nor the user's, or does not go together."""
-    _check_name_or_path("model", r.model, MODELS)
+    _check_name_or_path("model", r.model, (*MODELS, *NAMED))
     _check_name_or_path("dataset", r.dataset, datasets.NAMES)
     _check_name_or_path("loss", r.loss or LOSSES[0], LOSSES)
     for key, path in (
@@ -35,12 +46,9 @@ def check(r: "Recipe") -> None:
         if path is not None:
             _check_name_or_path(key, path, ())
     own_model, own_data = is_path(r.model), is_path(r.dataset)
-    if (r.model == "linear" and r.dataset != "linear" and not own_data) or (r.model, r.dataset) == (
-        "resnet50",
-        "linear",
-    ):
+    if not own_model and not own_data and (r.model == "linear") != (r.dataset == "linear"):
         raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
-    if r.model_args and not own_model:
+    if r.model_args and r.model in MODELS:
         raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
     if (r.dataset_args or r.collate) and not own_data:
         key = "dataset_args go" if r.dataset_args else "collate goes"

@@ -12,6 +12,10 @@ from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import PlanError
 
+INCEPTION_SIDE = 299
+"""Pixels: of smaller images too little is left for the last convolution of the auxiliary classifier, whose output is
+1 x 1 for these."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -28,6 +32,8 @@ class Plan:
     total_steps: int
     parameters: int
     schedule: Schedule
+    flops: int | None = None
+    """Of one example forward; None where not counted."""
     draws: int = DRAWS
     """Uniform numbers that each example's augmentation is given."""
     shards: tuple[int, ...] = ()
@@ -67,6 +73,11 @@ class Plan:
         return self.parameters * self._parameter_bytes * optimizers.copies(self.recipe)
 
     @property
+    def state_bytes(self) -> int:
+        """What a rank holds of weights, gradients, the optimizer's state and the average."""
+        return self.checkpoint_bytes + self.parameters * self._parameter_bytes
+
+    @property
     def _parameter_bytes(self) -> int:
         return 8 if self.recipe.precision == "float64" else 4
 
@@ -74,7 +85,12 @@ class Plan:
         """The numbers, without the recipe (which has a file of its own)."""
         numbers = asdict(self)
         del numbers["recipe"], numbers["shards"], numbers["items"]
-        return {**numbers, "gradient_bytes": self.gradient_bytes, "checkpoint_bytes": self.checkpoint_bytes}
+        return {
+            **numbers,
+            "gradient_bytes": self.gradient_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "state_bytes": self.state_bytes,
+        }
 
     def lines(self) -> list[str]:
         """The plan for a reader: every number with where it comes from."""
@@ -92,7 +108,17 @@ class Plan:
             f"LR          {self._lr_line()}",
             f"precision   {r.precision}; gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
             f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB",
+            f"memory      {self.state_bytes / 2**20:,.1f} MiB a rank for weights, gradients and the optimizer's state; "
+            "what the layers keep for the backward pass comes on top",
+            *([] if self.flops is None else [self._flops_line(self.flops)]),
         ]
+
+    def _flops_line(self, forward: int) -> str:
+        step = 3 * forward * self.global_batch
+        return (
+            f"FLOPs       {_scaled(forward)} an example forward, {_scaled(step)} a step "
+            f"(x 3 for forward and backward, x {self.global_batch} examples); a multiply-add is 2"
+        )
 
     def _local_batches(self) -> str:
         least = self.global_batch // self.size
@@ -120,6 +146,12 @@ class Plan:
         return f"{peak}; {warmup}{decay}"
 
 
+def _scaled(flops: int) -> str:
+    """As 8.18 GFLOPs."""
+    power = min(5, max(0, (len(str(flops)) - 1) // 3))
+    return f"{flops / 1000**power:.4g} {['', 'k', 'M', 'G', 'T', 'P'][power]}FLOPs"
+
+
 def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
     """The plan of a run whose global batch is divided into `size` local batches.
 
@@ -134,6 +166,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
             f"the global batch must be at most the {examples} training examples, got {global_batch}; "
             f"give a smaller batch or fewer ranks than {size}."
         )
+    _check_side(recipe, dataset)
     _check_batch_norm(recipe, dataset, size, global_batch)
     steps = examples // global_batch
     schedule = Schedule(
@@ -157,6 +190,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         steps_per_epoch=steps,
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
         parameters=network.parameters,
+        flops=network.flops,
         schedule=schedule,
         draws=dataset.draws,
         shards=dataset.shards,
@@ -164,11 +198,28 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
     )
 
 
+def _check_side(recipe: Recipe, dataset: Dataset) -> None:
+    if recipe.model == "inception_v3" and dataset.sample_shape and dataset.sample_shape[0] < INCEPTION_SIDE:
+        key = {"imagenet": "train_crop", "synthetic": "image_size"}.get(recipe.dataset)
+        remedy = f"give {key} {INCEPTION_SIDE}" if key else "take another data set"
+        raise PlanError(
+            f"model inception_v3 needs training images of at least {INCEPTION_SIDE} pixels, {recipe.dataset} gives "
+            f"{dataset.sample_shape[0]}; {remedy}."
+        )
+
+
 def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch: int) -> None:
     """BatchNorm has no variance of one value: the last, smallest feature map needs more in a micro-batch."""
-    if recipe.model != "resnet50" or not dataset.sample_shape or recipe.batch_norm == "frozen":
+    if not dataset.sample_shape or recipe.batch_norm == "frozen":
         return
-    side = math.ceil(dataset.sample_shape[0] / (8 if recipe.stem == "cifar" else 32))
+    of_image = dataset.sample_shape[0]
+    side = {
+        "resnet50": math.ceil(of_image / (8 if recipe.stem == "cifar" else 32)),
+        "resnet101": math.ceil(of_image / 32),
+        "inception_v3": 1 + (of_image - INCEPTION_SIDE) // 48,  # of the auxiliary classifier
+    }.get(recipe.model)
+    if side is None:
+        return
     together = size if recipe.batch_norm == "sync" else 1
     seen = global_batch // (size * recipe.accumulation_steps) * together
     if seen * side * side < 2:

@@ -45,7 +45,9 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: Text = Field(description="recipe and entry, as in cifar100:bs256")
-    model: Text = Field(description="the network: linear, resnet50, or your own, as cells.nets:UNet")
+    model: Text = Field(
+        description="the network: linear, resnet50, resnet101, inception_v3, vgg16, or your own, as cells.nets:UNet"
+    )
     model_args: Arguments = Field({}, description="of your own model's callable")
     stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50; cifar: stride 1 and no max-pool")
     dataset: Text = Field(description=f"the data set: {', '.join(datasets.NAMES)}, or your own, as cells.data:Cells")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.core import imports
+from hvdtrain.core import imports, own_code
 from hvdtrain.core.network import Network
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 LIBRARIES = {"torchvision": "torchvision.models:get_model", "timm": "timm:create_model"}
 """What makes a network of a name of the library's own."""
+INITIALIZED = ("inception_v3", "googlenet")
+"""torchvision's that warn where they are not told to draw their weights as their papers do."""
 
 
 def build(recipe: "Recipe", classes: int | None) -> nn.Module:
@@ -31,11 +33,13 @@ def build(recipe: "Recipe", classes: int | None) -> nn.Module:
         >>> build(load("digits", {"model": "torch.nn:Linear", "model_args": {"in_features": 8, "out_features": 2}}), 10)
         Linear(in_features=8, out_features=2, bias=True)
     """
-    path = recipe.model
+    path = own_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
     arguments = imports.expanded(recipe.model_args, "model_args")
     given: tuple[Any, ...] = ()
     if library in LIBRARIES:
+        if name in INITIALIZED:
+            arguments = {"init_weights": True, **arguments}
         if classes is not None:
             arguments = {"num_classes": classes, **arguments}
         make, given = _of_library(library), (name,)
@@ -63,15 +67,21 @@ def count(recipe: "Recipe", dataset: Dataset) -> Network:
         >>> count(load("digits", {"model": "torchvision:resnet18"}), datasets.load("digits"))
         Network(parameters=11181642, has_batch_norm=True)
     """
-    model = _without_memory(recipe, dataset.classes)
+    model = without_memory(recipe, dataset.classes)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not parameters:
         raise RecipeError(f"model {recipe.model} has no parameters to train.")
     return Network(parameters, any(isinstance(module, BATCH_NORMS) for module in model.modules()))
 
 
-def _without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
-    """The network on the device "meta"; where its code computes with its weights, on the CPU."""
+def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
+    """The network on the device "meta"; where its code computes with its weights, on the CPU.
+
+    Examples:
+        >>> from hvdtrain.core.recipe import load
+        >>> without_memory(load("digits", {"model": "vgg16"}), 10).classifier[0].weight.device
+        device(type='meta')
+    """
     with contextlib.suppress(RecipeError), torch.device("meta"):
         return build(recipe, classes)
     return build(recipe, classes)

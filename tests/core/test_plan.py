@@ -62,6 +62,25 @@ REFUSED = {
         "the global batch must be at most the 640 training examples, got 656; give a smaller batch or fewer ranks "
         "than 41.",
     ),
+    "images too small for Inception-v3": (
+        "synthetic:tiny",
+        1,
+        {"model": "inception_v3", "image_size": 298},
+        "model inception_v3 needs training images of at least 299 pixels, synthetic gives 298; give image_size 299.",
+    ),
+    "images too small, of a size of their own": (
+        "digits",
+        1,
+        {"model": "inception_v3"},
+        "model inception_v3 needs training images of at least 299 pixels, digits gives 8; take another data set.",
+    ),
+    "one example for the auxiliary BatchNorm": (
+        "cscs:inception_v3-synthetic",
+        1,
+        {"batch_size": 1},
+        "BatchNorm needs at least 2 examples in a micro-batch, got 1 (batch 1 over 1 ranks in 1 micro-batches); take a "
+        "larger batch or batch_norm frozen.",
+    ),
     "ten to the thirtieth ranks": (
         "synthetic:tiny",
         10**30,
@@ -135,6 +154,9 @@ def test_bytes(overrides, expected, make_plan):
     assert (plan.gradient_bytes, plan.checkpoint_bytes) == expected
 
 
+MEMORY = (
+    "a rank for weights, gradients and the optimizer's state; what the layers keep for the backward pass comes on top"
+)
 LINES = {
     "linear": (
         ("linear", 4, {}),
@@ -144,6 +166,9 @@ LINES = {
             "steps       10 an epoch, 150 epochs, 1500 in all",
             "LR          0.5 (rule none: not scaled); cosine to 0 at epoch 150",
             "precision   float32; gradients of 0.0 MiB a step and rank; a checkpoint of 0.0 MiB",
+            f"memory      0.0 MiB {MEMORY}",
+            "FLOPs       2 FLOPs an example forward, 600 FLOPs a step (x 3 for forward and backward, x 100 examples); "
+            "a multiply-add is 2",
         ],
     ),
     "synthetic": (
@@ -155,6 +180,9 @@ LINES = {
             "steps       10 an epoch (10 examples left out, others each epoch), 1 epochs, 3 in all (max_steps)",
             "LR          0.025 = 0.1 x 64/256 (rule linear); warm-up over 0.5 of 1 epochs, then constant",
             "precision   float32; gradients of 89.8 MiB a step and rank; a checkpoint of 179.5 MiB",
+            f"memory      269.3 MiB {MEMORY}",
+            "FLOPs       163.3 MFLOPs an example forward, 31.34 GFLOPs a step (x 3 for forward and backward, x 64 "
+            "examples); a multiply-add is 2",
         ],
     ),
 }

@@ -45,7 +45,7 @@ def refusal(name: str, overrides: dict | None = None) -> str:
 
 
 def test_shipped_recipes():
-    assert recipe.known() == ["cifar100", "digits", "imagenet", "linear", "synthetic"]
+    assert recipe.known() == ["cifar100", "cscs", "digits", "imagenet", "linear", "synthetic"]
 
 
 @pytest.mark.parametrize("name", shipped_entries())
@@ -234,7 +234,8 @@ VALUES = {
     "yes for true": ({"nesterov": "yes"}, "nesterov must be true or false, got 'yes'."),
     "unknown model": (
         {"model": "vgg"},
-        "model must be one of linear, resnet50, or an import path such as package.module:name, got 'vgg'.",
+        "model must be one of linear, resnet50, resnet101, inception_v3, vgg16, or an import path such as "
+        "package.module:name, got 'vgg'. Did you mean vgg16?",
     ),
     "one milestone": ({"lr_milestones": 30}, "lr_milestones must be a list, got 30."),
     "half a milestone": ({"lr_milestones": [1.5]}, "each of lr_milestones must be a whole number, got 1.5."),
@@ -339,16 +340,17 @@ NAMES = {
     "misspelt recipe": (
         "lineer",
         "unknown recipe 'lineer'. Did you mean linear? "
-        "Recipes: cifar100, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
+        "Recipes: cifar100, cscs, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
     ),
     "recipe like no other": (
         "xyz",
-        "unknown recipe 'xyz'. Recipes: cifar100, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
+        "unknown recipe 'xyz'. Recipes: cifar100, cscs, digits, imagenet, linear, synthetic; or give a file ending in "
+        ".yaml.",
     ),
     "path out of the folder": (
         "../recipes/linear",
         "unknown recipe '../recipes/linear'. Did you mean linear? "
-        "Recipes: cifar100, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
+        "Recipes: cifar100, cscs, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
     ),
     "misspelt entry": (
         "linear:fullbatch",

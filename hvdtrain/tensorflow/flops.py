@@ -1,0 +1,50 @@
+"""What a recipe's network computes for one example, counted by TensorFlow's profiler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.core import imports
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import PlanError
+from hvdtrain.tensorflow.data import Loader
+from hvdtrain.tensorflow.engines.local import LocalEngine
+from hvdtrain.tensorflow.engines.replication import replication_of
+from hvdtrain.tensorflow.step import Step
+
+CPU = "/CPU:0"
+EXAMPLES = 2
+"""BatchNorm has no variance of one value."""
+
+
+def count(recipe: Recipe, dataset: Dataset) -> int:
+    """FLOPs of one example forward, in training; a multiply-add is 2. Every operation that TensorFlow's profiler knows:
+    additions and means of single numbers too, which PyTorch's counter leaves out.
+
+    Counted in the graph of two examples of the training set, which computes nothing. Raises HvdtrainError.
+    """
+    engine = LocalEngine(CPU)
+    step = Step(recipe, dataset, engine, replication_of(engine), lambda examples: 1.0)
+    request = np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
+    x, _ = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
+    try:
+        return of_graph(lambda batch: step.model(batch, training=True), step.inputs(x)) // EXAMPLES
+    except Exception as error:
+        raise PlanError(f"{recipe.model}: {imports.reason(error)}") from error
+
+
+def of_graph(function: Callable[[Any], Any], batch: Any) -> int:
+    """FLOPs of the function's graph for such a batch."""
+    graph = tf.function(function, autograph=False).get_concrete_function(batch).graph
+    profiler = tf.compat.v1.profiler
+    options = profiler.ProfileOptionBuilder(profiler.ProfileOptionBuilder.float_operation()).with_empty_output().build()
+    log = tf.get_logger()
+    level = log.level
+    log.setLevel("ERROR")  # the profiler warns of TensorFlow's own deprecations
+    try:
+        return int(profiler.profile(graph, options=options).total_float_ops)
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,68 @@
+"""What a recipe's network computes for one example, counted by PyTorch."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from hvdtrain.core import imports
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import PlanError
+from hvdtrain.torch import models, networks
+from hvdtrain.torch.data import Loader
+from hvdtrain.torch.objective import Objective
+
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
+
+EXAMPLES = 2
+"""BatchNorm has no variance of one value."""
+
+
+def count(recipe: "Recipe", dataset: Dataset) -> int:
+    """FLOPs of one example forward, in training: convolutions, matrix products and attention; a multiply-add is 2. Of
+    a recipe with a step, the step's.
+
+    Counted for two examples of the training set: on the device "meta", which computes nothing; on the CPU where the
+    code needs numbers. Raises HvdtrainError where it fails there too.
+
+    Examples:
+        >>> from hvdtrain import datasets
+        >>> from hvdtrain.core.recipe import load
+        >>> recipe = load("digits", {"model": "torchvision:resnet18"})
+        >>> count(recipe, datasets.load("digits"))
+        9754624
+    """
+    cpu = torch.device("cpu")
+    objective = Objective(recipe)
+    indices = np.arange(EXAMPLES) % len(dataset.train)
+    batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [(indices, _draws(dataset))]))
+    data = objective.inputs(batch)
+    try:
+        model = networks.without_memory(recipe, dataset.classes)
+        return _counted(recipe, objective, model, _on_meta(data))
+    except Exception:  # the user's code, and any operation without an implementation for the device
+        try:
+            return _counted(recipe, objective, networks.build(recipe, dataset.classes), data)
+        except Exception as error:
+            raise PlanError(f"{recipe.step or recipe.model}: {imports.reason(error)}") from error
+
+
+def _draws(dataset: Dataset) -> Any:
+    return np.zeros((EXAMPLES, dataset.draws), np.float32)
+
+
+def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any) -> int:
+    if recipe.precision == "float64":
+        model = model.double()
+    models.training_mode(model, recipe)
+    with FlopCounterMode(display=False) as counter:
+        objective.forward(model, data)
+    return int(counter.get_total_flops()) // EXAMPLES
+
+
+def _on_meta(data: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda one: one.to("meta"), data)
