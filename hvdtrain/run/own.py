@@ -13,6 +13,7 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.settings import OwnIntervals
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import DivergedError, HvdtrainError, LoopError
+from hvdtrain.run import trackers
 from hvdtrain.run.ending import Ending
 from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.run.reporter import Events, OwnReporter, Reporter
@@ -60,9 +61,17 @@ class OwnRun(BaseRun):
 
 
 def open_own(
-    path: Path, program: Program, framework: Framework, engine: str, intervals: OwnIntervals, ending: Ending
+    path: Path,
+    program: Program,
+    framework: Framework,
+    engine: str,
+    intervals: OwnIntervals,
+    ending: Ending,
+    names: tuple[str, ...] = ("tensorboard",),
 ) -> OwnRun:
-    """The program's run; rank 0 holds its folder, and has its checkpoint. Raises HvdtrainError."""
+    """The program's run; rank 0 holds its folder, and has its checkpoint. `names`: its trackers.
+    Raises HvdtrainError."""
+    trackers.check(names)
     if wrong := next((name for name, value in asdict(intervals).items() if value is not None and value < 1), None):
         raise LoopError(f"{wrong} must be at least 1, got {asdict(intervals)[wrong]}.")
     about = {"framework": framework, "engine": engine, "ranks": ending.topology.size, "model": program.identity}
@@ -81,7 +90,7 @@ def open_own(
         resume = resume_point(folder, identity)
         ending.world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
     ending.began, ending.folder = True, folder
-    return OwnRun(identity, intervals, engine, (), folder, resume, ending.world, program)
+    return OwnRun(identity, intervals, engine, (), folder, resume, ending.world, program, trackers=names)
 
 
 @contextlib.contextmanager

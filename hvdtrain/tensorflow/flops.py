@@ -29,9 +29,15 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     engine = LocalEngine(CPU)
     step = Step(recipe, dataset, engine, replication_of(engine), lambda examples: 1.0)
     request = np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
-    x, _ = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
+    batch = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
+
+    def forward(batch: Any) -> Any:
+        if recipe.step:
+            return step.objective.measure(step.model, batch, training=True)[0]
+        return step.model(step.objective.inputs(batch[0]), training=True)
+
     try:
-        return of_graph(lambda batch: step.model(batch, training=True), step.inputs(x)) // EXAMPLES
+        return of_graph(forward, batch) // EXAMPLES
     except Exception as error:
         raise PlanError(f"{recipe.model}: {imports.reason(error)}") from error
 

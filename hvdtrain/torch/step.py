@@ -86,7 +86,9 @@ class Step:
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.objective = Objective(recipe)
-        self.network, self.optimizer = engine.wrap(self.objective.module(model), optimizers.make(recipe, model, lr, fused))
+        self.network, self.optimizer = engine.wrap(
+            self.objective.module(model), optimizers.make(recipe, model, lr, fused)
+        )
         # Of what lies where the engine has put it.
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.update: Callable[[list[Any]], list[Seen]] = self._update
