@@ -1,6 +1,7 @@
 """Gradients that are the mean over the ranks once backward() returns, for any model and any optimizer."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ class Averager:
         self._messages = messages(self._names, engine.bucket_bytes(), DTYPES[compression])
         self._message_of = {each: message for message in self._messages for each in message.parameters}
         self._hooks = [each.register_post_accumulate_grad_hook(self._computed) for each in self._names]
-        self.accumulating = False
-        """Whether gradients add up on their rank for now."""
+        self._accumulating = False
         self._running = False
         self._unreached: list[str] | None = None
         self._computed_here: set[Parameter] = set()
@@ -43,6 +43,15 @@ class Averager:
         for hook in self._hooks:
             hook.remove()
 
+    @contextlib.contextmanager
+    def pause(self, enabled: bool) -> Iterator[None]:
+        """Within it gradients add up on their ranks."""
+        self._accumulating = enabled
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
     def take_unreached(self) -> list[str]:
         """The parameters that no rank's first backward reached; once."""
         unreached, self._unreached = self._unreached, []
@@ -54,7 +63,7 @@ class Averager:
                 f"the gradient of {self._names[parameter]} is sparse, ranks average dense ones; drop sparse."
             )
         self._computed_here.add(parameter)
-        if self.accumulating:
+        if self._accumulating:
             return
         if not self._running:
             self._running = True

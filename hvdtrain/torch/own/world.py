@@ -3,7 +3,7 @@
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,20 @@ from hvdtrain.run import opening
 from hvdtrain.run import world as ranks
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
+from hvdtrain.run.trackers import MODULES
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.opening import opened
+from hvdtrain.torch.own.beginning import Place, begin_run
 from hvdtrain.torch.own.program import Program
-from hvdtrain.torch.own.run import Place, Run, begin_run
+from hvdtrain.torch.own.run import Run
 
 CHOICES = {
     "engine": ("auto", *(name for name, row in ENGINES.items() if "torch" in row.classes and not row.devices)),
     "device": ("auto", "cpu", "cuda"),
 }
 """What `join` may be given, or HVDTRAIN_ENGINE and HVDTRAIN_DEVICE."""
+TRACKERS = ("tensorboard", *MODULES)
 
 
 @contextlib.contextmanager
@@ -155,6 +158,7 @@ class World:
         checkpoint_every_steps: int | None = None,
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
+        trackers: Sequence[str] = ("tensorboard",),
     ) -> Run:
         """The training of this model, in this folder, from where its last checkpoint is; every rank calls it.
 
@@ -163,6 +167,7 @@ class World:
         states are part of each checkpoint. `seed` is that of the order of the samples and of the random numbers of
         each step. The best checkpoint, which is kept beside the newest, is that of the reported metric `highest` or
         `lowest`; left out: of the lowest valid_loss, where it is reported, else of the lowest training loss.
+        `trackers`: tensorboard, wandb, mlflow, or none of them.
 
         Raises LoopError where the ranks would not train as one, OutputError, CheckpointError.
         """
@@ -172,11 +177,13 @@ class World:
             )
         self.finish()
         self.close()
+        if wrong := next((name for name in trackers if name not in TRACKERS), None):
+            raise LoopError(f"trackers must be of {', '.join(TRACKERS)}, got {wrong!r}.")
         program = Program(model, optimizer, scheduler, scaler or torch.amp.GradScaler(enabled=False), seed)
         intervals = OwnIntervals(
             log_every_steps, guard_every_steps, checkpoint_every_epochs, checkpoint_every_steps, keep_checkpoints
         )
-        place = Place(Path(folder), self._ending, self._engine, self._own, self._compression)
+        place = Place(Path(folder), tuple(trackers), self._ending, self._engine, self._own, self._compression)
         self._run = begin_run(place, program, intervals, (highest, lowest))
         return self._run
 

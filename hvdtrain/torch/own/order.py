@@ -1,0 +1,84 @@
+"""The order in which a loop calls its run, and what an epoch reports."""
+
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import LoopError
+from hvdtrain.torch.objective import Seen
+
+RESERVED = {"kind", "step", "epoch", "seconds"}
+"""Of a record in metrics.jsonl."""
+Best = tuple[str | None, str | None]
+"""Which reported number is highest, or which is lowest, in the best checkpoint."""
+
+
+class Order:
+    """Where in its loop a program is. Each method raises LoopError where it is called out of order."""
+
+    def __init__(self) -> None:
+        self.in_epoch = False
+        self.reported: dict[str, float] = {}
+        """In this epoch."""
+        self._is_read = self._has_batch = False
+
+    def begin_epoch(self) -> None:
+        self.in_epoch, self._is_read, self.reported = True, False, {}
+
+    def end_epoch(self) -> None:
+        self.in_epoch = self._has_batch = False
+
+    def read(self) -> None:
+        """The epoch's batches."""
+        if not self.in_epoch or self._is_read:
+            when = "twice in one epoch" if self.in_epoch else "outside of run.epochs()"
+            raise LoopError(f"run.batches() was called {when}; take run.each_once() to validate.")
+        self._is_read = True
+
+    def begin_batch(self) -> None:
+        self._has_batch = True
+
+    def step(self) -> None:
+        if not self._has_batch:
+            raise LoopError("run.step() comes once after each batch of run.batches(), not without one.")
+        self._has_batch = False
+
+    def end_batch(self) -> None:
+        if self._has_batch:
+            raise LoopError("run.step() was not called after a batch; call it after each optimizer.step().")
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        if not self.in_epoch:
+            raise LoopError("run.report() was called outside of run.epochs(); call it at the end of an epoch.")
+        for name, value in metrics.items():
+            if name in RESERVED:
+                text = f"a reported number must not be called {name}, which each record has; take another name."
+                raise LoopError(text)
+            self.reported[name] = float(number(value))
+
+
+def score(values: dict[str, float], best: Best) -> float:
+    """What the best checkpoint has most of; Raises LoopError where it was not reported."""
+    highest, lowest = best
+    name = highest or lowest or ("valid_loss" if "valid_loss" in values else "train_loss")
+    if name not in values:
+        raise LoopError(f"{name} decides on the best checkpoint, but run.report() got {', '.join(values)}; report it.")
+    return values[name] if highest else -values[name]
+
+
+def seen(loss: Any, metrics: dict[str, Any], count: int) -> Seen:
+    """A batch of so many examples: its mean loss, and metrics that are such means too or pairs (sum, count)."""
+    pairs = {name: of if isinstance(of, tuple) else (number(of) * count, count) for name, of in metrics.items()}
+    return Seen(number(loss), count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()})
+
+
+def number(value: Any) -> Any:
+    """Without gradient; a tensor of one element as a scalar. Raises LoopError."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise LoopError(f"a loss or metric must be one number, got shape {list(value.shape)}; take its mean().")
+        return value.detach().reshape(())
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise LoopError(f"a loss or metric must be a number, got a {type(value).__name__}.") from None
