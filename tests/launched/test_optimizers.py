@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize(("framework", "launch"), on("alone-1", "mpi-2", "ddp-2"))
 def test_a_resumed_run_ends_with_the_same_state(world, framework, launch):
-    ranks = world(launch, framework).results["resumed"]
+    ranks = world(launch, framework).results["resumed_states"]
     for case in RESUMED[framework]["cases"]:
         whole = ranks[0][case][0]
         assert all(rank[case] == [whole, whole] for rank in ranks), case

@@ -80,7 +80,7 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
     return results
 
 
-def resumed(cases: dict[str, list[str]], folder: str, engine: str = "auto") -> dict[str, list[str]]:
+def resumed_states(cases: dict[str, list[str]], folder: str, engine: str = "auto") -> dict[str, list[str]]:
     """By case the digests of the state after 15 updates: of one run, and of one that was resumed after 7."""
     results: dict[str, list[str]] = {}
     for name, argv in cases.items():

@@ -138,7 +138,7 @@ RESUMED: dict[str, Any] = {
     framework: {"cases": OPTIMIZED | yours, "folder": "{folder}/resumed"} for framework, yours in YOURS.items()
 }
 
-DDP_RESUMED = {"resumed": {**RESUMED["torch"], "engine": "ddp"}}
+DDP_RESUMED = {"resumed_states": {**RESUMED["torch"], "engine": "ddp"}}
 
 DRAW = np.random.default_rng(0)
 BATCH_NORM: dict[str, Any] = {
@@ -186,7 +186,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "split micro-batches curve",
                 *NETWORKS,
             ],
-            {"local_verbs": {}, "resumed": RESUMED["torch"]},
+            {"local_verbs": {}, "resumed_states": RESUMED["torch"]},
         ),
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
@@ -195,7 +195,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
             {
                 "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
                 "gradients": GRADIENTS,
-                "resumed": RESUMED["torch"],
+                "resumed_states": RESUMED["torch"],
                 **SMALL_FLOATS,
             },
         ),
@@ -232,12 +232,12 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "seeds": {},
                 "frozen": {},
                 "events": {"folder": "{folder}"},
-                "resumed": RESUMED["tensorflow"],
+                "resumed_states": RESUMED["tensorflow"],
             },
         ),
         "mpi-2": (
             [*ON_TWO, *EXACT_NETWORKS],
-            {"batch_norm": BATCH_NORM, "resumed": RESUMED["tensorflow"], **SMALL_FLOATS},
+            {"batch_norm": BATCH_NORM, "resumed_states": RESUMED["tensorflow"], **SMALL_FLOATS},
         ),
         "gloo-2": (["line"], OVER_GLOO),
         "mpi-4": ([*LINES, "sync curve"], {}),
