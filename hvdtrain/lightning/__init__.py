@@ -10,6 +10,8 @@ import wrapt
 
 __all__ = [
     "ExactAccuracy",
+    "FaultTolerance",
+    "GlobalBatches",
     "HorovodStrategy",
     "ImageNetDataModule",
     "RankDDPStrategy",
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from hvdtrain.lightning.data import ImageNetDataModule, RecipeDataModule, UnpaddedSampler
     from hvdtrain.lightning.ddp import RankDDPStrategy
     from hvdtrain.lightning.environment import RankEnvironment
+    from hvdtrain.lightning.fault_tolerance import FaultTolerance
+    from hvdtrain.lightning.global_batches import GlobalBatches
     from hvdtrain.lightning.metrics import ExactAccuracy
     from hvdtrain.lightning.module import RecipeModule
     from hvdtrain.lightning.strategy import HorovodStrategy
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 MODULES = {
     "ExactAccuracy": "metrics",
+    "FaultTolerance": "fault_tolerance",
+    "GlobalBatches": "global_batches",
     "HorovodStrategy": "strategy",
     "ImageNetDataModule": "data",
     "RankDDPStrategy": "ddp",

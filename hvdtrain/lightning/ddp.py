@@ -21,6 +21,7 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
     """
 
     strategy_name = "rank_ddp"
+    engine = "ddp"
 
     def __init__(self, **settings: Any) -> None:
         """Settings as DDPStrategy's."""

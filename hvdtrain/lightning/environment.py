@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.lightning.fault_tolerance import FaultTolerance
 
 
 class RankEnvironment(ClusterEnvironment):
@@ -79,6 +81,21 @@ class RankEnvironment(ClusterEnvironment):
 
 class OneDevice(ParallelStrategy):
     """A rank's device and its sampler settings, whatever number of ranks each host has."""
+
+    engine: str
+    """What hvdtrain calls the collective library."""
+
+    def setup_environment(self) -> None:
+        """Starts the library; where the Trainer fits with FaultTolerance, that joins its failure detector before."""
+        trainer: Any = self.lightning_module._trainer if self.lightning_module else None
+        for callback in trainer.callbacks if trainer and trainer.state.fn == TrainerFn.FITTING else []:
+            if isinstance(callback, FaultTolerance):
+                callback.join_ranks(self.engine)
+        self.start_library()
+        super().setup_environment()
+
+    def start_library(self) -> None:
+        """What comes before Lightning's own part."""
 
     @property
     def root_device(self) -> torch.device:

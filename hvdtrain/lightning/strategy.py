@@ -44,7 +44,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         1
     """
 
-    strategy_name = "horovod"
+    strategy_name = engine = "horovod"
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         printing: Any = rank_zero_only
         printing.rank = self.global_rank
 
-    def setup_environment(self) -> None:
+    def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
         hvd.init()
         topology = self.environment.topology
@@ -85,7 +85,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
             visible = len(self.parallel_devices or [])
             gpu_index("cuda", visible, topology, bool(hvd.nccl_built() or hvd.cuda_built()))
         reset_seed()
-        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """Module and optimizers on the device, the module rank 0's."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -12,13 +13,20 @@ from typing import Any, Protocol
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.settings import OwnIntervals
 from hvdtrain.core.totals import Totals
+from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import DivergedError, HvdtrainError, LoopError
-from hvdtrain.run import trackers
-from hvdtrain.run.ending import Ending
+from hvdtrain.run import guard, trackers
+from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
+from hvdtrain.run.main import connect
+from hvdtrain.run.opening import Opened
 from hvdtrain.run.reporter import Events, OwnReporter, Reporter
 from hvdtrain.run.run import BaseRun
 from hvdtrain.run.trackers import Trackers
+from hvdtrain.run.world import joined
+
+RESERVED = {"kind", "step", "epoch", "seconds"}
+"""Of a record in metrics.jsonl."""
 
 
 class Program(Protocol):
@@ -101,3 +109,45 @@ def in_own_words(taker: str) -> Iterator[None]:
     except HvdtrainError as error:
         error.args = (re.sub(r"give (another|a writable) --output", rf"give {taker} \1 folder", str(error)),)
         raise
+
+
+class Ranks:
+    """This process among its ranks, for a loop that somebody else's `fit` makes: from before their collective library
+    starts until the training ends, in whatever way."""
+
+    def __init__(self, framework: Framework, engine: str, *, insecure: bool) -> None:
+        """Joins the failure detector. Ends the process where a rank refused or did not come."""
+        try:
+            world = begin(insecure=insecure)
+        except HvdtrainError as error:
+            end(error.exit_code)
+        self.name, self.world, self.ending = engine, world, Ending(world)
+        self._library: Opened | None = None
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self.ending)
+        try:
+            connect(world, ENGINES[engine])
+            self._stack.enter_context(joined(world, framework, engine, os.environ))
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def opened(self, library: Opened, rank: int, size: int) -> None:
+        """The collective library has started, and sees `rank` of `size`. Raises WorldError."""
+        self._library = library
+        guard.check_world(self.world.topology, rank, size, ENGINES[self.name].title)
+        self.world.exchange(library.sum)
+
+    def left(self) -> None:
+        """The training has ended well; the library stays."""
+        self._stack.close()
+
+    def failed(self, error: BaseException) -> None:
+        """The training ends with this error, which the other ranks learn. Where a user can meet it, it is reported in
+        one line, and the process ends with its exit code."""
+        if self._library:
+            if isinstance(error, Exception) and self._library.is_lost(error):
+                error = self.world.aborted()
+            self._library.close()
+        if self._stack.__exit__(type(error), error, error.__traceback__):
+            end(self.ending.code)

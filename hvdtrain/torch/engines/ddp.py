@@ -58,7 +58,7 @@ class DdpEngine:
             _join(topology, _backend(topology, device))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Buckets are sent while backward runs: what the loop itself adds up must not get between them.
-        self._own = dist.new_group()
+        self._own = dist.new_group(backend=_backend(topology, device))  # Lightning's has NCCL alone
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import LoopError
+from hvdtrain.run.own import RESERVED
 from hvdtrain.torch.objective import Seen
 
-RESERVED = {"kind", "step", "epoch", "seconds"}
-"""Of a record in metrics.jsonl."""
 Best = tuple[str | None, str | None]
 """Which reported number is highest, or which is lowest, in the best checkpoint."""
 

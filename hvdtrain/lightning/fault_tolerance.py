@@ -1,0 +1,256 @@
+"""What a recipe's run promises, for anybody's module under Lightning's Trainer."""
+
+import math
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
+from hvdtrain.errors import LoopError
+from hvdtrain.lightning.program import Program
+from hvdtrain.run.loop import Hooks
+from hvdtrain.run.own import RESERVED, Ranks, in_own_words, open_own
+from hvdtrain.run.reporter import OwnReporter
+from hvdtrain.run.signals import STOP_SIGNALS
+from hvdtrain.torch import devices
+from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.meter import Meter
+from hvdtrain.torch.objective import Seen
+from hvdtrain.torch.trainer import Replica
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.engines import Engine
+
+
+class FaultTolerance(Callback):
+    """Resumes `Trainer.fit` where it was, also inside an epoch, and ends it in order.
+
+    Weights, optimizers, schedulers, loss scale, position and Lightning's counters are in the folder's checkpoints; the
+    same program continues from the newest. SIGTERM and a warning of the time limit end all ranks after the same step,
+    with a checkpoint; the job is queued again after a warning. A rank that is lost or hangs ends the others, by name.
+    Replicas are compared. Log, metrics.jsonl and TensorBoard events are those of a recipe's run. What it cannot promise
+    for this Trainer, it says at the start.
+
+    It goes with `strategy="horovod"`, RankDDPStrategy, or one process; the data that continue inside an epoch are those
+    of GlobalBatches. An HvdtrainError ends the process with one line and its exit code.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from torch.nn import functional as F
+        >>> class Line(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.model = torch.nn.Linear(1, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return F.mse_loss(self.model(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.Adam(self.parameters(), lr=0.1)
+        >>> x = torch.linspace(-1, 1, 64)[:, None]
+        >>> data = hl.GlobalBatches((x, 2 * x), batch_size=16)
+        >>> trainer = Trainer(  # on several ranks strategy="horovod"
+        ...     max_epochs=2,
+        ...     callbacks=[hl.FaultTolerance("runs/line", checkpoint_every_steps=100)],
+        ...     accelerator="cpu",
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     enable_progress_bar=False,
+        ...     enable_model_summary=False,
+        ... )
+        >>> trainer.fit(Line(), data)  # doctest: +ELLIPSIS
+        INFO - ...
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        highest: str | None = None,
+        lowest: str | None = None,
+        log_every_steps: int = 20,
+        guard_every_steps: int = 100,
+        checkpoint_every_steps: int | None = None,
+        checkpoint_every_epochs: int = 1,
+        keep_checkpoints: int = 2,
+        insecure_rendezvous: bool = False,
+    ) -> None:
+        """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest."""
+        super().__init__()
+        self.folder, self._best, self._insecure = Path(folder), (highest, lowest), insecure_rendezvous
+        self._intervals = OwnIntervals(
+            log_every_steps, guard_every_steps, checkpoint_every_epochs, checkpoint_every_steps, keep_checkpoints
+        )
+        self._ranks: Ranks | None = None
+        self._engine: Engine | None = None
+        self._hooks: Hooks[Replica] | None = None
+        self._lr, self._settled = 0.0, True
+        self._ended: tuple[Progress, float | None] | None = None
+        """Where the run continues after an epoch whose checkpoint is not written yet, and its score."""
+
+    def join_ranks(self, engine: str) -> None:
+        """Joins the failure detector; the strategy calls it before its library starts."""
+        self._ranks = Ranks("torch", engine, insecure=self._insecure)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy: Any = trainer.strategy
+        if not self._ranks:
+            if trainer.world_size > 1:
+                raise LoopError(
+                    f"FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got "
+                    f"{type(strategy).__name__}; give the Trainer one of them."
+                )
+            self.join_ranks("local")
+        assert self._ranks
+        devices.take_threads(self._ranks.world.topology)
+        self._engine = engine = _engine(self._ranks, strategy.root_device)
+        self._ranks.opened(engine, engine.rank, engine.size)
+        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._ranks and self._engine
+        self._program = program = Program(trainer, pl_module)
+        program.check()
+        replica = Replica(self._engine, pl_module, program.state, Meter(self._engine.device))  # type: ignore[arg-type]
+        with in_own_words("FaultTolerance"):
+            run = open_own(self.folder, program, "torch", self._ranks.name, self._intervals, self._ranks.ending)
+            self._hooks = hooks = Hooks(run, replica, OwnSampling(0, 0, self._engine.size))
+            if hooks.resumed_from:
+                program.restore(hooks.resumed_from["program"], hooks.progress)
+        if program.data:
+            program.data.position = lambda: hooks.progress
+        for line in program.unkept(str(self.folder)):
+            hooks.note(line)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's handlers would stop each rank by itself, and queue the job again by themselves.
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+            signal.siginterrupt(number, False)
+        self._started.extent = self._extent(trainer)
+        self._started.begin_epoch()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_epoch()
+        self._started.begin_epoch()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        engine, self._lr = self._started.trainer.engine, self._program.lr
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            seed = self._program.data.seed if self._program.data else 0
+            devices.seed(seed, self._started.progress.step, engine.rank, engine.device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a micro-batch; only the last one makes an update."""
+        hooks, passes = self._started, trainer.accumulate_grad_batches
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            count = hooks.extent.global_batch // (hooks.trainer.engine.size * passes) or 1
+            # Lightning has divided it by the micro-batches, but for a module that optimizes by hand.
+            factor = passes if pl_module.automatic_optimization else 1
+            hooks.trainer.meter.add(Seen(loss.detach().reshape(()) * factor, count, {}))
+        self._settled = False
+        if (batch_idx + 1) % passes == 0 or trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            hooks.progress.advance(hooks.extent)
+            self._settled = hooks.progress.is_done(hooks.extent) or hooks.progress.is_epoch_done(hooks.extent)
+            hooks.after_update(self._lr)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After validation; Lightning's other hooks and the schedulers have the epoch's end before them."""
+        hooks, progress = self._started, self._started.progress
+        trainer.fit_loop.restarting = False  # else a resumed epoch's end does not reach ReduceLROnPlateau
+        if not self._settled:
+            self._settled = True
+            hooks.settle(self._lr)
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        train = {"train_loss": progress.train.mean_loss} if progress.train.count else {}
+        values = {name: value for name, value in {**train, **logged}.items() if name not in RESERVED}
+        if isinstance(hooks.reporter, OwnReporter):
+            hooks.reporter.values(progress.step, progress.epoch + 1, values)
+        ended = progress.is_epoch_done(hooks.extent) or not progress.is_stopped(hooks.extent)
+        after = Progress(progress.step, progress.epoch + 1) if ended else progress
+        self._ended = after, self._score(values)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_epoch()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit" or not self._ranks:
+            return
+        if self._hooks:
+            self._hooks.finish()
+        self._close(None)
+        self._ranks.left()
+        self._ranks = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends the process for an error that a user can meet; another one is Lightning's to raise."""
+        if not self._ranks:
+            return
+        self._close(exception)
+        for logger in trainer.loggers:
+            logger.finalize("failed")
+        ranks, self._ranks = self._ranks, None
+        ranks.failed(exception)
+
+    @property
+    def _started(self) -> Hooks[Replica]:
+        assert self._hooks
+        return self._hooks
+
+    def _extent(self, trainer: Trainer) -> OwnSampling:
+        """How far the Trainer goes: in examples where the data's order is known, else in updates."""
+        if math.isinf(trainer.num_training_batches):
+            raise LoopError(
+                "the training data have no length, so the ranks could not agree on an epoch's end; give "
+                "Trainer(limit_train_batches=N)."
+            )
+        data, size = self._program.data, self._started.trainer.engine.size
+        batch = data.batch_size if data else 1
+        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        epochs = trainer.max_epochs if trainer.max_epochs not in {None, -1} else sys.maxsize
+        automatic = self._program.module.automatic_optimization
+        max_steps = trainer.max_steps if trainer.max_steps != -1 and automatic else None
+        return OwnSampling(batch, batch * steps, size, epochs=epochs or 0, max_steps=max_steps)
+
+    def _end_epoch(self) -> None:
+        if self._ended:
+            (after, score), self._ended = self._ended, None
+            self._started.end_epoch(after, score)
+
+    def _score(self, values: Mapping[str, float]) -> float | None:
+        """What the best checkpoint has most of; None where it was not logged."""
+        highest, lowest = self._best
+        name = highest or lowest
+        if name and name not in values:
+            self._started.note(f"{name}, which decides on the best checkpoint, was not logged in this epoch")
+        return None if not name or name not in values else values[name] if highest else -values[name]
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._hooks and self._hooks.reporter:
+            self._hooks.reporter.__exit__(type(error) if error else None)
+            self._hooks.reporter = None
+
+
+def _engine(ranks: Ranks, device: torch.device) -> "Engine":
+    """The collective library that the strategy has started, as the run's hooks need it."""
+    if ranks.name == "horovod":
+        from hvdtrain.torch.engines.horovod import HorovodEngine  # which imports Horovod
+
+        engine = HorovodEngine(OwnEngineSettings(), None, fuses=True)
+        engine.device = device
+        return engine
+    if ranks.name == "ddp":
+        from hvdtrain.torch.engines.ddp import DdpEngine
+
+        return DdpEngine(OwnEngineSettings(), ranks.world.topology, device)
+    return LocalEngine(device)

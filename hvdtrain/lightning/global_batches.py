@@ -1,0 +1,127 @@
+"""The global batches of any map-style data set, for any module: the same for every number of ranks."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import default_collate
+
+from hvdtrain.core.examples import DRAWS
+from hvdtrain.core.progress import OwnSampling, Progress, each_once, train_requests
+from hvdtrain.core.settings import OwnReadSettings
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import LoopError
+from hvdtrain.torch.data import Loader
+from hvdtrain.torch.examples import Examples
+
+Collate = Callable[[list[Any]], Any]
+
+
+class GlobalBatches(LightningDataModule):
+    """Data of your own for `Trainer.fit`: each update reads the same examples whatever the number of ranks.
+
+    The data sets are map-style, or tuples of tensors. Random numbers that a training example draws in `__getitem__` are
+    seeded by seed, epoch and index. In validation each example is read by one rank, none padded. With FaultTolerance an
+    interrupted epoch continues where it was.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> x = torch.randn(64, 4)
+        >>> data = hl.GlobalBatches((x, x.sum(1)), batch_size=16)
+        >>> [tuple(batch[0].shape) for batch in data.train_dataloader()]  # with one process
+        [(16, 4), (16, 4), (16, 4), (16, 4)]
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        valid: Any = None,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        workers: int = 0,
+        collate: Collate = default_collate,
+    ) -> None:
+        """`batch_size` counts the examples of one update: those of all ranks, and of all micro-batches where the
+        Trainer accumulates. What is left over of an epoch are other examples each time. `workers`: processes that read;
+        0 reads between steps. Raises DataError."""
+        super().__init__()
+        self.batch_size, self.seed, self.workers = batch_size, seed, workers
+        self.train = Examples(train, "the training set", collate)
+        self.valid = Examples(valid, "the validation set", collate) if valid is not None else None
+        self.position: Callable[[], Progress] = lambda: Progress(
+            epoch=self.trainer.current_epoch if self.trainer else 0
+        )
+        """Where the epoch continues."""
+        self._loader: Loader | None = None
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def setup(self, stage: str) -> None:
+        """Refuses a batch or a validation set that the ranks cannot divide. Raises LoopError."""
+        parts = self.sampling.size * self.sampling.accumulation_steps
+        if self.batch_size < 1 or self.batch_size % parts or self.batch_size > len(self.train):
+            raise LoopError(
+                f"batch_size counts the examples of one update: it must be a multiple of {parts} (ranks times "
+                f"accumulate_grad_batches) and at most the {len(self.train)} training examples, got {self.batch_size}."
+            )
+        if self.valid and len(self.valid) < self.sampling.size:
+            raise LoopError(
+                f"validation needs an example a rank, got {len(self.valid)} for {self.sampling.size} ranks; take fewer."
+            )
+
+    @property
+    def sampling(self) -> OwnSampling:
+        """What each rank reads in each update."""
+        size = self.trainer.world_size if self.trainer else 1
+        accumulated = self.trainer.accumulate_grad_batches if self.trainer else 1
+        return OwnSampling(
+            self.batch_size, len(self.train), size, self.seed, accumulation_steps=accumulated, draws=DRAWS
+        )
+
+    def train_dataloader(self) -> "Batches":
+        steps = len(self.train) // self.batch_size * self.sampling.accumulation_steps
+        return Batches(steps, self._train_batches)
+
+    def val_dataloader(self) -> "Batches | list[Any]":
+        if not self.valid:
+            return []
+        size = self.sampling.size
+        requests = each_once(len(self.valid), max(1, self.batch_size // size), self._rank, size)
+        valid = self.valid
+        return Batches(len(requests), lambda: self._read(valid, requests))
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer else 0
+
+    def _train_batches(self) -> Iterator[Any]:
+        return self._read(self.train, train_requests(self.sampling, self.position(), self._rank)[1])
+
+    def _read(self, examples: Examples, requests: list[Any]) -> Iterator[Any]:
+        if not self._loader:
+            device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+            of = Dataset("own", self.train, self.valid or self.train, None, (), (), (), draws=DRAWS)
+            self._loader = Loader(OwnReadSettings(self.workers), of, device)
+        return (batch.data for batch in self._loader.batches(examples, requests))
+
+
+class Batches:
+    """A loader of an epoch's batches, of which those are read that are left."""
+
+    def __init__(self, steps: int, batches: Callable[[], Iterator[Any]]) -> None:
+        self._steps, self._batches = steps, batches
+
+    def __len__(self) -> int:
+        """Of the whole epoch, as Lightning counts."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._batches()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Shows Lightning that the loader continues by itself: its position is the run's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: see `state_dict`."""

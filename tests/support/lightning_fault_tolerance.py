@@ -1,0 +1,100 @@
+"""Somebody's program under Lightning with FaultTolerance, trained as often as it is asked: `FOLDER JSON`.
+
+Each entry of the JSON list is one `fit`: `folder`, `strategy`, and what happens: `signal` to the last rank after `at`
+updates. A program that ends well writes its weights' digest to `FOLDER/rank-N.json`, by folder.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import hvdtrain.lightning as hl
+from hvdtrain.lightning.train import quiet
+from hvdtrain.run import timeouts
+
+EXAMPLES = 50
+
+
+class Cells(Dataset):
+    """Images with a mask, turned at random."""
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        image = torch.rand(1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+        turned = torch.rot90(image, random.randrange(4), (1, 2))
+        return {"image": turned, "mask": (turned > 0.5).double()}
+
+
+class UNet(LightningModule):
+    """Down, up and a skip connection; two groups of parameters, a scheduler by step and one by metric."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+        self.down, self.deep = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.out, self.drop = nn.Conv2d(8, 1, 1), nn.Dropout(given.get("dropout", 0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down = F.relu(self.down(x))
+        deep = F.interpolate(F.relu(self.deep(F.max_pool2d(down, 2))), scale_factor=2)
+        return self.out(self.drop(torch.cat([down, deep], 1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        last = self.trainer.global_rank == self.trainer.world_size - 1
+        if last and self.given.get("at") == self.trainer.global_step:
+            os.kill(os.getpid(), self.given["signal"])
+        return F.binary_cross_entropy_with_logits(self(batch["image"]), batch["mask"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        right = ((self(batch["image"]) > 0) == (batch["mask"] > 0.5)).double().mean()
+        self.log("accuracy", right, sync_dist=True, batch_size=len(batch["mask"]))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.down.parameters(), "lr": 0.02}, {"params": [*self.deep.parameters()]}]
+        optimizer = torch.optim.AdamW([*groups, {"params": self.out.parameters()}], lr=0.05)
+        by_step = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97), "interval": "step"}
+        on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0, threshold=0.5)
+        return [optimizer], [by_step, {"scheduler": on_plateau, "monitor": "accuracy"}]
+
+
+def fit(given: dict[str, Any]) -> str:
+    """A training; the digest of its weights."""
+    seed_everything(3, verbose=False)
+    module = UNet(given)
+    strategy = {"ddp": hl.RankDDPStrategy, "horovod": lambda: "horovod", "alone": lambda: "auto"}[given["strategy"]]()
+    run = hl.FaultTolerance(given["folder"], highest="accuracy", log_every_steps=1, checkpoint_every_steps=4)
+    with quiet():
+        Trainer(
+            strategy=strategy,
+            max_epochs=3,
+            callbacks=[run],
+            accumulate_grad_batches=given.get("passes", 1),
+            precision="64-true",
+            accelerator="cpu",
+            devices=int(os.environ.get("HOROVOD_LOCAL_SIZE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module, hl.GlobalBatches(Cells(), Cells(), batch_size=8, seed=5))
+    weights = b"".join(value.numpy().tobytes() for value in module.state_dict().values())
+    return hashlib.sha256(weights).hexdigest()
+
+
+if __name__ == "__main__":
+    timeouts.SILENCE = 3.0
+    found = {each["folder"]: fit(each) for each in json.loads(sys.argv[2])}
+    rank = hl.RankEnvironment().global_rank()
+    (Path(sys.argv[1]) / f"rank-{rank}.json").write_text(json.dumps(found))
