@@ -83,7 +83,7 @@ def fit(given: dict[str, Any]) -> str:
             accumulate_grad_batches=given.get("passes", 1),
             precision="64-true",
             accelerator="cpu",
-            devices=int(os.environ.get("HOROVOD_LOCAL_SIZE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))),
+            devices=hl.RankEnvironment().topology.local_size,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
