@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.core.own_code import is_path
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.errors import DeviceError, HvdtrainError, RecipeError, WorldError
@@ -141,6 +142,25 @@ RULES = (
         "data_on_device is PyTorch's, this run is TensorFlow's; drop it.",
     ),
     Rule(
+        lambda c: c.framework == "tensorflow" and c.recipe.model.startswith(("torchvision:", "timm:")),
+        "model {r.model} is PyTorch's, this run is TensorFlow's; take one of keras.applications, as "
+        "keras.applications:InceptionV3.",
+    ),
+    Rule(
+        lambda c: c.framework == "torch" and c.recipe.model.startswith(("keras.applications:", "keras.applications.")),
+        "model {r.model} is TensorFlow's, this run is PyTorch's; take one of torchvision, as torchvision:resnet101.",
+    ),
+    Rule(
+        lambda c: c.framework == "tensorflow" and c.recipe.collate,
+        "collate is PyTorch's, this run is TensorFlow's, where samples are stacked; drop it, or give a "
+        "keras.utils.PyDataset, whose items are batches.",
+    ),
+    Rule(
+        lambda c: c.framework == "tensorflow" and c.recipe.workers > 1 and is_path(c.recipe.dataset),
+        "workers must be 0 or 1 with a data set of your own in TensorFlow: its threads would draw from one generator, "
+        "got {r.workers}.",
+    ),
+    Rule(
         lambda c: c.adapter == "lightning" and c.recipe.reduction != "average",
         "reduction {r.reduction} is hvdtrain.torch's; drop it, or train with hvdtrain.torch.",
     ),
@@ -188,6 +208,11 @@ RULES = (
         lambda c: c.engine.remote_variables and c.recipe.xla,
         "xla cannot be with engine {e.name}: XLA has no access to variables on another device "
         "(tensorflow.org/xla/known_issues); drop it.",
+    ),
+    Rule(
+        lambda c: c.engine.replicas and c.engine.remote_variables and is_path(c.recipe.model),
+        "model {r.model} cannot be with engine {e.name}: BatchNormalization and Dropout of Keras cannot change the one "
+        "copy of a variable that all replicas share; take --engine mirrored.",
     ),
     Rule(
         lambda c: c.engine.asynchronous and c.recipe.accumulation_steps > 1,

@@ -33,14 +33,13 @@ SEED = "seed_generator_state"
 def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     """The network that the recipe names, in its precision, its weights drawn from the recipe's seed alone.
 
-    Layers that the user does not name have the same names each time. A model that makes its weights when it is called
-    is called with the shapes of a sample. Raises RecipeError, in one line, where there is none.
+    A model that makes its weights when it is called is called with the shapes of a sample. After `count`, layers that
+    the user does not name have the same names each time. Raises RecipeError, in one line, where there is none.
     """
     path = recipe.model
     make = imports.load(path, "model")
     arguments = {**_of_applications(recipe, dataset), **imports.expanded(recipe.model_args, "model_args")}
     imports.check_arguments(make, path, "model", **arguments)
-    keras.utils.clear_session(free_memory=False)
     set_precision(recipe.precision)
     keras.utils.set_random_seed(recipe.seed % 2**32)
     try:
@@ -59,9 +58,10 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
 
 def count(recipe: Recipe, dataset: Dataset) -> Network:
     """What a plan must know of the recipe's network, whose weights are not made. Raises RecipeError."""
+    keras.utils.clear_session(free_memory=False)
     with keras.StatelessScope(initialize_variables=False):  # TensorFlow must not begin before it is given its devices
         model = build(recipe, dataset)
-    keras.utils.clear_session(free_memory=False)  # Keras would make the weights later
+    keras.utils.clear_session(free_memory=False)  # else Keras would make the weights later, and count names on
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
     if not parameters:
         raise RecipeError(f"model {recipe.model} has no parameters to train.")

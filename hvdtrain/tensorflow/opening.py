@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 
 from hvdtrain.engines import registry
+from hvdtrain.errors import RecipeError
 from hvdtrain.run import opening
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import devices
@@ -20,5 +21,13 @@ def engine_of(run: Run) -> AbstractContextManager[Engine]:
 def open_engine(run: Run) -> Engine:
     """The engine of the run, joined with the other ranks and bound to its device."""
     devices.take_threads(run.topology)
-    engine: Engine = registry.load(run.engine, "tensorflow").open(opening.setup_of(run))
+    try:
+        engine: Engine = registry.load(run.engine, "tensorflow").open(opening.setup_of(run))
+    except RuntimeError as error:
+        if "after being initialized" not in str(error):
+            raise
+        raise RecipeError(
+            f"TensorFlow computed before it was given its devices ({error}); make no tensors in the data set's or the "
+            "model's module and callable, take NumPy there."
+        ) from error
     return engine

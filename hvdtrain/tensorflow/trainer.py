@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.totals import Totals
+from hvdtrain.engines.registry import ENGINES
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.data import Loader, evened
@@ -31,7 +32,8 @@ class Trainer:
         self.model, self.weights = self.step.model, self.step.weights
         self.state = State(self.model, self.step.optimizer, self.step.scaler, self.step.ema)
         self.loader = Loader(self.recipe, run.dataset, engine.device)
-        self._seed_states = networks.seed_states(self.model)
+        # An asynchronous engine's updates have no order that could say what each draws.
+        self._seed_states = [] if ENGINES[run.engine].asynchronous else networks.seed_states(self.model)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
         first = engine.rank * self.replication.replicas
         self._local_batches = range(first, first + self.replication.replicas)
