@@ -65,7 +65,7 @@ def count(recipe: "Recipe", dataset: Dataset) -> Network:
         >>> from hvdtrain import datasets
         >>> from hvdtrain.core.recipe import load
         >>> count(load("digits", {"model": "torchvision:resnet18"}), datasets.load("digits"))
-        Network(parameters=11181642, has_batch_norm=True)
+        Network(parameters=11181642, has_batch_norm=True, flops=None)
     """
     model = without_memory(recipe, dataset.classes)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
