@@ -29,6 +29,7 @@ RUNS = {
     "bfloat16": [*SHORT_LINE, "--precision", "bfloat16"],
     "float16": [*SHORT_LINE, "--precision", "float16"],
     "float64": [*SHORT_LINE, "--precision", "float64"],
+    "lamb": [*SHORT_LINE, "--optimizer", "lamb", "--weight-decay", "0.1", "--ema-decay", "0.9"],
     "xla": [*SHORT_LINE, "--xla"],
     "overflow": ["linear", "--precision", "float16"],
     "parted": ["linear"],
@@ -36,9 +37,11 @@ RUNS = {
     "frozen": [*NETWORK, "--batch-norm", "frozen"],
     "local": [*NETWORK, "--batch-norm", "local"],
 }
-LINES = ["line", "uneven", "clipped", "clipped micro-batches", "plain", "bfloat16", "float16", "float64", "xla"]
+LINES = [
+    "line", "uneven", "clipped", "clipped micro-batches", "plain", "bfloat16", "float16", "float64", "lamb", "xla",
+]  # fmt: skip
 NO_XLA = LINES[:-1]
-ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64"]
+ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64", "lamb"]
 MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
 SLOW = ("four", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2")
@@ -176,7 +179,7 @@ def test_every_rank_is_a_worker_and_the_chief_leads(begun, launch, ranks):
 
 LIMITS = {
     "line": 1e-5, "uneven": 1e-5, "clipped": 1e-5, "clipped micro-batches": 1e-5, "plain": 1e-5, "xla": 1e-5,
-    "float64": 1e-12, "bfloat16": 2e-2, "float16": 2e-2,
+    "lamb": 1e-5, "float64": 1e-12, "bfloat16": 2e-2, "float16": 2e-2,
 }  # fmt: skip
 
 
