@@ -78,7 +78,7 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
         model.load_state_dict(Net().to(dtype).state_dict())
     more = {"momentum": 0.9} if optimizer == "SGD" else {}
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr, **more)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], gamma=0.5)
     run = world.run(
         folder, model, optimizer, scheduler=scheduler, highest="accuracy", log_every_steps=1, guard_every_steps=1,
         **intervals,

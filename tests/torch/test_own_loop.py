@@ -99,6 +99,38 @@ def test_a_schedulers_state_survives_json():
     assert isinstance(back["betas"], tuple)
 
 
+class Counting:
+    """An engine that counts what it is given."""
+
+    def __init__(self):
+        self.sent = []
+
+    def bucket_bytes(self):
+        return 16
+
+    def average(self, tensor, name):
+        self.sent.append(name)
+        return lambda: None
+
+
+def test_gradients_are_sent_with_the_last_backward_alone():
+    import torch
+
+    from hvdtrain.torch.own.gradients import Averager
+
+    model, engine = torch.nn.Linear(4, 1), Counting()
+    averager = Averager(model, engine, "none")
+    with averager.pause(True):
+        model(torch.ones(2, 4)).sum().backward()
+    assert engine.sent == []
+    model(torch.ones(2, 4)).sum().backward()
+    assert engine.sent == ["hvdtrain.gradients.0", "hvdtrain.gradients.1", "hvdtrain.reached"]
+    assert model.bias.grad.item() == 4
+    averager.close()
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(engine.sent) == 3
+
+
 @pytest.mark.parametrize("name", ["OwnEngineSettings", "OwnIntervals"])
 def test_without_a_recipe_its_defaults_hold(name):
     for field in dataclasses.fields(getattr(settings, name)):
