@@ -22,6 +22,10 @@ NAMED = {
 """Short names of networks that other libraries have: by framework, the import path that each stands for."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
+AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
+"""Weight of the loss of torchvision's auxiliary classifiers: 0.3 in Szegedy et al. 2014, arXiv:1409.4842, section 5;
+of Inception-v3 0.4, as TensorFlow's research models take it."""
+
 
 def is_path(name: str) -> bool:
     """Whether a value names code of the user's, as cells.nets:UNet does, and nothing of hvdtrain's."""

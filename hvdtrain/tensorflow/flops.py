@@ -4,16 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.core import imports
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
-from hvdtrain.tensorflow.data import Loader
-from hvdtrain.tensorflow.engines.local import LocalEngine
-from hvdtrain.tensorflow.engines.replication import replication_of
-from hvdtrain.tensorflow.step import Step
+from hvdtrain.tensorflow.banner import without_banner
+
+with without_banner():  # it may be the first of TensorFlow
+    import tensorflow as tf
+
+    from hvdtrain.tensorflow import models
+    from hvdtrain.tensorflow.data import Loader
+    from hvdtrain.tensorflow.engines.local import LocalEngine
+    from hvdtrain.tensorflow.objective import Objective
 
 CPU = "/CPU:0"
 EXAMPLES = 2
@@ -21,25 +25,18 @@ EXAMPLES = 2
 
 
 def count(recipe: Recipe, dataset: Dataset) -> int:
-    """FLOPs of one example forward, in training; a multiply-add is 2. Every operation that TensorFlow's profiler knows:
-    additions and means of single numbers too, which PyTorch's counter leaves out.
+    """FLOPs of one example forward, in training, with its loss; a multiply-add is 2. Every operation that TensorFlow's
+    profiler knows: additions and means of single numbers too, which PyTorch's counter leaves out.
 
     Counted in the graph of two examples of the training set, which computes nothing. Raises HvdtrainError.
     """
-    engine = LocalEngine(CPU)
-    step = Step(recipe, dataset, engine, replication_of(engine), lambda examples: 1.0)
     request = np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
     batch = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
-
-    def forward(batch: Any) -> Any:
-        if recipe.step:
-            return step.objective.measure(step.model, batch, training=True)[0]
-        return step.model(step.objective.inputs(batch[0]), training=True)
-
+    model, objective = models.build(recipe, dataset, LocalEngine(CPU)), Objective(recipe, dataset)
     try:
-        return of_graph(forward, batch) // EXAMPLES
+        return of_graph(lambda inputs: objective.measure(model, inputs, training=True)[0], batch) // EXAMPLES
     except Exception as error:
-        raise PlanError(f"{recipe.model}: {imports.reason(error)}") from error
+        raise PlanError(f"{recipe.step or recipe.model}: {imports.reason(error)}") from error
 
 
 def of_graph(function: Callable[[Any], Any], batch: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core import imports
+from hvdtrain.core import imports, own_code
 from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -36,9 +36,9 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     A model that makes its weights when it is called is called with the shapes of a sample. After `count`, layers that
     the user does not name have the same names each time. Raises RecipeError, in one line, where there is none.
     """
-    path = recipe.model
+    path = own_code.network_path(recipe.model, "tensorflow")
     make = imports.load(path, "model")
-    arguments = {**_of_applications(recipe, dataset), **imports.expanded(recipe.model_args, "model_args")}
+    arguments = {**_of_library(recipe, path, dataset), **imports.expanded(recipe.model_args, "model_args")}
     imports.check_arguments(make, path, "model", **arguments)
     set_precision(recipe.precision)
     keras.utils.set_random_seed(recipe.seed % 2**32)
@@ -111,10 +111,16 @@ def replace_batch_norms(model: keras.Model, sum_over_ranks: SumOverRanks | None)
         layer.sum_over_ranks = sum_over_ranks
 
 
-def _of_applications(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
-    """What a network of keras.applications is given: fresh weights, logits, and the data set's classes and shape."""
-    if not re.match(r"keras\.applications[.:]", recipe.model):
-        return {}
+def _of_library(recipe: Recipe, path: str, dataset: Dataset) -> dict[str, Any]:
+    """What a network of keras.applications is given: fresh weights, logits, and the data set's classes and shape; one
+    of ours the classes."""
+    if not re.match(r"keras\.applications[.:]", path):
+        return {"classes": dataset.classes} if recipe.model in own_code.NAMED and dataset.classes else {}
+    if recipe.dataset == "imagenet" and recipe.train_crop != recipe.valid_crop:
+        raise RecipeError(
+            f"model {recipe.model} takes images of one size in TensorFlow: train_crop and valid_crop must be equal, "
+            f"got {recipe.train_crop} and {recipe.valid_crop}."
+        )
     known = {"classes": dataset.classes, "input_shape": dataset.sample_shape}
     return {"weights": None, "classifier_activation": None, **{key: value for key, value in known.items() if value}}
 

@@ -8,10 +8,12 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.core import imports
+from hvdtrain.core.own_code import AUXILIARY
 from hvdtrain.core.recipe import Recipe, is_path
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.examples import Examples
+from hvdtrain.tensorflow.inception import InceptionOutputs
 from hvdtrain.tensorflow.meter import Metric, Seen
 
 
@@ -120,6 +122,12 @@ class Objective:
         if self._own_loss:
             return self._of_own_loss(self._own_loss, out, y)
         name = self._recipe.loss or ("mse" if y.dtype.is_floating else "cross_entropy")
+        if isinstance(out, InceptionOutputs):
+            loss, auxiliary = (self._named(name, one, y, training) for one in out)
+            return loss + AUXILIARY["InceptionOutputs"] * auxiliary
+        return self._named(name, out, y, training)
+
+    def _named(self, name: str, out: Any, y: Any, training: bool) -> tf.Tensor:
         if not tf.is_tensor(out) or not tf.is_tensor(y):
             raise RecipeError(
                 f"loss {name} needs one tensor from the model and one as y, got {_shape(out)} and {_shape(y)}; give a "
@@ -149,7 +157,8 @@ class Objective:
     def _measured(self, out: Any, y: Any, count: Any) -> dict[str, Any]:
         metrics = {name: metric(out, y) for name, metric in self._metrics.items()}
         if self._recipe.loss in {None, "cross_entropy"} and y.shape.rank == 1 and not y.dtype.is_floating:
-            metrics["acc1"] = tf.math.count_nonzero(tf.argmax(out, 1) == tf.cast(y, tf.int64)), count
+            logits = getattr(out, "logits", out)
+            metrics["acc1"] = tf.math.count_nonzero(tf.argmax(logits, 1) == tf.cast(y, tf.int64)), count
         return metrics
 
     def _checked(self, loss: Any) -> tf.Tensor:

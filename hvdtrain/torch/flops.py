@@ -60,7 +60,7 @@ def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any
         model = model.double()
     models.training_mode(model, recipe)
     with FlopCounterMode(display=False) as counter:
-        objective.forward(model, data)
+        objective.forward(objective.module(model), data)
     return int(counter.get_total_flops()) // EXAMPLES
 
 

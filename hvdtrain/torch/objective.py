@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hvdtrain.core.own_code import AUXILIARY
 from hvdtrain.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
 Metric = tuple[torch.Tensor, torch.Tensor | int]
 """A sum, and how many were added up."""
-AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
-"""Weight of the loss of torchvision's auxiliary classifiers: 0.3 in Szegedy et al. 2014, arXiv:1409.4842, section 5;
-of Inception-v3 0.4, as TensorFlow's research models take it."""
 
 
 @dataclass(frozen=True)

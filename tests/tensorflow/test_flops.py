@@ -1,0 +1,94 @@
+"""CSCS's networks in TensorFlow: their parameters, FLOPs by TensorFlow's profiler, the auxiliary classifier in training
+only."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from images import write_tree
+from ranks import needs_tensorflow
+
+pytestmark = needs_tensorflow
+
+PROGRAM = """
+import json, os, sys
+os.environ.update(KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="2")
+from hvdtrain.core import network, recipe
+from hvdtrain.errors import RecipeError
+from hvdtrain.run.main import load_dataset
+
+def counted(name, counts_flops, **keys):
+    chosen = recipe.load(name, keys)
+    dataset = load_dataset(chosen)
+    if not counts_flops:
+        return network.of(chosen, "tensorflow", dataset).parameters
+    if chosen.model == "resnet50":
+        from hvdtrain.tensorflow import flops
+        return [network.of(chosen, "tensorflow", dataset).flops, flops.count(chosen, dataset)]
+    return network.with_flops(network.of(chosen, "tensorflow", dataset), chosen, "tensorflow", dataset).flops
+
+found = {name: counted(f"cscs:{name}-synthetic", False, examples=64) for name in ("resnet101", "inception_v3", "vgg16")}
+found["without"] = counted(
+    "cscs:inception_v3-synthetic", False, examples=64, model_args={"aux_logits": False}
+)
+found["resnet50 flops"] = counted("digits", True)
+found["inception_v3 flops"] = counted("cscs:inception_v3-synthetic", True, examples=64)
+
+import numpy as np
+import tensorflow as tf
+from hvdtrain.tensorflow import inception, objective
+logits, labels = tf.random.normal((6, 5), seed=1), tf.range(6) % 5
+out = inception.InceptionOutputs(logits, 2 * logits)
+chosen = recipe.load("synthetic:tiny")
+cost = objective.Objective(chosen, load_dataset(chosen))
+model = lambda x, training: out if training else out.logits
+batch = tf.zeros((6, 8, 8, 3), tf.uint8), tf.cast(labels, tf.int64)
+model_of = type("Model", (), {"losses": [], "__call__": lambda self, x, training: model(x, training)})()
+found["losses"] = [float(cost.measure(model_of, batch, training)[0]) for training in (True, False)]
+found["parts"] = [float(objective.cross_entropy(one, batch[1])) for one in out]
+
+try:
+    counted("cscs:vgg16", False, dataset="imagenet", train_crop=176, data_dir=sys.argv[1])
+except RecipeError as error:
+    found["refused"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    images = write_tree(tmp_path_factory.mktemp("images"))
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(images)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+PUBLISHED = {  # CSCS's: of Inception-v3 without the auxiliary classifier
+    "resnet101": 44_601_832,
+    "without": 23_817_352,
+    "vgg16": 138_357_544,
+    "inception_v3": 23_817_352 + 3_325_800,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items(), ids=PUBLISHED)
+def test_parameters(name, parameters, found):
+    assert found[name] == parameters
+
+
+def test_flops_are_those_of_torch_and_a_little_for_single_numbers(found):
+    by_arithmetic, counted = found["resnet50 flops"]
+    assert by_arithmetic < counted < 1.002 * by_arithmetic
+    assert found["inception_v3 flops"] == pytest.approx(2 * 5.71e9, rel=1e-2)  # torchvision's documentation
+
+
+def test_the_auxiliary_loss_weighs_two_fifths_and_only_in_training(found):
+    main, auxiliary = found["parts"]
+    assert found["losses"] == pytest.approx([main + 0.4 * auxiliary, main], rel=1e-6)
+
+
+def test_crops_of_two_sizes_are_refused(found):
+    assert found["refused"] == (
+        "model vgg16 takes images of one size in TensorFlow: train_crop and valid_crop must be equal, got 176 and 224."
+    )
