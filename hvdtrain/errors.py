@@ -3,6 +3,7 @@
 HvdtrainError                  exit code 2: the input or the surroundings are wrong, nothing was trained
 ├── RecipeError                a recipe or a flag breaks a rule
 ├── TopologyError              the launcher contradicts itself
+├── ProgramError               code of the user's that a recipe names failed
 ├── PlanError                  recipe, ranks and data do not fit together
 ├── DataError                  a data file is missing, damaged or of the wrong shape
 ├── OutputError                the output folder cannot be written, or is full
@@ -37,6 +38,10 @@ class RecipeError(HvdtrainError):
     """A recipe or a flag breaks a rule."""
 
     everywhere = True
+
+
+class ProgramError(HvdtrainError):
+    """Code of the user's that a recipe names failed, maybe on one rank alone."""
 
 
 class TopologyError(HvdtrainError):

@@ -215,6 +215,15 @@ RULES = (
         "copy of a variable that all replicas share; take --engine mirrored.",
     ),
     Rule(
+        lambda c: c.framework == "torch" and c.engine.splits_network and c.recipe.step,
+        "step {r.step} cannot be with engine {e.name}, which splits a batch or the model; take --engine ddp.",
+    ),
+    Rule(
+        lambda c: c.engine.name == "modelparallel" and is_path(c.recipe.model),
+        "model {r.model} cannot be with engine {e.name}, which knows the layers of linear and resnet50 alone; take "
+        "--engine ddp.",
+    ),
+    Rule(
         lambda c: c.engine.asynchronous and c.recipe.accumulation_steps > 1,
         "accumulation_steps must be 1 with engine {e.name}, whose workers update by themselves, got "
         "{r.accumulation_steps}; take a smaller batch_size.",

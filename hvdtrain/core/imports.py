@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -76,9 +77,10 @@ def reason(error: BaseException) -> str:
         where = f"{error.filename} line {error.lineno}: "
     else:
         own = [frame for frame in frames if not _is_machinery(frame.filename)]
+        own = [frame for frame in own if not _is_library(frame.filename)] or own
         where = f"{own[-1].filename} line {own[-1].lineno}: " if own else ""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return one_line(f"{where}{type(error).__name__}: {text}".rstrip(": "), LONGEST_REASON) + "."
+    return one_line(f"{where}{type(error).__name__}: {text}".rstrip(":. "), LONGEST_REASON) + "."
 
 
 def expanded(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def _module(name: str, path: str, key: str) -> Any:
                 "start in the folder that holds it, or install it."
             ) from None
         raise RecipeError(f"{key} {path}: {reason(error)}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"{key} {path} cannot be imported: {reason(error)}") from None
 
 
@@ -125,3 +127,8 @@ def _where(function: Callable[..., Any]) -> str:
 def _is_machinery(filename: str) -> bool:
     """Whether the frame is of Python's own import, or of this package."""
     return filename.startswith("<frozen") or Path(filename).is_relative_to(Path(__file__).parents[1])
+
+
+def _is_library(filename: str) -> bool:
+    """Whether it is a package's that is installed, or of Python's own."""
+    return any(Path(filename).is_relative_to(folder) for folder in map(sysconfig.get_path, ("purelib", "stdlib")))

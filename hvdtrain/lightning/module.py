@@ -33,6 +33,7 @@ class RecipeModule(LightningModule):
         self.optimizer = optimizers.make(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
         self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
         self._averaged = contextlib.ExitStack()
+        self._is_lost = engine.is_lost
         self.objective, self.meter = Objective(recipe), Meter(engine.device)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -71,7 +72,9 @@ class RecipeModule(LightningModule):
         self.progress.advance(self.plan)
 
     def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, int]:
-        out = self.objective.forward(self.objective.module(self.model), self.objective.inputs(batch))
-        loss, seen = self.objective.measure(out, batch, training)
+        inputs = self.objective.inputs(batch)
+        with self.objective.explained(self._is_lost):
+            out = self.objective.forward(self.objective.module(self.model), inputs)
+            loss, seen = self.objective.measure(out, batch, training)
         self.meter.add(seen)
         return loss, seen.count

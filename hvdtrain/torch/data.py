@@ -2,8 +2,10 @@
 
 import contextlib
 import multiprocessing
+import pickle
 import queue
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once
+from hvdtrain.errors import DataError
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Batch
 from hvdtrain.torch.resident import Held, Pair, hold
@@ -107,7 +110,16 @@ class Loader:
             self._pools[id(split)] = sampler, pool
         sampler, pool = self._pools[id(split)]
         sampler[:] = requests
-        return iter(pool)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")
+            try:
+                return iter(pool)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                name = split.name if isinstance(split, Examples) else self.dataset.name
+                raise DataError(
+                    f"{name} cannot be sent to workers, as pickle: {error}; define what it holds at the top of a "
+                    "module, open files in __getitem__, or set workers to 0."
+                ) from None
 
     def _on_device(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         if self.device.type == "cpu":

@@ -25,7 +25,10 @@ def load(recipe: "Recipe") -> Dataset:
         >>> from hvdtrain.core import recipe
         >>> load(recipe.load("unet.yaml")).train  # which names cells.data:Cells  # doctest: +SKIP
     """
-    collate = imports.load(recipe.collate, "collate") if recipe.collate else default_collate
+    collate = default_collate
+    if recipe.collate:
+        collate = imports.load(recipe.collate, "collate")
+        imports.check_arguments(collate, recipe.collate, "collate", [])
     return examples.load(recipe, "map-style data sets", lambda split, name: Examples(split, name, collate))
 
 

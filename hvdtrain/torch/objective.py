@@ -1,6 +1,7 @@
 """What a batch costs: the loss and metrics of a recipe, of the model's outputs or from a step of the user's."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hvdtrain.core.own_code import AUXILIARY
-from hvdtrain.errors import RecipeError
+from hvdtrain.core import imports
+from hvdtrain.core.own_code import AUXILIARY, is_path
+from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
@@ -89,12 +91,26 @@ class Objective:
     def __init__(self, recipe: "Recipe") -> None:
         """Raises RecipeError where code that the recipe names cannot be imported."""
         self._recipe = recipe
-        self._step = _load(recipe.step, "step") if recipe.step else None
+        self._step = _load(recipe.step, "step", None, None) if recipe.step else None
         own = recipe.loss is not None and recipe.loss not in NAMED
-        self._own_loss = _load(recipe.loss, "loss") if recipe.loss and own else None
-        self._metrics = {name: _load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
+        self._own_loss = _load(recipe.loss, "loss", None, None) if recipe.loss and own else None
+        self._metrics = {name: _load(path, f"metrics {name}", None, None) for name, path in recipe.metrics.items()}
+        self._forward_of = f"step {recipe.step}" if recipe.step else f"model {recipe.model}"
+        self._all_ours = not recipe.step and not is_path(recipe.model) and not is_path(recipe.dataset)
         self.forward: Callable[[Any, Any], Any] = _whole if self._step else call
         """What `module` made, and inputs -> outputs, which `measure` takes."""
+
+    @contextlib.contextmanager
+    def explained(self, is_lost: Callable[[Exception], bool]) -> Iterator[None]:
+        """Raises ProgramError for what the user's model or step raises, but for a rank that an engine has lost."""
+        try:
+            yield
+        except HvdtrainError:
+            raise
+        except Exception as error:
+            if self._all_ours or is_lost(error):
+                raise
+            raise ProgramError(f"{self._forward_of}: {imports.reason(error)}") from error
 
     def module(self, model: nn.Module) -> nn.Module:
         """What an engine wraps: the model, or with a step the module that calls the step with the model itself."""
@@ -134,7 +150,8 @@ class Objective:
 
     def _loss(self, out: Any, y: Any, training: bool) -> Any:
         if self._own_loss:
-            return self._own_loss(out, y)
+            with _explained(f"loss {self._recipe.loss}"):
+                return self._own_loss(out, y)
         name = self._recipe.loss or ("mse" if y.is_floating_point() else "cross_entropy")
         if weight := AUXILIARY.get(type(out).__name__):
             auxiliary = [getattr(out, field) for field in out._fields if field != "logits"]
@@ -148,6 +165,11 @@ class Objective:
                 f"loss {name} needs a model that returns a tensor, {self._recipe.model} returns a "
                 f"{type(out).__name__}; give a loss of your own, or a step."
             )
+        shapes = f"of outputs {list(out.shape)} and targets {str(y.dtype).removeprefix('torch.')} {list(y.shape)}"
+        with _explained(f"loss {name} {shapes}"):
+            return self._of_tensors(name, out, y, training)
+
+    def _of_tensors(self, name: str, out: torch.Tensor, y: torch.Tensor, training: bool) -> torch.Tensor:
         if name == "cross_entropy":
             return F.cross_entropy(out, y, label_smoothing=self._recipe.label_smoothing if training else 0.0)
         if out.shape != y.shape:  # PyTorch would broadcast them
@@ -159,7 +181,10 @@ class Objective:
 
     def _measured(self, out: Any, y: Any) -> dict[str, Any]:
         with torch.no_grad():
-            metrics = {name: metric(out, y) for name, metric in self._metrics.items()}
+            metrics = {}
+            for name, metric in self._metrics.items():
+                with _explained(f"metrics {name} {self._recipe.metrics[name]}"):
+                    metrics[name] = metric(out, y)
             logits = getattr(out, "logits", out)
             if self._recipe.loss in {None, "cross_entropy"} and y.dim() == 1 and not y.is_floating_point():
                 metrics["acc1"] = (logits.argmax(1) == y).sum(), len(y)
@@ -178,7 +203,7 @@ class Objective:
             )
 
     def _sum(self, name: str, of: Any, count: int) -> Metric:
-        if isinstance(of, tuple | list) and len(of) == 2:
+        if isinstance(of, tuple | list) and len(of) == 2 and all(map(_is_number, of)):
             return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in of)  # type: ignore[return-value]
         if isinstance(of, torch.Tensor) and of.shape == (count,):
             return of.detach().double().sum(), count
@@ -200,7 +225,22 @@ def _whole(network: Any, batch: Any) -> Any:
     return network(batch)
 
 
-def _load(path: str, key: str) -> Callable[..., Any]:
-    from hvdtrain.core import imports
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except HvdtrainError:
+        raise
+    except Exception as error:
+        raise ProgramError(f"{what}: {imports.reason(error)}") from error
 
-    return imports.load(path, key)
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+
+
+def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
+    """What the path names, which takes so many arguments."""
+    function = imports.load(path, key)
+    imports.check_arguments(function, path, key, *given)
+    return function

@@ -118,6 +118,7 @@ class Step:
         with self._phase("allreduce"):
             self.engine.finish()
         with self._phase("update"):
+            self._fill_gradients()
             if self.recipe.clip_norm:
                 self.scaler.unscale_(self.optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
@@ -127,13 +128,20 @@ class Step:
                 self.ema.update()
         return seen
 
+    def _fill_gradients(self) -> None:
+        """A parameter that the loss does not depend on has a gradient of 0, as the mean over ranks makes it: momentum
+        and weight decay then move it alike on any number of ranks."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def _differentiate(self, micro_batches: list[Any]) -> list[Seen]:
         results = []
         with self._phase("forward"):
             inputs = [self.objective.inputs(batch) for batch in micro_batches]
             outputs = self.engine.outputs(self.network, inputs, self.objective.forward)
         for batch in micro_batches:
-            with self._phase("forward"), autocast(self.recipe, self.engine.device):
+            with self._phase("forward"), autocast(self.recipe, self.engine.device), self._explained():
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
             with self._phase("backward"):
                 self.scaler.scale(loss * self._weight(seen.count) / len(micro_batches)).backward()
@@ -142,5 +150,9 @@ class Step:
 
     def evaluate(self, batch: Any) -> Seen:
         """What is to be reported of a validation batch."""
-        out = self.objective.forward(self.network, self.objective.inputs(batch))
-        return self.objective.measure(out, batch)[1]
+        inputs = self.objective.inputs(batch)
+        with self._explained():
+            return self.objective.measure(self.objective.forward(self.network, inputs), batch)[1]
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return self.objective.explained(self.engine.is_lost)

@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain.core import sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
-from hvdtrain.errors import EngineUnavailable
+from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Forward
@@ -90,8 +90,8 @@ class DdpEngine:
         *first, last = inputs
         for each in first:
             with network.no_sync():
-                yield forward(network, each)
-        yield forward(network, last)
+                yield _checked(forward, network, each)
+        yield _checked(forward, network, last)
 
     def finish(self) -> None:
         pass  # backward has waited for the last bucket
@@ -127,6 +127,18 @@ class DdpEngine:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def _checked(forward: Forward, network: DistributedDataParallel, x: Any) -> Any:
+    try:
+        return forward(network, x)
+    except RuntimeError as error:
+        if "finished reduction in the prior iteration" not in str(error):
+            raise
+        raise RecipeError(
+            "engine ddp needs a model whose parameters all get a gradient in every step, or with accumulation_steps 1 "
+            f"the same ones each time, and {type(network.module).__name__} left some out; take engine horovod."
+        ) from None
 
 
 def _backend(topology: Topology, device: torch.device) -> str:

@@ -1,0 +1,270 @@
+"""A recipe that names code of the user's: what is wrong with it is one line with the remedy, and exit code 2."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+
+import sys  # noqa: E402
+
+from hvdtrain.run import main as runs  # noqa: E402
+from hvdtrain.torch.__main__ import train  # noqa: E402
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def pairs(n=8, valid=4, labels=4):
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, torch.arange(n) % labels), TensorDataset(x[:valid], torch.arange(valid) % labels)
+
+
+def regression(shape=(4,)):
+    return [TensorDataset(torch.randn(8, 4), torch.randn(8, *shape)) for _ in range(2)]
+
+
+def loss(out, y):
+    return nn.functional.cross_entropy(out, y)
+"""
+KEYS = {
+    "model": "own:Net", "dataset": "own:pairs", "loss": "own:loss", "epochs": 1, "batch_size": 4, "base_lr": 0.1,
+}  # fmt: skip
+
+CASES = {  # by name: keys of the recipe, code of the user's, and what the line holds
+    "no module": ({"model": "onw:Net"}, "", ["model onw:Net: there is no module onw in", "start in the folder"]),
+    "no module inside": ({"model": "own.nets:Net"}, "", ["model own.nets:Net: ", "own"]),
+    "no name": ({"model": "own:Ner"}, "", ["own.py has no 'Ner'", "Did you mean Net?"]),
+    "no import path": ({"model": "own.Net"}, "", ["model must be one of", "'own.Net'"]),
+    "not callable": ({"model": "own:size"}, "size = 3", ["own:size must be callable, got an object of type int"]),
+    "syntax": ({}, "def f(:\n    pass", ["dataset own:pairs", "own.py line 27: SyntaxError"]),
+    "import inside": ({}, "import no_such_thing", ["own.py line 27: ModuleNotFoundError", "no_such_thing"]),
+    "error of the import": ({}, "1 / 0", ["own.py line 27: ZeroDivisionError"]),
+    "exit of the import": (
+        {},
+        "import sys; sys.exit(3)",
+        ["own:pairs cannot be imported", "own.py line 27: SystemExit: 3"],
+    ),
+    "unknown argument": ({"model_args": {"widht": 3}}, "", ["(width=...)", "'widht'", "Did you mean width?"]),
+    "missing argument": (
+        {"model": "own:f"},
+        "def f(depth): return Net()",
+        ["own:f(depth)", "own.py line 27", "'depth'"],
+    ),
+    "no Module": ({"model": "own:f"}, "def f(): return 3", ["own:f must return a torch.nn.Module, got a int"]),
+    "None for a Module": ({"model": "own:f"}, "def f(): Net()", ["must return a torch.nn.Module, got a NoneType"]),
+    "no parameters": ({"model": "own:f"}, "def f(): return nn.ReLU()", ["model own:f has no parameters to train"]),
+    "error of the model": (
+        {"model_args": {"width": -1}},
+        "",
+        ["model own:Net: ", "own.py line 10: RuntimeError: Trying to create tensor"],
+    ),
+    "error of forward": (
+        {"model": "own:F"},
+        "class F(Net):\n    def forward(self, x): return self.layer(x[:, :3])",
+        ["model own:F: ", "own.py line 28: RuntimeError"],
+    ),
+    "model_args of a built-in model": (
+        {"model": "resnet50", "model_args": {"a": 1}, "dataset": "digits", "loss": None},
+        "",
+        ["model_args go with a model of your own, got model resnet50; drop them."],
+    ),
+    "unknown name of a library": ({"model": "torchvision:resnet19"}, "", ["model torchvision:resnet19", "resnet19"]),
+    "unset variable": ({"dataset_args": {"n": "$NO_SUCH"}}, "", ["dataset_args n needs", "$NO_SUCH", "export it"]),
+    "no loss": ({"loss": None}, "", ["dataset own:pairs needs a loss (cross_entropy,", "or a step"]),
+    "one data set": ({"dataset": "own:f"}, "def f(): return pairs()[0]", ["must return (train, valid)"]),
+    "no examples": ({"dataset_args": {"n": 0, "valid": 0}}, "", ["training set (TensorDataset", "length is 0"]),
+    "nothing to validate": ({"dataset_args": {"valid": 0}}, "", ["validation set (TensorDataset", "length is 0"]),
+    "fewer than a batch": ({"dataset_args": {"n": 3, "valid": 3}}, "", ["at most the 3 training examples, got 4"]),
+    "no order": (
+        {"dataset": "own:f"},
+        "class Stream(IterableDataset):\n    def __iter__(self): yield 1\ndef f(): return Stream(), Stream()",
+        ["training set (Stream) has no samples by index", "__getitem__"],
+    ),
+    "error of the data set": (
+        {"dataset": "own:f"},
+        "def f(): return open('/nowhere/cells.h5')",
+        ["dataset own:f: ", "own.py line 27: FileNotFoundError", "/nowhere/cells.h5"],
+    ),
+    "error of a sample": (
+        {"dataset": "own:f"},
+        "class D(Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, i): return [1][i + 5]\n"
+        "def f(): return D(), D()",
+        ["training set, sample ", "own.py line 29: IndexError: list index"],
+    ),
+    "samples of two shapes": (
+        {"dataset": "own:f"},
+        "class D(Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, i): "
+        "return torch.ones(4 + i % 2), 1\ndef f(): return D(), D()",
+        ["float32 [5]", "float32 [4]", "own.py", "give a collate"],
+    ),
+    "a sample that differs": (
+        {"dataset": "own:f"},
+        "G = torch.Generator()\nclass D(Dataset):\n    def __len__(self): return 8\n    def __getitem__(self, i): "
+        "return torch.rand(4, generator=G), 1\ndef f(): return D(), D()",
+        ["differs when it is read again", "own.py", "__getitem__"],
+    ),
+    "no pair": (
+        {"dataset": "own:f", "loss": "mse"},
+        "def f(): return [TensorDataset(torch.ones(8, 4)) for _ in range(2)]",
+        ["a sample of own:f must be a pair (x, y), got 1 values"],
+    ),
+    "error of collate": (
+        {"collate": "own:f"},
+        "def f(samples): raise ValueError('what is this')",
+        ["own.py line 27: ValueError: what is this"],
+    ),
+    "collate of no batch": ({"collate": "own:f"}, "def f(samples): return None", ["must be a pair", "NoneType"]),
+    "label out of range": (
+        {"dataset_args": {"labels": 9}, "loss": "cross_entropy"},
+        "",
+        ["cross_entropy", "out of bounds"],
+    ),
+    "label out of range of a loss of one's own": (
+        {"dataset_args": {"labels": 9}},
+        "",
+        ["own.py line 26: IndexError", "out of bounds"],
+    ),
+    "shapes that broadcast": (
+        {"dataset": "own:regression", "dataset_args": {"shape": []}, "loss": "mse"},
+        "",
+        ["loss mse needs outputs and targets of one shape, got [4, 4] and [4]"],
+    ),
+    "classes for mse": (
+        {"loss": "cross_entropy", "dataset": "own:regression", "dataset_args": {"shape": [3, 2]}},
+        "",
+        ["cross_entropy", "[4, 4]", "[4, 3, 2]"],
+    ),
+    "a loss of each example": (
+        {"loss": "own:f"},
+        "def f(out, y): return nn.functional.cross_entropy(out, y, reduction='none')",
+        ["loss own:f must give one number", "got shape [4]"],
+    ),
+    "a loss without gradient": (
+        {"loss": "own:f"},
+        "def f(out, y): return loss(out, y).detach()",
+        ["loss own:f gives a loss without gradient", "detach()"],
+    ),
+    "a loss that is a float": ({"loss": "own:f"}, "def f(out, y): return 1.0", ["one number", "got a float"]),
+    "a loss of other arguments": (
+        {"loss": "own:f"},
+        "def f(out): return 1.0",
+        ["loss own:f(out) (", "own.py line 27): too many positional arguments"],
+    ),
+    "error of the loss": (
+        {"loss": "own:f"},
+        "def f(out, y): return out.no_such()",
+        ["loss own:f", "own.py line 27: AttributeError"],
+    ),
+    "no loss of that name": ({"loss": "cross_entrpy"}, "", ["'cross_entrpy'", "Did you mean cross_entropy?"]),
+    "a metric of another shape": (
+        {"metrics": {"right": "own:f"}},
+        "def f(out, y): return out",
+        ["metric right must give a value for each of the 4 examples", "got shape [4, 4]"],
+    ),
+    "a metric that is a number": (
+        {"metrics": {"right": "own:f"}},
+        "def f(out, y): return 0.5",
+        ["metric right must give a value for each of the 4 examples", "got a float"],
+    ),
+    "a metric of two texts": (
+        {"metrics": {"right": "own:f"}},
+        "def f(out, y): return 'a', 'b'",
+        ["metric right must give a value for each of the 4 examples"],
+    ),
+    "error of a metric": (
+        {"metrics": {"right": "own:f"}},
+        "def f(out, y): return out.no_such()",
+        ["metrics right", "own.py line 27: AttributeError"],
+    ),
+    "a metric called loss": ({"metrics": {"loss": "own:loss"}}, "", ["a metric's name must be a word other than"]),
+    "a step beside a loss": ({"step": "own:loss"}, "", ["step computes loss and metrics itself; drop loss"]),
+    "a step of three": (
+        {"loss": None, "step": "own:f"},
+        "def f(model, batch): return 1, 2, 3",
+        ["step own:f must return a loss, or (loss, metrics)"],
+    ),
+    "a step that returns nothing": (
+        {"loss": None, "step": "own:f"},
+        "def f(model, batch): pass",
+        ["step own:f must give one number", "got a NoneType"],
+    ),
+    "error of a step": (
+        {"loss": None, "step": "own:f"},
+        "def f(model, batch): return batch['x']",
+        ["step own:f", "own.py line 27: TypeError"],
+    ),
+    "a step of other arguments": (
+        {"loss": None, "step": "own:f"},
+        "def f(model): pass",
+        ["step own:f(model) (", "own.py line 27): too many positional arguments"],
+    ),
+    "other metrics in validation": (
+        {"loss": None, "step": "own:f"},
+        "def f(model, batch):\n    loss_now = loss(model(batch[0]), batch[1])\n"
+        "    return loss_now, ({} if model.training else {'right': (1, 2)})",
+        ["the metrics must have the same names in every step, got right after none", "(0, 0)"],
+    ),
+    "two outputs": (
+        {"model": "own:F", "loss": "cross_entropy"},
+        "class F(Net):\n    def forward(self, x): return self.layer(x), 0",
+        ["loss cross_entropy needs a model that returns a tensor, own:F returns a tuple"],
+    ),
+    "no pickle for workers": (
+        {"dataset": "own:f", "workers": 1},
+        "class D(Dataset):\n    def __init__(self): self.read = lambda: torch.ones(4)\n"
+        "    def __len__(self): return 8\n    def __getitem__(self, i): return self.read(), 1\n"
+        "def f(): return D(), D()",
+        ["own:f, training set cannot be sent to workers, as pickle: ", "set workers to 0"],
+    ),
+    "a model of one's own in parts": (
+        {"flags": ["--engine", "modelparallel", "--devices", "cpu,cpu"]},
+        "",
+        ["model own:Net cannot be with engine modelparallel", "take --engine ddp"],
+    ),
+    "a step in parts": (
+        {"loss": None, "step": "own:f", "flags": ["--engine", "modelparallel", "--devices", "cpu,cpu"]},
+        "def f(model, batch): return loss(model(batch[0]), batch[1])",
+        ["step own:f cannot be with engine modelparallel"],
+    ),
+}
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """`refused(keys, code)`: the only line on stderr of a run of that recipe, whose exit code is 2."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def run(keys, code=""):
+        from ruamel.yaml import YAML
+
+        sys.modules.pop("own", None)
+        flags = [*keys.pop("flags", []), "--output", "run"]
+        (tmp_path / "own.py").write_text(f"{OWN}{code}\n")
+        chosen = {key: value for key, value in {**KEYS, **keys}.items() if value is not None}
+        with (tmp_path / "mine.yaml").open("w") as file:
+            YAML().dump({"default": chosen}, file)
+        assert runs.main("torch", ["mine.yaml", *flags], train) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    yield run
+    sys.modules.pop("own", None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_that_names_it(refused, case):
+    keys, code, expected = CASES[case]
+    line = refused(dict(keys), code)
+    assert not [words for words in expected if words not in line], line
