@@ -20,6 +20,8 @@ MODULES = {
     "BroadcastCallback": "callbacks",
     "MetricAverageCallback": "callbacks",
     "WarmupCallback": "callbacks",
+    "FaultTolerance": "fault_tolerance",
+    "GlobalBatches": "global_batches",
     "SyncBatchNormalization": "batch_norm",
 }
 HOROVODS_OWN = (

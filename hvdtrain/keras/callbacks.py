@@ -1,5 +1,6 @@
 """Keras callbacks that make several ranks' `fit` one training."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from hvdtrain.keras.optimizer import check_called, check_distributed
 from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
 
 Logs = dict[str, Any]
+MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
+"""By model, the steps of its epoch that were made before the run resumed: Keras counts the others from 0."""
 
 
 class _Callback(keras.callbacks.Callback):
@@ -216,6 +219,6 @@ class WarmupCallback(_Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if self._epoch < self.warmup_epochs:
-            done = (self._epoch + (batch + 1) / self._steps) / self.warmup_epochs
+            done = (self._epoch + (MADE.get(self.model, 0) + batch + 1) / self._steps) / self.warmup_epochs
             self.model.optimizer.learning_rate = self.peak_lr / hvd.size() * (1 + (hvd.size() - 1) * min(1, done))
             self._rising = True

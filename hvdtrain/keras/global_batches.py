@@ -1,0 +1,79 @@
+"""The global batches of any data, for `fit`: the same for every number of ranks."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from hvdtrain.core.examples import DRAWS
+from hvdtrain.core.progress import OwnSampling, Progress, Request, train_requests
+from hvdtrain.errors import KerasError
+from hvdtrain.keras.ranks import hvd
+from hvdtrain.tensorflow import examples
+
+
+class GlobalBatches(keras.utils.PyDataset):
+    """This rank's part of each global batch, for `model.fit`: each step reads the same examples whatever the number of
+    ranks.
+
+    `data`: arrays (x, y), whose values may be dicts and tuples; a keras.utils.PyDataset, whose items are mixed row by
+    row; or a source with `__len__` and `__getitem__`, whose items are examples (x, y). Random numbers are drawn in
+    `__getitem__` from `random` or `numpy.random`: these are seeded by seed, epoch and index. With FaultTolerance an
+    interrupted epoch continues where it was.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hvdtrain.keras as hvd
+        >>> hvd.init()
+        >>> data = hvd.GlobalBatches((np.ones((64, 4)), np.ones(64)), batch_size=16)
+        >>> len(data), data[0][0].shape  # with one process
+        (4, (16, 4))
+    """
+
+    def __init__(self, data: Any, batch_size: int, seed: int = 0) -> None:
+        """`batch_size` counts the examples of one step, those of all ranks. What is left over of an epoch are other
+        examples each time. Raises DataError, and KerasError for a batch that the ranks cannot divide."""
+        super().__init__()
+        self.batch_size, self.seed = batch_size, seed
+        self.examples = examples.split(data, "the training set")
+        if batch_size < 1 or batch_size % hvd.size() or batch_size > len(self.examples):
+            raise KerasError(
+                f"batch_size counts the examples of all ranks: it must be a multiple of {hvd.size()} and at most the "
+                f"{len(self.examples)} training examples, got {batch_size}."
+            )
+        self.examples.check_repeatable(*self._requests(Progress())[0])
+        self.position: Callable[[], Progress] = lambda: Progress(epoch=self._epoch)
+        """Where the epoch continues."""
+        self._epoch = -1
+        self._left: Iterator[Request] = iter(())
+        self._reading = False
+
+    def __len__(self) -> int:
+        """The steps of a whole epoch."""
+        return len(self.examples) // self.batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """The steps that are left of the epoch."""
+        return len(self) - self.position().sample // self.batch_size if self._reading else len(self)
+
+    def __getitem__(self, index: int) -> Any:
+        """Within an epoch the next batch, whatever the index, as Keras shuffles those."""
+        return self.examples.read(*(next(self._left) if self._reading else self._requests(Progress())[index]))
+
+    def on_epoch_begin(self) -> None:
+        """Keras calls it."""
+        self._epoch += 1
+        self._reading, self._left = True, self._requests_left()
+
+    def on_epoch_end(self) -> None:
+        """Keras calls it."""
+        self._reading = False
+
+    def _requests_left(self) -> Iterator[Request]:
+        return iter(self._requests(self.position()))
+
+    def _requests(self, progress: Progress) -> list[Request]:
+        items = getattr(self.examples, "items", ())
+        sampling = OwnSampling(self.batch_size, len(self.examples), hvd.size(), self.seed, draws=DRAWS, items=items)
+        return train_requests(sampling, progress, hvd.rank())[1]

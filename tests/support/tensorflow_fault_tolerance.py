@@ -1,0 +1,79 @@
+"""Somebody's program under Keras with FaultTolerance, trained as often as it is asked: `FOLDER JSON`.
+
+Each entry of the JSON list is one `fit`: `folder`, and what happens: `signal` to the last rank after `at` steps. A
+program that ends well writes its weights' digest to `FOLDER/rank-N.json`, by folder.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdtrain.keras as hvd
+from hvdtrain.run import timeouts
+
+EXAMPLES, EPOCHS = 50, 3
+SIZE = 8
+
+
+class Cells:
+    """Images with a mask, turned at random."""
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image = np.random.default_rng(index).random((SIZE, SIZE, 1))
+        turned = np.rot90(image, random.randrange(4))
+        return turned, (turned > 0.5).astype(float)
+
+
+class Disturbed(keras.callbacks.Callback):
+    """The signal at its step."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given, self.steps = given, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if hvd.rank() == hvd.size() - 1 and self.given.get("at") == self.steps:
+            os.kill(os.getpid(), self.given["signal"])
+        self.steps += 1
+
+
+def fit(given: dict[str, Any]) -> str:
+    """A training; the digest of its weights."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.layers.Input((SIZE, SIZE, 1)),
+            keras.layers.Conv2D(4, 3, padding="same", activation="relu"),
+            keras.layers.Dropout(given.get("dropout", 0.0)),
+            keras.layers.Conv2D(1, 3, padding="same", activation="sigmoid"),
+        ]
+    )
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)), "binary_crossentropy", metrics=["accuracy"])
+    data = hvd.GlobalBatches(Cells(), batch_size=8, seed=5)
+    run = hvd.FaultTolerance(given["folder"], data, highest="accuracy", log_every_steps=1, checkpoint_every_steps=4)
+    slower = keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.7 if epoch else lr)
+    changing = hvd.WarmupCallback(0.04, warmup_epochs=2) if given.get("warm") else slower
+    callbacks = [run, hvd.MetricAverageCallback(), changing, Disturbed(given)]
+    x = np.random.default_rng(7).random((EXAMPLES, SIZE, SIZE, 1))[hvd.rank() :: hvd.size()]
+    model.fit(data, validation_data=(x, (x > 0.5).astype(float)), epochs=EPOCHS, callbacks=callbacks, verbose=0)
+    weights = b"".join(np.asarray(weight).tobytes() for weight in model.weights)
+    return hashlib.sha256(weights).hexdigest()
+
+
+if __name__ == "__main__":
+    timeouts.SILENCE = 3.0
+    keras.backend.set_floatx("float64")
+    hvd.init()
+    found = {each["folder"]: fit(each) for each in json.loads(sys.argv[2])}
+    (Path(sys.argv[1]) / f"rank-{hvd.rank()}.json").write_text(json.dumps(found))
