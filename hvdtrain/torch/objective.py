@@ -59,23 +59,6 @@ def call(network: Any, x: Any) -> Any:
     return network(*x) if isinstance(x, tuple | list) else network(x)
 
 
-class Stepped(nn.Module):
-    """A step of the user's as a module, so that DistributedDataParallel goes around the step, which is given the model
-    as the user wrote it: with its attributes, and called as often as the step likes.
-
-    Examples:
-        >>> Stepped(nn.Identity(), lambda model, batch: (model(batch) ** 2).mean())(torch.tensor([1.0, 3.0]))
-        tensor(5.)
-    """
-
-    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.model, self.step = model, step
-
-    def forward(self, batch: Any) -> Any:
-        return self.step(self.model, batch)
-
-
 class Objective:
     """A recipe's loss and metrics.
 
@@ -114,7 +97,7 @@ class Objective:
 
     def module(self, model: nn.Module) -> nn.Module:
         """What an engine wraps: the model, or with a step the module that calls the step with the model itself."""
-        return Stepped(model, self._step) if self._step else model
+        return _Stepped(model, self._step) if self._step else model
 
     def inputs(self, batch: Any) -> Any:
         """What `forward` takes of a batch: the whole for a step, else x."""
@@ -219,6 +202,18 @@ NAMED: dict[str, Callable[..., torch.Tensor]] = {
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "l1": F.l1_loss,
 }
+
+
+class _Stepped(nn.Module):
+    """A step of the user's as a module, so that DistributedDataParallel goes around the step, which is given the model
+    as the user wrote it: with its attributes, and called as often as the step likes."""
+
+    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, batch: Any) -> Any:
+        return self.step(self.model, batch)
 
 
 def _whole(network: Any, batch: Any) -> Any:
