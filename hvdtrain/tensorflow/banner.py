@@ -1,4 +1,4 @@
-"""TensorFlow's environment, set before its first import, and its banner, left out."""
+"""The first import of TensorFlow and Keras: their environment, and TensorFlow's banner, left out."""
 
 import contextlib
 import os
@@ -6,21 +6,19 @@ import re
 import tempfile
 from collections.abc import Iterator
 
-# A log that a person can read, and never another backend.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["KERAS_BACKEND"] = "tensorflow"
-
 # What TensorFlow 2.21 prints while it is imported, whatever the level.
 BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable the following instructions")
 
 
 @contextlib.contextmanager
 def without_banner() -> Iterator[None]:
-    """Leaves TensorFlow's banner out of what the block writes to stderr.
+    """Leaves TensorFlow's banner out of what the block, which imports it, writes to stderr: a log that a person can
+    read; and Keras never takes another backend.
 
     What a crash inside the block prints is lost: TF_CPP_MIN_LOG_LEVEL=0 leaves everything as it is.
     """
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
         yield
         return
     stderr = os.dup(2)

@@ -448,16 +448,23 @@ def test_horovods_adasum_has_no_channels_last():
 
 
 FOREIGN = {
-    "xla": ("tensorflow", "torch", "xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla."),
-    "compile": ("torch", "tensorflow", "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla."),
-    "data_on_device": ("torch", "tensorflow", "data_on_device is PyTorch's, this run is TensorFlow's; drop it."),
+    "xla": ("tensorflow", "torch", True, "xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla."),
+    "compile": ("torch", "tensorflow", True, "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla."),
+    "data_on_device": ("torch", "tensorflow", True, "data_on_device is PyTorch's, this run is TensorFlow's; drop it."),
+    "model": (
+        "tensorflow",
+        "torch",
+        "keras.applications:VGG16",
+        "model keras.applications:VGG16 is TensorFlow's, this run is PyTorch's; take one of torchvision, as "
+        "torchvision:resnet101.",
+    ),
 }
 
 
 @pytest.mark.parametrize("key", FOREIGN)
 def test_each_framework_refuses_what_it_has_not(key):
-    home, abroad, message = FOREIGN[key]
-    requested = recipe.load("digits", {key: True})
+    home, abroad, value, message = FOREIGN[key]
+    requested = recipe.load("digits", {key: value})
     compatibility.check(choice(adapter=home, recipe=requested), {})
     with pytest.raises(RecipeError) as caught:
         compatibility.check(choice(adapter=abroad, recipe=requested), {})

@@ -1,5 +1,7 @@
 """One sample order for every number of ranks; shards that leave nothing out."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,17 @@ def test_an_epoch_is_a_permutation_and_draws_lie_in_the_unit_interval():
     assert (epoch.draws.shape, epoch.draws.dtype) == ((1000, 8), np.float32)
     assert 0 <= epoch.draws.min() < 0.01
     assert 0.99 < epoch.draws.max() < 1
+
+
+def test_an_items_examples_stay_together_and_share_their_draws():
+    items = (5, 5, 5, 3)
+    epoch = Epoch.by_item(items, seed=1, epoch=2, draws=3)
+    firsts, which = np.cumsum([0, *items]), np.repeat(range(4), items)
+    runs = np.split(epoch.order, np.flatnonzero(np.diff(which[epoch.order])) + 1)
+    assert sorted(run.tolist() for run in runs) == [list(range(a, b)) for a, b in itertools.pairwise(firsts)]
+    assert len(np.unique(epoch.draws, axis=0)) == len(np.unique(np.c_[which, epoch.draws], axis=0)) == 4
+    orders = {tuple(Epoch.by_item(items, seed=1, epoch=each, draws=0).order) for each in range(9)}
+    assert len(orders) > 4
 
 
 def test_order_and_draws_depend_on_seed_and_epoch_alone():

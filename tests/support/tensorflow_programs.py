@@ -20,7 +20,7 @@ from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.engines.replication import OneReplica
 from hvdtrain.tensorflow.events import EventWriter
-from hvdtrain.tensorflow.objective import mean_loss
+from hvdtrain.tensorflow.objective import NAMED, mean_loss
 from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
 from hvdtrain.tensorflow.trainer import Trainer
 
@@ -219,7 +219,7 @@ def scaling(finite: list[bool], interval: int) -> dict[str, Any]:
 def fingerprints() -> dict[str, dict[str, Any]]:
     """By dtype: how many fingerprints the flips of every single bit gave, how many flips; the swaps not seen."""
     results = {}
-    for dtype in (np.float32, np.float64):
+    for dtype in (np.float16, np.float32, np.float64):
         word = f"i{np.dtype(dtype).itemsize}"
         arrays = [np.array([[1.0, -1.0, 2.0], [0.0, -0.0, -2.0]], dtype), np.zeros(2, dtype)]
         variables = [tf.Variable(array) for array in arrays]
@@ -319,3 +319,8 @@ def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[floa
     """The training loss of the logits for each smoothing."""
     out, y = tf.constant(logits, tf.float64), tf.constant(labels, tf.int64)
     return [float(mean_loss(out, y, smoothing).numpy()) for smoothing in smoothings]
+
+
+def named_losses(cases: list[Any]) -> list[float]:
+    """The loss of that name for each case's outputs and targets."""
+    return [float(NAMED[name](tf.constant(np.array(out)), tf.constant(np.array(y))).numpy()) for name, out, y in cases]

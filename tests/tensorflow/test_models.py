@@ -67,7 +67,7 @@ def test_the_seed_alone_decides_the_first_weights(results):
     assert results("seeds") == [True, False]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_fingerprint_shows_every_flipped_bit_and_swap(results, dtype):
     marks = results("fingerprints")[dtype]
     assert marks == {"seen": marks["flips"] + 1, "flips": 8 * 8 * np.dtype(dtype).itemsize, "unseen": [], "same": True}

@@ -57,3 +57,9 @@ class Special(layers.BatchNormalization):
 
 def special():
     return keras.Sequential([keras.Input((12, 6)), Special(), layers.GlobalAveragePooling1D(), layers.Dense(3)])
+
+
+def likely():
+    """`norms` with probabilities instead of logits."""
+    model = norms()
+    return keras.Model(model.input, layers.Softmax()(model.output))

@@ -1,0 +1,220 @@
+"""A user's own Keras models, data sets, losses, metrics and steps: one training for any number of ranks, resumed to the
+bit, and mistakes in one line."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import warm
+from paths import SUPPORT
+from ranks import needs_horovod, needs_tensorflow, programs, started, train, wait_for_step
+from worlds import arrays, records
+
+pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
+
+SLOW = ("killed",)
+CELLS = f"{SUPPORT}/keras_cells/cells.yaml"
+STEPPED = f"{CELLS}:stepped"
+NETS, DATA, COSTS = "keras_cells.nets:", "keras_cells.data:", "keras_cells.costs:"
+LATE = ["--model", f"{NETS}Late", "--dataset", f"{DATA}dicts"]
+RUNS = {
+    "arrays": [CELLS],
+    "source": [CELLS, "--dataset", f"{DATA}source", "--loss", f"{COSTS}loss"],
+    "items": [CELLS, "--dataset", f"{DATA}items", "--batch-norm", "frozen", "--accumulation-steps", "2"],
+    "items in float64": [CELLS, "--dataset", f"{DATA}items", "--precision", "float64"],
+    "a subclass, its x a dict": [CELLS, *LATE, "--precision", "float64", "--loss", f"{COSTS}Scored"],
+    "a step": [STEPPED, "--dataset", f"{DATA}source"],
+    "a step with a frozen layer": [
+        STEPPED, "--step", f"{COSTS}token_step", "--model", f"{NETS}embedded", "--dataset", f"{DATA}tokens",
+    ],
+}  # fmt: skip
+LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
+DROPPED = [CELLS, *LATE, "--model-args", "rate=0.5", "--batch-norm", "local", "--checkpoint-every-steps", "2"]
+DROPPED += ["--epochs", "6"]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """`begun(2)`: the folder of that many ranks' runs, and what each rank returned; each is started once."""
+    made = {}
+
+    def of(ranks):
+        if ranks not in made:
+            made[ranks] = None
+            folder = tmp_path_factory.mktemp(f"own-{ranks}")
+            given = {name: [*argv, "--output", str(folder / name)] for name, argv in RUNS.items()}
+            if ranks == 2:
+                given["dropped"] = [*DROPPED, "--output", str(folder / "dropped")]
+            results = programs(
+                "tensorflow", LAUNCHES[ranks], ranks, folder, {"trainings": {"given": given}}, cwd=SUPPORT
+            )
+            made[ranks] = folder, results["trainings"]
+        assert made[ranks], "that launch failed before"
+        return made[ranks]
+
+    return of
+
+
+def lines(folder, kind):
+    return [line for line in records(folder) if line["kind"] == kind]
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", RUNS)
+def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
+    alone, together = (begun(number)[0] / name for number in (1, ranks))
+    ours, theirs = ([line["loss"] for line in lines(folder, "step")] for folder in (alone, together))
+    assert len(ours) == 8 and len(set(ours)) == 8
+    np.testing.assert_allclose(theirs, ours, rtol=1e-12 if "float64" in RUNS[name] else 1e-6)
+    for mine, other in zip(lines(alone, "epoch"), lines(together, "epoch"), strict=True):
+        for key in mine.keys() - {"kind", "seconds"}:
+            assert other[key] == pytest.approx(mine[key], rel=1e-5), key
+    assert len({rank[name]["state"] for rank in begun(ranks)[1]}) == 1
+
+
+@pytest.mark.launched
+def test_metrics_are_those_of_all_examples(begun):
+    (_, last) = lines(begun(4)[0] / "arrays", "epoch")
+    assert last["valid_right"] == last["valid_acc1"]
+    assert last["train_right"] == last["train_acc1"] > 0
+    of_class_0 = 9  # of the 20 to validate
+    assert last["valid_zero"] in {right / of_class_0 for right in range(of_class_0 + 1)}
+
+
+@pytest.mark.launched
+def test_killed_with_dropout_and_resumed_to_the_bit(begun, tmp_path):
+    argv = [*DROPPED, "--output", tmp_path / "killed"]
+    paced = warm.command("tensorflow", SUPPORT / "paced.py", "hvdtrain.tensorflow", *argv)
+    with started("mpi", 2, paced, cwd=SUPPORT) as ranks:
+        wait_for_step(ranks, tmp_path / "killed", 7)
+        ranks.kill()
+    assert "resuming from step" in train("tensorflow", "mpi", 2, *argv, cwd=SUPPORT).good().out
+    whole = begun(2)[0] / "dropped"
+    assert arrays(tmp_path / "killed") == arrays(whole)
+    losses = [[line["loss"] for line in lines(folder, "step")] for folder in (tmp_path / "killed", whole)]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 24
+
+
+# Losses by name.
+
+DRAW = np.random.default_rng(0)
+OUT, LABELS = DRAW.normal(size=(6, 5, 3)), DRAW.integers(0, 3, (6, 5))
+SAME, PROBABLE = DRAW.normal(size=(6, 5, 3)), DRAW.dirichlet(np.ones(3), (6, 5))
+
+
+def theirs(name, out, y):
+    out, y = torch.tensor(out), torch.tensor(y)
+    if name == "cross_entropy":  # whose classes are the second dimension
+        return F.cross_entropy(out.movedim(-1, 1), y.movedim(-1, 1) if y.is_floating_point() else y)
+    return {"mse": F.mse_loss, "bce_with_logits": F.binary_cross_entropy_with_logits, "l1": F.l1_loss}[name](out, y)
+
+
+def test_losses_have_pytorchs_numbers(tmp_path):
+    cases = [
+        ("cross_entropy", OUT, LABELS),
+        ("cross_entropy", OUT, PROBABLE),
+        ("mse", OUT, SAME),
+        ("bce_with_logits", OUT, PROBABLE),
+        ("l1", OUT, SAME),
+    ]
+    given = [[name, out.tolist(), y.tolist()] for name, out, y in cases]
+    (ours,) = programs("tensorflow", "alone", 1, tmp_path, {"named_losses": {"cases": given}})["named_losses"]
+    np.testing.assert_allclose(ours, [float(theirs(*case)) for case in cases], rtol=1e-12)
+
+
+# One process.
+
+SAME_CURVES = {
+    "Keras's own loss": ["--loss", "keras.losses:SparseCategoricalCrossentropy", "--model", f"{NETS}likely"],
+    "a class of a loss": ["--loss", f"{COSTS}Scored"],
+    "Keras's order of arguments": ["--loss", f"{COSTS}keras_order"],
+    "their own loss": ["--loss", f"{COSTS}loss"],
+    "mirrored": ["--engine", "mirrored", "--devices", "cpu"],
+    "multiworker": ["--engine", "multiworker"],
+}
+
+
+@pytest.fixture(scope="module")
+def train_alone(train_here, tmp_path_factory):
+    """`train_alone(*argv)`: how it ended, and its folder."""
+
+    def train(*argv, recipe=CELLS):
+        folder = tmp_path_factory.mktemp("alone") / "run"
+        return train_here("tensorflow", recipe, *argv, "--output", folder), folder
+
+    return train
+
+
+@pytest.mark.parametrize("name", SAME_CURVES)
+def test_one_curve_whatever_names_the_loss_and_whichever_engine(begun, train_alone, name):
+    ended, folder = train_alone(*SAME_CURVES[name])
+    usual = lines(begun(1)[0] / "arrays", "step")
+    np.testing.assert_allclose(
+        [line["loss"] for line in lines(folder, "step")] if not ended.code else ended.err,
+        [line["loss"] for line in usual],
+        rtol=1e-5,
+    )
+
+
+LEARNS = {
+    "bfloat16": ["--precision", "bfloat16"],
+    "float16": ["--precision", "float16"],
+    "XLA": ["--batch-norm", "local", "--xla"],
+    "label smoothing": ["--label-smoothing", "0.1"],
+    "frozen statistics": ["--batch-norm", "frozen"],
+    "Adam": ["--optimizer", "adam", "--momentum", "0", "--base-lr", "0.01"],
+    "averaged weights": ["--ema-decay", "0.5"],
+}
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_what_a_recipe_says_beside_holds(train_alone, name):
+    ended, folder = train_alone(*LEARNS[name], "--epochs", "6")
+    assert ended.code == 0, ended.err
+    losses = [line["train_loss"] for line in lines(folder, "epoch")]
+    assert losses[-1] < losses[0] - 0.02, losses
+
+
+# Mistakes.
+
+X, Y = "shape [16, 3]", "shape [16]"
+BAD = {
+    "no such module": (["--model", "cellz.nets:unet"], "model cellz.nets:unet: there is no module cellz in "),
+    "no such name": (["--model", f"{NETS}norm"], "has no 'norm'. Did you mean norms?"),
+    "other arguments": (["--model-args", "widht=3"], "unexpected keyword argument 'widht'. Did you mean width?"),
+    "no model": (["--model", f"{NETS}no_model"], f"model {NETS}no_model must return a keras.Model, got a int."),
+    "nothing to train": (["--model", f"{NETS}no_weights"], f"model {NETS}no_weights has no parameters to train."),
+    "a model that fails": (["--model", f"{NETS}broken", "--model-args", "width=0"], "Received: units=-1."),
+    "a BatchNorm of their own": (["--model", f"{NETS}special"], "layer special is a Special; take batch_norm local."),
+    "nothing to learn from": (["--dataset", f"{DATA}empty"], "training set (list) has no samples: its length is 0."),
+    "one set": (["--dataset", f"{DATA}one"], "must return (train, valid), two of arrays (x, y), a keras.utils."),
+    "iterated": (["--dataset", f"{DATA}iterated"], "has no samples by index, so no order of them could be the same"),
+    "arrays of two lengths": (["--dataset", f"{DATA}unequal"], "got (float64 [5, 2], float64 [4]); make them alike."),
+    "samples of two shapes": (["--dataset", f"{DATA}shapes"], " is (float64 [12, 7], int), sample "),
+    "items of two lengths": (["--dataset", f"{DATA}uneven"], "rows, the first one has 2; all items but the last"),
+    "its own generator": (["--dataset", f"{DATA}restless"], "differs when it is read again in "),
+    "triples": (["--dataset", f"{DATA}triples"], "must be a pair (x, y), got 3 values; return a pair, or give a step."),
+    "no numbers": (["--dataset", f"{DATA}texts"], "a sample must hold numbers and arrays, got a NoneType."),
+    "a damaged file": (["--dataset", f"{DATA}damaged"], "OSError: no file "),
+    "a loss per example": (["--loss", f"{COSTS}vector"], "the mean over the batch's examples, got shape [16]."),
+    "a loss of Python's": (["--loss", f"{COSTS}plain"], "must give one number, the mean over the batch's examples, "),
+    "a loss without gradient": (["--loss", f"{COSTS}without_gradient"], "gives a loss without gradient; "),
+    "arguments turned round": (["--loss", f"{COSTS}turned"], f"of outputs {X} and targets {Y}: "),
+    "targets of another shape": (["--loss", "mse"], f"loss mse needs outputs and targets that match, got {X} and {Y};"),
+    "a loss by another name": (["--loss", "crossentropy"], "Did you mean cross_entropy?"),
+    "a metric per batch": (["--metrics", f"iou={COSTS}of_batch"], "metric iou must give a value for each of the "),
+    "a step's list": (["--step", f"{COSTS}listed"], "must return a loss, or (loss, metrics) with a dict of metrics."),
+    "a loader of PyTorch's": (["--collate", f"{COSTS}loss"], "collate is PyTorch's, this run is TensorFlow's, where "),
+    "a network of PyTorch's": (["--model", "torchvision:resnet18"], "model torchvision:resnet18 is PyTorch's, "),
+    "two readers": (["--workers", "2"], "workers must be 0 or 1 with a data set of your own in TensorFlow: "),
+    "shared variables": (["--engine", "central"], f"model {NETS}norms cannot be with engine central: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_are_one_line(train_alone, name):
+    argv, message = BAD[name]
+    ended, _ = train_alone(*argv, recipe=STEPPED if "--step" in argv else CELLS)
+    assert ended.code == 2, ended.err
+    assert message in ended.err and ended.err.count("\n") == 1, ended.err
