@@ -4,13 +4,15 @@ import dataclasses
 import importlib
 import importlib.util
 import math
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from hvdtrain.core import imports, own_code
 from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
-from hvdtrain.errors import EngineUnavailable
+from hvdtrain.errors import EngineUnavailable, RecipeError
 
 # He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.
 RESNET50_BODY = 23_508_032
@@ -31,11 +33,41 @@ class Network:
     """Of one example forward, in training; a multiply-add is 2. None where not counted."""
 
 
+def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
+    """What the recipe's network is of: seen from its import path, else from what its module imports; torch where both
+    have the network. Raises RecipeError where the module cannot be imported."""
+    if library := _library(recipe):
+        return library
+    before = set(sys.modules)
+    if own_code.is_path(recipe.model):
+        imports.load(recipe.model, "model")
+    imported = set(sys.modules) - before
+    return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
+
+
+def _library(recipe: Recipe) -> Literal["torch", "tensorflow"] | None:
+    """The framework of a library's network; None of the user's own, and of those that both have."""
+    package = recipe.model.partition(":")[0].partition(".")[0] if own_code.is_path(recipe.model) else ""
+    libraries: dict[str, Literal["torch", "tensorflow"]] = {
+        "torch": "torch",
+        "torchvision": "torch",
+        "timm": "torch",
+        "keras": "tensorflow",
+        "tensorflow": "tensorflow",
+    }
+    return libraries.get(package)
+
+
 def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
     """The recipe's network in that framework, which is loaded for any but linear and resnet50.
 
     Raises RecipeError, and EngineUnavailable where the framework is missing.
     """
+    if (library := _library(recipe)) and library != framework:
+        raise RecipeError(
+            f"model {recipe.model} is {LIBRARIES[library]}'s, this is {LIBRARIES[framework]}'s; take another model, or "
+            f"{library}."
+        )
     if recipe.model == "linear":
         return Network(2, has_batch_norm=False, flops=2)
     if recipe.model == "resnet50":

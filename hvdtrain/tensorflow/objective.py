@@ -83,11 +83,24 @@ class Objective:
             x, y = self._pair(batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
-        loss = self._checked(loss)
-        if not self._step and model.losses:  # regularizers, add_loss
-            loss = loss + tf.add_n([tf.cast(one, self._real) for one in model.losses])
+        loss = self._regularized(self._checked(loss), model)
         sums = {name: self._sum(name, of, count) for name, of in metrics.items()}
         return loss, Seen(loss, tf.cast(count, tf.float64), sums)
+
+    def loss(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """The training loss alone of a batch whose images are normalised already: what a loop without metrics
+        computes."""
+        if self._step:
+            return self._of_step(self._step(InMode(model, True), batch))[0]
+        x, y = self._pair(batch)
+        out = keras.tree.map_structure(self._wide, model(x, training=True))
+        return self._regularized(self._loss(out, y, training=True), model)
+
+    def _regularized(self, loss: tf.Tensor, model: keras.Model) -> tf.Tensor:
+        """With what the model's layers add; a step adds it itself."""
+        if self._step or not model.losses:
+            return loss
+        return loss + tf.add_n([tf.cast(one, self._real) for one in model.losses])
 
     def inputs(self, x: Any) -> Any:
         """Numbers as they are, images of hvdtrain's data sets normalised."""

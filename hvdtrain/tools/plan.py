@@ -2,12 +2,10 @@
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 
-from hvdtrain.core import imports, network, own_code, plan
+from hvdtrain.core import network, plan
 from hvdtrain.core.compatibility import Framework
-from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import HvdtrainError, RecipeError
 from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import parse_run
@@ -33,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     recipe, _ = parse_run("python -m hvdtrain plan", rest)
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before the user's code imports Keras
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    framework = FRAMEWORKS[name] if name else framework_of(recipe)
+    framework = FRAMEWORKS[name] if name else network.framework_of(recipe)
     dataset = load_dataset(recipe, framework)
     size, of_recipe = int(count or 1), network.of(recipe, framework, dataset)
     made = plan.make(recipe, size, dataset, of_recipe)  # before what takes longer
@@ -44,18 +42,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print("\n".join(plan.make(recipe, size, dataset, of_recipe).lines()))
     return 0
-
-
-def framework_of(recipe: Recipe) -> Framework:
-    """What the recipe's network is of: seen from its import path, else from what its module imports; torch where both
-    have the network. Raises RecipeError where the module cannot be imported."""
-    package = recipe.model.partition(":")[0].partition(".")[0]
-    if not own_code.is_path(recipe.model) or package in {"torch", "torchvision", "timm"}:
-        return "torch"
-    if package in {"keras", "tensorflow"}:
-        return "tensorflow"
-    imports.load(recipe.model, "model")
-    return "tensorflow" if {"keras", "tensorflow"} & set(sys.modules) and "torch" not in sys.modules else "torch"
 
 
 def _take(flag: str, argv: list[str]) -> tuple[list[str], str | None]:

@@ -122,6 +122,16 @@ class Objective:
         self._check(loss, training)
         return loss, Seen(loss.detach(), count, {name: self._sum(name, of, count) for name, of in metrics.items()})
 
+    def loss(self, out: Any, batch: Any) -> Any:
+        """The training loss alone, unchecked: what a loop without metrics computes.
+
+        Examples:
+            >>> from hvdtrain.core.recipe import load
+            >>> Objective(load("linear")).loss(torch.ones(4, 1), (None, torch.zeros(4, 1)))
+            tensor(1.)
+        """
+        return self._of_step(out)[0] if self._step else self._loss(out, batch[1], training=True)
+
     def _of_step(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
         if not isinstance(out, tuple):
             return out, {}

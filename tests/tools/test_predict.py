@@ -324,3 +324,15 @@ def test_from_the_command_line():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("RecipeError: --point must be given at least twice, got 1;")
+
+
+def test_a_recipe_in_place_of_its_gradients_size(capsys):
+    physics = ["--step-seconds", "0.2", "--link-gbit", "10", "--ranks", "4"]
+    by_recipe, by_size = (
+        forecast(*given, *physics, capsys=capsys)
+        for given in (["--recipe", "synthetic"], ["--gradient-mb", str(4 * 25_557_032 / 1e6)])
+    )
+    assert by_recipe["forecast"] == by_size["forecast"]
+    with pytest.raises(RecipeError) as refused:
+        forecast("--recipe", "synthetic", "--gradient-mb", "1", *physics, capsys=capsys)
+    assert str(refused.value) == "--recipe and --gradient-mb exclude each other; give one of them."

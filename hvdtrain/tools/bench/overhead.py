@@ -14,9 +14,9 @@ from hvdtrain.tools.bench import measure, ranks
 
 # What the hand-written loops do and leave out.
 HAND_WRITTEN = {
-    "model": "resnet50", "precision": "float32", "accumulation_steps": 1, "clip_norm": None, "batch_norm": "local",
+    "precision": "float32", "accumulation_steps": 1, "clip_norm": None, "batch_norm": "local",
     "compression": "none", "reduction": "average", "channels_last": False, "xla": False, "max_steps": None,
-    "checkpoint_every_steps": None,
+    "checkpoint_every_steps": None, "ema_decay": None, "compile": False, "data_on_device": False, "profile": False,
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ class Options(measure.Kept):
 
     framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
     engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
-    recipe: Annotated[str, tyro.conf.arg(help="ResNet50 recipe to take the steps from")] = "digits"
+    recipe: Annotated[str, tyro.conf.arg(help="recipe to take model, loss, optimiser and data from")] = "digits"
     ranks: Annotated[measure.RankCount, tyro.conf.arg(help="ranks on this machine")] = 2
     rounds: Annotated[
         measure.Count,
@@ -62,3 +62,5 @@ def _check(options: Options) -> None:
     for key, wanted in HAND_WRITTEN.items():
         if (got := getattr(recipe, key)) != wanted:
             raise RecipeError(f"--recipe must have {key} {wanted}, as the hand-written loop has, got {got}.")
+    if recipe.dataset == "imagenet":
+        raise RecipeError("--recipe must have a data set in memory or one of your own, got imagenet; take synthetic.")

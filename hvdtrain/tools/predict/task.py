@@ -12,7 +12,11 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
+from hvdtrain.core import network
+from hvdtrain.core import plan as plans
+from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import RecipeError
+from hvdtrain.run.main import load_dataset
 from hvdtrain.tools.predict.scaling import NOISE, Link, Physics, Point, Points, StepModel
 from hvdtrain.untrusted import quoted, read_bytes
 
@@ -55,6 +59,9 @@ class Options:
     batch: Annotated[Count | None, tyro.conf.arg(help="examples a rank and step", metavar="N")] = None
     step_seconds: Annotated[Positive | None, tyro.conf.arg(help="of one rank alone", metavar="S")] = None
     gradient_mb: Annotated[Positive | None, tyro.conf.arg(help="4 bytes a parameter; 1e6 bytes", metavar="MB")] = None
+    recipe: Annotated[
+        str | None, tyro.conf.arg(help="in place of --gradient-mb: the recipe whose gradients are communicated")
+    ] = None
     link_gbit: Annotated[Positive | None, tyro.conf.arg(help="of a node, each way; 1e9 bits/s", metavar="GBIT")] = None
     latency_us: Annotated[NotNegative, tyro.conf.arg(help="of a message between nodes", metavar="US")] = 0.0
     node_gbit: Annotated[Positive | None, tyro.conf.arg(help="of a rank inside its node; left out: free")] = None
@@ -102,6 +109,8 @@ class Scaling(BaseModel):
 
 def task_of(options: Options) -> Task:
     """The options' meaning. Raises RecipeError for what breaks a rule."""
+    if options.recipe is not None:
+        options = dataclasses.replace(options, gradient_mb=_gradient_mb(options))
     measured = bool(options.point or options.from_file)
     if measured and options.step_seconds is not None:
         raise RecipeError("--step-seconds and measured points exclude each other; give one of them.")
@@ -114,6 +123,16 @@ def task_of(options: Options) -> Task:
         _refuse_rising(points, options)
         return _from_points(options, points, NOISE, options.fixed_seconds)
     return _from_physics(options)
+
+
+def _gradient_mb(options: Options) -> float:
+    """Of one rank and step of the recipe. Raises HvdtrainError."""
+    if options.gradient_mb is not None:
+        raise RecipeError("--recipe and --gradient-mb exclude each other; give one of them.")
+    chosen = recipes.load(str(options.recipe))
+    framework = network.framework_of(chosen)
+    dataset = load_dataset(chosen, framework)
+    return plans.make(chosen, 1, dataset, network.of(chosen, framework, dataset)).gradient_bytes / 1e6
 
 
 def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:

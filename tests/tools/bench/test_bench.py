@@ -8,7 +8,7 @@ import sys
 import pytest
 from ranks import needs_horovod, needs_tensorflow, needs_torch
 
-from hvdtrain.errors import RecipeError
+from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.tools import bench
 from hvdtrain.tools.bench import allreduce, train
 from hvdtrain.tools.bench.measure import interleaved
@@ -22,9 +22,14 @@ from hvdtrain.tools.bench.measure import interleaved
             ["--rounds", "1"], "--rounds must be at least 2, got '1'; --help lists the flags.", id="one round"
         ),
         pytest.param(
-            ["--recipe", "linear"],
-            "--recipe must have model resnet50, as the hand-written loop has, got linear.",
-            id="another network",
+            ["--recipe", "synthetic:amp"],
+            "--recipe must have precision float32, as the hand-written loop has, got bfloat16.",
+            id="another precision",
+        ),
+        pytest.param(
+            ["--recipe", "imagenet"],
+            "--recipe must have a data set in memory or one of your own, got imagenet; take synthetic.",
+            id="a data set in files",
         ),
     ],
 )
@@ -162,6 +167,82 @@ def test_engines_are_measured_side_by_side():
     assert found["torch modelparallel"]["reason"].startswith("DeviceError: Linear has 1 layers to split")
     assert found["torch dataparallel"]["reason"].startswith("DeviceError: engine dataparallel needs at least 2 devices")
     assert len(table) == len(found) + 2
+
+
+OWN = """
+import random
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.hidden, self.norm, self.top = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.top(torch.relu(self.norm(self.hidden(x))))
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.x = torch.linspace(0, 1, 4 * count, dtype=torch.float64).view(count, 4)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + random.random(), self.x[index].sum(0, keepdim=True)
+
+def points():
+    return Points(32), Points(8)
+
+def step(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean(), {}
+"""
+OWN_RECIPE = """
+default:
+  model: own_of_bench:Net
+  model_args: {width: 8}
+  dataset: own_of_bench:points
+  loss: mse
+  optimizer: adam
+  batch_size: 8
+  base_lr: 0.001
+  epochs: 1
+step:
+  extends: own.yaml:default
+  loss: null
+  step: own_of_bench:step
+"""
+
+
+@pytest.mark.launched
+@needs_torch
+@needs_horovod
+def test_overhead_of_the_users_own_network_and_data(tmp_path):
+    (tmp_path / "own_of_bench.py").write_text(OWN)
+    (tmp_path / "own.yaml").write_text(OWN_RECIPE)
+    for recipe, more in (("own.yaml", ["--ranks", "2", "--engine", "ddp"]), ("own.yaml:step", ["--ranks", "1"])):
+        command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", recipe, "--rounds", "2", *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
+        assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
+
+
+@pytest.mark.launched
+@needs_torch
+def test_a_network_of_the_other_framework_is_refused(tmp_path):
+    (tmp_path / "own.yaml").write_text(OWN_RECIPE)
+    command = [sys.executable, "-m", "hvdtrain", "bench", "train", "--ranks", "1", "--"]
+    command += ["synthetic:tiny", "--model", "keras.applications:ResNet50"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stdout) == (EngineUnavailable.exit_code, "")
+    assert done.stderr == (
+        "EngineUnavailable: RecipeError: model keras.applications:ResNet50 is TensorFlow's, this is PyTorch's; take "
+        "another model, or tensorflow.\n"
+    )
 
 
 # synthetic:tiny with a tenth of its examples.

@@ -1,6 +1,7 @@
 """Lightning's Trainer over the ranks of `bench overhead`, interleaved with the other loops."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +15,18 @@ from hvdtrain.lightning.train import quiet
 from hvdtrain.run.run import Run
 from hvdtrain.tools.bench.workers.overhead import Driver, StepOthers
 
+LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
-class Classifier(LightningModule):
-    """A network with its optimiser, as a Lightning script has it."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+class Module(LightningModule):
+    """A network with its loss and optimiser, as a Lightning script has it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf) -> None:
         super().__init__()
-        self.model, self.optimizer = model, optimizer
-        self.loss_of = nn.CrossEntropyLoss()
+        self.model, self.optimizer, self.loss_of = model, optimizer, loss_of
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        inputs, labels = batch
-        return self.loss_of(self.model(inputs), labels)
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss_of(self.model, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer
@@ -52,9 +53,8 @@ class _Interleaved(Callback):
             self.seconds.append(time.perf_counter() - self._began)
 
 
-def driver_of(run: Run, training: tuple[nn.Module, torch.optim.Optimizer, Any]) -> Driver:
+def driver_of(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, loss_of: LossOf) -> Driver:
     """Lightning's loop over this network, optimiser and loader."""
-    model, optimizer, loader = training
 
     def drive(epochs: int, steps: int, step_others: StepOthers) -> list[float]:
         interleaved = _Interleaved(step_others)
@@ -73,7 +73,7 @@ def driver_of(run: Run, training: tuple[nn.Module, torch.optim.Optimizer, Any]) 
                 enable_model_summary=False,
                 use_distributed_sampler=False,
             )
-            trainer.fit(Classifier(model, optimizer), loader)
+            trainer.fit(Module(model, optimizer, loss_of), loader)
         return interleaved.seconds
 
     return drive

@@ -1,51 +1,80 @@
 """hvdtrain's loop and a hand-written tf.function + Horovod loop, interleaved step by step, in the same processes.
 
-Both train the same network on the CPU, on the same images with the same update; the hand-written one does what such
-a script does and no more: no guard, no log, no exact metrics, no order kept over ranks. hvdtrain's logs as a run does,
-into a temporary folder; checkpoints and validation are in neither time.
+Both train the recipe's network on the CPU, on the same examples with the same loss and update; the hand-written one
+does what such a script does and no more: no guard, no log, no metrics, no order kept over ranks. A data set of the
+user's is read alike by both. hvdtrain's logs as a run does, into a temporary folder; checkpoints and validation are in
+neither time.
 """
 
 import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.core.progress import Request
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
-from hvdtrain.tensorflow.models import resnet50
+from hvdtrain.tensorflow import models, optimizers
+from hvdtrain.tensorflow.data import Loader
+from hvdtrain.tensorflow.engines.local import LocalEngine
+from hvdtrain.tensorflow.examples import Examples
+from hvdtrain.tensorflow.objective import Objective
 from hvdtrain.tensorflow.opening import open_engine
-from hvdtrain.tensorflow.sgd import SGD
 from hvdtrain.tensorflow.trainer import Trainer
 from hvdtrain.tools.bench.workers import overhead
+
+CPU = "/CPU:0"
 
 
 def hand_written(run: Run) -> overhead.Steps:
     """The bare loop."""
-    recipe, dataset, batch = run.recipe, run.dataset, run.plan.worker_batch
-    x, y = dataset.train.read(np.arange(len(dataset.train)), None)
-    images = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32)
-    # Numbers are shuffled, and without end: a buffer of images, filled anew every epoch, made ranks wait up to 17 s.
-    chosen = tf.data.Dataset.range(len(y)).shard(hvd.size(), hvd.rank()).shuffle(len(y)).repeat().batch(batch)
-    data = chosen.map(lambda numbers: (tf.gather(images, numbers), tf.gather(y, numbers))).prefetch(2)
-    model = resnet50(dataset.classes or 0, recipe.stem, recipe.seed)
+    model = models.build(run.recipe, run.dataset, LocalEngine(CPU))
+    objective = Objective(run.recipe, run.dataset)
     weights = [weight.value for weight in model.trainable_weights]
-    optimizer = SGD(recipe, weights)  # keras.optimizers.SGD takes longer, and steps otherwise
-    hvd.broadcast_variables([weight.value for weight in model.weights] + optimizer.momentum, root_rank=0)
+    optimizer = optimizers.make(run.recipe, model.trainable_weights)  # Keras's SGD takes longer, and steps otherwise
+    kept = [weight.value for weight in model.weights] + keras.tree.flatten(optimizer.state)
+    hvd.broadcast_variables(kept, root_rank=0)
     lr = tf.constant(run.plan.peak_lr)
 
     @tf.function
-    def step(inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    def step(batch: Any) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            logits = model(inputs, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+            loss = objective.loss(model, batch)
         gradients = hvd.DistributedGradientTape(tape).gradient(loss, weights)
         optimizer.descend(gradients, lr)
         return loss
 
-    for inputs, labels in data:
-        step(inputs, labels)
+    for batch in _own(run) if isinstance(run.dataset.train, Examples) else _in_memory(run):
+        step(batch)
         yield
+
+
+def _in_memory(run: Run) -> Iterable[Any]:
+    """Local batches of hvdtrain's data sets without end, images normalised."""
+    dataset = run.dataset
+    x, y = dataset.train.read(np.arange(len(dataset.train)), None)
+    if dataset.classes is not None:
+        x = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32)
+    # Numbers are shuffled, and without end: a buffer of images, filled anew every epoch, made ranks wait up to 17 s.
+    mine = tf.data.Dataset.range(len(y)).shard(hvd.size(), hvd.rank())
+    chosen = mine.shuffle(len(y)).repeat().batch(run.plan.worker_batch)
+    return chosen.map(lambda numbers: (tf.gather(x, numbers), tf.gather(y, numbers))).prefetch(2)
+
+
+def _own(run: Run) -> Iterator[Any]:
+    """Local batches of the user's data set without end."""
+    loader, draw = Loader(run.recipe, run.dataset, CPU), np.random.default_rng(0)
+    split, batch = run.dataset.train, run.plan.worker_batch
+    while True:
+        mine = draw.permutation(len(split))[hvd.rank() :: hvd.size()]
+        requests: list[Request] = [
+            (mine[first : first + batch], None) for first in range(0, len(mine) - batch + 1, batch)
+        ]
+        yield from loader.batches(split, requests)
 
 
 def loops(run: Run) -> overhead.Loops:

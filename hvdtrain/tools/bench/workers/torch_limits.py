@@ -20,7 +20,7 @@ def sides(run: Run) -> Iterator[limits.Sides]:
     """The run's training, and one on each rank by itself."""
     with engine_of(run) as engine:
         trainer = Trainer(run, engine)
-        count = sum(weight.numel() for weight in trainer.model.parameters())
+        count = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
         gradients = torch.zeros(count, dtype=COMMUNICATED[run.recipe.compression], device=engine.device)
         communicate, alone = None, None
         if engine.size > 1:

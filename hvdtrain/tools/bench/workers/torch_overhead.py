@@ -1,7 +1,8 @@
 """hvdtrain's loop and a hand-written Horovod or DDP loop, interleaved step by step, in the same processes.
 
-All train the same network on the CPU, on the same images with the same optimiser and precision; the hand-written
-one does what such a script does and no more: no guard, no log, no exact metrics, no order kept over ranks. Both have
+All train the recipe's network on the CPU, on the same examples with the same loss and optimiser; the hand-written one
+does what such a script does and no more: no guard, no log, no metrics, no order kept over ranks, and a data set's own
+random numbers as they come. Both have
 the one core of Horovod, which does not fuse, as hvdtrain wants it: over MPI that makes the hand-written loop faster.
 hvdtrain's logs as a run does, into a temporary folder; checkpoints and validation are in no time. Beside DDP,
 Lightning's Trainer trains the network too, where it is installed.
@@ -9,55 +10,111 @@ Lightning's Trainer trains the network too, where it is installed.
 
 import importlib.util
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from hvdtrain.core.optimizers import settings
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
 from hvdtrain.tools.bench.workers import overhead
+from hvdtrain.torch import models, optimizers
 from hvdtrain.torch.data import Loader
-from hvdtrain.torch.models import resnet50
+from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.examples import Examples
+from hvdtrain.torch.objective import Objective
 from hvdtrain.torch.opening import open_engine
 from hvdtrain.torch.trainer import Trainer
 
 
-def training(run: Run) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
-    """What such a script begins with: network, optimiser, and this rank's local batches of the images."""
+@dataclass(frozen=True)
+class Training:
+    """What such a script begins with; the batches are this rank's local ones."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: DataLoader
+    objective: Objective
+
+    def loss(self, network: nn.Module, batch: Any) -> torch.Tensor:
+        """Of `network`, which is the model or what has been put around it."""
+        out = self.objective.forward(network, self.objective.inputs(batch))
+        return self.objective.loss(out, batch)  # type: ignore[no-any-return]
+
+
+def training(run: Run) -> Training:
+    """The recipe's model, loss, optimiser and data, without anything of hvdtrain's around them."""
     recipe, dataset = run.recipe, run.dataset
-    x, y = next(
-        Loader(recipe, dataset, torch.device("cpu")).batches(dataset.train, [(np.arange(len(dataset.train)), None)])
-    )
-    data = TensorDataset(x, y)
+    data, collate = _data(run)
     sampler: DistributedSampler = DistributedSampler(data, run.topology.size, run.topology.rank)
-    loader = DataLoader(data, run.plan.worker_batch, sampler=sampler, drop_last=True)
-    torch.manual_seed(recipe.seed)
-    model = resnet50(dataset.classes or 0, recipe.stem)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=run.plan.peak_lr,
-        momentum=recipe.momentum,
-        nesterov=recipe.nesterov,
-        weight_decay=recipe.weight_decay,
-        fused=recipe.fused_optimizer or None,
+    batches = DataLoader(
+        data,
+        run.plan.worker_batch,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=collate,
+        num_workers=recipe.workers,
+        persistent_workers=recipe.workers > 0,
+        multiprocessing_context="forkserver" if recipe.workers else None,
     )
-    return model, optimizer, loader
+    model = models.build(recipe, dataset.classes, LocalEngine(torch.device("cpu")))
+    objective = Objective(recipe)
+    return Training(objective.module(model), _optimizer(recipe, model, run.plan.peak_lr), batches, objective)
+
+
+def _data(run: Run) -> tuple[Any, Callable[[list[Any]], Any] | None]:
+    """The user's data set with its collate; of hvdtrain's all examples, normalised."""
+    split = run.dataset.train
+    if isinstance(split, Examples):
+        return split.dataset, Float32(split.collate)
+    every = np.arange(len(split)), None
+    x, y = next(Loader(run.recipe, run.dataset, torch.device("cpu")).batches(split, [every]))
+    return TensorDataset(x, y), None
+
+
+@dataclass(frozen=True)
+class Float32:
+    """A collate whose floating-point numbers are the weights' kind."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return tree_map_only(torch.Tensor, self._of, self.collate(samples))
+
+    @staticmethod
+    def _of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _optimizer(recipe: Recipe, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """PyTorch's own where it has the recipe's."""
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    if recipe.optimizer not in kinds:
+        return optimizers.make(recipe, model, lr, fused=False)
+    arguments = settings(recipe).model_dump()
+    return kinds[recipe.optimizer](  # type: ignore[no-any-return]
+        model.parameters(), lr=lr, **arguments, fused=recipe.fused_optimizer or None
+    )
 
 
 def hand_written(run: Run) -> overhead.Steps:
     """The bare loop."""
-    model, optimizer, loader = training(run)
-    network, optimizer = (_ddp if run.engine == "ddp" else _horovod)(model, optimizer)
-    loss_of = nn.CrossEntropyLoss()
+    of_recipe = training(run)
+    join = _ddp if run.engine == "ddp" else _horovod
+    network, optimizer = join(of_recipe.model, of_recipe.optimizer)
     while True:
-        network.train()
-        for inputs, labels in loader:
+        models.training_mode(of_recipe.model, run.recipe)
+        for batch in of_recipe.batches:
             optimizer.zero_grad()
-            loss = loss_of(network(inputs), labels)
+            loss = of_recipe.loss(network, batch)
             loss.backward()
             optimizer.step()
             yield
@@ -83,7 +140,8 @@ def loops(run: Run) -> overhead.Loops:
     if run.engine == "ddp" and importlib.util.find_spec("lightning"):
         from hvdtrain.tools.bench.workers.lightning_overhead import driver_of
 
-        driver = driver_of(run, training(run))
+        of_recipe = training(run)
+        driver = driver_of(run, of_recipe.model, of_recipe.optimizer, of_recipe.batches, of_recipe.loss)
     return overhead.Loops(
         overhead.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
     )
