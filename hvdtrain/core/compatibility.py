@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.core import own_code
 from hvdtrain.core.own_code import is_path
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import EngineSettings
@@ -142,15 +143,6 @@ RULES = (
         "data_on_device is PyTorch's, this run is TensorFlow's; drop it.",
     ),
     Rule(
-        lambda c: c.framework == "tensorflow" and c.recipe.model.startswith(("torchvision:", "timm:")),
-        "model {r.model} is PyTorch's, this run is TensorFlow's; take one of keras.applications, as "
-        "keras.applications:InceptionV3.",
-    ),
-    Rule(
-        lambda c: c.framework == "torch" and c.recipe.model.startswith(("keras.applications:", "keras.applications.")),
-        "model {r.model} is TensorFlow's, this run is PyTorch's; take one of torchvision, as torchvision:resnet101.",
-    ),
-    Rule(
         lambda c: c.framework == "tensorflow" and c.recipe.collate,
         "collate is PyTorch's, this run is TensorFlow's, where samples are stacked; drop it, or give a "
         "keras.utils.PyDataset, whose items are batches.",
@@ -210,7 +202,7 @@ RULES = (
         "(tensorflow.org/xla/known_issues); drop it.",
     ),
     Rule(
-        lambda c: c.engine.replicas and c.engine.remote_variables and is_path(c.recipe.model),
+        lambda c: c.engine.replicas and c.engine.remote_variables and c.recipe.model not in own_code.MODELS,
         "model {r.model} cannot be with engine {e.name}: BatchNormalization and Dropout of Keras cannot change the one "
         "copy of a variable that all replicas share; take --engine mirrored.",
     ),
@@ -219,7 +211,7 @@ RULES = (
         "step {r.step} cannot be with engine {e.name}, which splits a batch or the model; take --engine ddp.",
     ),
     Rule(
-        lambda c: c.engine.name == "modelparallel" and is_path(c.recipe.model),
+        lambda c: c.engine.name == "modelparallel" and c.recipe.model not in own_code.MODELS,
         "model {r.model} cannot be with engine {e.name}, which knows the layers of linear and resnet50 alone; take "
         "--engine ddp.",
     ),
@@ -276,6 +268,7 @@ RULES = (
 
 def check(choice: Choice, environ: Mapping[str, str]) -> None:
     """Raises the error of the first rule that the choice breaks."""
+    own_code.check_framework(choice.recipe.model, choice.framework)
     for rule in RULES:
         if rule.is_broken(choice):
             raise rule.error(rule.message.format(c=choice, r=choice.recipe, e=choice.engine))

@@ -12,7 +12,7 @@ from hvdtrain.core import imports, own_code
 from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
-from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.errors import EngineUnavailable
 
 # He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.
 RESNET50_BODY = 23_508_032
@@ -36,7 +36,7 @@ class Network:
 def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
     """What the recipe's network is of: seen from its import path, else from what its module imports; torch where both
     have the network. Raises RecipeError where the module cannot be imported."""
-    if library := _library(recipe):
+    if library := own_code.library_of(recipe.model):
         return library
     before = set(sys.modules)
     if own_code.is_path(recipe.model):
@@ -45,29 +45,12 @@ def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
     return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
 
 
-def _library(recipe: Recipe) -> Literal["torch", "tensorflow"] | None:
-    """The framework of a library's network; None of the user's own, and of those that both have."""
-    package = recipe.model.partition(":")[0].partition(".")[0] if own_code.is_path(recipe.model) else ""
-    libraries: dict[str, Literal["torch", "tensorflow"]] = {
-        "torch": "torch",
-        "torchvision": "torch",
-        "timm": "torch",
-        "keras": "tensorflow",
-        "tensorflow": "tensorflow",
-    }
-    return libraries.get(package)
-
-
 def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
     """The recipe's network in that framework, which is loaded for any but linear and resnet50.
 
     Raises RecipeError, and EngineUnavailable where the framework is missing.
     """
-    if (library := _library(recipe)) and library != framework:
-        raise RecipeError(
-            f"model {recipe.model} is {LIBRARIES[library]}'s, this is {LIBRARIES[framework]}'s; take another model, or "
-            f"{library}."
-        )
+    own_code.check_framework(recipe.model, framework)
     if recipe.model == "linear":
         return Network(2, has_batch_norm=False, flops=2)
     if recipe.model == "resnet50":

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hvdtrain import datasets
 from hvdtrain.core.wording import nearest
@@ -20,6 +20,14 @@ NAMED = {
     "vgg16": {"torch": "torchvision:vgg16", "tensorflow": "keras.applications:VGG16"},
 }
 """Short names of networks that other libraries have: by framework, the import path that each stands for."""
+LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
+    "torch": "torch",
+    "torchvision": "torch",
+    "timm": "torch",
+    "keras": "tensorflow",
+    "tensorflow": "tensorflow",
+}
+"""Packages whose networks only one framework can train."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 
 AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
@@ -35,6 +43,25 @@ def is_path(name: str) -> bool:
 def network_path(model: str, framework: str) -> str:
     """The import path of a network that is not one of MODELS: a short name's, or the recipe's own."""
     return NAMED[model][framework] if model in NAMED else model
+
+
+def library_of(model: str) -> Literal["torch", "tensorflow"] | None:
+    """The framework of a library's network; None of the user's own, and of short names, which both have."""
+    return LIBRARIES.get(model.partition(":")[0].partition(".")[0]) if is_path(model) else None
+
+
+def check_framework(model: str, framework: str) -> None:
+    """Raises RecipeError for a network of the other framework's libraries."""
+    library = library_of(model)
+    if library == "torch" and framework == "tensorflow":
+        raise RecipeError(
+            f"model {model} is PyTorch's, this run is TensorFlow's; take one of keras.applications, as "
+            "keras.applications:InceptionV3."
+        )
+    if library == "tensorflow" and framework == "torch":
+        raise RecipeError(
+            f"model {model} is TensorFlow's, this run is PyTorch's; take one of torchvision, as torchvision:resnet101."
+        )
 
 
 def check(r: "Recipe") -> None:

@@ -53,6 +53,24 @@ def test_the_other_frameworks_engine_is_refused(name, adapter, message):
 
 
 REFUSED = {
+    "a network whose layers are another library's": (
+        "modelparallel",
+        {"model": "vgg16"},
+        "model vgg16 cannot be with engine modelparallel, which knows the layers of linear and resnet50 alone; take "
+        "--engine ddp.",
+    ),
+    "TensorFlow's network": (
+        "ddp",
+        {"model": "keras.applications:VGG16"},
+        "model keras.applications:VGG16 is TensorFlow's, this run is PyTorch's; take one of torchvision, as "
+        "torchvision:resnet101.",
+    ),
+    "PyTorch's network": (
+        "mirrored",
+        {"model": "timm:vit_tiny_patch16_224"},
+        "model timm:vit_tiny_patch16_224 is PyTorch's, this run is TensorFlow's; take one of keras.applications, as "
+        "keras.applications:InceptionV3.",
+    ),
     "compiled pieces": (
         "modelparallel",
         {"compile": True},

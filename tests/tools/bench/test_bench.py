@@ -219,16 +219,22 @@ step:
 @pytest.mark.launched
 @needs_torch
 @needs_horovod
-def test_overhead_of_the_users_own_network_and_data(tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        pytest.param("own.yaml", ["--ranks", "2", "--engine", "ddp"], id="a loss"),
+        pytest.param("own.yaml:step", ["--ranks", "1"], id="a step", marks=pytest.mark.slow),
+    ],
+)
+def test_overhead_of_the_users_own_network_and_data(recipe, more, tmp_path):
     (tmp_path / "own_of_bench.py").write_text(OWN)
     (tmp_path / "own.yaml").write_text(OWN_RECIPE)
-    for recipe, more in (("own.yaml", ["--ranks", "2", "--engine", "ddp"]), ("own.yaml:step", ["--ranks", "1"])):
-        command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", recipe, "--rounds", "2", *more]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
-        assert done.returncode == 0, done.stderr
-        result = json.loads(done.stdout.splitlines()[-1])
-        assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
-        assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
+    command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", recipe, "--rounds", "2", *more]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
+    assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
 
 
 @pytest.mark.launched
@@ -240,8 +246,8 @@ def test_a_network_of_the_other_framework_is_refused(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stdout) == (EngineUnavailable.exit_code, "")
     assert done.stderr == (
-        "EngineUnavailable: RecipeError: model keras.applications:ResNet50 is TensorFlow's, this is PyTorch's; take "
-        "another model, or tensorflow.\n"
+        "EngineUnavailable: RecipeError: model keras.applications:ResNet50 is TensorFlow's, this run is PyTorch's; "
+        "take one of torchvision, as torchvision:resnet101.\n"
     )
 
 
