@@ -48,7 +48,7 @@ def logits(argv: list[str]) -> list[list[float]]:
     indices = np.arange(32)
     x, _ = next(trainer.loader.batches(trainer.dataset.valid, [(indices, None)]))
     if FRAMEWORK == "tensorflow":
-        return trainer.model(trainer.step.inputs(x), training=False).numpy().tolist()
+        return trainer.model(trainer.step.objective.inputs(x), training=False).numpy().tolist()
     return trainer.model.eval()(x).detach().numpy().tolist()
 
 
