@@ -38,7 +38,7 @@ def test_the_networks_have_the_parameters_of_the_plan(results):
     assert counted[1000] == 25_557_032  # torchvision's
     for chosen in map(recipe.load, ENTRIES):
         if classes := DATA_SETS.get(chosen.dataset, chosen.classes):
-            of_plan = network.of(chosen, "tensorflow", SimpleNamespace(classes=classes))
+            of_plan = network.of(chosen, "tensorflow", SimpleNamespace(classes=classes, sample_shape=()))
             assert of_plan.parameters == counted[classes]
 
 
