@@ -85,8 +85,9 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "mine.yaml extends more than 10 entries, one the other; name a nearer one.",
     ),
     "an escape code": (
-        yaml('default: {model: "\\e[2J"}'),
-        r"model must be 'linear' or 'resnet50', got '\x1b[2J'.",
+        yaml('default: {model: "\\e[2J", dataset: linear, batch_size: 1, base_lr: 1, epochs: 1}'),
+        "model must be one of linear, resnet50, resnet101, inception_v3, vgg16, or an import path such as "
+        r"package.module:name, got '\x1b[2J'.",
     ),
     "a key that is no text": (
         yaml('default: {extends: linear, "\\ud800": 1}'),

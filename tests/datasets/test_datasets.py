@@ -165,7 +165,7 @@ def test_synthetic_names_its_own_mean_and_deviation():
         (
             "cifar",
             {},
-            "There is no data set 'cifar': choose linear, digits, cifar100, imagenet or synthetic.",
+            "There is no data set 'cifar': choose one of linear, digits, cifar100, imagenet, synthetic.",
         ),
         ("synthetic", {"image_size": 0}, "image_size must be at least 1, got 0."),
         ("synthetic", {"classes": -1}, "classes must be at least 1, got -1."),
