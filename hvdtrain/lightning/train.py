@@ -76,12 +76,25 @@ def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradSca
     """Lightning's plugin for the recipe's precision."""
     match recipe.precision:
         case "bfloat16":
-            return MixedPrecision("bf16-mixed", device.type)
+            return _Mixed("bf16-mixed", device.type)
         case "float16":
-            return MixedPrecision("16-mixed", device.type, scaler)
+            return _Mixed("16-mixed", device.type, scaler)
         case "float64":
-            return DoublePrecision()
+            return _Double()
     return Precision()
+
+
+class _Read:
+    """Leaves a batch as it was read: its floats have the run's type already, and autocast takes care of the rest."""
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+class _Mixed(_Read, MixedPrecision): ...
+
+
+class _Double(_Read, DoublePrecision): ...
 
 
 @contextlib.contextmanager
