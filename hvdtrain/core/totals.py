@@ -39,8 +39,8 @@ class Totals:
 
     @property
     def means(self) -> dict[str, float]:
-        """Each metric over all its examples; not a number where there were none."""
-        return {name: total / count if count else math.nan for name, (total, count) in self.metrics.items()}
+        """Each metric over all its examples; without those that had none."""
+        return {name: total / count for name, (total, count) in self.metrics.items() if count}
 
     @property
     def score(self) -> float:

@@ -80,12 +80,16 @@ class Reporter:
         self._scalar("loss/valid", valid.mean_loss, step)
         self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
         self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
-        for name, of_valid in valid.means.items():
-            own = train.means.get(name, math.nan)
-            metrics |= {f"train_{name}": own, f"valid_{name}": of_valid}
-            self._scalar(f"{name}/train", own, step)
-            self._scalar(f"{name}/valid", of_valid, step)
-            self.note(f"train {name}={own:.4f}, valid {name}={of_valid:.4f}")
+        for name in {**train.means, **valid.means}:
+            means = {
+                split: totals.means[name]
+                for split, totals in (("train", train), ("valid", valid))
+                if name in totals.means
+            }
+            metrics |= {f"{split}_{name}": mean for split, mean in means.items()}
+            for split, mean in means.items():
+                self._scalar(f"{name}/{split}", mean, step)
+            self.note(", ".join(f"{split} {name}={mean:.4f}" for split, mean in means.items()))
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
         self._draw(lambda events: events.flush())
 

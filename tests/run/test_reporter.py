@@ -1,7 +1,6 @@
 """What a run reports: exact means, the full text of the log, metrics.jsonl over a resume, TensorBoard's tags."""
 
 import json
-import math
 import os
 import re
 import resource
@@ -48,7 +47,7 @@ def test_totals_add_up_and_divide_once():
     total = Totals(1.0, 4.0, {"acc1": (2.0, 4.0)}) + Totals(0.5, 2.0, {"acc1": (1.0, 2.0), "iou": (1.0, 0.0)})
     assert total == Totals(1.5, 6.0, {"acc1": (3.0, 6.0), "iou": (1.0, 0.0)})
     assert (total.mean_loss, total.means["acc1"], total.score) == (0.25, 0.5, 0.5)
-    assert math.isnan(total.means["iou"])
+    assert "iou" not in total.means
     assert Totals(1.0, 4.0).score == -0.25
 
 
@@ -102,6 +101,13 @@ def test_a_regression_has_no_accuracy(reporter, capsys, tmp_path):
     assert "acc1" not in capsys.readouterr().out
     assert set(records(tmp_path)[0]) == {"kind", "step", "epoch", "seconds", "train_loss", "valid_loss"}
     assert set(scalars(tmp_path)) == {"loss/train", "loss/valid"}
+
+
+def test_a_metric_of_the_validation_alone(reporter, capsys, tmp_path):
+    uncounted = Totals(30.0, 8.0, {"overlap": (0.0, 0.0)})
+    reporter().epoch(12, 1, uncounted, Totals(5.0, 4.0, {"overlap": (3.0, 4.0)}))
+    assert "INFO - valid overlap=0.7500\n" in capsys.readouterr().out
+    assert records(tmp_path)[-1]["valid_overlap"] == 0.75 and "train_overlap" not in records(tmp_path)[-1]
 
 
 def test_metrics_jsonl(reporter, tmp_path):
