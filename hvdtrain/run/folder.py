@@ -137,7 +137,7 @@ def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, 
 
 def _notes(folder: RunFolder, identity: Identity, state: Checkpoint | None, damaged: list[str]) -> list[str]:
     if state:
-        used = f"resuming from step {state.meta['step']} of {folder.path} (--resume never starts anew without --output)"
+        used = f"resuming from step {state.meta['step']} of {folder.path}; another folder starts anew"
         return [used, *_changes(folder, identity.files.get(RECIPE, ""))]
     return [f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
 

@@ -115,7 +115,7 @@ def test_the_same_command_goes_on(make_plan):
     again = begin(plan, replace(ALONE, job_id="23"))
     assert again.folder.path == first.folder.path
     assert again.checkpoint.meta["step"] == 40
-    assert again.notes == ("resuming from step 40 of runs/linear/22 (--resume never starts anew without --output)",)
+    assert again.notes == ("resuming from step 40 of runs/linear/22; another folder starts anew",)
     assert json.loads((again.folder.path / "status.json").read_text())["step"] == 40
 
 
@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_is_reported(make_plan):
     assert begun.checkpoint.meta["step"] == 40
     assert begun.notes == (
         f"checkpoint {damaged} is damaged: its checksum differs. It is kept as damaged-step-00000080 and not used.",
-        "resuming from step 40 of runs/linear/22 (--resume never starts anew without --output)",
+        "resuming from step 40 of runs/linear/22; another folder starts anew",
     )
 
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from mlflow import MlflowClient
 from ranks import cold_command, needs_torch, run, started, wait_for_step
 from wandb.proto.wandb_internal_pb2 import Record
@@ -374,6 +375,26 @@ def test_the_reporter_hands_on_its_mapping_and_the_state(state, error, tmp_path,
     assert "INFO - the end\n" in out
     ends = "INFO - tracker tensorboard ends: OSError: [Errno 28] No space left on device\n"
     assert out.count(ends) == out.count("tensorboard") == 1
+
+
+FAILS = """
+import torch
+import hvdtrain.torch as ht
+
+with ht.join() as world:
+    model = torch.nn.Linear(1, 1)
+    run = world.run("run", model, torch.optim.SGD(model.parameters(), lr=0.1), trackers=["mlflow"])
+    raise RuntimeError("a fault of the user's")
+"""
+
+
+@needs_torch
+def test_a_loop_of_ones_own_hands_on_how_it_ended(tmp_path, monkeypatch):
+    (tmp_path / "fails.py").write_text(FAILS)
+    assert run("alone", 1, warm.command("torch", "fails.py"), cwd=tmp_path).code == 1
+    client = mlflow_client(tmp_path / "run", monkeypatch)
+    (found,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert found.info.status == "FAILED"
 
 
 REFUSED = {

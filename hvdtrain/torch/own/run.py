@@ -142,12 +142,12 @@ class Run:
             self._begun = False
             self._hooks.finish()
 
-    def close(self) -> None:
-        """Closes the run's files, and releases the model."""
+    def close(self, error: type[BaseException] | None = None) -> None:
+        """Closes the run's files, which an error may have ended, and releases the model."""
         if self._averager:
             self._averager.close()
         if self._hooks.reporter:
-            self._hooks.reporter.close()
+            self._hooks.reporter.__exit__(error)
             self._hooks.reporter = None
 
     @property

@@ -74,7 +74,7 @@ def join(
             with opening.joined(joining, row.name, own, own.rank, own.size):
                 world = World(ending, row.name, own, compression)
                 with contextlib.ExitStack() as closing:
-                    closing.callback(world.close)
+                    closing.push(lambda kind, *_: world.close(kind))
                     yield world
                     world.finish()
     if ending.code:
@@ -192,7 +192,7 @@ class World:
         if self._run:
             self._run.finish()
 
-    def close(self) -> None:
-        """Closes the run's files."""
+    def close(self, error: type[BaseException] | None = None) -> None:
+        """Closes the run's files, which an error may have ended."""
         if self._run:
-            self._run.close()
+            self._run.close(error)
