@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import warm
 from ranks import NEEDS, clean_environ, run
 from safetensors.numpy import load_file
 from worlds import arrays, furthest, records
+
+from hvdtrain.core import recipe
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(warm.__file__).with_name("example_programs.py")
@@ -254,6 +257,13 @@ def test_the_program_before_runs(tmp_path, folder, size):
         check=False,
     )
     assert done.returncode == 0 and "epoch 0" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/*.yaml")), ids=lambda path: path.stem)
+def test_every_entry_is_a_recipe(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    entries = re.findall(r"^(\w+):", path.read_text(), re.MULTILINE)
+    assert all(recipe.load(f"{path.name}:{entry}").model for entry in entries)
 
 
 def test_another_file_than_the_pinned_one_is_refused(tmp_path):
