@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -18,8 +18,7 @@ from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.program import Program, Replica
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import RESERVED, Ranks, in_own_words, open_own
-from hvdtrain.run.reporter import OwnReporter
+from hvdtrain.run.own import Ranks, in_own_words, open_own, report_logged
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 
 
@@ -176,21 +175,10 @@ class FaultTolerance(BroadcastCallback):
         if self._logs is None:
             return
         hooks, progress = self._started, self._started.progress
-        train = {"train_loss": progress.train.mean_loss} if progress.train.count else {}
         logged = {name: float(value) for name, value in self._logs.items() if not getattr(value, "ndim", 0)}
-        values = {name: value for name, value in {**train, **logged}.items() if name not in RESERVED}
-        if isinstance(hooks.reporter, OwnReporter):
-            hooks.reporter.values(progress.step, progress.epoch + 1, values)
-        hooks.end_epoch(Progress(progress.step, progress.epoch + 1), self._score(values))
+        score = report_logged(hooks, logged, self._best)
+        hooks.end_epoch(Progress(progress.step, progress.epoch + 1), score)
         self._logs = None
-
-    def _score(self, values: Mapping[str, float]) -> float | None:
-        """What the best checkpoint has most of; None where it was not logged."""
-        highest, lowest = self._best
-        name = highest or lowest
-        if name and name not in values:
-            self._started.note(f"{name}, which decides on the best checkpoint, was not logged in this epoch")
-        return None if not name or name not in values else values[name] if highest else -values[name]
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:

@@ -15,8 +15,7 @@ from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.program import Program
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import RESERVED, Ranks, in_own_words, open_own
-from hvdtrain.run.reporter import OwnReporter
+from hvdtrain.run.own import Ranks, in_own_words, open_own, report_logged
 from hvdtrain.run.signals import STOP_SIGNALS
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines.local import LocalEngine
@@ -172,13 +171,10 @@ class FaultTolerance(Callback):
             self._settled = True
             hooks.settle(self._lr)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        train = {"train_loss": progress.train.mean_loss} if progress.train.count else {}
-        values = {name: value for name, value in {**train, **logged}.items() if name not in RESERVED}
-        if isinstance(hooks.reporter, OwnReporter):
-            hooks.reporter.values(progress.step, progress.epoch + 1, values)
+        score = report_logged(hooks, logged, self._best)
         ended = progress.is_epoch_done(hooks.extent) or not progress.is_stopped(hooks.extent)
         after = Progress(progress.step, progress.epoch + 1) if ended else progress
-        self._ended = after, self._score(values)
+        self._ended = after, score
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch()
@@ -226,14 +222,6 @@ class FaultTolerance(Callback):
         if self._ended:
             (after, score), self._ended = self._ended, None
             self._started.end_epoch(after, score)
-
-    def _score(self, values: Mapping[str, float]) -> float | None:
-        """What the best checkpoint has most of; None where it was not logged."""
-        highest, lowest = self._best
-        name = highest or lowest
-        if name and name not in values:
-            self._started.note(f"{name}, which decides on the best checkpoint, was not logged in this epoch")
-        return None if not name or name not in values else values[name] if highest else -values[name]
 
     def _close(self, error: BaseException | None) -> None:
         if self._hooks and self._hooks.reporter:

@@ -18,6 +18,7 @@ from hvdtrain.errors import DivergedError, HvdtrainError, LoopError
 from hvdtrain.run import guard, trackers
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
+from hvdtrain.run.loop import Hooks
 from hvdtrain.run.main import connect
 from hvdtrain.run.opening import Opened
 from hvdtrain.run.reporter import Events, OwnReporter, Reporter
@@ -99,6 +100,21 @@ def open_own(
         ending.world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
     ending.began, ending.folder = True, folder
     return OwnRun(identity, intervals, engine, (), folder, resume, ending.world, program, trackers=names)
+
+
+def report_logged(hooks: Hooks[Any], logged: Mapping[str, float], best: tuple[str | None, str | None]) -> float | None:
+    """Reports the mean training loss of an epoch and what was logged in it. `best`: the metric that the best checkpoint
+    has most of, or least of. Returns that number, negative for the least; None where it was not logged."""
+    progress = hooks.progress
+    train = {"train_loss": progress.train.mean_loss} if progress.train.count else {}
+    values = {name: value for name, value in {**train, **logged}.items() if name not in RESERVED}
+    if isinstance(hooks.reporter, OwnReporter):
+        hooks.reporter.values(progress.step, progress.epoch + 1, values)
+    highest, lowest = best
+    name = highest or lowest
+    if name and name not in values:
+        hooks.note(f"{name}, which decides on the best checkpoint, was not logged in this epoch")
+    return None if not name or name not in values else values[name] if highest else -values[name]
 
 
 @contextlib.contextmanager
