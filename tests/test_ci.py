@@ -9,7 +9,7 @@ import pytest
 from paths import REPOSITORY, SUPPORT
 
 MAKEFILE = f"""
-check:
+check horovod minicluster:
 \t@echo checked
 cluster-test test-all:
 \t{sys.executable} -m pytest -q -p rerun -m $@ $(PYTEST_FLAGS)
@@ -38,6 +38,7 @@ RUNS = {  # flaky tests, whether the others pass: exit code, FLAKY lines, pytest
     "three are flaky": (3, True, 0, 3, "3 passed"),
     "four are flaky": (4, True, 1, 4, "4 passed"),
     "one fails twice": (1, False, 1, 1, "1 failed, 1 passed"),
+    "one of the cluster fails twice": (0, False, 1, 0, "1 failed"),
 }
 
 
@@ -70,9 +71,12 @@ def test_what_fails_is_run_once_more(tmp_path, flaky, right, code, named, last):
     assert done.stdout.splitlines()[-1].strip("= ").startswith(last), done.stdout
 
 
-def test_what_is_no_failed_test_ends_it(tmp_path):
+@pytest.mark.parametrize("breaks", ["horovod", "cluster-test", "test-all"])
+def test_what_is_no_failed_test_ends_it(tmp_path, breaks):
     prepare(tmp_path)
-    (tmp_path / "Makefile").write_text("check:\ncluster-test:\n\texit 2\ntest-all:\n\techo 1 passed\n")
+    targets = ["check", "horovod", "minicluster", "cluster-test", "test-all"]
+    recipes = {target: "\texit 2\n" if target == breaks else "\techo made\n" for target in targets}
+    (tmp_path / "Makefile").write_text("".join(f"{target}:\n{recipe}" for target, recipe in recipes.items()))
     done = ci(tmp_path)
     assert done.returncode != 0
-    assert "1 passed" not in done.stdout
+    assert f"[Makefile:{2 * targets.index(breaks) + 2}: {breaks}] Error 2" in done.stdout + done.stderr

@@ -189,7 +189,7 @@ def test_a_job_that_is_warned_of_its_time_limit_comes_back_and_ends(warned, laun
         f"2 ranks, {launcher}, horovod on cpu",
         f"stopped after step {stopped}, with a checkpoint; the same command continues from it.\n",
         f"job {number} is queued again.\n",
-        f"resuming from step {stopped} of runs/linear/{number} ",
+        f"resuming from step {stopped} of runs/linear/{number};",
         f"finished at step 3000; everything is in runs/linear/{number}\n",
     ]
     assert [line for line in story if line not in job.log] == [], job.log
