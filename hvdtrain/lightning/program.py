@@ -13,7 +13,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.global_batches import GlobalBatches
 from hvdtrain.run.checkpoint import Checkpoint, Layout
-from hvdtrain.torch.own import resumable
+from hvdtrain.torch import resumable
 from hvdtrain.torch.state import State
 
 

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.torch import resumable
 from hvdtrain.torch.ema import Ema
 
 if TYPE_CHECKING:
     from hvdtrain.run.checkpoint import Checkpoint, Layout
+
+
+GROUPS = "groups"
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -63,6 +67,8 @@ class State:
         ema: Ema | None = None,
     ) -> None:
         self._model, self._optimizer, self._ema, self.scaler = model, optimizer, ema, scaler
+        self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(optimizer)]
+        """What the optimizer's groups said before the first update: what is another then is state too."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -70,6 +76,9 @@ class State:
         return tensors(self._model, self._optimizer) | {f"ema.{name}": average for name, average in averages.items()}
 
     def start(self, layout: "Layout", values: Mapping[str, Any]) -> None:
+        values = dict(values)
+        for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
+            self._optimizer.param_groups[index].update(changed)
         if self._optimizer.state:  # a named one's is there from the start
             return
         parameters = dict(self._model.named_parameters())
@@ -107,7 +116,25 @@ class State:
                 raise CheckpointError(
                     f"optimizer {kind} keeps a {own} as {name}, which no checkpoint holds; take another optimizer."
                 )
+        changed = [
+            [index, {key: settings[key] for key in settings if _text(settings[key]) != given.get(key)}]
+            for index, (settings, given) in enumerate(zip(_settings(self._optimizer), self._given, strict=True))
+        ]
+        if any(settings for _, settings in changed):
+            values[GROUPS] = resumable.packed(changed, f"optimizer {type(self._optimizer).__name__}")
         return values
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group says beside its learning rate."""
+    return [{k: v for k, v in group.items() if k != "lr"} for group in resumable.settings(optimizer)]
+
+
+def _text(value: Any) -> str:
+    try:
+        return resumable.packed(value, "")
+    except LoopError:  # as a function, which is no state
+        return repr(value)
 
 
 def _zeros(parameter: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:

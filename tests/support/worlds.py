@@ -131,7 +131,11 @@ OPTIMIZED = {
     "sgd, averaged": ["--momentum", "0.9", "--ema-decay", "0.9"],
 }
 YOURS = {
-    "torch": {"adagrad": ["--optimizer", "torch.optim:Adagrad"], "radam": ["--optimizer", "torch.optim:RAdam"]},
+    "torch": {
+        "adagrad": ["--optimizer", "torch.optim:Adagrad"],
+        "radam": ["--optimizer", "torch.optim:RAdam"],
+        "growing": ["--optimizer", "growing:Growing"],
+    },
     "tensorflow": {"nadam": ["--optimizer", "keras.optimizers:Nadam"]},
 }
 RESUMED: dict[str, Any] = {

@@ -90,7 +90,7 @@ def test_all_that_a_program_gets_wrong_is_tried(misuse):
 
 
 def test_a_schedulers_state_survives_json():
-    from hvdtrain.torch.own.resumable import packed, unpacked
+    from hvdtrain.torch.resumable import packed, unpacked
 
     state = {"milestones": Counter({30: 1, 60: 2}), "best": float("inf"), "betas": (0.9, 0.99), 3: [None, True, {}]}
     back = unpacked(packed(state, "a scheduler"))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import LoopError
-from hvdtrain.torch.own import resumable
+from hvdtrain.torch import resumable
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
