@@ -16,13 +16,13 @@ labs: horovod .venv/labs  ## the notebooks, in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: horovod  ## what matters, on real ranks in both frameworks: ten minutes on two cores
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not cluster and not slow'
+	$(BIN)/python -m pytest -m 'not cluster and not slow' $(PYTEST_FLAGS)
 
 test-all: horovod  ## every test that needs no cluster
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not cluster'
+	$(BIN)/python -m pytest -m 'not cluster' $(PYTEST_FLAGS)
 
 cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SLURM of four nodes, brought up here; needs root
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m cluster
+	$(BIN)/python -m pytest -m cluster $(PYTEST_FLAGS)
 
 minicluster: .venv/installed
 	$(BIN)/python slurm/minicluster install

@@ -12,25 +12,28 @@ MAKEFILE = f"""
 check horovod minicluster:
 \t@echo checked
 cluster-test test-all:
-\t{sys.executable} -m pytest -q -p rerun -m $@ $(PYTEST_FLAGS)
+\t{sys.executable} -m pytest -q -p rerun $(PYTEST_FLAGS)
 """
 TESTS = """
 import pathlib, pytest
 
 @pytest.mark.parametrize("number", range({flaky}))
-@getattr(pytest.mark, "test-all")
+@pytest.mark.launched
 def test_flaky(number):
     seen = pathlib.Path(f"seen-{{number}}")
     passes = seen.exists()
     seen.touch()
     assert passes
 
-@getattr(pytest.mark, "cluster-test")
+@pytest.mark.cluster
 def test_of_a_cluster():
     assert {right}
 
-@getattr(pytest.mark, "test-all")
+@pytest.mark.lab
 def test_right():
+    pass
+
+def test_alone():
     pass
 """
 RUNS = {  # flaky tests, whether the others pass: exit code, FLAKY lines, pytest's last line
@@ -64,7 +67,9 @@ def test_what_fails_is_run_once_more(tmp_path, flaky, right, code, named, last):
     prepare(tmp_path)
     (tmp_path / "Makefile").write_text(MAKEFILE)
     (tmp_path / "test_it.py").write_text(TESTS.format(flaky=flaky, right=right))
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p rerun\nmarkers =\n    cluster-test\n    test-all\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\naddopts = -p rerun\nmarkers =\n    cluster\n    launched\n    lab\n"
+    )
     done = ci(tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert done.stdout.count("FLAKY test_it.py::test_flaky") == named

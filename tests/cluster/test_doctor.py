@@ -223,7 +223,10 @@ def test_a_launch_that_is_wrong_is_reported_and_fixed(doctor, wrong):
     assert sound(doctor(wrong.build, IN_A_JOB, world.fix))
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+KINDS = {(wrong.build, wrong.alone): (name, wrong) for name, wrong in WRONG.items()}  # one of each
+
+
+@pytest.mark.parametrize("wrong", [wrong for _, wrong in KINDS.values()], ids=[name for name, _ in KINDS.values()])
 def test_what_horovod_makes_of_a_launch_that_is_wrong(cluster, wrong):
     ended = cluster.run(*IN_A_JOB, f"{wrong.launch} {wrong.python} -c '{ALONE}'", build=wrong.build)
     if wrong.alone:

@@ -22,9 +22,9 @@ LINEAR = ("python", "-m", "hvdtrain.torch", "linear")
 # What the nodes of a site are called: nid001, or with these letters.
 HOSTNAMES = {"juwels-booster": "jwb", "cori-gpu": "cgpu", "capella": "c", "alpha": "i8"}
 SCRIPTS = [(name, launcher) for name, site in SITES.items() for launcher in site.launchers]
-# Sixteen ranks take two cores their time, and the script for torchrun is Capella's but for numbers.
-LIKE_CAPELLAS = [("alpha", "torchrun"), ("generic", "torchrun")]
-TRAINING = [(name, how) for name, how in SCRIPTS if how != "tf-config" and (name, how) not in LIKE_CAPELLAS]
+# Sixteen ranks take two cores their time, and these scripts are Capella's or Jean Zay's but for numbers.
+LIKE_OTHERS = [("alpha", "torchrun"), ("generic", "torchrun"), ("jean-zay-gpu-p2", "srun")]
+TRAINING = [(name, how) for name, how in SCRIPTS if how != "tf-config" and (name, how) not in LIKE_OTHERS]
 # Open MPI does not know Cray's plugin: here Perlmutter's script is refused as it stands.
 CRAY = ("perlmutter", "srun")
 

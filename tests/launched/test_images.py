@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paths import DATA
+from paths import DATA, UNPACKING
 from ranks import FRAMEWORKS, cold_command, programs, run, train
 from worlds import records
 
@@ -40,11 +40,12 @@ def imagenette(tmp_path_factory):
     """ImageNet's tree: ten classes of four images to train on and two to validate with."""
     folder, taken = tmp_path_factory.mktemp("imagenette"), {}
     with tarfile.open(DATA / "imagenette_4k.tar") as packed:
+        packed.extraction_filter = UNPACKING
         for member in packed:
             path = Path(member.name)
             taken[path.parent] = taken.get(path.parent, 0) + member.isfile()
             if member.isfile() and taken[path.parent] <= (4 if "train" in path.parts else 2):
-                packed.extract(member, folder, filter="data")
+                packed.extract(member, folder)
     return folder / "imagenette"
 
 

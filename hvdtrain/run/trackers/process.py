@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def main(name: str, folder: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     parent, messages = os.getppid(), os.dup(1)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with contextlib.suppress(OSError):  # the tracker of a killed run may still be writing its last points
         fcntl.flock(2, fcntl.LOCK_EX)
 
