@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,11 @@ def build(recipe: "Recipe", classes: int | None) -> nn.Module:
         >>> build(load("digits", {"model": "torch.nn:Linear", "model_args": {"in_features": 8, "out_features": 2}}), 10)
         Linear(in_features=8, out_features=2, bias=True)
     """
+    return _made(recipe, *_callable(recipe, classes))
+
+
+def _callable(recipe: "Recipe", classes: int | None) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What makes the network, and its arguments."""
     path = own_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
     arguments = imports.expanded(recipe.model_args, "model_args")
@@ -46,6 +52,13 @@ def build(recipe: "Recipe", classes: int | None) -> nn.Module:
     else:
         make = imports.load(path, "model")
     imports.check_arguments(make, path, "model", *given, **arguments)
+    return make, given, arguments
+
+
+def _made(
+    recipe: "Recipe", make: Callable[..., Any], given: tuple[Any, ...], arguments: Mapping[str, Any]
+) -> nn.Module:
+    path = own_code.network_path(recipe.model, "torch")
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
     torch.manual_seed(recipe.seed)
@@ -82,9 +95,10 @@ def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
         >>> without_memory(load("digits", {"model": "vgg16"}), 10).classifier[0].weight.device
         device(type='meta')
     """
+    made = _callable(recipe, classes)  # a tensor of its module, which is imported here, lies on the CPU
     with contextlib.suppress(RecipeError), torch.device("meta"):
-        return build(recipe, classes)
-    return build(recipe, classes)
+        return _made(recipe, *made)
+    return _made(recipe, *made)
 
 
 def _of_library(library: str) -> Any:

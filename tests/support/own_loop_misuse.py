@@ -34,7 +34,7 @@ def parts(lr=0.1):
 
 
 def loop(world, folder, *, model=None, optimizer=None, data=(X, Y), batch_size=8, epochs=2, steps=True, report=None,
-         stop_at=None, reads=1, loss_of=None, lr=0.1, **more):  # fmt: skip
+         stop_at=None, reads=1, loss_of=None, lr=0.1, late=None, **more):  # fmt: skip
     """A loop; each case gives it one thing wrong."""
     own, its = parts(lr)
     model, optimizer = model or own, optimizer or its
@@ -46,10 +46,13 @@ def loop(world, folder, *, model=None, optimizer=None, data=(X, Y), batch_size=8
             for x, y in run.batches(data, batch_size=batch_size):
                 each = (model(x) - y).square()
                 each.mean().backward()
-                optimizer.step()
+                if late != "update":
+                    optimizer.step()
                 optimizer.zero_grad()
                 if steps:
                     run.step(loss_of(each) if loss_of else each.mean())
+                if late == "schedule":
+                    more["scheduler"].step()
                 if run.global_step == stop_at:
                     raise SystemExit(7)
         run.report(**(report or {}))
@@ -149,6 +152,8 @@ CASES = {
     "report outside": report_outside,
     "no steps": no_steps,
     "two runs": two_runs,
+    "step before the update": lambda world, folder: loop(world, folder, late="update"),
+    "schedule after the step": lambda world, folder: loop(world, folder, late="schedule", schedules=True),
     "loss of several": lambda world, folder: loop(world, folder, loss_of=lambda each: each),
     "loss of nothing": lambda world, folder: loop(world, folder, loss_of=lambda each: None),
     "reported name": lambda world, folder: loop(world, folder, report={"epoch": 1}),

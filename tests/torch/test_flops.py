@@ -1,6 +1,7 @@
 """Parameters and FLOPs: of ResNet50 by arithmetic, of every other network counted by PyTorch."""
 
 import re
+import sys
 
 import pytest
 from ranks import needs_torch
@@ -14,7 +15,7 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import network, recipe  # noqa: E402
 from hvdtrain.errors import PlanError  # noqa: E402
 from hvdtrain.run.main import load_dataset  # noqa: E402
-from hvdtrain.torch import flops  # noqa: E402
+from hvdtrain.torch import flops, networks  # noqa: E402
 from hvdtrain.torch.resnet import resnet50  # noqa: E402
 
 MODULE = "flops_of_mine"
@@ -99,3 +100,13 @@ def test_what_cannot_be_counted_says_why(own):
         flops.count(own("Linear", model_args={"breaks": True}), datasets.load("digits"))
     text = rf"{MODULE}:Linear: /\S*/{MODULE}.py line 12: ValueError: I am broken\."
     assert re.fullmatch(text, str(refused.value))
+
+
+def test_a_tensor_of_the_models_module_is_no_part_of_the_count(tmp_path, monkeypatch):
+    (tmp_path / "weighted.py").write_text(
+        "import torch\nW = torch.ones(10)\n\ndef net(): return torch.nn.Linear(192, 10)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = recipe.load("digits", {"model": "weighted:net", "model_args": {}})
+    assert networks.without_memory(mine, 10).weight.device.type == "meta"
+    assert sys.modules["weighted"].W.device.type == "cpu"

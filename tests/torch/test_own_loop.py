@@ -43,6 +43,10 @@ MISUSE = {
     "batches outside": "LoopError: run.batches() was called outside of run.epochs(); take run.each_once() to validate.",
     "batches twice": "LoopError: run.batches() was called twice in one epoch; take run.each_once() to validate.",
     "report outside": "LoopError: run.report() was called outside of run.epochs(); call it at the end of an epoch.",
+    "step before the update": "LoopError: run.step() came before optimizer.step(), which its checkpoint would not "
+    "hold; call it after.",
+    "schedule after the step": "LoopError: the learning rate changed after run.step(), whose checkpoint does not hold "
+    "that; call scheduler.step() before it.",
     "no steps": "LoopError: epoch 0 ended without a step; train on run.batches() and call run.step().",
     "two runs": "LoopError: the run before this one has epochs left; end it first, or train both models as one Module.",
     "loss of several": "LoopError: a loss or metric must be one number, got shape [8, 1]; take its mean().",

@@ -1,12 +1,15 @@
 """The order in which a loop calls its run, and what an epoch reports."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdtrain.errors import LoopError
 from hvdtrain.run.own import RESERVED
 from hvdtrain.torch.objective import Seen
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.own.program import Program
 
 Best = tuple[str | None, str | None]
 """Which reported number is highest, or which is lowest, in the best checkpoint."""
@@ -15,7 +18,9 @@ Best = tuple[str | None, str | None]
 class Order:
     """Where in its loop a program is. Each method raises LoopError where it is called out of order."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: "Program") -> None:
+        self._program, self._is_updated, self._lr = program, False, program.lr
+        self._hook = program.optimizer.register_step_post_hook(self._updated)
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """In this epoch."""
@@ -40,11 +45,28 @@ class Order:
     def step(self) -> None:
         if not self._has_batch:
             raise LoopError("run.step() comes once after each batch of run.batches(), not without one.")
-        self._has_batch = False
+        if not self._is_updated and not self._program.scaler.is_enabled():  # which leaves an update out at times
+            raise LoopError(
+                "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after."
+            )
+        self._has_batch = self._is_updated = False
+        self._lr = self._program.lr
 
-    def end_batch(self) -> None:
+    def end_batch(self, is_last: bool) -> None:
+        """`is_last`: of the epoch, at whose end a checkpoint is written later."""
         if self._has_batch:
             raise LoopError("run.step() was not called after a batch; call it after each optimizer.step().")
+        if self._program.lr != self._lr and not is_last:
+            raise LoopError(
+                "the learning rate changed after run.step(), whose checkpoint does not hold that; call "
+                "scheduler.step() before it."
+            )
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _updated(self, *_: Any) -> None:
+        self._is_updated = True
 
     def report(self, metrics: dict[str, Any]) -> None:
         if not self.in_epoch:

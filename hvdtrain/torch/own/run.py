@@ -48,7 +48,7 @@ class Run:
         self._hooks, self._program, self._averager, self._best = hooks, program, averager, best
         self._engine: Engine = hooks.trainer.engine  # type: ignore[assignment]
         self._reading = Reading(self._engine)
-        self._order, self._begun = Order(), False
+        self._order, self._begun = Order(program), False
         self._settled = True
         """Whether what is due at the end of an epoch's steps is done."""
 
@@ -88,7 +88,7 @@ class Run:
             self._order.begin_batch()
             self._settled = False
             yield batch.data
-            self._order.end_batch()
+            self._order.end_batch(self._settled)
             if hooks.progress.is_done(self._extent):
                 break
 
@@ -144,6 +144,7 @@ class Run:
 
     def close(self, error: type[BaseException] | None = None) -> None:
         """Closes the run's files, which an error may have ended, and releases the model."""
+        self._order.close()
         if self._averager:
             self._averager.close()
         if self._hooks.reporter:
