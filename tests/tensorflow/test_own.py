@@ -191,7 +191,7 @@ BAD = {
     "one set": (["--dataset", f"{DATA}one"], "must return (train, valid), two of arrays (x, y), a keras.utils."),
     "iterated": (["--dataset", f"{DATA}iterated"], "has no samples by index, so no order of them could be the same"),
     "arrays of two lengths": (["--dataset", f"{DATA}unequal"], "got (float64 [5, 2], float64 [4]); make them alike."),
-    "samples of two shapes": (["--dataset", f"{DATA}shapes"], "(float64 [12, 7], int)"),
+    "samples of two shapes": (["--dataset", f"{DATA}shapes"], " is (float64 [12, 7], int), sample "),
     "items of two lengths": (["--dataset", f"{DATA}uneven"], "rows, the first one has 2; all items but the last"),
     "its own generator": (["--dataset", f"{DATA}restless"], "differs when it is read again in "),
     "triples": (["--dataset", f"{DATA}triples"], "must be a pair (x, y), got 3 values; return a pair, or give a step."),
