@@ -202,6 +202,5 @@ class FaultTolerance(BroadcastCallback):
 
     def _release(self, error: BaseException | None) -> None:
         sys.excepthook = self._excepthook
-        if self._hooks and self._hooks.reporter:
-            self._hooks.reporter.__exit__(type(error) if error else None)
-            self._hooks.reporter = None
+        if self._hooks:
+            self._hooks.close(type(error) if error else None)

@@ -224,9 +224,8 @@ class FaultTolerance(Callback):
             self._started.end_epoch(after, score)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._hooks and self._hooks.reporter:
-            self._hooks.reporter.__exit__(type(error) if error else None)
-            self._hooks.reporter = None
+        if self._hooks:
+            self._hooks.close(type(error) if error else None)
 
 
 def _engine(ranks: Ranks, device: torch.device) -> "Engine":

@@ -184,6 +184,12 @@ class Hooks(Generic[R_co]):
         """Reports that the run has come to its end."""
         self.run.finish(self.reporter, self.progress.step)
 
+    def close(self, error: type[BaseException] | None) -> None:
+        """Ends a loop of the user's own: its reports, as that error has ended them. May be called twice."""
+        if self.reporter:
+            self.reporter.__exit__(error)
+            self.reporter = None
+
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
         state, found, meta = self.trainer.state, self.run.resume.checkpoint, None

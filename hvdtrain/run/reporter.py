@@ -80,16 +80,13 @@ class Reporter:
         self._scalar("loss/valid", valid.mean_loss, step)
         self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
         self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
+        means = {"train": train.means, "valid": valid.means}
         for name in {**train.means, **valid.means}:
-            means = {
-                split: totals.means[name]
-                for split, totals in (("train", train), ("valid", valid))
-                if name in totals.means
-            }
-            metrics |= {f"{split}_{name}": mean for split, mean in means.items()}
-            for split, mean in means.items():
-                self._scalar(f"{name}/{split}", mean, step)
-            self.note(", ".join(f"{split} {name}={mean:.4f}" for split, mean in means.items()))
+            splits = [split for split in means if name in means[split]]
+            for split in splits:
+                metrics[f"{split}_{name}"] = means[split][name]
+                self._scalar(f"{name}/{split}", means[split][name], step)
+            self.note(", ".join(f"{split} {name}={means[split][name]:.4f}" for split in splits))
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
         self._draw(lambda events: events.flush())
 

@@ -1,8 +1,9 @@
 """Networks that a recipe names: by an import path of the user's, or of torchvision and timm by their own names."""
 
 import contextlib
+import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,11 +35,11 @@ def build(recipe: "Recipe", classes: int | None) -> nn.Module:
         >>> build(load("digits", {"model": "torch.nn:Linear", "model_args": {"in_features": 8, "out_features": 2}}), 10)
         Linear(in_features=8, out_features=2, bias=True)
     """
-    return _made(recipe, *_callable(recipe, classes))
+    return _made(recipe, _maker(recipe, classes))
 
 
-def _callable(recipe: "Recipe", classes: int | None) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What makes the network, and its arguments."""
+def _maker(recipe: "Recipe", classes: int | None) -> Callable[[], Any]:
+    """What makes the network; its module is imported. Raises RecipeError."""
     path = own_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
     arguments = imports.expanded(recipe.model_args, "model_args")
@@ -52,18 +53,16 @@ def _callable(recipe: "Recipe", classes: int | None) -> tuple[Callable[..., Any]
     else:
         make = imports.load(path, "model")
     imports.check_arguments(make, path, "model", *given, **arguments)
-    return make, given, arguments
+    return functools.partial(make, *given, **arguments)
 
 
-def _made(
-    recipe: "Recipe", make: Callable[..., Any], given: tuple[Any, ...], arguments: Mapping[str, Any]
-) -> nn.Module:
+def _made(recipe: "Recipe", make: Callable[[], Any]) -> nn.Module:
     path = own_code.network_path(recipe.model, "torch")
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
     torch.manual_seed(recipe.seed)
     try:
-        model = make(*given, **arguments)
+        model = make()
     except Exception as error:
         raise RecipeError(f"model {path}: {imports.reason(error)}") from error
     if not isinstance(model, nn.Module):
@@ -95,10 +94,10 @@ def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
         >>> without_memory(load("digits", {"model": "vgg16"}), 10).classifier[0].weight.device
         device(type='meta')
     """
-    made = _callable(recipe, classes)  # a tensor of its module, which is imported here, lies on the CPU
+    make = _maker(recipe, classes)  # a tensor of its module, which is imported here, lies on the CPU
     with contextlib.suppress(RecipeError), torch.device("meta"):
-        return _made(recipe, *made)
-    return _made(recipe, *made)
+        return _made(recipe, make)
+    return _made(recipe, make)
 
 
 def _of_library(library: str) -> Any:

@@ -34,11 +34,16 @@ def set_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]],
             f"{len(optimizer.param_groups)}; give another --output."
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)  # a compiled or fused update holds the tensor itself
-            else:
-                group[key] = value
+        update(group, saved)
+
+
+def update(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Gives a group of an optimizer these settings."""
+    for key, value in saved.items():
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)  # a compiled or fused update holds the tensor itself
+        else:
+            group[key] = value
 
 
 def _encoded(value: Any, what: str) -> Any:

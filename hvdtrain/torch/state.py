@@ -78,7 +78,7 @@ class State:
     def start(self, layout: "Layout", values: Mapping[str, Any]) -> None:
         values = dict(values)
         for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
-            self._optimizer.param_groups[index].update(changed)
+            resumable.update(self._optimizer.param_groups[index], changed)
         if self._optimizer.state:  # a named one's is there from the start
             return
         parameters = dict(self._model.named_parameters())

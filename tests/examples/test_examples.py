@@ -84,7 +84,7 @@ LAUNCHES = {  # by name: how many ranks, and what they train
 
 
 def nanogpt_model():
-    """The fetched file, or why it is not there."""
+    """Whether the file is there, fetched where it can be."""
     folder = ROOT / "examples" / "nanogpt"
     if not (folder / "model.py").exists():
         copy = [os.environ[COPY]] if COPY in os.environ else []
@@ -107,15 +107,11 @@ def cases():
     return {name: case for name, case in CASES.items() if case[0] not in lacking}, lacking
 
 
-def argued(name, *more):
-    """The recipe first, then STEPS, which the case's own flags come after."""
-    recipe, *flags = CASES[name][1]
-    return [recipe, *STEPS, *flags, *more]
-
-
 def given(folder, engine, name, **more):
-    where = Path(__file__).parent / "odd" if CASES[name][0] == "odd" else ROOT / "examples" / CASES[name][0]
-    argv = argued(name, "--engine", engine, "--output", str(folder / f"{engine} {name}"))
+    """What example_programs.py is told of the case, whose own flags come after STEPS."""
+    own, (entry, *flags) = CASES[name]
+    where = Path(__file__).parent / "odd" if own == "odd" else ROOT / "examples" / own
+    argv = [entry, *STEPS, *flags, "--engine", engine, "--output", str(folder / f"{engine} {name}")]
     return {"folder": str(where), "argv": argv, **more}
 
 
@@ -139,7 +135,7 @@ def launched(cases, tmp_path_factory):
     def of(name):
         if name not in begun:
             begun[name] = None
-            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            folder = tmp_path_factory.mktemp(name)
             ranks, chosen = LAUNCHES[name]
             trainings = {
                 f"{engine} {case}": given(folder, engine, case)

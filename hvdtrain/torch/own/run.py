@@ -147,9 +147,7 @@ class Run:
         self._order.close()
         if self._averager:
             self._averager.close()
-        if self._hooks.reporter:
-            self._hooks.reporter.__exit__(error)
-            self._hooks.reporter = None
+        self._hooks.close(error)
 
     @property
     def _extent(self) -> OwnSampling:
