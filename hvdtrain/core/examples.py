@@ -72,6 +72,9 @@ class Examples:
     iterable: type | tuple[type, ...] = ()
     """What has `__getitem__` by name only."""
     remedy = "give it __len__ and __getitem__"
+    is_random = True
+    """Whether samples draw random numbers, as far as is known. Where they do not, none is seeded, which takes 10
+    microseconds each; a batch that draws none the less is read again."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -79,21 +82,30 @@ class Examples:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """The batch of the samples at these n indices, on the host; `draws` [n, DRAWS] seed their random numbers, None
         seeds by the index alone. Raises DataError."""
-        seeds = [int(index) for index in indices] if draws is None else seeds_of(draws)
-        with self.alone():
-            samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
+        samples = None if self.is_random else self._unseeded(indices)
+        if samples is None:
+            self.is_random = True
+            seeds = [int(index) for index in indices] if draws is None else seeds_of(draws)
+            with self.alone():
+                samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
         try:
             return self.collate(samples)
         except Exception as error:
             raise DataError(self._unequal(indices, samples) or f"{self.name}: {imports.reason(error)}") from error
 
     def check_repeatable(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> None:
-        """Reads the first samples twice. Raises DataError where one comes out otherwise the second time."""
+        """Reads the first samples twice, then with another's seed. Raises DataError where one comes out otherwise the
+        second time."""
+        is_random = False
         for which in range(min(CHECKED, len(indices))):
             one = slice(which, which + 1)
-            first, second = (self.read(indices[one], None if draws is None else draws[one]) for _ in range(2))
+            drawn = None if draws is None else draws[one]
+            first, second = (self.read(indices[one], drawn) for _ in range(2))
             if not same(first, second, self.equal):
                 raise self.unrepeatable(int(indices[which]))
+            others = np.full((1, DRAWS), 0.5, np.float32)
+            is_random |= not same(first, self.read(indices[one], others), self.equal)
+        self.is_random = is_random
 
     def unrepeatable(self, index: int) -> DataError:
         """The error for a sample that came out otherwise the second time."""
@@ -111,19 +123,24 @@ class Examples:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """The process's generators are this thread's own within the block."""
-        with _generators, self.kept_generators():
-            yield
+        """The process's generators are this thread's own within the block, and given back as they were."""
+        with _generators:
+            before = self.generators()
+            try:
+                yield
+            finally:
+                self.set_generators(before)
 
-    @contextlib.contextmanager
-    def kept_generators(self) -> Iterator[None]:
-        """Gives the process's generators back as they were."""
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+    def generators(self) -> tuple[Any, ...]:
+        """The state of the generators of `sources`, which can be compared."""
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
+
+    def set_generators(self, states: tuple[Any, ...]) -> None:
+        """Gives the generators a state of `generators`."""
+        of_python, (kind, keys, *rest) = states
+        random.setstate(of_python)
+        np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
 
     def equal(self, one: Any, other: Any) -> bool:
         """Whether two arrays are equal to the bit, whatever is no number the same."""
@@ -131,8 +148,22 @@ class Examples:
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
     def sample(self, index: int, seed: int) -> Any:
-        """The sample. Raises DataError for what the data set raises."""
+        """The sample with this seed. Raises DataError for what the data set raises."""
         self.seed(seed)
+        return self._sample(index)
+
+    def _unseeded(self, indices: NDArray[np.int64]) -> list[Any] | None:
+        """The samples; None where one has drawn random numbers, or raises an error, which may come of what it drew."""
+        with _generators:
+            before = self.generators()
+            with contextlib.suppress(DataError):
+                samples = [self._sample(int(index)) for index in indices]
+                if self.generators() == before:
+                    return samples
+            self.set_generators(before)
+            return None
+
+    def _sample(self, index: int) -> Any:
         try:
             return self.dataset[index]
         except Exception as error:

@@ -4,8 +4,7 @@ A Dataset must draw its random numbers inside `__getitem__`, from `random`, `num
 for each sample by (seed, epoch, index), so that 1 rank and N ranks draw alike.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,19 +55,16 @@ class Examples(examples.Examples):
         super().__init__(dataset, name, collate)
 
     def seed(self, seed: int) -> None:
-        if type(self.dataset) is TensorDataset:  # which draws nothing, and seeding takes 10 microseconds
-            return
         super().seed(seed)
         torch.default_generator.manual_seed(seed)
 
-    @contextlib.contextmanager
-    def kept_generators(self) -> Iterator[None]:
-        with super().kept_generators():
-            kept = torch.get_rng_state()
-            try:
-                yield
-            finally:
-                torch.set_rng_state(kept)
+    def generators(self) -> tuple[Any, ...]:
+        return super().generators(), torch.get_rng_state().numpy().tobytes()
+
+    def set_generators(self, states: tuple[Any, ...]) -> None:
+        of_others, of_torch = states
+        super().set_generators(of_others)
+        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
 
     def equal(self, one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

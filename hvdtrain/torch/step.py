@@ -89,6 +89,7 @@ class Step:
         self.network, self.optimizer = engine.wrap(
             self.objective.module(model), optimizers.make(recipe, model, lr, fused)
         )
+        self._parameters = list(model.parameters())
         # Of what lies where the engine has put it.
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.update: Callable[[list[Any]], list[Seen]] = self._update
@@ -121,7 +122,7 @@ class Step:
             self._fill_gradients()
             if self.recipe.clip_norm:
                 self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+                nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             if self.ema:
@@ -131,8 +132,8 @@ class Step:
     def _fill_gradients(self) -> None:
         """A parameter that the loss does not depend on has a gradient of 0, as the mean over ranks makes it: momentum
         and weight decay then move it alike on any number of ranks."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
+        for parameter in self._parameters:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _differentiate(self, micro_batches: list[Any]) -> list[Seen]:

@@ -1,0 +1,97 @@
+"""Random numbers that a data set draws are those of the sample, whether or not the set was found to draw any."""
+
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+
+from torch.utils.data import Dataset  # noqa: E402
+
+from hvdtrain.core.examples import DRAWS  # noqa: E402
+from hvdtrain.torch.examples import Examples  # noqa: E402
+
+N = 16
+INDICES = np.arange(N)
+SEEDS = np.random.default_rng(0).random((N, DRAWS), dtype=np.float32)
+
+
+class Drawing(Dataset):
+    """Sample i is i, with something drawn added to the last ones by `draw`."""
+
+    def __init__(self, draw):
+        self.draw, self.reads = draw, 0
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.tensor(index + (self.draw() if index >= N // 2 else 0.0), dtype=torch.float64)
+
+
+def no_draw():
+    return 0.0
+
+
+def behind_a_fork():
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(()).item()
+
+
+def failing_draw():
+    if (number := random.random()) < 0.95:
+        raise ValueError(f"drew {number}")
+    return number
+
+
+DRAWS_OF = {
+    "random": random.random,
+    "a gauss that random keeps": lambda: random.gauss(0, 1),
+    "numpy.random": lambda: float(np.random.rand()),
+    "a gauss that numpy.random keeps": lambda: float(np.random.randn()),
+    "torch": lambda: torch.rand(()).item(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS_OF)
+def test_a_set_that_draws_late_draws_as_one_that_always_did(name):
+    seeded, checked = Examples(Drawing(DRAWS_OF[name])), Examples(Drawing(DRAWS_OF[name]))
+    checked.check_repeatable(INDICES, SEEDS)
+    assert not checked.is_random  # the first samples draw nothing
+    random.gauss(0, 1), np.random.randn()  # each keeps a second number
+    for first in range(0, N, 4):
+        rows = slice(first, first + 4)
+        assert checked.read(INDICES[rows], SEEDS[rows]).equal(seeded.read(INDICES[rows], SEEDS[rows]))
+    assert checked.is_random
+
+
+def test_a_set_that_draws_nothing_is_read_once_and_not_seeded():
+    examples = Examples(Drawing(no_draw))
+    examples.check_repeatable(INDICES, SEEDS)
+    before, examples.dataset.reads = examples.generators(), 0
+    examples.read(INDICES, SEEDS)
+    assert (examples.dataset.reads, examples.is_random, examples.generators()) == (N, False, before)
+
+
+def test_numbers_drawn_behind_a_fork_are_the_samples_own():
+    one, other = (Examples(Drawing(behind_a_fork)) for _ in range(2))
+    for examples in (one, other):
+        examples.check_repeatable(INDICES[::-1], SEEDS[::-1])
+        assert examples.is_random
+    first = one.read(INDICES, SEEDS)
+    torch.rand(3)
+    assert other.read(INDICES, SEEDS).equal(first)
+
+
+def test_an_error_of_what_was_drawn_is_the_seeded_ones():
+    examples = Examples(Drawing(failing_draw))
+    examples.check_repeatable(INDICES, SEEDS)
+    before = examples.generators()
+    with pytest.raises(Exception, match=r"sample 8: .*ValueError: drew ") as told:
+        examples.read(INDICES, SEEDS)
+    assert examples.generators() == before
+    with pytest.raises(Exception, match=r"drew ") as again:
+        Examples(Drawing(failing_draw)).read(INDICES, SEEDS)
+    assert str(told.value) == str(again.value)
