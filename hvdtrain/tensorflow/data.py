@@ -12,7 +12,7 @@ from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once
-from hvdtrain.tensorflow.examples import Examples
+from hvdtrain.tensorflow.examples import Arrays, Examples
 
 AHEAD = 2
 
@@ -40,6 +40,11 @@ class Loader:
         return self._pipelines[id(split)].batches(requests)
 
     def _own(self, split: Examples, requests: list[Request]) -> Iterator[Any]:
+        if self._in_loop and requests and isinstance(split, Arrays) and split.is_read_at_once(len(requests[0][0])):
+            return (self._gathered(split.read(*request)) for request in requests)
+        return self._piped(split, requests)
+
+    def _piped(self, split: Examples, requests: list[Request]) -> Iterator[Any]:
         if requests and id(split) not in self._pipelines:
             split.check_repeatable(*requests[0])
             one = self._structures[id(split)] = split.read(requests[0][0][:1], None)
@@ -56,6 +61,11 @@ class Loader:
     def _leaves(self, batch: Any) -> list[np.ndarray]:
         arrays = map(np.asarray, keras.tree.flatten(batch))
         return [array.astype(self._real) if array.dtype.kind == "f" else array for array in arrays]
+
+    def _gathered(self, batch: Any) -> Any:
+        with tf.device(self._device):
+            tensors = [tf.constant(array) for array in self._leaves(batch)]
+        return keras.tree.pack_sequence_as(batch, tensors)
 
     def _on_device(self, x: np.ndarray, y: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.device(self._device):

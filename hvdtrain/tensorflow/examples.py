@@ -24,6 +24,7 @@ from hvdtrain.core import examples
 from hvdtrain.core.examples import seeds_of, shape_text
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
+from hvdtrain.datasets.base import SMALL
 from hvdtrain.errors import DataError
 from hvdtrain.tensorflow.banner import without_banner
 from hvdtrain.untrusted import one_line
@@ -71,6 +72,10 @@ class Arrays(Examples):
                 "alike."
             )
         super().__init__(range(*lengths), name)
+
+    def is_read_at_once(self, batch: int) -> bool:
+        """As base.is_read_at_once."""
+        return sum(array[:batch].nbytes for array in keras.tree.flatten(self._arrays)) <= SMALL
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         return keras.tree.map_structure(lambda array: array[indices], self._arrays)

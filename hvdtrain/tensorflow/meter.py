@@ -39,8 +39,8 @@ class Meter:
         self._take_names(sorted(seen.metrics))
         numbers = [seen.loss, seen.count, *(number for name in self._names or () for number in seen.metrics[name])]
         loss, count, *rest = (tf.cast(number, tf.float64) for number in numbers)
-        unused = [tf.zeros((), tf.float64)] * (self._sums.shape[0] - len(numbers))
-        add(self._sums, tf.stack([loss * count, count, *rest, *unused]) * weight)
+        unused = self._sums.shape[0] - len(numbers)
+        add(self._sums, tf.pad(tf.stack([loss * count, count, *rest]) * weight, [[0, unused]]))
 
     def take(self) -> Totals:
         """The sums of all replicas of this rank so far; they start again at 0."""

@@ -37,7 +37,7 @@ def unwatched(name: str) -> AbstractContextManager[None]:
     return NOTHING
 
 
-def autocast(recipe: "Recipe", device: torch.device) -> torch.autocast:
+def autocast(recipe: "Recipe", device: torch.device) -> AbstractContextManager[Any]:
     """Mixed precision where the recipe says so.
 
     Examples:
@@ -47,7 +47,7 @@ def autocast(recipe: "Recipe", device: torch.device) -> torch.autocast:
         torch.bfloat16
     """
     mixed = recipe.precision in {"bfloat16", "float16"}
-    return torch.autocast(device.type, DTYPES[recipe.precision] if mixed else None, enabled=mixed)
+    return torch.autocast(device.type, DTYPES[recipe.precision]) if mixed else NOTHING
 
 
 class Step:
@@ -145,9 +145,14 @@ class Step:
             with self._phase("forward"), autocast(self.recipe, self.engine.device), self._explained():
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
             with self._phase("backward"):
-                self.scaler.scale(loss * self._weight(seen.count) / len(micro_batches)).backward()
+                self.scaler.scale(self._weighted(loss, seen.count, len(micro_batches))).backward()
             results.append(seen)
         return results
+
+    def _weighted(self, loss: torch.Tensor, examples: int, micro_batches: int) -> torch.Tensor:
+        """A micro-batch's part of the mean over the global batch. An operation that changes nothing costs two."""
+        weight = self._weight(examples)
+        return loss if weight == micro_batches == 1 else loss * weight / micro_batches
 
     def evaluate(self, batch: Any) -> Seen:
         """What is to be reported of a validation batch."""

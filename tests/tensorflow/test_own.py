@@ -157,6 +157,13 @@ def test_one_curve_whatever_names_the_loss_and_whichever_engine(begun, train_alo
     )
 
 
+def test_arrays_read_ahead_are_the_same_to_the_bit(begun, train_alone):
+    """Small batches of arrays are gathered in the loop; with a reader they come through tf.data."""
+    ended, folder = train_alone("--workers", "1")
+    ahead, usual = (lines(of, "step") for of in (folder, begun(1)[0] / "arrays"))
+    assert not ended.code and [line["loss"] for line in ahead] == [line["loss"] for line in usual]
+
+
 LEARNS = {
     "bfloat16": ["--precision", "bfloat16"],
     "float16": ["--precision", "float16"],

@@ -23,7 +23,7 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import folder as folders
 from hvdtrain.run.loop import Loop, Trainer
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.main import keep_memory, load_dataset
 from hvdtrain.run.run import Run
 from hvdtrain.run.world import World
 from hvdtrain.tools.bench import ranks
@@ -63,6 +63,7 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
     dataset = load_dataset(recipe, framework)
     plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))
+    keep_memory(recipe.device)
     with tempfile.TemporaryDirectory() as folder:
         of_run = None
         if topology.is_rank_0:

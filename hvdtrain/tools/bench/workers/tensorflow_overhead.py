@@ -1,9 +1,9 @@
 """hvdtrain's loop and a hand-written tf.function + Horovod loop, interleaved step by step, in the same processes.
 
 Both train the recipe's network on the CPU, on the same examples with the same loss and update; the hand-written one
-does what such a script does and no more: no guard, no log, no metrics, no order kept over ranks. A data set of the
-user's is read alike by both. hvdtrain's logs as a run does, into a temporary folder; checkpoints and validation are in
-neither time.
+does what such a script does and no more: no guard, no log, no metrics, no order kept over ranks, and arrays read by
+tf.data. Another data set of the user's is read alike by both. hvdtrain's logs as a run does, into a temporary folder;
+checkpoints and validation are in neither time.
 """
 
 import sys
@@ -21,7 +21,7 @@ from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, optimizers
 from hvdtrain.tensorflow.data import Loader
 from hvdtrain.tensorflow.engines.local import LocalEngine
-from hvdtrain.tensorflow.examples import Examples
+from hvdtrain.tensorflow.examples import Arrays, Examples
 from hvdtrain.tensorflow.objective import Objective
 from hvdtrain.tensorflow.opening import open_engine
 from hvdtrain.tensorflow.trainer import Trainer
@@ -48,21 +48,25 @@ def hand_written(run: Run) -> overhead.Steps:
         optimizer.descend(gradients, lr)
         return loss
 
-    for batch in _own(run) if isinstance(run.dataset.train, Examples) else _in_memory(run):
+    train = run.dataset.train
+    for batch in _own(run) if isinstance(train, Examples) and not isinstance(train, Arrays) else _in_memory(run):
         step(batch)
         yield
 
 
 def _in_memory(run: Run) -> Iterable[Any]:
-    """Local batches of hvdtrain's data sets without end, images normalised."""
+    """Local batches of arrays without end, images of hvdtrain's data sets normalised."""
     dataset = run.dataset
-    x, y = dataset.train.read(np.arange(len(dataset.train)), None)
+    arrays = dataset.train.read(np.arange(len(dataset.train)), None)
     if dataset.classes is not None:
-        x = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32)
+        x, y = arrays
+        arrays = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32), y
     # Numbers are shuffled, and without end: a buffer of images, filled anew every epoch, made ranks wait up to 17 s.
-    mine = tf.data.Dataset.range(len(y)).shard(hvd.size(), hvd.rank())
-    chosen = mine.shuffle(len(y)).repeat().batch(run.plan.worker_batch)
-    return chosen.map(lambda numbers: (tf.gather(x, numbers), tf.gather(y, numbers))).prefetch(2)
+    mine = tf.data.Dataset.range(len(dataset.train)).shard(hvd.size(), hvd.rank())
+    chosen = mine.shuffle(len(dataset.train)).repeat().batch(run.plan.worker_batch)
+    return chosen.map(
+        lambda numbers: keras.tree.map_structure(lambda array: tf.gather(array, numbers), arrays)
+    ).prefetch(2)
 
 
 def _own(run: Run) -> Iterator[Any]:
