@@ -15,6 +15,10 @@ from hvdtrain.core.recipe import Recipe
 
 pytestmark = needs_torch
 
+FORGOTTEN = (
+    "LoopError: the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give it as "
+    "world.run(..., scheduler=scheduler)."
+)
 BEGAN = "this epoch began with"
 MISUSE = {
     "wrapped model": "LoopError: the model is wrapped in DataParallel: give the model itself, hvdtrain averages.",
@@ -31,6 +35,8 @@ MISUSE = {
     "run could not be resumed; give it both.",
     "scheduler with another state": "LoopError: scheduler Unsaved keeps a value of type object, which no checkpoint "
     "holds; take one of numbers and text.",
+    "scheduler forgotten": FORGOTTEN,
+    "scheduler made late": FORGOTTEN,
     "interval": "LoopError: keep_checkpoints must be at least 1, got 0.",
     "epochs": "LoopError: epochs and max_steps must be at least 1, got 0 and None.",
     "batch too large": "LoopError: batch_size must be at most the 32 training examples, got 64.",

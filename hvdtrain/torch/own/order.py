@@ -49,6 +49,8 @@ class Order:
             raise LoopError(
                 "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after."
             )
+        if self._program.scheduler is None:
+            self._program.check_scheduler()
         self._has_batch = self._is_updated = False
         self._lr = self._program.lr
 

@@ -46,15 +46,26 @@ class Program:
         known = set(self.model.parameters())
         if any(each not in known for group in self.optimizer.param_groups for each in group["params"]):
             raise LoopError("the optimizer has parameters that the model has not; make it of model.parameters().")
-        if self.scheduler is not None:
-            if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
-                raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
-            if not (hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict")):
-                raise LoopError(
-                    f"the scheduler ({type(self.scheduler).__name__}) has no state_dict and load_state_dict, so the "
-                    "run could not be resumed; give it both."
-                )
+        self.check_scheduler()
         self.metadata()
+
+    def check_scheduler(self) -> None:
+        """Raises LoopError where the run could not be resumed with the optimizer's scheduler. It may be made late, so
+        each step asks again."""
+        if self.scheduler is None:
+            if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # so PyTorch marks it
+                raise LoopError(
+                    "the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give "
+                    "it as world.run(..., scheduler=scheduler)."
+                )
+            return
+        if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
+            raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
+        if not (hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict")):
+            raise LoopError(
+                f"the scheduler ({type(self.scheduler).__name__}) has no state_dict and load_state_dict, so the run "
+                "could not be resumed; give it both."
+            )
 
     @property
     def identity(self) -> str:
