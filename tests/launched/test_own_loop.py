@@ -48,6 +48,7 @@ def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     ended = run("alone", 1, program(folder, *CASES)).good()
     assert ended.out.endswith("behind the block\n")
+    assert "BatchNorm" not in ended.out
     return folder
 
 
@@ -59,6 +60,7 @@ def test_any_number_of_ranks_trains_alike(alone, launcher, size, engine, tmp_pat
     assert ended.out.count("the block has ended") == 1
     assert ended.out.count("behind the block") == size
     assert "backward reached none of never" in ended.out
+    assert ended.out.count("INFO - BatchNorm (norm) normalises by each rank's part of the batch, so ") == 1
     for case in CASES:
         ours, theirs = losses(tmp_path / case), losses(alone / case)
         assert len(ours) == len(theirs) == STEPS.get(case, 12), case

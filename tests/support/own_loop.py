@@ -57,7 +57,7 @@ CASES = {
     "accumulated": {"parts": 3},
     "bfloat16": {"dtype": "bfloat16"},
     "early": {"leaves": 3},
-    "short": {"max_steps": 6},
+    "short": {"max_steps": 6, "norm": True},
     "conditional": {"conditional": True},
     "cut": {"checkpoint_every_steps": 3},
     "endless": {"epochs": 10_000, "checkpoint_every_steps": 5},
@@ -67,7 +67,7 @@ CASES = {
 
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
-          conditional=False, lr=0.01, breaks=None, **intervals) -> None:  # fmt: skip
+          conditional=False, lr=0.01, breaks=None, norm=False, **intervals) -> None:  # fmt: skip
     """One case: a loop as its user wrote it."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -76,6 +76,8 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
     if world.rank == 0:
         torch.manual_seed(0)
         model.load_state_dict(Net().to(dtype).state_dict())
+    if norm:
+        model.norm = nn.BatchNorm1d(2, dtype=dtype)  # which is never called
     more = {"momentum": 0.9} if optimizer == "SGD" else {}
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr, **more)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], gamma=0.5)

@@ -99,6 +99,25 @@ def test_all_that_a_program_gets_wrong_is_tried(misuse):
     assert misuse.keys() == MISUSE.keys()
 
 
+def test_batch_norms_that_see_their_own_rank_alone_are_named():
+    import torch
+    from torch import nn
+
+    from hvdtrain.torch.engines.local import LocalEngine
+    from hvdtrain.torch.models import with_sync_batch_norm
+    from hvdtrain.torch.own.notes import of_batch_norms
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm3d(2, track_running_stats=False))
+    assert of_batch_norms(nn.Linear(1, 1)) is None
+    assert of_batch_norms(model) == (
+        "BatchNorm (1 and 1 more) normalises by each rank's part of the batch, so the curve depends on the number of "
+        "ranks; for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
+    )
+    assert of_batch_norms(model.eval()).startswith("BatchNorm (2) ")
+    assert of_batch_norms(nn.BatchNorm2d(2)).startswith("BatchNorm (the model) ")
+    assert of_batch_norms(with_sync_batch_norm(model.train(), LocalEngine(torch.device("cpu")))) is None
+
+
 def test_a_schedulers_state_survives_json():
     from hvdtrain.torch.resumable import packed, unpacked
 

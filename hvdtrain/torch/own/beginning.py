@@ -11,6 +11,7 @@ from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import in_own_words, open_own
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.meter import Meter
+from hvdtrain.torch.own import notes
 from hvdtrain.torch.own.gradients import Averager
 from hvdtrain.torch.own.order import Best
 from hvdtrain.torch.own.program import Program
@@ -41,5 +42,7 @@ def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: Bes
         hooks = Hooks(run, replica, OwnSampling(0, 0, place.own.size, program.seed, draws=DRAWS))
     if hooks.resumed_from:
         program.restore(hooks.resumed_from["program"], hooks.progress.step)
+    if place.own.size > 1 and (note := notes.of_batch_norms(program.model)):
+        hooks.note(note)
     averager = Averager(program.model, place.own, place.compression) if place.own.size > 1 else None
     return Run(hooks, program, averager, best)
