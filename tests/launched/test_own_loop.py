@@ -89,8 +89,10 @@ def test_a_killed_program_resumes_to_the_same_bits(tmp_path):
     with started("gloo", 2, program(folder, "cut"), OWN_LOOP_PAUSE="0.2") as ranks:
         wait_for_step(ranks, folder / "cut", 7)
         ranks.kill()
-    ended = run("gloo", 2, program(folder, "cut")).good()
+    ended = run("gloo", 2, program(folder, "cut"), OWN_LOOP_LR="0.02").good()
     assert "resuming from step 6 " in ended.out
+    gives = "INFO - optimizer: the program gives lr=0.02, this run began with lr=0.01 and keeps its own; "
+    assert ended.out.count(gives) == 1
     assert arrays(folder / "cut") == arrays(whole / "cut")
     assert losses(folder / "cut") == losses(whole / "cut")
     assert [own["train_loss"] for own in epochs(folder / "cut")] == [own["train_loss"] for own in epochs(whole / "cut")]

@@ -19,6 +19,7 @@ LABELS = (INPUTS.mean((1, 2, 3)) > 0).long()
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 PAUSE = float(os.environ.get("OWN_LOOP_PAUSE", "0"))
 """Seconds between two steps."""
+LR = float(os.environ.get("OWN_LOOP_LR", "0.01"))
 
 
 class Net(nn.Module):
@@ -67,7 +68,7 @@ CASES = {
 
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
-          conditional=False, lr=0.01, breaks=None, norm=False, **intervals) -> None:  # fmt: skip
+          conditional=False, lr=LR, breaks=None, norm=False, **intervals) -> None:  # fmt: skip
     """One case: a loop as its user wrote it."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()

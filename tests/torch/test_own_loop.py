@@ -128,6 +128,62 @@ def test_a_schedulers_state_survives_json():
     assert isinstance(back["betas"], tuple)
 
 
+def made(lr=0.1, scheduler=None, groups=1, **more):
+    """What a program gives of its optimizer and scheduler."""
+    import torch
+
+    from hvdtrain.torch.own.settings import given
+
+    parameters = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(groups)]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, **more)
+    return given(optimizer, scheduler and scheduler(optimizer))
+
+
+def warmed_up(optimizer, steps=30):
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+    return SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimizer, steps)], [5])
+
+
+def cycled(optimizer):
+    import torch
+
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 100)
+
+
+GIVES = "the program gives {}, this run began with {} and keeps its own; for another value give another folder"
+
+
+@pytest.mark.parametrize(
+    ("now", "began", "kinds", "values"),
+    [
+        ({"lr": 0.2}, {}, "optimizer", ["lr=0.2", "lr=0.1"]),
+        ({"lr": 0.2, "scheduler": warmed_up}, {"scheduler": warmed_up}, "optimizer", ["lr=0.2", "lr=0.1"]),
+        ({"scheduler": warmed_up}, {}, None, []),
+        ({"scheduler": cycled}, {"scheduler": cycled}, None, []),
+        (
+            {"scheduler": lambda optimizer: warmed_up(optimizer, 60)},
+            {"scheduler": warmed_up},
+            "scheduler",
+            ["part 1 T_max=60", "part 1 T_max=30"],
+        ),
+        (
+            {"betas": (0.9, 0.9), "weight_decay": 0.0, "groups": 2},
+            {"groups": 2, "lr": 0.2},
+            "optimizer",
+            ["group 0 lr=0.1, group 0 betas=(0.9, 0.9), group 0 weight_decay=0.0, group 1 lr=0.1 and 2 more",
+             "group 0 lr=0.2, group 0 betas=(0.9, 0.999), group 0 weight_decay=0.01, group 1 lr=0.2 and 2 more"],
+        ),
+    ],
+    ids=["lr", "lr under a scheduler", "a scheduler changes it", "a cycle", "of a scheduler's part", "groups"],
+)  # fmt: skip
+def test_other_settings_than_the_runs_first_are_named(now, began, kinds, values):
+    from hvdtrain.torch.own.settings import difference
+
+    assert difference(made(**now), made(**began)) == (f"{kinds}: {GIVES.format(*values)}" if kinds else None)
+    assert difference(made(**now), {}) is None
+
+
 class Counting:
     """An engine that counts what it is given."""
 
