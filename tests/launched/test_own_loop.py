@@ -60,6 +60,8 @@ def test_any_number_of_ranks_trains_alike(alone, launcher, size, engine, tmp_pat
     assert ended.out.count("the block has ended") == 1
     assert ended.out.count("behind the block") == size
     assert "backward reached none of never" in ended.out
+    early = "INFO - epoch 0 was left after 3 of 4 steps; a run that resumes inside such an epoch continues with the "
+    assert ended.out.count(early) == ended.out.count(" was left after ") == 1
     assert ended.out.count("INFO - BatchNorm (norm) normalises by each rank's part of the batch, so ") == 1
     for case in CASES:
         ours, theirs = losses(tmp_path / case), losses(alone / case)
@@ -132,6 +134,18 @@ def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
     assert "Traceback" in ended.err
     assert any("failed: RuntimeError: a fault of the user's" in line for line in ended.lines), ended.err
     assert json.loads((tmp_path / "broken" / "status.json").read_text())["state"] == "failed"
+
+
+def test_ranks_that_part_are_named_on_all_of_them(tmp_path):
+    ended = run("gloo", 2, program(tmp_path, "parted", "unlike"), 60)
+    assert ended.code == 2
+    parted = (
+        "rank 1 left run.batches() where rank 0 continued; every rank must make the same steps: end an epoch early by "
+        "a number that all of them have, as of world.sum."
+    )
+    assert [ended.out.count(f"rank {rank}: {parted}") for rank in range(2)] == [1, 1]
+    unlike = "in epoch 0 rank 0 reported last=0 and rank 1 last=1; every rank must report the same: take last="
+    assert ended.lines == [f"LoopError (rank 0 on {os.uname().nodename}): {unlike}world.mean(total, count)."]
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):

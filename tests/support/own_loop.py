@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hvdtrain.torch as ht
+from hvdtrain.errors import LoopError
 
 GENERATOR = torch.Generator().manual_seed(1)
 INPUTS = torch.randn(96, 3, 8, 8, generator=GENERATOR, dtype=torch.float64)
@@ -64,11 +65,14 @@ CASES = {
     "endless": {"epochs": 10_000, "checkpoint_every_steps": 5},
     "diverging": {"lr": 1e300},
     "broken": {"breaks": 4},
+    "parted": {"leaves": 2, "together": False},
+    "unlike": {"together": False},
 }
 
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
-          conditional=False, lr=LR, breaks=None, norm=False, **intervals) -> None:  # fmt: skip
+          conditional=False, lr=LR, breaks=None, norm=False,
+          together=True, **intervals) -> None:  # fmt: skip
     """One case: a loop as its user wrote it."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -105,14 +109,14 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
             if breaks == run.global_step and world.rank == world.size - 1:
                 raise RuntimeError("a fault of the user's")
             run.step(total, even=((batch["y"] == 0).sum(), len(batch["y"])))
-            if leaves and number + 1 == leaves:
+            if leaves and number + 1 == leaves and (together or world.rank == 1):
                 break
         correct = count = 0
         with torch.no_grad():
             for batch in run.each_once(data, batch_size=36):
                 correct += (model(batch["x"]).argmax(1) == batch["y"]).sum().item()
                 count += len(batch["y"])
-        run.report(accuracy=world.mean(correct, count), seen=world.sum(count), last=epoch)
+        run.report(accuracy=world.mean(correct, count), seen=world.sum(count), last=epoch if together else world.rank)
         scheduler.step()
 
 
@@ -120,7 +124,13 @@ def main() -> None:
     folder, *cases = sys.argv[2:]
     with ht.join() as world:
         for case in cases:
-            train(world, Path(folder, case), **CASES[case])
+            try:
+                train(world, Path(folder, case), **CASES[case])
+            except LoopError as error:
+                if case == cases[-1]:
+                    raise
+                print(f"rank {world.rank}: {error}")
+                world._run = None
         world.print("the block has ended")
     print("behind the block")
 

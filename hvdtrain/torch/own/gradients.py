@@ -57,6 +57,11 @@ class Averager:
         unreached, self._unreached = self._unreached, []
         return unreached or []
 
+    def leave(self) -> None:
+        """This rank leaves an epoch's batches early: takes part in what the backward of one that stays communicates.
+        Raises LoopError on all ranks where not all of them leave."""
+        self._finish(leaves=True)
+
     def _computed(self, parameter: Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise LoopError(
@@ -89,18 +94,21 @@ class Averager:
         wait = self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._sent)}")
         self._sent.append((message, wait))
 
-    def _finish(self) -> None:
+    def _finish(self, leaves: bool = False) -> None:
         """At the end of backward: returns once every gradient is the mean over the ranks."""
         for message in self._messages[len(self._sent) :]:
             self._send(message)
-        reached = torch.tensor([each in self._computed_here for each in self._names], dtype=torch.float32)
-        count = self._engine.average(reached, "hvdtrain.reached")
+        here = [each in self._computed_here for each in self._names]
+        leaving = [leaves and rank == self._engine.rank for rank in range(self._engine.size)]
+        shared = torch.tensor(here + leaving, dtype=torch.float32)
+        count = self._engine.average(shared, "hvdtrain.reached")
         for message, wait in self._sent:
             wait()
             message.hand_out()
             message.reset()
         count()
-        if self._unreached is None:
+        reached, left = shared[: len(here)], shared[len(here) :]
+        if self._unreached is None and not leaves:
             self._unreached = [
                 name for name, ranks in zip(self._names.values(), reached.tolist(), strict=True) if not ranks
             ]
@@ -111,3 +119,14 @@ class Averager:
         self._computed_here.clear()
         self._sent.clear()
         self._before.clear()
+        _check_left([rank for rank, is_left in enumerate(left.tolist()) if is_left], self._engine.size)
+
+
+def _check_left(left: list[int], size: int) -> None:
+    """Raises LoopError where some ranks have left the epoch's batches, others not."""
+    if 0 < len(left) < size:
+        stays = next(rank for rank in range(size) if rank not in left)
+        raise LoopError(
+            f"rank {left[0]} left run.batches() where rank {stays} continued; every rank must make the same steps: end "
+            "an epoch early by a number that all of them have, as of world.sum."
+        )

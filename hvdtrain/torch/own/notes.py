@@ -1,7 +1,8 @@
-"""What a program's run says once, as it begins, of what would else pass in silence."""
+"""What a program's run says once, of what would else pass in silence."""
 
 from torch import nn
 
+from hvdtrain.core.progress import Extent, Progress
 from hvdtrain.torch.networks import BATCH_NORMS
 
 
@@ -14,6 +15,16 @@ def of_batch_norms(model: nn.Module) -> str | None:
     return (
         f"BatchNorm ({layers}) normalises by each rank's part of the batch, so the curve depends on the number of "
         "ranks; for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
+    )
+
+
+def of_left_epoch(progress: Progress, extent: Extent) -> str:
+    """That the program has left the epoch's batches before their end."""
+    steps = f"{progress.updates(extent)} of {extent.train_examples // extent.global_batch} steps"
+    return (
+        f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues with the "
+        "next batch, and cannot know where you would leave: decide by run.global_step, or give run.epochs(..., "
+        "max_steps=)"
     )
 
 

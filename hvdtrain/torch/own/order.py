@@ -4,8 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.errors import LoopError
+from hvdtrain.run import guard
 from hvdtrain.run.own import RESERVED
+from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import Seen
 
 if TYPE_CHECKING:
@@ -78,6 +81,19 @@ class Order:
                 text = f"a reported number must not be called {name}, which each record has; take another name."
                 raise LoopError(text)
             self.reported[name] = float(number(value))
+
+
+def epoch_values(
+    progress: Progress, extent: OwnSampling, engine: Engine, reported: dict[str, float]
+) -> dict[str, float]:
+    """What the epoch's records hold: means over its steps, and what was reported. Every rank calls it. Raises LoopError
+    where there was no step, or the ranks differ."""
+    if not progress.train.count:
+        raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
+    if engine.size > 1:
+        guard.check_epoch(progress.epoch, progress.updates(extent), reported, (engine.rank, engine.size), engine.sum)
+    train = {"loss": progress.train.mean_loss, **progress.train.means}
+    return {f"train_{name}": mean for name, mean in train.items()} | reported
 
 
 def score(values: dict[str, float], best: Best) -> float:
