@@ -115,6 +115,24 @@ def test_a_signal_ends_a_program_with_a_checkpoint(number, code, tmp_path):
     assert "behind the block" not in ended.out
 
 
+@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+def test_a_signal_to_horovodrun_ends_its_ranks_with_a_checkpoint(launcher, tmp_path):
+    # Forked ranks are below the warm server, where no rank finds its launcher.
+    command = (
+        [sys.executable, *program(tmp_path, "endless")[-4:]] if launcher == "mpi" else program(tmp_path, "endless")
+    )
+    with started(launcher, 2, command, OWN_LOOP_PAUSE="0.02") as ranks:
+        wait_for_step(ranks, tmp_path / "endless", 7)
+        ranks.process.send_signal(signal.SIGTERM)
+        ended = ranks.wait(60)
+    assert ended.code == (143 if launcher == "gloo" else -signal.SIGTERM)
+    assert ended.left == []
+    status = json.loads((tmp_path / "endless" / "status.json").read_text())
+    assert status["state"] == "stopped"
+    step = newest(tmp_path / "endless" / "checkpoints")[0].meta["step"]
+    assert status["error"].startswith(f"SIGTERM: stopped after step {step}, with a checkpoint; ")
+
+
 def test_a_killed_rank_is_named(tmp_path):
     with started("gloo", 2, program(tmp_path, "endless"), OWN_LOOP_PAUSE="0.02", HVDTRAIN_ENGINE="ddp") as ranks:
         wait_for_step(ranks, tmp_path / "endless", 7)
