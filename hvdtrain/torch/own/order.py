@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.progress import OwnSampling
 from hvdtrain.errors import LoopError
 from hvdtrain.run import guard
+from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import RESERVED
-from hvdtrain.torch.engines import Engine
+from hvdtrain.run.reporter import OwnReporter
 from hvdtrain.torch.objective import Seen
 
 if TYPE_CHECKING:
@@ -83,17 +84,19 @@ class Order:
             self.reported[name] = float(number(value))
 
 
-def epoch_values(
-    progress: Progress, extent: OwnSampling, engine: Engine, reported: dict[str, float]
-) -> dict[str, float]:
-    """What the epoch's records hold: means over its steps, and what was reported. Every rank calls it. Raises LoopError
-    where there was no step, or the ranks differ."""
+def report_epoch(hooks: Hooks[Any], extent: OwnSampling, reported: dict[str, float]) -> dict[str, float]:
+    """Reports the means over the epoch's steps, and what the program has reported; all of these numbers by name. Every
+    rank calls it. Raises LoopError where there was no step, or the ranks differ."""
+    progress, engine = hooks.progress, hooks.engine
     if not progress.train.count:
         raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
     if engine.size > 1:
         guard.check_epoch(progress.epoch, progress.updates(extent), reported, (engine.rank, engine.size), engine.sum)
     train = {"loss": progress.train.mean_loss, **progress.train.means}
-    return {f"train_{name}": mean for name, mean in train.items()} | reported
+    values = {f"train_{name}": mean for name, mean in train.items()} | reported
+    if isinstance(hooks.reporter, OwnReporter):
+        hooks.reporter.values(progress.step, progress.epoch + 1, values)
+    return values
 
 
 def score(values: dict[str, float], best: Best) -> float:

@@ -11,12 +11,11 @@ from torch.utils.data import default_collate
 from hvdtrain.core.progress import OwnSampling, Progress, each_once, train_requests
 from hvdtrain.errors import LoopError
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.reporter import OwnReporter
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.own import notes
 from hvdtrain.torch.own.gradients import Averager
-from hvdtrain.torch.own.order import Best, Order, epoch_values, score, seen
+from hvdtrain.torch.own.order import Best, Order, report_epoch, score, seen
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.reading import Collate, Reading
 from hvdtrain.torch.trainer import Replica
@@ -158,9 +157,7 @@ class Run:
         self._order.end_epoch()
         hooks, progress = self._hooks, self._hooks.progress
         self._settle()
-        values = epoch_values(progress, self._extent, self._engine, self._order.reported)
-        if isinstance(hooks.reporter, OwnReporter):
-            hooks.reporter.values(progress.step, progress.epoch + 1, values)
+        values = report_epoch(hooks, self._extent, self._order.reported)
         ended = progress.is_epoch_done(self._extent) or not progress.is_stopped(self._extent)
         hooks.end_epoch(Progress(progress.step, progress.epoch + 1) if ended else progress, score(values, self._best))
 
