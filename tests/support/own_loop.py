@@ -66,13 +66,14 @@ CASES = {
     "diverging": {"lr": 1e300},
     "broken": {"breaks": 4},
     "parted": {"leaves": 2, "together": False},
+    "parted forward": {"leaves": 2, "together": False, "synced": True},
     "unlike": {"together": False},
 }
 
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
           conditional=False, lr=LR, breaks=None, norm=False,
-          together=True, **intervals) -> None:  # fmt: skip
+          together=True, synced=False, **intervals) -> None:  # fmt: skip
     """One case: a loop as its user wrote it."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -83,6 +84,9 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
         model.load_state_dict(Net().to(dtype).state_dict())
     if norm:
         model.norm = nn.BatchNorm1d(2, dtype=dtype)  # which is never called
+    if synced:
+        model.body[1] = nn.BatchNorm2d(8, dtype=dtype)
+        model = world.sync_batch_norm(model)
     more = {"momentum": 0.9} if optimizer == "SGD" else {}
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr, **more)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], gamma=0.5)

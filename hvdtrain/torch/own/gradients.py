@@ -4,13 +4,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import Parameter
 
+from hvdtrain.core.sharing import gather
 from hvdtrain.errors import LoopError
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.buckets import Message, messages
+from hvdtrain.torch.models import SyncBatchNorm
 
 DTYPES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 """By compression, what gradients are communicated as; None is their own."""
@@ -29,6 +32,7 @@ class Averager:
         self._messages = messages(self._names, engine.bucket_bytes(), DTYPES[compression])
         self._message_of = {each: message for message in self._messages for each in message.parameters}
         self._hooks = [each.register_post_accumulate_grad_hook(self._computed) for each in self._names]
+        self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
         self._accumulating = False
         self._running = False
         self._unreached: list[str] | None = None
@@ -57,10 +61,24 @@ class Averager:
         unreached, self._unreached = self._unreached, []
         return unreached or []
 
+    def begin_batch(self) -> None:
+        """This rank takes its next batch. Raises LoopError on all ranks where one has left instead."""
+        if self._is_forward_shared:
+            self._compare(leaves=False)
+
     def leave(self) -> None:
-        """This rank leaves an epoch's batches early: takes part in what the backward of one that stays communicates.
-        Raises LoopError on all ranks where not all of them leave."""
-        self._finish(leaves=True)
+        """This rank leaves an epoch's batches early: takes part in what one that stays communicates next, which is its
+        backward, or where its forward communicates too, a comparison before it. Raises LoopError on all ranks where not
+        all of them leave."""
+        if self._is_forward_shared:
+            self._compare(leaves=True)
+        else:
+            self._finish(leaves=True)
+
+    def _compare(self, leaves: bool) -> None:
+        rank, size = self._engine.rank, self._engine.size
+        left = gather(np.array([leaves], dtype=np.int64), rank, size, self._engine.sum)[:, 0]
+        _check_left(np.flatnonzero(left).tolist(), size)
 
     def _computed(self, parameter: Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:

@@ -85,6 +85,8 @@ class Run:
         _, requests = train_requests(self._extent, hooks.progress, self._engine.rank)
         for batch in loader.batches(examples, requests):
             devices.seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
+            if self._averager:
+                self._averager.begin_batch()
             self._order.begin_batch()
             self._settled = False
             yield batch.data
@@ -155,11 +157,11 @@ class Run:
 
     def _end_epoch(self) -> None:
         self._order.end_epoch()
-        hooks, progress = self._hooks, self._hooks.progress
         self._settle()
-        values = report_epoch(hooks, self._extent, self._order.reported)
+        progress, values = self._hooks.progress, report_epoch(self._hooks, self._extent, self._order.reported)
         ended = progress.is_epoch_done(self._extent) or not progress.is_stopped(self._extent)
-        hooks.end_epoch(Progress(progress.step, progress.epoch + 1) if ended else progress, score(values, self._best))
+        after = Progress(progress.step, progress.epoch + 1) if ended else progress
+        self._hooks.end_epoch(after, score(values, self._best))
 
     def _settle(self) -> None:
         """Where the steps of an epoch were left early: what is due after its last one."""
