@@ -40,7 +40,7 @@ def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Datase
     try:
         made = make(**arguments)
     except Exception as error:
-        raise DataError(f"dataset {path}: {imports.reason(error)}") from error
+        raise DataError(f"dataset {path}: {imports.reason(error, make)}") from error
     if isinstance(made, Dataset):
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:

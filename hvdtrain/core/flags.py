@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -24,6 +25,9 @@ from hvdtrain.untrusted import printable, quoted
 MOST_ARGUMENTS = 1000
 LONGEST_ARGUMENT = 4096  # a path's, on Linux
 ALIASES = {"base_lr": ["--lr"], "engine": ["--strategy"]}
+QUOTES = ("'", '"')
+TOGETHER = re.compile(r",\s*([\w.-]+=|$)")
+"""Of a text, what looks like the next KEY=VALUE of a list that was separated by commas."""
 NUMBERS = ConfigDict(allow_inf_nan=False)
 
 
@@ -189,4 +193,9 @@ def _mapping(flag: str, arguments: str | list[str]) -> dict[str, Any]:
         if key in values:
             raise RecipeError(f"{flag} has {quoted(key)} twice; remove one of them.")
         values[key] = recipes.parsed(f"{flag} {printable(key)}", text)
+        if isinstance(values[key], str) and text[0] not in QUOTES and TOGETHER.search(text):
+            raise RecipeError(
+                f"{flag} must be KEY=VALUE ..., separated by spaces, got {quoted(argument)}; a text that holds such a "
+                f"comma needs quotes: '{printable(key)}=\"...\"'."
+            )
     return values

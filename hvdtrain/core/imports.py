@@ -14,11 +14,13 @@ from typing import Any
 
 from hvdtrain import interrupts
 from hvdtrain.core.own_code import IMPORT_PATH
-from hvdtrain.core.wording import nearest
+from hvdtrain.core.wording import closest, nearest
 from hvdtrain.errors import RecipeError
-from hvdtrain.untrusted import one_line, quoted
+from hvdtrain.untrusted import one_line, printable, quoted
 
 LONGEST_REASON = 500
+MOST_NAMES, LONGEST_NAMES = 100, 300
+"""Of the arguments that a message lists: how many are looked at, and how many characters are shown."""
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
@@ -49,16 +51,48 @@ def check_arguments(function: Callable[..., Any], path: str, key: str, *given: A
     try:
         signature.bind(*given, **arguments)
     except TypeError as error:
-        unknown = next((name for name in arguments if f"'{name}'" in str(error)), "")
-        near = nearest(unknown, list(signature.parameters)) if unknown else ""
         where = f" ({_where(function)})" if _where(function) else ""
-        raise RecipeError(f"{key} {path}{signature_text(signature)}{where}: {error}.{near}") from None
+        hint = taken(error, function)
+        shown = "" if hint else signature_text(signature)
+        raise RecipeError(f"{key} {path}{shown}{where}: {error}.{hint}") from None
 
 
 def signature_text(signature: inspect.Signature) -> str:
     """The names of a callable's arguments, as in (x, channels=...)."""
     names = [f"{one.name}=..." if one.default is not one.empty else one.name for one in signature.parameters.values()]
     return one_line(f"({', '.join(names)})", 200)
+
+
+def taken(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """' It takes X, Y.' where the error is an argument by a name that nobody takes: the names that `function` has, and
+    those of what it passed the argument on to, the closest first. Else nothing."""
+    wrong = re.search(r"(\S*?)(?:\(\))? ?got an unexpected keyword argument '(.*?)'", str(error))
+    if not isinstance(error, TypeError) or not wrong:
+        return ""
+    names = [name for one in (function, _callee(error, wrong[1])) if one for name in _names(one)]
+    first = closest(wrong[2], names)
+    names = list(dict.fromkeys([first, *names] if first else names))
+    listed = ", ".join(map(printable, names[:MOST_NAMES]))
+    if len(listed) > LONGEST_NAMES or len(names) > MOST_NAMES:
+        listed = f"{listed[:LONGEST_NAMES].rpartition(', ')[0]} and more"
+    return f" It takes {listed}." if names else ""
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    """What it takes by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [one.name for one in parameters if one.kind in {one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY}]
+
+
+def _callee(error: BaseException, name: str) -> Callable[..., Any] | None:
+    """The class or function of that qualified name that was called where the error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [*frames[-1].f_locals.values(), *frames[-1].f_globals.values()] if frames else []
+    callables = (one for one in found if inspect.isclass(one) or inspect.isfunction(one))
+    return next((one for one in callables if one.__qualname__ == name.removesuffix(".__init__")), None)
 
 
 @contextlib.contextmanager
@@ -70,8 +104,8 @@ def explained(path: str, key: str, kinds: tuple[type[Exception], ...]) -> Iterat
         raise RecipeError(f"{key} {path}: {reason(error)}") from error
 
 
-def reason(error: BaseException) -> str:
-    """The error in one line, with the file and line that raised it."""
+def reason(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """The error in one line, with the file and line that raised it; `function`: what was called."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError):
         where = f"{error.filename} line {error.lineno}: "
@@ -80,7 +114,8 @@ def reason(error: BaseException) -> str:
         own = [frame for frame in own if not _is_library(frame.filename)] or own
         where = f"{own[-1].filename} line {own[-1].lineno}: " if own else ""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return one_line(f"{where}{type(error).__name__}: {text}".rstrip(":. "), LONGEST_REASON) + "."
+    line = one_line(f"{where}{type(error).__name__}: {text}".rstrip(":. "), LONGEST_REASON)
+    return f"{line}.{taken(error, function)}"
 
 
 def expanded(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:

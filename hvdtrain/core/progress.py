@@ -86,6 +86,10 @@ class Progress:
         train["metrics"] = {name: (total, count) for name, (total, count) in train["metrics"].items()}
         return cls(step, epoch, sample, Plateau(**plateau), Totals(**train))
 
+    def updates(self, extent: Extent) -> int:
+        """How many of the epoch are made."""
+        return self.sample // max(1, extent.global_batch)
+
     def is_epoch_done(self, extent: Extent) -> bool:
         """Whether what is left of the epoch's order is less than a batch."""
         return self.sample + extent.global_batch > extent.train_examples

@@ -38,7 +38,13 @@ def rule(error: Mapping[str, Any]) -> str:
 
 def nearest(name: str, known: list[str]) -> str:
     """' Did you mean X?' for the closest of the known names, or nothing."""
+    close = closest(name, known)
+    return f" Did you mean {close}?" if close else ""
+
+
+def closest(name: str, known: list[str]) -> str | None:
+    """The closest of the known names; None where none is close."""
     # Comparing takes the product of the lengths, for each of the names.
     short = [one for one in known[:200] if len(one) <= LONGEST]
     close = difflib.get_close_matches(name, short, n=1, cutoff=0.5) if len(name) <= LONGEST else []
-    return f" Did you mean {close[0]}?" if close else ""
+    return close[0] if close else None

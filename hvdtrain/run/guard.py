@@ -1,12 +1,15 @@
 """The promises checked while training: the right world, and replicas identical to the bit."""
 
+import hashlib
+import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hvdtrain.core.sharing import Sum, gather, of_ranks
-from hvdtrain.errors import ReplicaError, WorldError
+from hvdtrain.errors import LoopError, ReplicaError, WorldError
 from hvdtrain.launch.topology import Topology
 
 HOST_BYTES = 64
@@ -56,6 +59,47 @@ def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]
     differing = [index for index, mark in enumerate(fingerprints) if mark != fingerprints[0]]
     if differing:
         raise _error([f"replica {index} on {devices[index]}" for index in differing], "replica 0's", "device", step)
+
+
+def check_epoch(
+    epoch: int, steps: int, reported: Mapping[str, float], ranks: tuple[int, int], sum_over_ranks: Sum
+) -> None:
+    """Compares the ranks' steps of an epoch, and what they report of it. Every rank calls it; `ranks` as above.
+
+    Raises LoopError on every rank, naming two that differ.
+    """
+    text = json.dumps(reported, sort_keys=True).encode()
+    mark = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    rows = gather(np.array([steps, mark], dtype=np.int64), *ranks, sum_over_ranks)
+    if (rows == rows[0]).all():
+        return
+    of_all = of_ranks([steps, reported], *ranks, sum_over_ranks)
+    first, at_first = of_all[0]
+    for rank, (made, at_rank) in enumerate(of_all):
+        if made != first:
+            raise LoopError(
+                f"in epoch {epoch} rank 0 made {first} steps and rank {rank} made {made}; every rank must make the "
+                "same: end an epoch early by a number that all of them have, as of world.sum."
+            )
+        _check_reported(epoch, at_first, at_rank, rank)
+
+
+def _check_reported(epoch: int, at_first: Mapping[str, float], at_rank: Mapping[str, float], rank: int) -> None:
+    """Raises LoopError where a rank reports otherwise than rank 0."""
+    for name in [*at_first, *at_rank]:
+        if name not in at_first or name not in at_rank:
+            (less, lacking), (more, having) = sorted(((0, at_first), (rank, at_rank)), key=lambda one: name in one[1])
+            what = f"no {name}" if lacking else "nothing"
+            raise LoopError(
+                f"in epoch {epoch} rank {less} reported {what}, rank {more} {name}={having[name]:.9g}; call "
+                "run.report() on every rank, with the same names."
+            )
+        one, other = at_first[name], at_rank[name]
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            raise LoopError(
+                f"in epoch {epoch} rank 0 reported {name}={one:.9g} and rank {rank} {name}={other:.9g}; every rank "
+                f"must report the same: take {name}=world.mean(total, count)."
+            )
 
 
 def _error(named: list[str], like: str, what: str, step: int) -> ReplicaError:

@@ -1,11 +1,13 @@
 """The thread beside training: it reads what peers send and what signals come, and sends heartbeats."""
 
+import signal
 import threading
 import time
 from typing import Any
 
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.admission import Admission
+from hvdtrain.run.ancestors import LauncherShell
 from hvdtrain.run.joining import Readiness
 from hvdtrain.run.liveness import Liveness
 from hvdtrain.run.messages import Message
@@ -30,6 +32,7 @@ class Monitor:
         self.farewell: Message | None = None
         """This rank's last message, for ranks that come late too."""
         self.ended = False
+        self._launcher = LauncherShell()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -45,6 +48,7 @@ class Monitor:
         if self._thread:
             self._thread.join()
         self.watcher.close()
+        self._launcher.close()
         self.admission.close()
 
     def _work(self) -> None:
@@ -63,6 +67,8 @@ class Monitor:
                 looked = now
                 for source in sources:
                     self._read_from(source, now)
+                if self._launcher.take_end():
+                    self.stop.signalled(signal.SIGTERM, now)
                 self.peers.flush()
                 if now - heartbeat >= timeouts.HEARTBEAT:
                     heartbeat = now

@@ -45,7 +45,7 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     try:
         model = make(**arguments)
     except Exception as error:
-        raise RecipeError(f"model {path}: {imports.reason(error)}") from error
+        raise RecipeError(f"model {path}: {imports.reason(error, make)}") from error
     if not isinstance(model, keras.Model):
         raise RecipeError(f"model {path} must return a keras.Model, got a {type(model).__name__}.")
     if not model.built:

@@ -141,7 +141,8 @@ class KerasOptimizer:
         try:
             self._optimizer = kind(learning_rate=recipe.base_lr, **recipe.optimizer_args)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {one_line(error)}.") from error
+            text = f"{one_line(error)}.{imports.taken(error, kind)}"
+            raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
         if not isinstance(self._optimizer, keras.optimizers.Optimizer):
             raise RecipeError(
                 f"optimizer {recipe.optimizer} must return a keras.optimizers.Optimizer, got "

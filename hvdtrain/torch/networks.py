@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import random
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def build(recipe: "Recipe", classes: int | None) -> nn.Module:
     return _made(recipe, _maker(recipe, classes))
 
 
-def _maker(recipe: "Recipe", classes: int | None) -> Callable[[], Any]:
+def _maker(recipe: "Recipe", classes: int | None) -> functools.partial[Any]:
     """What makes the network; its module is imported. Raises RecipeError."""
     path = own_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
@@ -56,7 +55,7 @@ def _maker(recipe: "Recipe", classes: int | None) -> Callable[[], Any]:
     return functools.partial(make, *given, **arguments)
 
 
-def _made(recipe: "Recipe", make: Callable[[], Any]) -> nn.Module:
+def _made(recipe: "Recipe", make: functools.partial[Any]) -> nn.Module:
     path = own_code.network_path(recipe.model, "torch")
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
@@ -64,7 +63,7 @@ def _made(recipe: "Recipe", make: Callable[[], Any]) -> nn.Module:
     try:
         model = make()
     except Exception as error:
-        raise RecipeError(f"model {path}: {imports.reason(error)}") from error
+        raise RecipeError(f"model {path}: {imports.reason(error, make.func)}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model {path} must return a torch.nn.Module, got a {type(model).__name__}.")
     return model

@@ -55,7 +55,8 @@ def _imported(recipe: "Recipe", model: nn.Module, lr: float) -> torch.optim.Opti
     try:
         optimizer = kind(model.parameters(), lr=lr, **recipe.optimizer_args)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {one_line(error)}.") from error
+        text = f"{one_line(error)}.{imports.taken(error, kind)}"
+        raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
             f"optimizer {recipe.optimizer} must return a torch.optim.Optimizer, got {type(optimizer).__name__}."

@@ -28,6 +28,10 @@ GIVEN = {
     "JSON": ('--model-args head={"classes":10}', {"head": {"classes": 10}}),
     "switches and nothing": ("--model-args a=true b=null c=", {"a": True, "b": None, "c": None}),
     "text": ("--model-args root=/data/x=1 mean='1'", {"root": "/data/x=1", "mean": "1"}),
+    "commas": (
+        """--model-args a=x,y b="x,c=2" c='1,' d=[a,{b=1:2}] e={"x":"y,z=1"}""",
+        {"a": "x,y", "b": "x,c=2", "c": "1,", "d": ["a", {"b=1:2": None}], "e": {"x": "y,z=1"}},
+    ),
     "underscore, and another flag": ("--model_args a=1 --epochs 3", {"a": 1}),
     "behind an equals sign": ("--model-args=a=1", {"a": 1}),
     "empty": ("--model-args {}", {}),
@@ -53,10 +57,17 @@ def test_the_help_shows_the_arguments(capsys):
     assert "betas=[0.9, 0.99]" in shown
 
 
+TOGETHER = (
+    "--model-args must be KEY=VALUE ..., separated by spaces, got '{}'; a text that holds such a comma needs "
+    "quotes: '{}=\"...\"'."
+)
 REFUSED_FLAGS = {
     "no value": ("--model-args", "--model-args needs a value; --help lists the flags."),
     "no equals sign": ("--model-args a", "--model-args must be KEY=VALUE ..., got 'a'; {} leaves it empty."),
     "no key": ("--model-args =1", "--model-args must be KEY=VALUE ..., got '=1'; {} leaves it empty."),
+    "commas": ("--model-args a=1,b=2", TOGETHER.format("a=1,b=2", "a")),
+    "commas of texts": ("--model-args path=x,dtype=float", TOGETHER.format("path=x,dtype=float", "path")),
+    "commas and spaces": ("--model-args a=1, b=2", TOGETHER.format("a=1,", "a")),
     "twice": ("--model-args a=1 a=2", "--model-args has 'a' twice; remove one of them."),
     "no YAML": (
         "--model-args a=[1",

@@ -48,6 +48,7 @@ def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     ended = run("alone", 1, program(folder, *CASES)).good()
     assert ended.out.endswith("behind the block\n")
+    assert "BatchNorm" not in ended.out
     return folder
 
 
@@ -59,6 +60,9 @@ def test_any_number_of_ranks_trains_alike(alone, launcher, size, engine, tmp_pat
     assert ended.out.count("the block has ended") == 1
     assert ended.out.count("behind the block") == size
     assert "backward reached none of never" in ended.out
+    early = "INFO - epoch 0 was left after 3 of 4 steps; a run that resumes inside such an epoch continues with the "
+    assert ended.out.count(early) == ended.out.count(" was left after ") == 1
+    assert ended.out.count("INFO - BatchNorm (norm) normalises by each rank's part of the batch, so ") == 1
     for case in CASES:
         ours, theirs = losses(tmp_path / case), losses(alone / case)
         assert len(ours) == len(theirs) == STEPS.get(case, 12), case
@@ -87,8 +91,10 @@ def test_a_killed_program_resumes_to_the_same_bits(tmp_path):
     with started("gloo", 2, program(folder, "cut"), OWN_LOOP_PAUSE="0.2") as ranks:
         wait_for_step(ranks, folder / "cut", 7)
         ranks.kill()
-    ended = run("gloo", 2, program(folder, "cut")).good()
+    ended = run("gloo", 2, program(folder, "cut"), OWN_LOOP_LR="0.02").good()
     assert "resuming from step 6 " in ended.out
+    gives = "INFO - optimizer: the program gives lr=0.02, this run began with lr=0.01 and keeps its own; "
+    assert ended.out.count(gives) == 1
     assert arrays(folder / "cut") == arrays(whole / "cut")
     assert losses(folder / "cut") == losses(whole / "cut")
     assert [own["train_loss"] for own in epochs(folder / "cut")] == [own["train_loss"] for own in epochs(whole / "cut")]
@@ -107,6 +113,24 @@ def test_a_signal_ends_a_program_with_a_checkpoint(number, code, tmp_path):
     status = json.loads((tmp_path / "endless" / "status.json").read_text())
     assert status["state"] == "stopped"
     assert "behind the block" not in ended.out
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+def test_a_signal_to_horovodrun_ends_its_ranks_with_a_checkpoint(launcher, tmp_path):
+    # Forked ranks are below the warm server, where no rank finds its launcher.
+    command = (
+        [sys.executable, *program(tmp_path, "endless")[-4:]] if launcher == "mpi" else program(tmp_path, "endless")
+    )
+    with started(launcher, 2, command, OWN_LOOP_PAUSE="0.02") as ranks:
+        wait_for_step(ranks, tmp_path / "endless", 7)
+        ranks.process.send_signal(signal.SIGTERM)
+        ended = ranks.wait(60)
+    assert ended.code == (143 if launcher == "gloo" else -signal.SIGTERM)
+    assert ended.left == []
+    status = json.loads((tmp_path / "endless" / "status.json").read_text())
+    assert status["state"] == "stopped"
+    step = newest(tmp_path / "endless" / "checkpoints")[0].meta["step"]
+    assert status["error"].startswith(f"SIGTERM: stopped after step {step}, with a checkpoint; ")
 
 
 def test_a_killed_rank_is_named(tmp_path):
@@ -128,6 +152,18 @@ def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
     assert "Traceback" in ended.err
     assert any("failed: RuntimeError: a fault of the user's" in line for line in ended.lines), ended.err
     assert json.loads((tmp_path / "broken" / "status.json").read_text())["state"] == "failed"
+
+
+def test_ranks_that_part_are_named_on_all_of_them(tmp_path):
+    ended = run("gloo", 2, program(tmp_path, "parted", "parted forward", "unlike"), 60)
+    assert ended.code == 2
+    parted = (
+        "rank 1 left run.batches() where rank 0 continued; every rank must make the same steps: end an epoch early by "
+        "a number that all of them have, as of world.sum."
+    )
+    assert [ended.out.count(f"rank {rank}: {parted}") for rank in range(2)] == [2, 2]
+    unlike = "in epoch 0 rank 0 reported last=0 and rank 1 last=1; every rank must report the same: take last="
+    assert ended.lines == [f"LoopError (rank 0 on {os.uname().nodename}): {unlike}world.mean(total, count)."]
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):

@@ -11,9 +11,9 @@ import pytest
 from choices import choice
 
 from hvdtrain.core.compatibility import check
-from hvdtrain.errors import HvdtrainError, ReplicaError, WorldError
+from hvdtrain.errors import HvdtrainError, LoopError, ReplicaError, WorldError
 from hvdtrain.launch.topology import LAUNCHERS, Topology
-from hvdtrain.run.guard import REMEDIES, check_replicas, check_world
+from hvdtrain.run.guard import REMEDIES, check_epoch, check_replicas, check_world
 
 ALONE = Topology.alone("nid1")
 
@@ -193,3 +193,40 @@ HOSTS = {
 def test_strange_host_names(host, shown):
     outcomes = compare([1, 2], ["a", host])
     assert [str(outcome) for outcome in outcomes] == [differing(f"rank 1 on {shown}")] * 2
+
+
+ALIKE = "call run.report() on every rank, with the same names."
+EPOCHS = {
+    "alike": ([(4, {"iou": 0.5, "nan": float("nan")}), (4, {"nan": float("nan"), "iou": 0.5})], None),
+    "zeros": ([(4, {"x": 0.0}), (4, {"x": -0.0})], None),
+    "steps": (
+        [(4, {}), (4, {}), (3, {})],
+        "in epoch 7 rank 0 made 4 steps and rank 2 made 3; every rank must make the same: end an epoch early by a "
+        "number that all of them have, as of world.sum.",
+    ),
+    "number": (
+        [(4, {"loss": 1.0, "iou": 0.5}), (4, {"loss": 1.0, "iou": 0.25})],
+        "in epoch 7 rank 0 reported iou=0.5 and rank 1 iou=0.25; every rank must report the same: take "
+        "iou=world.mean(total, count).",
+    ),
+    "no number": (
+        [(4, {"iou": float("nan")}), (4, {"iou": 0.25})],
+        "in epoch 7 rank 0 reported iou=nan and rank 1 iou=0.25; every rank must report the same: take "
+        "iou=world.mean(total, count).",
+    ),
+    "nothing": ([(4, {"iou": 0.5}), (4, {})], f"in epoch 7 rank 1 reported nothing, rank 0 iou=0.5; {ALIKE}"),
+    "nothing of rank 0": ([(4, {}), (4, {"iou": 0.5})], f"in epoch 7 rank 0 reported nothing, rank 1 iou=0.5; {ALIKE}"),
+    "name": (
+        [(4, {"iou": 0.5, "dice": 1.0}), (4, {"iou": 0.5, "dcie": 1.0})],
+        f"in epoch 7 rank 1 reported no dice, rank 0 dice=1; {ALIKE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EPOCHS)
+def test_ranks_whose_epochs_differ_are_named(case):
+    of_ranks, text = EPOCHS[case]
+    size = len(of_ranks)
+    found = on_ranks(size, lambda rank, add: check_epoch(7, *of_ranks[rank], (rank, size), add))
+    assert [type(error) for error in found] == [LoopError if text else type(None)] * size
+    assert [str(error) for error in found if error] == ([text] * size if text else [])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hvdtrain.torch as ht
+from hvdtrain.errors import LoopError
 
 GENERATOR = torch.Generator().manual_seed(1)
 INPUTS = torch.randn(96, 3, 8, 8, generator=GENERATOR, dtype=torch.float64)
@@ -19,6 +20,7 @@ LABELS = (INPUTS.mean((1, 2, 3)) > 0).long()
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 PAUSE = float(os.environ.get("OWN_LOOP_PAUSE", "0"))
 """Seconds between two steps."""
+LR = float(os.environ.get("OWN_LOOP_LR", "0.01"))
 
 
 class Net(nn.Module):
@@ -57,17 +59,21 @@ CASES = {
     "accumulated": {"parts": 3},
     "bfloat16": {"dtype": "bfloat16"},
     "early": {"leaves": 3},
-    "short": {"max_steps": 6},
+    "short": {"max_steps": 6, "norm": True},
     "conditional": {"conditional": True},
     "cut": {"checkpoint_every_steps": 3},
     "endless": {"epochs": 10_000, "checkpoint_every_steps": 5},
     "diverging": {"lr": 1e300},
     "broken": {"breaks": 4},
+    "parted": {"leaves": 2, "together": False},
+    "parted forward": {"leaves": 2, "together": False, "synced": True},
+    "unlike": {"together": False},
 }
 
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
-          conditional=False, lr=0.01, breaks=None, **intervals) -> None:  # fmt: skip
+          conditional=False, lr=LR, breaks=None, norm=False,
+          together=True, synced=False, **intervals) -> None:  # fmt: skip
     """One case: a loop as its user wrote it."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -76,6 +82,11 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
     if world.rank == 0:
         torch.manual_seed(0)
         model.load_state_dict(Net().to(dtype).state_dict())
+    if norm:
+        model.norm = nn.BatchNorm1d(2, dtype=dtype)  # which is never called
+    if synced:
+        model.body[1] = nn.BatchNorm2d(8, dtype=dtype)
+        model = world.sync_batch_norm(model)
     more = {"momentum": 0.9} if optimizer == "SGD" else {}
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr, **more)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], gamma=0.5)
@@ -102,14 +113,14 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
             if breaks == run.global_step and world.rank == world.size - 1:
                 raise RuntimeError("a fault of the user's")
             run.step(total, even=((batch["y"] == 0).sum(), len(batch["y"])))
-            if leaves and number + 1 == leaves:
+            if leaves and number + 1 == leaves and (together or world.rank == 1):
                 break
         correct = count = 0
         with torch.no_grad():
             for batch in run.each_once(data, batch_size=36):
                 correct += (model(batch["x"]).argmax(1) == batch["y"]).sum().item()
                 count += len(batch["y"])
-        run.report(accuracy=world.mean(correct, count), seen=world.sum(count), last=epoch)
+        run.report(accuracy=world.mean(correct, count), seen=world.sum(count), last=epoch if together else world.rank)
         scheduler.step()
 
 
@@ -117,7 +128,13 @@ def main() -> None:
     folder, *cases = sys.argv[2:]
     with ht.join() as world:
         for case in cases:
-            train(world, Path(folder, case), **CASES[case])
+            try:
+                train(world, Path(folder, case), **CASES[case])
+            except LoopError as error:
+                if case == cases[-1]:
+                    raise
+                print(f"rank {world.rank}: {error}")
+                world._run = None
         world.print("the block has ended")
     print("behind the block")
 

@@ -40,7 +40,11 @@ def loop(world, folder, *, model=None, optimizer=None, data=(X, Y), batch_size=8
     model, optimizer = model or own, optimizer or its
     if more.pop("schedules", False):
         more["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if more.pop("forgets", False):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     run = world.run(folder, model, optimizer, log_every_steps=1, **more)
+    if late == "scheduler":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for _ in run.epochs(epochs):
         for _ in range(reads):
             for x, y in run.batches(data, batch_size=batch_size):
@@ -139,6 +143,8 @@ CASES = {
     "scheduler of another optimizer": others_scheduler,
     "scheduler without a state": lambda world, folder: loop(world, folder, scheduler=Stateless()),
     "scheduler with another state": lambda world, folder: loop(world, folder, scheduler=Unsaved()),
+    "scheduler forgotten": lambda world, folder: loop(world, folder, forgets=True),
+    "scheduler made late": lambda world, folder: loop(world, folder, late="scheduler"),
     "interval": lambda world, folder: loop(world, folder, keep_checkpoints=0),
     "epochs": lambda world, folder: loop(world, folder, epochs=0),
     "batch too large": lambda world, folder: loop(world, folder, batch_size=64),

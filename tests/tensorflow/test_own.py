@@ -189,7 +189,7 @@ X, Y = "shape [16, 3]", "shape [16]"
 BAD = {
     "no such module": (["--model", "cellz.nets:unet"], "model cellz.nets:unet: there is no module cellz in "),
     "no such name": (["--model", f"{NETS}norm"], "has no 'norm'. Did you mean norms?"),
-    "other arguments": (["--model-args", "widht=3"], "unexpected keyword argument 'widht'. Did you mean width?"),
+    "other arguments": (["--model-args", "widht=3"], "unexpected keyword argument 'widht'. It takes width."),
     "no model": (["--model", f"{NETS}no_model"], f"model {NETS}no_model must return a keras.Model, got a int."),
     "nothing to train": (["--model", f"{NETS}no_weights"], f"model {NETS}no_weights has no parameters to train."),
     "a model that fails": (["--model", f"{NETS}broken", "--model-args", "width=0"], "Received: units=-1."),

@@ -164,7 +164,8 @@ def test_slots_of_another_model_are_refused():
 REFUSED = {
     "an unknown argument": (
         {"optimizer": "torch.optim:RAdam", "optimizer_args": {"x": 1}},
-        "optimizer torch.optim:RAdam refuses its arguments: RAdam.__init__() got an unexpected keyword argument 'x'.",
+        "optimizer torch.optim:RAdam refuses its arguments: RAdam.__init__() got an unexpected keyword argument 'x'. "
+        "It takes params, lr, betas, eps, weight_decay, ",
     ),
     "a wrong value": (
         {"optimizer": "torch.optim:RAdam", "optimizer_args": {"eps": -1.0}},
@@ -177,7 +178,7 @@ REFUSED = {
 def test_refused_arguments_of_yours(keys, message):
     with pytest.raises(RecipeError) as caught:
         made(network(), **keys)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
 
 
 def returns_text(parameters, lr):

@@ -54,7 +54,23 @@ CASES = {  # by name: keys of the recipe, code of the user's, and what the line 
         "import sys; sys.exit(3)",
         ["own:pairs cannot be imported", "own.py line 27: SystemExit: 3"],
     ),
-    "unknown argument": ({"model_args": {"widht": 3}}, "", ["(width=...)", "'widht'", "Did you mean width?"]),
+    "unknown argument": ({"model_args": {"widht": 3}}, "", ["own:Net: got an", "argument 'widht'. It takes width."]),
+    "unknown argument, passed on": (
+        {"model": "own:f", "model_args": {"widht": 3, "deep": True}},
+        "def f(deep, *rest, **more): return Net(**more)",
+        ["own.py line 27: TypeError: Net.__init__() got", "argument 'widht'. It takes width, deep."],
+    ),
+    "unknown argument of the data": ({"dataset_args": {"label": 3}}, "", ["'label'. It takes labels, n, valid."]),
+    "unknown argument of the optimizer": (
+        {"optimizer": "torch.optim:NAdam", "optimizer_args": {"momentum_deca": 1}},
+        "",
+        ["'momentum_deca'. It takes momentum_decay, params, lr, betas, eps, "],
+    ),
+    "unknown argument of many": (
+        {"model": "own:f", "model_args": {"a": 3}},
+        f"def f({', '.join(f'channels_of_layer_{each}=1' for each in range(150))}): return Net()",
+        [" It takes channels_of_layer_0, ", "_of_layer_13 and more."],
+    ),
     "missing argument": (
         {"model": "own:f"},
         "def f(depth): return Net()",

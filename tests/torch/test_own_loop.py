@@ -15,6 +15,10 @@ from hvdtrain.core.recipe import Recipe
 
 pytestmark = needs_torch
 
+FORGOTTEN = (
+    "LoopError: the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give it as "
+    "world.run(..., scheduler=scheduler)."
+)
 BEGAN = "this epoch began with"
 MISUSE = {
     "wrapped model": "LoopError: the model is wrapped in DataParallel: give the model itself, hvdtrain averages.",
@@ -31,6 +35,8 @@ MISUSE = {
     "run could not be resumed; give it both.",
     "scheduler with another state": "LoopError: scheduler Unsaved keeps a value of type object, which no checkpoint "
     "holds; take one of numbers and text.",
+    "scheduler forgotten": FORGOTTEN,
+    "scheduler made late": FORGOTTEN,
     "interval": "LoopError: keep_checkpoints must be at least 1, got 0.",
     "epochs": "LoopError: epochs and max_steps must be at least 1, got 0 and None.",
     "batch too large": "LoopError: batch_size must be at most the 32 training examples, got 64.",
@@ -93,6 +99,25 @@ def test_all_that_a_program_gets_wrong_is_tried(misuse):
     assert misuse.keys() == MISUSE.keys()
 
 
+def test_batch_norms_that_see_their_own_rank_alone_are_named():
+    import torch
+    from torch import nn
+
+    from hvdtrain.torch.engines.local import LocalEngine
+    from hvdtrain.torch.models import with_sync_batch_norm
+    from hvdtrain.torch.own.notes import of_batch_norms
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm3d(2, track_running_stats=False))
+    assert of_batch_norms(nn.Linear(1, 1)) is None
+    assert of_batch_norms(model) == (
+        "BatchNorm (1 and 1 more) normalises by each rank's part of the batch, so the curve depends on the number of "
+        "ranks; for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
+    )
+    assert of_batch_norms(model.eval()).startswith("BatchNorm (2) ")
+    assert of_batch_norms(nn.BatchNorm2d(2)).startswith("BatchNorm (the model) ")
+    assert of_batch_norms(with_sync_batch_norm(model.train(), LocalEngine(torch.device("cpu")))) is None
+
+
 def test_a_schedulers_state_survives_json():
     from hvdtrain.torch.resumable import packed, unpacked
 
@@ -103,8 +128,66 @@ def test_a_schedulers_state_survives_json():
     assert isinstance(back["betas"], tuple)
 
 
+def made(lr=0.1, scheduler=None, groups=1, **more):
+    """What a program gives of its optimizer and scheduler."""
+    import torch
+
+    from hvdtrain.torch.own.settings import given
+
+    parameters = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(groups)]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, **more)
+    return given(optimizer, scheduler and scheduler(optimizer))
+
+
+def warmed_up(optimizer, steps=30):
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+    return SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimizer, steps)], [5])
+
+
+def cycled(optimizer):
+    import torch
+
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 100)
+
+
+GIVES = "the program gives {}, this run began with {} and keeps its own; for another value give another folder"
+
+
+@pytest.mark.parametrize(
+    ("now", "began", "kinds", "values"),
+    [
+        ({"lr": 0.2}, {}, "optimizer", ["lr=0.2", "lr=0.1"]),
+        ({"lr": 0.2, "scheduler": warmed_up}, {"scheduler": warmed_up}, "optimizer", ["lr=0.2", "lr=0.1"]),
+        ({"scheduler": warmed_up}, {}, None, []),
+        ({"scheduler": cycled}, {"scheduler": cycled}, None, []),
+        (
+            {"scheduler": lambda optimizer: warmed_up(optimizer, 60)},
+            {"scheduler": warmed_up},
+            "scheduler",
+            ["part 1 T_max=60", "part 1 T_max=30"],
+        ),
+        (
+            {"betas": (0.9, 0.9), "weight_decay": 0.0, "groups": 2},
+            {"groups": 2, "lr": 0.2},
+            "optimizer",
+            ["group 0 lr=0.1, group 0 betas=(0.9, 0.9), group 0 weight_decay=0.0, group 1 lr=0.1 and 2 more",
+             "group 0 lr=0.2, group 0 betas=(0.9, 0.999), group 0 weight_decay=0.01, group 1 lr=0.2 and 2 more"],
+        ),
+    ],
+    ids=["lr", "lr under a scheduler", "a scheduler changes it", "a cycle", "of a scheduler's part", "groups"],
+)  # fmt: skip
+def test_other_settings_than_the_runs_first_are_named(now, began, kinds, values):
+    from hvdtrain.torch.own.settings import difference
+
+    assert difference(made(**now), made(**began)) == (f"{kinds}: {GIVES.format(*values)}" if kinds else None)
+    assert difference(made(**now), {}) is None
+
+
 class Counting:
     """An engine that counts what it is given."""
+
+    rank, size = 0, 1
 
     def __init__(self):
         self.sent = []

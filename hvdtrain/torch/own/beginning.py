@@ -11,6 +11,7 @@ from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import in_own_words, open_own
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.meter import Meter
+from hvdtrain.torch.own import notes, settings
 from hvdtrain.torch.own.gradients import Averager
 from hvdtrain.torch.own.order import Best
 from hvdtrain.torch.own.program import Program
@@ -34,12 +35,17 @@ class Place:
 def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: Best) -> Run:
     """The program's run, continued from its folder's last checkpoint. Raises HvdtrainError."""
     program.check(place.own.device)
+    program.began = settings.given(program.optimizer, program.scheduler)  # before a checkpoint's take their place
     state = State(program.model, program.optimizer, program.scaler)
     replica = Replica(place.own, program.model, state, Meter(place.own.device))
     with in_own_words("world.run"):
         run = open_own(place.folder, program, "torch", place.engine, intervals, place.ending, place.trackers)
         hooks = Hooks(run, replica, OwnSampling(0, 0, place.own.size, program.seed, draws=DRAWS))
     if hooks.resumed_from:
-        program.restore(hooks.resumed_from["program"], hooks.progress.step)
+        note = program.restore(hooks.resumed_from["program"], hooks.progress.step)
+        if note:
+            hooks.note(note)
+    if place.own.size > 1 and (note := notes.of_batch_norms(program.model)):
+        hooks.note(note)
     averager = Averager(program.model, place.own, place.compression) if place.own.size > 1 else None
     return Run(hooks, program, averager, best)

@@ -4,13 +4,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import Parameter
 
+from hvdtrain.core.sharing import gather
 from hvdtrain.errors import LoopError
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.buckets import Message, messages
+from hvdtrain.torch.models import SyncBatchNorm
 
 DTYPES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 """By compression, what gradients are communicated as; None is their own."""
@@ -29,6 +32,7 @@ class Averager:
         self._messages = messages(self._names, engine.bucket_bytes(), DTYPES[compression])
         self._message_of = {each: message for message in self._messages for each in message.parameters}
         self._hooks = [each.register_post_accumulate_grad_hook(self._computed) for each in self._names]
+        self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
         self._accumulating = False
         self._running = False
         self._unreached: list[str] | None = None
@@ -56,6 +60,25 @@ class Averager:
         """The parameters that no rank's first backward reached; once."""
         unreached, self._unreached = self._unreached, []
         return unreached or []
+
+    def begin_batch(self) -> None:
+        """This rank takes its next batch. Raises LoopError on all ranks where one has left instead."""
+        if self._is_forward_shared:
+            self._compare(leaves=False)
+
+    def leave(self) -> None:
+        """This rank leaves an epoch's batches early: takes part in what one that stays communicates next, which is its
+        backward, or where its forward communicates too, a comparison before it. Raises LoopError on all ranks where not
+        all of them leave."""
+        if self._is_forward_shared:
+            self._compare(leaves=True)
+        else:
+            self._finish(leaves=True)
+
+    def _compare(self, leaves: bool) -> None:
+        rank, size = self._engine.rank, self._engine.size
+        left = gather(np.array([leaves], dtype=np.int64), rank, size, self._engine.sum)[:, 0]
+        _check_left(np.flatnonzero(left).tolist(), size)
 
     def _computed(self, parameter: Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -89,18 +112,21 @@ class Averager:
         wait = self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._sent)}")
         self._sent.append((message, wait))
 
-    def _finish(self) -> None:
+    def _finish(self, leaves: bool = False) -> None:
         """At the end of backward: returns once every gradient is the mean over the ranks."""
         for message in self._messages[len(self._sent) :]:
             self._send(message)
-        reached = torch.tensor([each in self._computed_here for each in self._names], dtype=torch.float32)
-        count = self._engine.average(reached, "hvdtrain.reached")
+        here = [each in self._computed_here for each in self._names]
+        leaving = [leaves and rank == self._engine.rank for rank in range(self._engine.size)]
+        shared = torch.tensor(here + leaving, dtype=torch.float32)
+        count = self._engine.average(shared, "hvdtrain.reached")
         for message, wait in self._sent:
             wait()
             message.hand_out()
             message.reset()
         count()
-        if self._unreached is None:
+        reached, left = shared[: len(here)], shared[len(here) :]
+        if self._unreached is None and not leaves:
             self._unreached = [
                 name for name, ranks in zip(self._names.values(), reached.tolist(), strict=True) if not ranks
             ]
@@ -111,3 +137,14 @@ class Averager:
         self._computed_here.clear()
         self._sent.clear()
         self._before.clear()
+        _check_left([rank for rank, is_left in enumerate(left.tolist()) if is_left], self._engine.size)
+
+
+def _check_left(left: list[int], size: int) -> None:
+    """Raises LoopError where some ranks have left the epoch's batches, others not."""
+    if 0 < len(left) < size:
+        stays = next(rank for rank in range(size) if rank not in left)
+        raise LoopError(
+            f"rank {left[0]} left run.batches() where rank {stays} continued; every rank must make the same steps: end "
+            "an epoch early by a number that all of them have, as of world.sum."
+        )

@@ -4,8 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdtrain.core.progress import OwnSampling
 from hvdtrain.errors import LoopError
+from hvdtrain.run import guard
+from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import RESERVED
+from hvdtrain.run.reporter import OwnReporter
 from hvdtrain.torch.objective import Seen
 
 if TYPE_CHECKING:
@@ -49,6 +53,8 @@ class Order:
             raise LoopError(
                 "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after."
             )
+        if self._program.scheduler is None:
+            self._program.check_scheduler()
         self._has_batch = self._is_updated = False
         self._lr = self._program.lr
 
@@ -76,6 +82,21 @@ class Order:
                 text = f"a reported number must not be called {name}, which each record has; take another name."
                 raise LoopError(text)
             self.reported[name] = float(number(value))
+
+
+def report_epoch(hooks: Hooks[Any], extent: OwnSampling, reported: dict[str, float]) -> dict[str, float]:
+    """Reports the means over the epoch's steps, and what the program has reported; all of these numbers by name. Every
+    rank calls it. Raises LoopError where there was no step, or the ranks differ."""
+    progress, engine = hooks.progress, hooks.engine
+    if not progress.train.count:
+        raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
+    if engine.size > 1:
+        guard.check_epoch(progress.epoch, progress.updates(extent), reported, (engine.rank, engine.size), engine.sum)
+    train = {"loss": progress.train.mean_loss, **progress.train.means}
+    values = {f"train_{name}": mean for name, mean in train.items()} | reported
+    if isinstance(hooks.reporter, OwnReporter):
+        hooks.reporter.values(progress.step, progress.epoch + 1, values)
+    return values
 
 
 def score(values: dict[str, float], best: Best) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hvdtrain.errors import LoopError
 from hvdtrain.torch import resumable
+from hvdtrain.torch.own import settings
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
@@ -24,6 +25,8 @@ class Program:
     seed: int
     data: dict[str, int] = field(default_factory=dict)
     """Of the training set, once it is known: batch_size and examples."""
+    began: dict[str, str] = field(default_factory=dict)
+    """The settings with which the run began, as `settings.given` has them; empty in a run of before they were kept."""
 
     def check(self, device: torch.device) -> None:
         """Raises LoopError where its ranks would not train as one, or it could not be resumed."""
@@ -46,15 +49,26 @@ class Program:
         known = set(self.model.parameters())
         if any(each not in known for group in self.optimizer.param_groups for each in group["params"]):
             raise LoopError("the optimizer has parameters that the model has not; make it of model.parameters().")
-        if self.scheduler is not None:
-            if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
-                raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
-            if not (hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict")):
-                raise LoopError(
-                    f"the scheduler ({type(self.scheduler).__name__}) has no state_dict and load_state_dict, so the "
-                    "run could not be resumed; give it both."
-                )
+        self.check_scheduler()
         self.metadata()
+
+    def check_scheduler(self) -> None:
+        """Raises LoopError where the run could not be resumed with the optimizer's scheduler. It may be made late, so
+        each step asks again."""
+        if self.scheduler is None:
+            if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # so PyTorch marks it
+                raise LoopError(
+                    "the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give "
+                    "it as world.run(..., scheduler=scheduler)."
+                )
+            return
+        if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
+            raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
+        if not (hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict")):
+            raise LoopError(
+                f"the scheduler ({type(self.scheduler).__name__}) has no state_dict and load_state_dict, so the run "
+                "could not be resumed; give it both."
+            )
 
     @property
     def identity(self) -> str:
@@ -78,10 +92,11 @@ class Program:
         if self.scheduler is not None:
             state = self.scheduler.state_dict()
             found["scheduler"] = resumable.packed(state, f"scheduler {type(self.scheduler).__name__}")
-        return {**found, "seed": self.seed}
+        return {**found, "seed": self.seed, "began": self.began}
 
-    def restore(self, meta: Mapping[str, Any], step: int) -> None:
-        """Takes what a checkpoint holds. Raises CheckpointError and LoopError."""
+    def restore(self, meta: Mapping[str, Any], step: int) -> str | None:
+        """Takes what a checkpoint holds; a line of the log where the program now gives other settings than when its run
+        began. Raises CheckpointError and LoopError."""
         resumable.set_settings(self.optimizer, resumable.unpacked(meta["groups"]), step)
         if (self.scheduler is None) != ("scheduler" not in meta):
             has, this = ("a", "none") if self.scheduler is None else ("no", "one")
@@ -94,3 +109,5 @@ class Program:
         if meta["seed"] != self.seed:
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data = dict(meta["data"])
+        given, self.began = self.began, dict(meta.get("began", {}))
+        return settings.difference(given, self.began)

@@ -11,11 +11,11 @@ from torch.utils.data import default_collate
 from hvdtrain.core.progress import OwnSampling, Progress, each_once, train_requests
 from hvdtrain.errors import LoopError
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.reporter import OwnReporter
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.own import notes
 from hvdtrain.torch.own.gradients import Averager
-from hvdtrain.torch.own.order import Best, Order, score, seen
+from hvdtrain.torch.own.order import Best, Order, report_epoch, score, seen
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.reading import Collate, Reading
 from hvdtrain.torch.trainer import Replica
@@ -49,8 +49,8 @@ class Run:
         self._engine: Engine = hooks.trainer.engine  # type: ignore[assignment]
         self._reading = Reading(self._engine)
         self._order, self._begun = Order(program), False
-        self._settled = True
-        """Whether what is due at the end of an epoch's steps is done."""
+        self._settled, self._is_left_early = True, False
+        """Whether what is due at the end of an epoch's steps is done; whether any epoch was left before."""
 
     @property
     def global_step(self) -> int:
@@ -85,6 +85,8 @@ class Run:
         _, requests = train_requests(self._extent, hooks.progress, self._engine.rank)
         for batch in loader.batches(examples, requests):
             devices.seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
+            if self._averager:
+                self._averager.begin_batch()
             self._order.begin_batch()
             self._settled = False
             yield batch.data
@@ -155,20 +157,20 @@ class Run:
 
     def _end_epoch(self) -> None:
         self._order.end_epoch()
-        hooks, progress = self._hooks, self._hooks.progress
         self._settle()
-        if not progress.train.count:
-            raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
-        train = {"loss": progress.train.mean_loss, **progress.train.means}
-        values = {f"train_{name}": mean for name, mean in train.items()} | self._order.reported
-        if isinstance(hooks.reporter, OwnReporter):
-            hooks.reporter.values(progress.step, progress.epoch + 1, values)
+        progress, values = self._hooks.progress, report_epoch(self._hooks, self._extent, self._order.reported)
         ended = progress.is_epoch_done(self._extent) or not progress.is_stopped(self._extent)
         after = Progress(progress.step, progress.epoch + 1) if ended else progress
-        hooks.end_epoch(after, score(values, self._best))
+        self._hooks.end_epoch(after, score(values, self._best))
 
     def _settle(self) -> None:
         """Where the steps of an epoch were left early: what is due after its last one."""
-        if not self._settled:
-            self._settled = True
-            self._hooks.settle(self._program.lr)
+        if self._settled:
+            return
+        self._settled = True
+        if self._averager:
+            self._averager.leave()
+        self._hooks.settle(self._program.lr)
+        if not self._is_left_early:
+            self._is_left_early = True
+            self._hooks.note(notes.of_left_epoch(self._hooks.progress, self._extent))

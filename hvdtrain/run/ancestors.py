@@ -1,0 +1,65 @@
+"""The shell in which horovodrun waits for mpirun. A signal to horovodrun reaches this shell alone: it dies, and mpirun
+trains on with all ranks, so the ranks look out for its end."""
+
+import contextlib
+import os
+import select
+from pathlib import Path
+
+MOST_ABOVE = 4
+"""Processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
+
+
+class LauncherShell:
+    """That shell, where there is one above this process."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        for pid in above(os.getppid()):
+            if is_launcher_shell(arguments_of(pid)):
+                with contextlib.suppress(OSError):  # a kernel without it; or the shell has ended since
+                    self._descriptor = os.pidfd_open(pid)
+                break
+
+    def take_end(self) -> bool:
+        """Whether it has ended; True once."""
+        if self._descriptor is None:
+            return False
+        ended = select.poll()
+        ended.register(self._descriptor, select.POLLIN)
+        is_ended = bool(ended.poll(0))
+        if is_ended:
+            self.close()
+        return is_ended
+
+    def close(self) -> None:
+        """Looks no longer."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def is_launcher_shell(arguments: list[str]) -> bool:
+    """Whether it is `sh -c "mpirun ..."`, which lives as long as its mpirun unless it is killed."""
+    shell, *rest = arguments or [""]
+    return Path(shell).name == "sh" and len(rest) >= 2 and rest[0] == "-c" and rest[1].startswith("mpirun ")
+
+
+def above(pid: int) -> list[int]:
+    """The process and those above it on this host, the nearest first."""
+    found: list[int] = []
+    while pid > 1 and len(found) < MOST_ABOVE:
+        found.append(pid)
+        try:  # the name, in parentheses, may hold anything
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return found
+
+
+def arguments_of(pid: int) -> list[str]:
+    """What a process was started with; nothing where it may not be read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
