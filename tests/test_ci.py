@@ -25,6 +25,19 @@ def test_flaky(number):
     seen.touch()
     assert passes
 
+@pytest.fixture(scope="session")
+def world():
+    seen = pathlib.Path("seen-launch")
+    comes = seen.exists() or not {of_a_launch}
+    seen.touch()
+    return comes
+
+@pytest.mark.parametrize("launch", ["gloo-4"])
+@pytest.mark.parametrize("number", range({of_a_launch}))
+@pytest.mark.launched
+def test_flaky_launch(world, launch, number):
+    assert world
+
 @pytest.mark.cluster
 def test_of_a_cluster():
     assert {right}
@@ -36,12 +49,14 @@ def test_right():
 def test_alone():
     pass
 """
-RUNS = {  # flaky tests, whether the others pass: exit code, FLAKY lines, pytest's last line
-    "all pass": (0, True, 0, 0, "1 passed, 1 skipped"),
-    "three are flaky": (3, True, 0, 3, "3 passed"),
-    "four are flaky": (4, True, 1, 4, "4 passed"),
-    "one fails twice": (1, False, 1, 1, "1 failed, 1 passed"),
-    "one of the cluster fails twice": (0, False, 1, 0, "1 failed"),
+RUNS = {  # flaky tests, those of one launch, whether the others pass: exit code, FLAKY lines, pytest's last line
+    "all pass": (0, 0, True, 0, 0, "1 passed, 2 skipped"),
+    "three are flaky": (3, 0, True, 0, 3, "3 passed"),
+    "four are flaky": (4, 0, True, 1, 4, "4 passed"),
+    "four of one launch are flaky, and two": (2, 4, True, 0, 6, "6 passed"),
+    "four of one launch are flaky, and three": (3, 4, True, 1, 7, "7 passed"),
+    "one fails twice": (1, 0, False, 1, 1, "1 failed, 1 passed"),
+    "one of the cluster fails twice": (0, 0, False, 1, 0, "1 failed"),
 }
 
 
@@ -62,11 +77,11 @@ def ci(folder):
     return subprocess.run(["bash", ".ci/run"], cwd=folder, env=environ, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("flaky", "right", "code", "named", "last"), RUNS.values(), ids=RUNS)
-def test_what_fails_is_run_once_more(tmp_path, flaky, right, code, named, last):
+@pytest.mark.parametrize(("flaky", "of_a_launch", "right", "code", "named", "last"), RUNS.values(), ids=RUNS)
+def test_what_fails_is_run_once_more(tmp_path, flaky, of_a_launch, right, code, named, last):
     prepare(tmp_path)
     (tmp_path / "Makefile").write_text(MAKEFILE)
-    (tmp_path / "test_it.py").write_text(TESTS.format(flaky=flaky, right=right))
+    (tmp_path / "test_it.py").write_text(TESTS.format(flaky=flaky, of_a_launch=of_a_launch, right=right))
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\naddopts = -p rerun\nmarkers =\n    cluster\n    launched\n    lab\n"
     )

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -104,6 +105,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and a line about each newer one that is damaged. Changes nothing: a run may
     be writing there."""
     damaged: list[str] = []
+    listed = _listing(folder)
     for path in reversed(committed(folder)):
         before = _identity(path)
         try:
@@ -112,7 +114,8 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
             if before is None or _identity(path) != before:  # pruned or replaced meanwhile: by now there is a newer one
                 return newest(folder)
             damaged.append(str(error))
-    return None, damaged
+    # A run that keeps one has committed the next and removed this one between its name's listing and the look at it.
+    return (None, damaged) if _listing(folder) == listed else newest(folder)
 
 
 def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
@@ -211,6 +214,15 @@ def _by_step(path: Path) -> tuple[int, bool]:
     """Order of checkpoints, damaged or not: a step's replaced one comes before the one that replaces it."""
     step, _, old = path.name.rpartition("step-")[2].partition(".")
     return int(step), not old
+
+
+def _listing(folder: Path) -> set[tuple[str, int]]:
+    """What lies in the folder: names alone come back where a step is committed a second time."""
+    try:
+        with os.scandir(folder) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
+    except OSError:
+        return set()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -1,14 +1,18 @@
 """Ranks that a notebook starts, runs functions on, and watches: on this machine, or on ipyparallel's engines."""
 
 import contextlib
+import io
 import linecache
+import marshal
 import pickle
 import secrets
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 from hvdtrain.errors import EngineUnavailable, LabError
 from hvdtrain.launch import gloo, keys
@@ -210,4 +214,15 @@ def _dumps(task: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
         import cloudpickle
     except ImportError:
         raise EngineUnavailable("Ranks need Horovod with its cloudpickle; build it: python -m hvdtrain build") from None
-    return bytes(cloudpickle.dumps(task))
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+
+    content = io.BytesIO()
+    Pickler(content).dump(task)
+    return content.getvalue()
+
+
+def _code(code: CodeType) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    """cloudpickle 3.1.3 drops the name of the file, which the explanation of a failure shows a line of."""
+    return marshal.loads, (marshal.dumps(code),)

@@ -1,8 +1,11 @@
 """Each engine's verbs, over real ranks and both controllers."""
 
+import json
+
 import pytest
-from ranks import FRAMEWORKS, needs_horovod, needs_torch
-from worlds import GRADIENTS, on
+import warm
+from ranks import FRAMEWORKS, needs_horovod, needs_torch, run
+from worlds import GRADIENTS, SHORT_LINE, on
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
@@ -90,3 +93,39 @@ ADASUM = {
 def test_adasum_is_refused_where_it_cannot_be_right(world, framework, launch, case):
     ranks = world(launch, framework)
     assert [results[case] for results in ranks.results["refusals"]] == [ADASUM[case]] * ranks.size
+
+
+THREADS = """
+import sys
+from pathlib import Path
+from hvdtrain.run import loop, main
+from hvdtrain.run.loop import Loop
+from hvdtrain.torch.__main__ import train
+
+def of_gloo():
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+class Watched(Loop):
+    def train(self):
+        super().train()
+        counts.append(of_gloo())
+
+def trained(run):
+    train(run)
+    counts.append(of_gloo())
+
+loop.Loop = Watched
+counts = []
+for compression in ("none", "fp64"):
+    main.main("torch", [*sys.argv[1:], "--compression", compression, "--output", compression], trained)
+print(counts)
+"""
+
+
+@needs_torch
+def test_ddp_ends_without_threads(tmp_path):
+    """One that took the interpreter's lock at the process's end would abort it."""
+    ended = run("alone", 1, warm.command("torch", "-c", THREADS, *SHORT_LINE, "--engine", "ddp"), cwd=tmp_path).good()
+    while_open, closed, *again = json.loads(ended.out.splitlines()[-1])
+    assert while_open and not closed
+    assert again == [while_open, closed]

@@ -280,10 +280,12 @@ READ = """
 import sys
 from pathlib import Path
 from hvdtrain.run.checkpoint import newest
-for _ in range(300):
+reads, step = 0, 0
+while reads < 300 or step < 12:  # a disk may be slow
     found, damaged = newest(Path(sys.argv[1]))
     assert found and not damaged, (found, damaged)
     assert (found.arrays["x"] == found.meta["step"]).all()
+    reads, step = reads + 1, found.meta["step"]
 print("whole")
 """
 
@@ -298,6 +300,25 @@ def test_a_reader_beside_the_run_sees_a_whole_one(tmp_path):
             break
     assert reader.stdout.read() == "whole\n"
     assert step > 20
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["the same step", "the next step"])
+def test_a_commit_between_a_readers_listing_and_its_look_hides_none(step, tmp_path, monkeypatch):
+    commit(tmp_path, made(1), keep=1)
+    is_dir = Path.is_dir
+
+    def look(path: Path) -> bool:
+        if path.name == "step-00000001":
+            monkeypatch.setattr(Path, "is_dir", is_dir)
+            path.rename(tmp_path / "step-00000001.old")
+            commit(tmp_path, made(step), keep=1)
+            return False
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", look)
+    found, damaged = newest(tmp_path)
+    assert found.meta["step"] == step
+    assert damaged == []
 
 
 META_OF_A_RUN = {

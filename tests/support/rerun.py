@@ -1,5 +1,5 @@
 """`--flaky`: tests that failed are run once more. Those that pass now are named; more than MOST of them are a failure,
-and so is a test that is skipped now."""
+and so is a test that is skipped now. Tests of one launch of worlds.py count as one: it failed once for all of them."""
 
 import pytest
 
@@ -10,20 +10,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--flaky", action="store_true", help="name what passes as FLAKY: it has failed before")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function) and "world" in item.fixturenames and hasattr(item, "callspec"):
+        given = item.callspec.params
+        if "launch" in given:
+            item.user_properties.append(("launch", f"{given.get('framework', 'torch')}-{given['launch']}"))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skips = session.config.getoption("--flaky") and reporter.stats.get("skipped")
-    if skips or len(_passed(session.config)) > MOST:
+    if skips or _count(session.config) > MOST:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for name in _passed(config):
-        terminalreporter.line(f"FLAKY {name}")
-    if len(_passed(config)) > MOST:
-        terminalreporter.line(f"at most {MOST} tests may be flaky in a run")
+    for report in _passed(config):
+        terminalreporter.line(f"FLAKY {report.nodeid}")
+    if _count(config) > MOST:
+        terminalreporter.line(f"at most {MOST} tests may be flaky in a run, those of one launch counted as one")
 
 
-def _passed(config: pytest.Config) -> list[str]:
+def _passed(config: pytest.Config) -> list[pytest.TestReport]:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    return [report.nodeid for report in reporter.stats.get("passed", [])] if config.getoption("--flaky") else []
+    return reporter.stats.get("passed", []) if config.getoption("--flaky") else []
+
+
+def _count(config: pytest.Config) -> int:
+    return len({dict(report.user_properties).get("launch", report.nodeid) for report in _passed(config)})

@@ -1,6 +1,8 @@
 """PyTorch's DistributedDataParallel behind the engine's methods: NCCL on GPUs, else Gloo, or MPI where torch has it."""
 
 import inspect
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 from hvdtrain.core import sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
-from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Forward
@@ -19,6 +21,7 @@ from hvdtrain.torch.objective import call
 
 try:
     import torch.distributed as dist
+    import torch.distributed.nn.functional  # by DistributedDataParallel too late: a default keeps a group that is there
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 except ImportError as error:
@@ -59,6 +62,7 @@ class DdpEngine:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Buckets are sent while backward runs: what the loop itself adds up must not get between them.
         self._own = dist.new_group(backend=_backend(topology, device))  # Lightning's has NCCL alone
+        self._networks: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":
@@ -82,6 +86,7 @@ class DdpEngine:
         )
         if self._settings.compression != "none":
             network.register_comm_hook(None, HOOKS[self._settings.compression])
+        self._networks.add(network)
         return network, optimizer
 
     def outputs(
@@ -127,6 +132,15 @@ class DdpEngine:
 
     def close(self) -> None:
         dist.destroy_process_group()
+        if isinstance(sys.exc_info()[1], StoppedError | None):  # else a collective may wait for a rank that is gone
+            self._join_threads()
+
+    def _join_threads(self) -> None:
+        """Lets go of the groups, the last of whose owners waits for Gloo's threads. One that still held the last
+        collective's tensor when the interpreter ends would abort the process (pytorch/pytorch#179291)."""
+        for network in self._networks:
+            network.logger = network.reducer = network.process_group = None
+        del self._own
 
 
 def _checked(forward: Forward, network: DistributedDataParallel, x: Any) -> Any:
