@@ -74,6 +74,7 @@ def ci(folder):
     # Itself started by make and pytest, it would hear from them.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST"))}
     environ = {**kept, "PYTHONPATH": str(SUPPORT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # notebooks' takes seconds to load
     return subprocess.run(["bash", ".ci/run"], cwd=folder, env=environ, capture_output=True, text=True, check=False)
 
 
