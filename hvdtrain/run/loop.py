@@ -11,10 +11,11 @@ import numpy as np
 
 from hvdtrain.core.progress import Extent, Progress, due
 from hvdtrain.core.totals import Totals
-from hvdtrain.run import checkpoint, guard
+from hvdtrain.run import guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
+from hvdtrain.run.snapshot import Writer
 
 
 class Engine(Protocol):
@@ -53,6 +54,9 @@ class State(Protocol):
 
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The tensors as they are now."""
+
+    def snapshot(self) -> Mapping[str, np.ndarray]:
+        """Copies of the tensors as they are now, on the host. The next call overwrites them."""
 
     def values(self) -> Mapping[str, Any]:
         """What of an optimizer's state is no array: JSON values by name."""
@@ -107,6 +111,7 @@ class Hooks(Generic[R_co]):
         self.run, self.extent = run, extent
         self.trainer, self.engine = trainer, trainer.engine
         self.progress = self._begin()
+        self.writer = Writer(run.folder, run.intervals.keep_checkpoints) if run.folder else None
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
 
@@ -124,6 +129,8 @@ class Hooks(Generic[R_co]):
         """What is due after an update, which `progress` has counted. Raises StoppedError where the ranks agree to stop,
         DivergedError, ReplicaError."""
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
+        if self.writer:
+            self.writer.check()
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         stopping = self.run.world.stops_at(progress.step)
@@ -137,6 +144,7 @@ class Hooks(Generic[R_co]):
         if checkpoint_due and not last:
             self.write_checkpoint(None)
         if stopping and not last:
+            self._wait_for_checkpoint()
             raise self.run.world.stopped(progress.step)
 
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
@@ -160,13 +168,12 @@ class Hooks(Generic[R_co]):
         guard.check_replicas(marks[0], step, ranks, self.run.topology.host, self.engine.sum)
 
     def write_checkpoint(self, valid_score: float | None) -> None:
-        """Commits the whole state, on rank 0. Raises OutputError."""
-        if not (folder := self.run.folder):
-            return
-        state = self.trainer.state
-        meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
-        checkpoint.commit(folder.checkpoints, Checkpoint(state.arrays(), meta), self.run.intervals.keep_checkpoints)
-        folder.write_status("running", step=self.progress.step)
+        """Copies the whole state, on rank 0, and begins to write it beside training. Raises OutputError of the
+        checkpoint before, which it waits for."""
+        if self.writer:
+            state = self.trainer.state
+            meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
+            self.writer.write(state, meta)
 
     def note(self, text: str) -> None:
         """A line of the log, on rank 0."""
@@ -177,18 +184,32 @@ class Hooks(Generic[R_co]):
     def reported(self) -> Iterator[None]:
         """Around all epochs: reports the run's end, and closes its files."""
         with self.reporter or contextlib.nullcontext():
-            yield
-            self.finish()
+            try:
+                yield
+                self.finish()
+            except BaseException:
+                self._leave_checkpoint()
+                raise
 
     def finish(self) -> None:
-        """Reports that the run has come to its end."""
+        """Reports that the run has come to its end, its last checkpoint being whole. Raises OutputError."""
+        self._wait_for_checkpoint()
         self.run.finish(self.reporter, self.progress.step)
 
     def close(self, error: type[BaseException] | None) -> None:
         """Ends a loop of the user's own: its reports, as that error has ended them. May be called twice."""
+        self._leave_checkpoint()
         if self.reporter:
             self.reporter.__exit__(error)
             self.reporter = None
+
+    def _wait_for_checkpoint(self) -> None:
+        if self.writer:
+            self.writer.wait()
+
+    def _leave_checkpoint(self) -> None:
+        if self.writer:
+            self.writer.leave()
 
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
