@@ -31,7 +31,6 @@ class Writer:
         self._folder, self._keep = folder, keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._left = False
         self.seconds = 0.0
         """That the last whole one took, beside training."""
 
@@ -65,14 +64,12 @@ class Writer:
         written while the process ends, unless its launcher kills it."""
         if self._thread:
             self._thread.join(timeouts.LAST_CHECKPOINT)
-        self._left = True
 
     def _commit(self, made: Checkpoint) -> None:
         began = time.monotonic()
         try:
             checkpoint.commit(self._folder.checkpoints, made, self._keep)
-            if not self._left:  # else the run's end has its status already
-                self._folder.write_status("running", step=made.meta["step"])
+            self._folder.write_status("running", step=made.meta["step"])
         except BaseException as error:  # the training thread's to raise
             self._error = error
         self.seconds = time.monotonic() - began
