@@ -53,8 +53,8 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def write_status(self, state: State, **more: Any) -> None:
-        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more. Of a run that has ended,
-        none says that it is running."""
+        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more. Once the run has
+        ended, it is running no more, whoever says so."""
         path, text = self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1)
         if state == "running":
             self._write_running(path, text)

@@ -13,6 +13,7 @@ from hvdtrain.core.progress import Extent, Progress, due
 from hvdtrain.core.totals import Totals
 from hvdtrain.run import guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
+from hvdtrain.run.pace import Pace
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
 from hvdtrain.run.snapshot import Writer
@@ -113,6 +114,7 @@ class Hooks(Generic[R_co]):
         self.progress = self._begin()
         self.writer = Writer(run.folder, run.intervals.keep_checkpoints) if run.folder else None
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
+        self.pace = self._paced()
         self._logged = time.monotonic()
 
     @property
@@ -121,6 +123,8 @@ class Hooks(Generic[R_co]):
         return self.progress.is_over(self.extent)
 
     def begin_epoch(self) -> None:
+        if self.pace:
+            self.pace.costs.pause()
         if self.reporter:
             self.reporter.begin_epoch()
         self._logged = time.monotonic()
@@ -131,10 +135,12 @@ class Hooks(Generic[R_co]):
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
         if self.writer:
             self.writer.check()
+            if self.pace:
+                self.pace.costs.stepped(time.monotonic(), is_writing=self.writer.is_writing)
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         stopping = self.run.world.stops_at(progress.step)
-        checkpoint_due = stopping or due(progress.step, intervals.checkpoint_every_steps)
+        checkpoint_due = stopping or self._checkpoint_due(progress.step)
         if last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps):
             self._log(lr)
         if progress.step == 1 or done or due(progress.step, intervals.guard_every_steps):
@@ -151,7 +157,7 @@ class Hooks(Generic[R_co]):
         """What is due once an epoch is reported: the run continues at `after`."""
         done, intervals = self.progress.is_done(self.extent), self.run.intervals
         self.progress = after
-        inside = due(after.step, intervals.checkpoint_every_steps)
+        inside = self._checkpoint_due(after.step)
         if done or inside or due(after.epoch, intervals.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
 
@@ -173,7 +179,12 @@ class Hooks(Generic[R_co]):
         if self.writer:
             state = self.trainer.state
             meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
+            began = time.monotonic()
             self.writer.write(state, meta)
+            if self.pace:
+                self.pace.costs.written(time.monotonic() - began, self.writer.seconds)
+        if self.pace:
+            self._renew(self.pace)
 
     def note(self, text: str) -> None:
         """A line of the log, on rank 0."""
@@ -202,6 +213,24 @@ class Hooks(Generic[R_co]):
         if self.reporter:
             self.reporter.__exit__(error)
             self.reporter = None
+
+    def _paced(self) -> Pace | None:
+        intervals = self.run.intervals
+        if intervals.checkpoint_every_steps != "auto":
+            return None
+        assert intervals.mtbf_hours
+        return Pace(intervals.mtbf_hours, self.progress.step)
+
+    def _checkpoint_due(self, step: int) -> bool:
+        every = self.run.intervals.checkpoint_every_steps
+        return self.pace.due(step) if self.pace else every != "auto" and due(step, every)
+
+    def _renew(self, pace: Pace) -> None:
+        """All ranks take rank 0's interval: they checkpoint together."""
+        interval = int(self.engine.sum(np.array([pace.wanted() if self.writer else 0]))[0])
+        pace.renew(self.progress.step, interval)
+        if news := pace.news(interval):
+            self.note(news)
 
     def _wait_for_checkpoint(self) -> None:
         if self.writer:
