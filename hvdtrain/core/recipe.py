@@ -17,7 +17,9 @@ from ruamel.yaml.events import AliasEvent
 from hvdtrain import datasets
 from hvdtrain.core import optimizer_rules, own_code
 from hvdtrain.core.arguments import Arguments
+from hvdtrain.core.interval import Every
 from hvdtrain.core.own_code import LOSSES, is_path
+from hvdtrain.core.settings import MTBF
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable, quoted, read_bytes
@@ -144,7 +146,12 @@ class Recipe(BaseModel):
 
     log_every_steps: Number = Field(20, description="steps between two log lines")
     checkpoint_every_epochs: Number = Field(1, description="epochs between two checkpoints")
-    checkpoint_every_steps: Number | None = Field(None, description="checkpoints inside an epoch too")
+    checkpoint_every_steps: Every = Field(
+        None, description="checkpoints inside an epoch too; auto: as often as lost work is worth, by mtbf_hours"
+    )
+    mtbf_hours: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
+        None, description="checkpoint_every_steps auto: mean hours between failures of the whole job"
+    )
     keep_checkpoints: Number = Field(2, description="newest ones kept, besides the best")
     guard_every_steps: Number = Field(100, description="steps between two comparisons of the replicas")
 
@@ -348,6 +355,8 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("lr_schedule step needs lr_milestones, the epochs at which the LR drops.")
     if list(r.lr_milestones) != sorted(set(r.lr_milestones)):
         raise RecipeError(f"lr_milestones must rise, got {quoted(list(r.lr_milestones))}.")
+    if r.checkpoint_every_steps == "auto" and r.mtbf_hours is None:
+        raise RecipeError(f"checkpoint_every_steps auto needs {MTBF}.")
     optimizer_rules.check(r)
     own_code.check(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Device = Literal["auto", "cpu", "cuda"]
+MTBF = "mtbf_hours, the mean hours between failures of the whole job: those of one node divided by the job's nodes"
+"""What an interval by itself needs, as a message says it."""
 
 
 class EngineSettings(Protocol):
@@ -52,7 +54,9 @@ class Intervals(Protocol):
     @property
     def checkpoint_every_epochs(self) -> int: ...
     @property
-    def checkpoint_every_steps(self) -> int | None: ...
+    def checkpoint_every_steps(self) -> int | Literal["auto"] | None: ...
+    @property
+    def mtbf_hours(self) -> float | None: ...
     @property
     def keep_checkpoints(self) -> int: ...
 
@@ -89,5 +93,6 @@ class OwnIntervals:
     log_every_steps: int = 20
     guard_every_steps: int = 100
     checkpoint_every_epochs: int = 1
-    checkpoint_every_steps: int | None = None
+    checkpoint_every_steps: int | Literal["auto"] | None = None
     keep_checkpoints: int = 2
+    mtbf_hours: float | None = None

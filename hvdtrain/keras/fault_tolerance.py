@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -56,17 +57,25 @@ class FaultTolerance(BroadcastCallback):
         lowest: str | None = None,
         log_every_steps: int = 20,
         guard_every_steps: int = 100,
-        checkpoint_every_steps: int | None = None,
+        checkpoint_every_steps: int | Literal["auto"] | None = None,
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
+        mtbf_hours: float | None = None,
         insecure_rendezvous: bool = False,
     ) -> None:
-        """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest."""
+        """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest. With
+        `checkpoint_every_steps` auto the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours
+        between failures of the job."""
         super().__init__()
         self.folder, self.data = Path(folder), data
         self._best, self._insecure = (highest, lowest), insecure_rendezvous
         self._intervals = OwnIntervals(
-            log_every_steps, guard_every_steps, checkpoint_every_epochs, checkpoint_every_steps, keep_checkpoints
+            log_every_steps,
+            guard_every_steps,
+            checkpoint_every_epochs,
+            checkpoint_every_steps,
+            keep_checkpoints,
+            mtbf_hours,
         )
         self._ranks: Ranks | None = None
         self._hooks: Hooks[Replica] | None = None

@@ -14,6 +14,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.tensorflow import models, networks
+from hvdtrain.tensorflow.copies import Copies
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.events import EventWriter
 
@@ -32,6 +33,7 @@ class State:
 
     def __init__(self, model: keras.Model) -> None:
         self.tensors: dict[str, tf.Variable] = {}
+        self._copies = Copies()
         named = [("model", each) for each in model.weights]
         named += [("optimizer", each) for each in model.optimizer.variables]
         for owner, variable in named:
@@ -49,6 +51,9 @@ class State:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: variable.numpy() for name, variable in self.tensors.items()}
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        return self._copies.of(self.tensors)
 
     def values(self) -> dict[str, Any]:
         return {}

@@ -14,6 +14,7 @@ from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.global_batches import GlobalBatches
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import resumable
+from hvdtrain.torch.copies import Copies
 from hvdtrain.torch.state import State
 
 
@@ -22,6 +23,7 @@ class FitState:
 
     def __init__(self, module: LightningModule, optimizers: list[torch.optim.Optimizer], scaler: Any) -> None:
         self.scaler = scaler
+        self._copies = Copies()
         self._states = [State(module, optimizer, scaler) for optimizer in optimizers]
 
     @property
@@ -38,6 +40,9 @@ class FitState:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: array for state in self._states for name, array in state.arrays().items()}
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        return self._copies.of(self.tensors)
 
     def values(self) -> dict[str, Any]:
         return {name: value for state in self._states for name, value in state.values().items()}

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from hvdtrain import files
 from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.run import tensor_file
 
 ARRAYS, META = "state.safetensors", "meta.json"
 NAME = re.compile(r"step-([0-9]{8,19})(\.old)?")
@@ -164,10 +164,10 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
-    save_file({k: np.asarray(v, order="C") for k, v in checkpoint.arrays.items()}, folder / ARRAYS)
-    meta = {**checkpoint.meta, "sha256": _digest(folder / ARRAYS, checkpoint.meta)}
+    digest = _digest_of(checkpoint.meta)
+    tensor_file.write(folder / ARRAYS, checkpoint.arrays, digest.update)
+    meta = {**checkpoint.meta, "sha256": digest.hexdigest()}
     (folder / META).write_text(_text(meta), encoding="utf-8")
-    shutil.copymode(folder / META, folder / ARRAYS)  # safetensors 0.8 lets nobody else read
 
 
 def _prune(folder: Path, latest: Path, keep: int) -> None:
@@ -286,9 +286,14 @@ def _reason(error: Exception) -> str:
 
 
 def _digest(path: Path, meta: Mapping[str, Any]) -> str:
-    covered = {key: value for key, value in meta.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(covered, sort_keys=True).encode())
+    digest = _digest_of(meta)
     with files.opened(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _digest_of(meta: Mapping[str, Any]) -> "hashlib._Hash":
+    """The checksum's beginning, before the bytes of the arrays' file."""
+    covered = {key: value for key, value in meta.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode())

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -32,21 +33,48 @@ RECIPE = "recipe.yaml"
 State = Literal["running", "finished", "failed", "stopped"]
 
 
+class _Ended:
+    """Whether a run's end has its status. Threads write statuses: none may say of an ended run that it is running."""
+
+    def __init__(self) -> None:
+        self.lock, self.so = threading.Lock(), False
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """A run's folder, held by this process until it ends."""
 
     path: Path
     lock: IO[str]
+    _ended: _Ended = field(default_factory=_Ended, repr=False, compare=False)
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
     def write_status(self, state: State, **more: Any) -> None:
-        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more."""
+        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more. Once the run has
+        ended, it is running no more, whoever says so."""
+        path, text = self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1)
+        if state == "running":
+            self._write_running(path, text)
+            return
+        with self._ended.lock:
+            self._ended.so = True
         write = files.write_before_exit if state == "failed" else files.write  # a launcher ends it soon
-        write(self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1))
+        write(path, text)
+
+    def _write_running(self, path: Path, text: str) -> None:
+        unfinished = files.temporary(path)
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            files.sync(unfinished)
+            with self._ended.lock:  # not while the disk syncs, for which a run that ends does not wait
+                if not self._ended.so:
+                    unfinished.replace(path)
+            files.sync(path.parent)
+        finally:
+            files.remove(unfinished)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.core.compatibility import Framework
-from hvdtrain.core.settings import OwnIntervals
+from hvdtrain.core.settings import MTBF, OwnIntervals
 from hvdtrain.core.totals import Totals
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import DivergedError, HvdtrainError, LoopError
@@ -81,8 +81,7 @@ def open_own(
     """The program's run; rank 0 holds its folder, and has its checkpoint. `names`: its trackers.
     Raises HvdtrainError."""
     trackers.check(names)
-    if wrong := next((name for name, value in asdict(intervals).items() if value is not None and value < 1), None):
-        raise LoopError(f"{wrong} must be at least 1, got {asdict(intervals)[wrong]}.")
+    check_intervals(intervals)
     about = {"framework": framework, "engine": engine, "ranks": ending.topology.size, "model": program.identity}
     identity = Identity(
         path.name,
@@ -100,6 +99,20 @@ def open_own(
         ending.world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
     ending.began, ending.folder = True, folder
     return OwnRun(identity, intervals, engine, (), folder, resume, ending.world, program, trackers=names)
+
+
+def check_intervals(intervals: OwnIntervals) -> None:
+    """Raises LoopError."""
+    for name, value in asdict(intervals).items():
+        if isinstance(value, str) and (name, value) != ("checkpoint_every_steps", "auto"):
+            also = " or 'auto'" if name == "checkpoint_every_steps" else ""
+            raise LoopError(f"{name} must be a number{also}, got {value!r}.")
+        if name == "mtbf_hours" and value is not None and not 0 < value < math.inf:
+            raise LoopError(f"mtbf_hours must be greater than 0, got {value}.")
+        if name != "mtbf_hours" and isinstance(value, int) and value < 1:
+            raise LoopError(f"{name} must be at least 1, got {value}.")
+    if intervals.checkpoint_every_steps == "auto" and intervals.mtbf_hours is None:
+        raise LoopError(f"checkpoint_every_steps='auto' needs {MTBF}.")
 
 
 def report_logged(hooks: Hooks[Any], logged: Mapping[str, float], best: tuple[str | None, str | None]) -> float | None:

@@ -12,4 +12,5 @@ GRACE = 8.0  # for the training thread to end by itself once a rank is lost
 CHECKPOINT = 20.0  # that a SIGTERM leaves for a last checkpoint: SLURM kills 30 after it
 RANK_0_REPORT = 5.0  # for rank 0 to report an error before another rank that raised it too ends
 FAREWELL = 10.0  # that a rank that refused waits for the others to come, and learn of it
+LAST_CHECKPOINT = 3.0  # for a checkpoint that is being written when an error ends the run, before it is reported
 LAST_STATUS = 2.0  # for the status of a run that ends by force: its file system may hang

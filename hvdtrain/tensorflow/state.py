@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.run.checkpoint import Checkpoint, Layout
+from hvdtrain.tensorflow.copies import Copies
 from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.optimizers import Optimizer
 from hvdtrain.tensorflow.sgd import Scaler
@@ -35,6 +36,7 @@ class State:
 
     def __init__(self, model: keras.Model, optimizer: Optimizer, scaler: Scaler, ema: Ema | None = None) -> None:
         self.tensors, self.scaler = variables(model, optimizer, ema), scaler
+        self._copies = Copies()
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         """Every variable is there from the start."""
@@ -45,6 +47,9 @@ class State:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: variable.numpy() for name, variable in self.tensors.items()}
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        return self._copies.of(self.tensors)
 
     def values(self) -> dict[str, Any]:
         return {}

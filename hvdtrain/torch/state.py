@@ -8,6 +8,7 @@ import torch
 
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.torch import resumable
+from hvdtrain.torch.copies import Copies
 from hvdtrain.torch.ema import Ema
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class State:
         ema: Ema | None = None,
     ) -> None:
         self._model, self._optimizer, self._ema, self.scaler = model, optimizer, ema, scaler
+        self._copies = Copies()
         self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(optimizer)]
         """What the optimizer's groups said before the first update: what is another then is state too."""
 
@@ -106,6 +108,9 @@ class State:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: tensor.detach().cpu().numpy() for name, tensor in self.tensors.items()}
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        return self._copies.of(self.tensors)
 
     def values(self) -> dict[str, Any]:
         slots = _slots(self._model, self._optimizer)

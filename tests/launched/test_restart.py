@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import time
 
@@ -12,7 +13,12 @@ from worlds import LINE, RUNS, arrays, records
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
 
-SLOW = ("again_and_again[tensorflow]", "inside_an_epoch[torch]", "number_of_ranks[tensorflow]")
+SLOW = (
+    "again_and_again[tensorflow]",
+    "inside_an_epoch[torch]",
+    "number_of_ranks[tensorflow]",
+    "has_measured[tensorflow]",
+)
 
 
 def steps_recorded(folder):
@@ -97,6 +103,16 @@ def test_checkpoints_at_the_end_of_an_epoch_are_due_too(framework, train_here, t
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
         f"step-{step:08d}" for step in (10, 20, 30, 40, 50)
     ]
+
+
+def test_ranks_agree_on_an_interval_that_rank_0_has_measured(framework, tmp_path):
+    argv = ["linear", "--epochs", "12", "--checkpoint-every-epochs", "99", "--keep-checkpoints", "99"]
+    auto = ["--checkpoint-every-steps", "auto", "--mtbf-hours", "1e-6"]
+    ended = train(framework, "gloo", 2, *argv, *auto, "--output", tmp_path).good()
+    told = re.search(r"a checkpoint every ([0-9]+) steps \([0-9.]+ s\): one costs training [0-9]+ ms", ended.out)
+    made = [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").glob("step-*"))]
+    assert made[:3] == [20, 40, 60]
+    assert made[3] == min(60 + int(told[1]), 120)
 
 
 @pytest.fixture

@@ -424,14 +424,17 @@ def test_a_forged_pickle_is_never_loaded(tmp_path, monkeypatch):
     assert not Path("exploded").exists()
 
 
-# Forks `rounds` writers, each killed at a random moment, and looks at what each has left as the next run does.
+# Forks `rounds` writers, each killed at a random moment, and looks at what each has left as the next run does. They
+# commit in their loop, or beside it.
 WRITERS = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
 from hvdtrain import files
 from hvdtrain.run.checkpoint import Checkpoint, commit, newest, recover
-rounds, seed = map(int, sys.argv[1:])
+from hvdtrain.run.folder import RunFolder
+from hvdtrain.run.snapshot import Writer
+rounds, seed = map(int, sys.argv[2:])
 draw, folder, status, step = random.Random(seed), Path("checkpoints"), Path("status.json"), 0
 stated = 0
 
@@ -444,12 +447,35 @@ def write(step, pipe):
         files.write(status, json.dumps({"step": step}))
         os.write(pipe, b"-%d\\n" % step)
 
+class Live:
+    def __init__(self):
+        self.arrays = {"x": np.zeros(50_000, int), "y": np.array(0)}
+        self.held = {name: array.copy() for name, array in self.arrays.items()}
+    def train(self, step):
+        for array in self.arrays.values():
+            array[...] = step
+    def snapshot(self):
+        for name, array in self.arrays.items():
+            np.copyto(self.held[name], array)
+        return self.held
+
+def write_beside(step, pipe):
+    live, writer = Live(), Writer(RunFolder(Path("."), None), draw.choice([1, 2, 3]))
+    while True:
+        step += draw.random() < 0.7
+        live.train(step)
+        writer.write(live, {"step": step, "valid_score": -step % 7})
+        live.train(-1)
+        time.sleep(draw.random() * 0.002)
+        writer.wait()
+        os.write(pipe, b"%d\\n-%d\\n" % (step, step))
+
 for round in range(rounds):
     ours, theirs = os.pipe()
     draw.seed(f"{seed} {round}")
     writer = os.fork()
     if writer == 0:
-        write(step, theirs)
+        {"loop": write, "beside": write_beside}[sys.argv[1]](step, theirs)
     os.close(theirs)
     reported = os.fdopen(ours)
     first = reported.readline()
@@ -463,14 +489,15 @@ for round in range(rounds):
         assert damaged == [] and found.meta["step"] in (last, last + 1), (last, found, damaged)
         assert (found.arrays["x"] == found.meta["step"]).all() and found.arrays["y"] == found.meta["step"]
     assert all(path.name.startswith("step-") for path in folder.iterdir())
-    assert not status.exists() or stated <= json.loads(status.read_text())["step"] <= last
+    assert not status.exists() or stated <= json.loads(status.read_text())["step"] <= found.meta["step"]
     step = found.meta["step"]
 print(step)
 """
 
 
-def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(python):
-    done = python("-c", WRITERS, os.environ.get("KILLS", "30"), str(odd_json.SEED))
+@pytest.mark.parametrize("where", ["loop", "beside"])
+def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(where, python):
+    done = python("-c", WRITERS, where, os.environ.get("KILLS", "30"), str(odd_json.SEED))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
 

@@ -18,7 +18,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run.checkpoint import ARRAYS, Checkpoint, commit
-from hvdtrain.run.folder import _is_finished, _metadata, model_identity, open_run
+from hvdtrain.run.folder import _is_finished, _metadata, hold, model_identity, open_run
 
 ALONE = Topology.alone("here")
 IN_JOB = replace(ALONE, job_id="22")
@@ -55,6 +55,20 @@ def stopped_at(plan, step: int, topology=IN_JOB):
 
 def set_time(begun, seconds: int) -> None:
     os.utime(begun.folder.path, (seconds, seconds))
+
+
+def test_an_ended_run_is_running_no_more(tmp_path):
+    """A thread that writes a checkpoint may be late."""
+    for state in ("finished", "stopped", "failed"):
+        folder = hold(tmp_path / state)
+        folder.write_status("running", step=1)
+        folder.write_status(state)
+        folder.write_status("running", step=2)
+        assert json.loads((folder.path / "status.json").read_text()).keys() == {"state", "time"}
+        folder.write_status("failed", error="x")
+        assert json.loads((folder.path / "status.json").read_text())["error"] == "x"
+        assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "checkpoints", "status.json"]
+        folder.lock.close()
 
 
 NAMES = {

@@ -10,6 +10,10 @@ from hvdtrain.untrusted import quoted
 WHATS = {
     "train": ("hvdtrain.tools.bench.train", "reading, computing and communication alone and together: what limits"),
     "overhead": ("hvdtrain.tools.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
+    "checkpoint": (
+        "hvdtrain.tools.bench.checkpoint",
+        "steps with checkpoints over steps without, and how long one holds training up",
+    ),
     "allreduce": ("hvdtrain.tools.bench.allreduce", "Horovod's and torch.distributed's allreduce, size by size"),
     "loader": ("hvdtrain.tools.bench.loader", "images/s per core, beside torchvision's loader"),
     "ladder": (

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -155,9 +155,10 @@ class World:
         lowest: str | None = None,
         log_every_steps: int = 20,
         guard_every_steps: int = 100,
-        checkpoint_every_steps: int | None = None,
+        checkpoint_every_steps: int | Literal["auto"] | None = None,
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
+        mtbf_hours: float | None = None,
         trackers: Sequence[str] = ("tensorboard",),
     ) -> Run:
         """The training of this model, in this folder, from where its last checkpoint is; every rank calls it.
@@ -167,6 +168,8 @@ class World:
         states are part of each checkpoint. `seed` is that of the order of the samples and of the random numbers of
         each step. The best checkpoint, which is kept beside the newest, is that of the reported metric `highest` or
         `lowest`; left out: of the lowest valid_loss, where it is reported, else of the lowest training loss.
+        With `checkpoint_every_steps` auto
+        the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours between failures of the job.
         `trackers`: tensorboard, wandb, mlflow, or none of them.
 
         Raises LoopError where the ranks would not train as one, OutputError, CheckpointError.
@@ -181,7 +184,12 @@ class World:
             raise LoopError(f"trackers must be of {', '.join(TRACKERS)}, got {wrong!r}.")
         program = Program(model, optimizer, scheduler, scaler or torch.amp.GradScaler(enabled=False), seed)
         intervals = OwnIntervals(
-            log_every_steps, guard_every_steps, checkpoint_every_epochs, checkpoint_every_steps, keep_checkpoints
+            log_every_steps,
+            guard_every_steps,
+            checkpoint_every_epochs,
+            checkpoint_every_steps,
+            keep_checkpoints,
+            mtbf_hours,
         )
         place = Place(Path(folder), tuple(trackers), self._ending, self._engine, self._own, self._compression)
         self._run = begin_run(place, program, intervals, (highest, lowest))

@@ -11,6 +11,7 @@ from ranks import needs_horovod, needs_tensorflow, needs_torch
 from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.tools import bench
 from hvdtrain.tools.bench import allreduce, train
+from hvdtrain.tools.bench.checkpoint import figures
 from hvdtrain.tools.bench.measure import interleaved
 
 
@@ -37,6 +38,32 @@ def test_refusals(flags, message):
     with pytest.raises(RecipeError) as refused:
         bench.main(["overhead", *flags])
     assert str(refused.value) == message
+
+
+def test_checkpoints_fill_their_blocks():
+    with pytest.raises(RecipeError) as refused:
+        bench.main(["checkpoint", "--steps", "25"])
+    assert str(refused.value) == "--steps must be a multiple of --every 10, got 25."
+
+
+def test_the_figures_of_checkpoints():
+    seconds = {"none": [1.0, 2.0], "checkpoints": [1.1, 2.0]}
+    found = figures({"step_seconds": seconds, "stalls": [1.0] * 19 + [9.0], "copies": [0.5, 1.0, 3.0]})
+    assert found["ratios"] == [1.1, 1.0]
+    assert found["stall_over_copy"] == pytest.approx(1.4)
+
+
+@pytest.mark.launched
+@needs_torch
+def test_checkpoints_are_measured(tmp_path):
+    command = [sys.executable, "-m", "hvdtrain", "bench", "checkpoint", "--recipe", "linear", "--ranks", "1"]
+    command += ["--rounds", "2", "--every", "5", "--steps", "15"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["stalls"]) == len(result["copies"]) == 2 * 3
+    assert all(len(seconds) == 2 for seconds in result["step_seconds"].values())
+    assert list(tmp_path.iterdir()) == []  # its checkpoints are gone
 
 
 def test_a_benchmark_that_is_not_there():

@@ -1,0 +1,107 @@
+"""hvdtrain's loop with checkpoints every few steps, and without, interleaved in blocks of steps in the same processes.
+
+A third block copies the state where the second one writes a checkpoint, into memory that is there: the least that a
+training can be held up by. A block begins half an interval before its first checkpoint, so that each is written within
+its block; what is not is waited for, and counts.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core import network as networks
+from hvdtrain.core import plan as plans
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.settings import OwnIntervals
+from hvdtrain.launch.topology import discover
+from hvdtrain.run import folder as folders
+from hvdtrain.run.loop import Loop, Trainer
+from hvdtrain.run.main import keep_memory, load_dataset
+from hvdtrain.run.run import Run
+from hvdtrain.run.world import World
+from hvdtrain.tools.bench import measure, ranks
+from hvdtrain.tools.bench.workers import overhead
+
+
+class Blocks(Loop[Trainer]):
+    """hvdtrain's loop, in blocks of steps of one kind."""
+
+    def __init__(self, run: Run, trainer: Trainer, every: int) -> None:
+        super().__init__(run, trainer)
+        self.every, self.copies = every, False
+        self.held: dict[str, np.ndarray] = {}
+        self.stalls: dict[str, list[float]] = {"copies": [], "checkpoints": []}
+        self.steps = overhead.ours(self)
+
+    def block(self, kind: str, steps: int) -> float:
+        """Seconds of a step."""
+        self.copies = kind == "copies"
+        every = None if kind == "none" else self.every
+        self.run = replace(self.run, intervals=OwnIntervals(log_every_steps=5, checkpoint_every_steps=every))
+        self.progress.sample, self.progress.step = 0, self.every - self.every // 2
+        began = time.perf_counter()
+        for _ in range(steps):
+            next(self.steps)
+        self._wait_for_checkpoint()
+        return (time.perf_counter() - began) / steps
+
+    def write_checkpoint(self, valid_score: float | None) -> None:
+        arrays = self.trainer.state.arrays() if self.copies else {}
+        began = time.perf_counter()
+        if self.copies:
+            for name, array in arrays.items():
+                np.copyto(self.held.setdefault(name, np.empty_like(array)), array)
+        else:
+            super().write_checkpoint(valid_score)
+        self.stalls["copies" if self.copies else "checkpoints"].append(time.perf_counter() - began)
+
+
+def main(framework: str, recipe_name: str, rounds: int, every: int, steps: int) -> None:
+    """Measures on every rank; the first round is warm-up."""
+    topology = discover(os.environ)
+    recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
+    dataset = load_dataset(recipe, framework)  # type: ignore[arg-type]
+    plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))  # type: ignore[arg-type]
+    keep_memory(recipe.device)
+    with tempfile.TemporaryDirectory(dir=".") as folder:  # not /tmp, which may be memory
+        of_run = None
+        if topology.is_rank_0:
+            of_run, _ = folders.open_run(plan, topology, framework, Path(folder, "run"), "never")  # type: ignore[arg-type]
+        identity = folders.identity_of(plan, framework)  # type: ignore[arg-type]
+        engine = "horovod" if topology.size > 1 else "local"
+        run = Run(identity, recipe, engine, (), of_run, folders.ResumePoint(), World(topology), recipe, dataset, plan)
+        with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
+            found = _measure(run, framework, rounds, every, steps)
+    if topology.is_rank_0:
+        ranks.keep({"framework": framework, "recipe": recipe.name, "ranks": topology.size, "every": every, **found})
+
+
+def _measure(run: Run, framework: str, rounds: int, every: int, steps: int) -> dict[str, Any]:
+    opening, trainer = (importlib.import_module(f"hvdtrain.{framework}.{name}") for name in ("opening", "trainer"))
+    engine = opening.open_engine(run)
+    loop = Blocks(run, trainer.Trainer(run, engine), every)
+    loop.block("checkpoints", every)
+    contenders = {kind: lambda kind=kind: loop.block(kind, steps) for kind in ("none", "checkpoints", "copies")}
+    seconds = measure.interleaved(contenders, rounds)
+    of_ranks = {kind: (engine.sum(np.array(own)) / engine.size).tolist() for kind, own in seconds.items()}
+    in_warm_up = 1 + steps // every, steps // every
+    loop.close(None)
+    engine.close()
+    return {
+        "step_seconds": of_ranks,
+        "stalls": loop.stalls["checkpoints"][in_warm_up[0] :],
+        "copies": loop.stalls["copies"][in_warm_up[1] :],
+        "write_seconds": loop.writer.seconds if loop.writer else 0.0,
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))  # type: ignore[arg-type]

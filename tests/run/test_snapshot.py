@@ -1,0 +1,235 @@
+"""Checkpoints written beside training: the same bytes, one at a time, whole before the run has ended."""
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.settings import OwnIntervals
+from hvdtrain.core.totals import Totals
+from hvdtrain.errors import DivergedError, OutputError, StoppedError
+from hvdtrain.files import read_json
+from hvdtrain.run import checkpoint, timeouts
+from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest
+from hvdtrain.run.folder import hold
+from hvdtrain.run.loop import Hooks
+from hvdtrain.run.snapshot import Writer
+
+COMMIT = commit
+
+
+class Live:
+    """A state of one array."""
+
+    scaler = SimpleNamespace(state_dict=dict)
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, np.ndarray] = {}
+        self.x, self.held = np.zeros(100_000), np.zeros(100_000)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        np.copyto(self.held, self.x)
+        return {"x": self.held}
+
+    def values(self) -> dict:
+        return {}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = hold(tmp_path / "run")
+    yield folder
+    folder.lock.close()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Commits begin at once and end when `gate` is set; `gate.most` is how many were under way together."""
+    gate = threading.Event()
+    gate.under_way = gate.most = 0
+
+    def slowly(*given):
+        gate.under_way += 1
+        gate.most = max(gate.most, gate.under_way)
+        gate.wait(20)
+        path = COMMIT(*given)
+        gate.under_way -= 1
+        return path
+
+    monkeypatch.setattr(checkpoint, "commit", slowly)
+    yield gate
+    gate.set()
+
+
+def opened_later(gate, seconds: float = 0.1) -> None:
+    threading.Timer(seconds, gate.set).start()
+
+
+def status_of(folder) -> dict:
+    return read_json(folder.path / "status.json") if (folder.path / "status.json").exists() else {}
+
+
+def test_the_bytes_are_those_of_one_written_in_the_loop(folder, gate, tmp_path):
+    live, writer, meta = Live(), Writer(folder, 2), {"step": 7, "model": "m", "scaler": {"scale": 2.0}}
+    live.x[:] = np.arange(100_000)
+    path = COMMIT(tmp_path / "in the loop", Checkpoint({"x": live.x.copy()}, {**meta, "scaler": {"scale": 2.0}}), 2)
+    writer.write(live, meta)
+    live.x[:] = -1  # training has gone on
+    meta["scaler"]["scale"] = 4.0
+    assert writer.is_writing and not committed(folder.checkpoints) and not status_of(folder)
+    gate.set()
+    writer.wait()
+    assert not writer.is_writing
+    for name in (ARRAYS, META):
+        assert (folder.checkpoints / "step-00000007" / name).read_bytes() == (path / name).read_bytes()
+    assert status_of(folder)["step"] == 7
+
+
+def test_never_two_at_once_and_one_snapshot(folder, gate):
+    live, writer = Live(), Writer(folder, 9)
+    writer.write(live, {"step": 1})
+    opened_later(gate)
+    began = time.monotonic()
+    writer.write(live, {"step": 2})
+    assert time.monotonic() - began > 0.05  # it has waited
+    assert committed(folder.checkpoints)[0].name == "step-00000001"
+    for step in range(3, 20):
+        live.x[:] = step
+        writer.write(live, {"step": step})
+    writer.wait()
+    assert gate.most == 1
+    assert newest(folder.checkpoints)[0].arrays["x"].tolist() == [19.0] * 100_000
+
+
+def test_what_goes_wrong_beside_is_raised_in_training_once(folder, monkeypatch):
+    def full(*_):
+        raise OutputError("checkpoint x could not be written: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "commit", full)
+    live, writer = Live(), Writer(folder, 2)
+    for raises in (writer.wait, lambda: writer.write(live, {"step": 2})):
+        writer.write(live, {"step": 1})
+        with pytest.raises(OutputError, match=r"^checkpoint x could not be written: No space left on device$"):
+            raises()
+        writer.wait()
+    writer.write(live, {"step": 3})
+    writer._thread.join()
+    with pytest.raises(OutputError):
+        writer.check()
+    writer.check()
+    assert not status_of(folder)
+
+
+def test_a_run_that_fails_waits_a_little_and_keeps_its_status(folder, gate, monkeypatch):
+    monkeypatch.setattr(timeouts, "LAST_CHECKPOINT", 0.1)
+    writer = Writer(folder, 2)
+    writer.write(Live(), {"step": 1})
+    began = time.monotonic()
+    writer.leave()
+    assert 0.05 < time.monotonic() - began < 5
+    folder.write_status("failed", error="x")
+    gate.set()
+    writer.wait()
+    assert newest(folder.checkpoints)[0].meta["step"] == 1  # written all the same
+    assert status_of(folder)["state"] == "failed"
+
+
+def test_a_forked_child_has_no_writer_to_wait_for(folder, gate):
+    writer = Writer(folder, 2)
+    writer.write(Live(), {"step": 1})
+    if (child := os.fork()) == 0:
+        writer.leave()
+        os._exit(int(writer.is_writing))
+    assert os.waitpid(child, 0)[1] == 0
+    assert writer.is_writing
+
+
+class StoppingWorld:
+    """Stops after step 3."""
+
+    @staticmethod
+    def stops_at(step: int) -> bool:
+        return step >= 3
+
+    @staticmethod
+    def stopped(step: int) -> StoppedError:
+        return StoppedError(step, "SIGTERM", 143)
+
+
+@pytest.fixture
+def hooks(folder):
+    """A run's hooks, over one rank that trains nothing."""
+    engine = SimpleNamespace(rank=0, size=1, device="cpu", notes=(), broadcast=lambda _, meta: meta, sum=np.asarray)
+    trainer = SimpleNamespace(
+        engine=engine,
+        state=Live(),
+        events=None,
+        totals=lambda: Totals(0.0, 0.0),
+        average_statistics=lambda: None,
+        fingerprints=lambda: [1],
+    )
+    run = SimpleNamespace(
+        folder=folder,
+        intervals=OwnIntervals(checkpoint_every_steps=1),
+        resume=SimpleNamespace(checkpoint=None),
+        reporter=lambda *_: None,
+        world=StoppingWorld,
+        devices=(),
+        topology=SimpleNamespace(host="here"),
+        check_finite=lambda *_: None,
+        metadata=lambda progress, *_: progress.metadata(),
+        finish=lambda reporter, step: folder.write_status("finished", step=step),
+    )
+    return Hooks(run, trainer, OwnSampling(10, 100, 1, epochs=2))
+
+
+def step(hooks) -> None:
+    hooks.progress.advance(hooks.extent)
+    hooks.after_update(0.1)
+
+
+def test_a_stop_waits_for_the_one_under_way(hooks, folder, gate):
+    opened_later(gate)
+    with pytest.raises(StoppedError):
+        while True:
+            step(hooks)
+    assert [path.name for path in committed(folder.checkpoints)] == ["step-00000002", "step-00000003"]
+    assert status_of(folder)["step"] == 3
+    assert not hooks.writer.is_writing
+
+
+def test_the_end_waits_for_the_last_one(hooks, folder, gate):
+    with hooks.reported():
+        step(hooks)
+        opened_later(gate)
+    assert status_of(folder) == {**status_of(folder), "state": "finished", "step": 1}
+    assert newest(folder.checkpoints)[0].meta["step"] == 1
+
+
+def test_an_error_beside_ends_the_run_at_its_next_step(hooks, monkeypatch):
+    def full(*_):
+        raise OutputError("checkpoint x could not be written: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "commit", full)
+    hooks.run.intervals = OwnIntervals(checkpoint_every_steps=2)
+    hooks.run.world = SimpleNamespace(stops_at=lambda step: False)
+    step(hooks)
+    step(hooks)
+    hooks.writer._thread.join()
+    with pytest.raises(OutputError, match="No space left"):
+        step(hooks)
+
+
+def test_an_error_of_the_run_is_the_one_that_is_raised(hooks, folder, gate, monkeypatch):
+    monkeypatch.setattr(timeouts, "LAST_CHECKPOINT", 0.1)
+    with pytest.raises(DivergedError), hooks.reported():
+        step(hooks)
+        raise DivergedError("nan")
+    gate.set()
+    hooks.writer.wait()
+    assert hooks.progress == Progress(1, sample=10)
+    assert status_of(folder)["state"] == "running"  # another one is Ending's to write
