@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and the command that fixes it"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
+    "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
     "bench": (
         "hvdtrain.tools.bench",
         "measure this machine: the step, the engines, the network, the data, how it scales",
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command, of the command line where argv is left out; its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in {"-h", "--help"}:
-        print(HELP.format(commands="\n".join(f"  {name:8}{text}" for name, (_, text) in COMMANDS.items())))
+        print(HELP.format(commands="\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())))
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:

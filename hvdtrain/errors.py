@@ -120,7 +120,7 @@ class AbortedError(TrainingError):
     def __init__(self, reason: str | None = None, exit_code: int = TrainingError.exit_code) -> None:
         why = reason or "another rank ended, and this one with it; the first message of another rank tells why"
         super().__init__(f"{why}. The same command continues from the last checkpoint.")
-        self.exit_code = exit_code
+        self.reason, self.exit_code = reason, exit_code
 
 
 class StoppedError(TrainingError):

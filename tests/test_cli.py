@@ -35,7 +35,7 @@ HELP = """usage: python -m hvdtrain COMMAND [flags]
        python -m hvdtrain.lightning RECIPE [flags]      train with Lightning
 
 commands:
-  plan    the resolved plan of a recipe on N ranks, without running it
+  plan      the resolved plan of a recipe on N ranks, without running it
 """
 USAGE = f"""usage: {PROG} RECIPE [flags]
 

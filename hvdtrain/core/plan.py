@@ -34,6 +34,8 @@ class Plan:
     schedule: Schedule
     flops: int | None = None
     """Of one example forward; None where not counted."""
+    may_be_uneven: bool = False
+    """Whether local batches may differ by one example."""
     draws: int = DRAWS
     """Uniform numbers that each example's augmentation is given."""
     shards: tuple[int, ...] = ()
@@ -91,6 +93,12 @@ class Plan:
             "checkpoint_bytes": self.checkpoint_bytes,
             "state_bytes": self.state_bytes,
         }
+
+    def may_have(self, size: int) -> bool:
+        """Whether the same global batches can be divided into `size` local batches, which must be fewer."""
+        if self.recipe.batch_size is None:
+            return False
+        return self.may_be_uneven or self.global_batch % (size * self.accumulation_steps) == 0
 
     def lines(self) -> list[str]:
         """The plan for a reader: every number with where it comes from."""
@@ -192,6 +200,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
         parameters=network.parameters,
         flops=network.flops,
+        may_be_uneven=_may_be_uneven(recipe, network, global_batch, size),
         schedule=schedule,
         draws=dataset.draws,
         shards=dataset.shards,

@@ -9,11 +9,23 @@ from hvdtrain.launch import mpi
 REQUEUE_SECONDS = 30
 
 
+def job_id(environ: Mapping[str, str]) -> str | None:
+    """What SLURM's commands call this job. The SLURM_JOB_ID of one element of an array is that of the whole array."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+
+
+def step_id(environ: Mapping[str, str]) -> str | None:
+    """What they call this srun step, if it is one."""
+    job, step = job_id(environ), environ.get("SLURM_STEP_ID")
+    return f"{job}.{step}" if job and step and mpi.plugin_of(environ) else None
+
+
 def cancel_step(environ: Mapping[str, str]) -> None:
     """Ends this srun step, if it is one: srun itself waits minutes for a dead node before it ends the others' tasks."""
-    scancel = shutil.which("scancel")
-    if scancel and mpi.plugin_of(environ):
-        subprocess.Popen([scancel, f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"])
+    scancel, step = shutil.which("scancel"), step_id(environ)
+    if scancel and step:
+        subprocess.Popen([scancel, step])
 
 
 def requeue(job_id: str) -> str:

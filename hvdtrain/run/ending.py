@@ -9,10 +9,11 @@ from types import TracebackType
 from typing import NoReturn
 
 from hvdtrain import untrusted
-from hvdtrain.errors import HvdtrainError, OutputError, StoppedError
+from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError
 from hvdtrain.launch import rendezvous, slurm_job
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.run import folder as folders
+from hvdtrain.run import outcome
 from hvdtrain.run.folder import RunFolder
 from hvdtrain.run.liveness import print_error
 from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
@@ -30,6 +31,10 @@ def begin(*, insecure: bool) -> World:
         if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
             print_error(topology, type(error), untrusted.one_line(error))
         raise
+    step = slurm_job.step_id(os.environ)
+    world.liveness.on_found = lambda rank, host, why: outcome.write(
+        os.environ, "lost", rank=rank, host=host, why=why, step_id=step
+    )
     world.liveness.on_vanished = lambda: slurm_job.cancel_step(os.environ)
     return world
 
@@ -68,11 +73,18 @@ class Ending:
                 self.code = self._interrupted()
             else:  # a fault, or --help's exit
                 fault = error is not None and not isinstance(error, SystemExit)
+                if fault:
+                    self._record(type(error).__name__, str(error), 1)
                 self.world.leave(f"{type(error).__name__}: {error}" if fault else None)
         except BaseException as another:
             self.world.leave(f"{type(another).__name__}: {another}")
             raise
         return bool(self.code)
+
+    def _record(self, kind: str, text: str, code: int, **more: object) -> None:
+        """Why rank 0 ends, for a supervisor."""
+        if self.topology.is_rank_0:
+            outcome.write(os.environ, "error", kind=kind, text=text, code=code, **more)
 
     def _interrupted(self) -> int:
         if self.topology.is_rank_0:
@@ -85,6 +97,15 @@ class Ending:
             state: folders.State = "stopped" if isinstance(error, StoppedError) else "failed"
             with contextlib.suppress(OSError):  # the disk may be what failed
                 self.folder.write_status(state, error=str(error))
+        stop = self.world.stop
+        self._record(
+            type(error).__name__,
+            untrusted.one_line(error),
+            error.exit_code,
+            named=not isinstance(error, AbortedError) or error.reason is not None,
+            near_limit=isinstance(error, StoppedError) and stop.signal in TIME_LIMIT_SIGNALS,
+            too_early=stop.too_early,
+        )
         # Before training, a host's first rank reports for the host; later, a damaged file may be one rank's alone.
         topology = self.topology
         reports = topology.is_rank_0 or (not error.everywhere and (self.began or topology.local_rank == 0))
@@ -99,9 +120,10 @@ class Ending:
 
 
 def _requeue(world: World) -> None:
-    """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled."""
-    job_id = world.topology.job_id
-    if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS:
+    """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled. A
+    supervisor does it itself, outside of any container."""
+    job_id = slurm_job.job_id(os.environ) or world.topology.job_id
+    if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS or outcome.is_supervised(os.environ):
         return
     if world.stop.too_early:  # else it would be queued again for ever, one step a time
         message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."

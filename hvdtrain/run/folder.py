@@ -102,6 +102,11 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
     """Lines for the log."""
 
+    @property
+    def step(self) -> int:
+        """The updates that were made already."""
+        return int(self.checkpoint.meta["step"]) if self.checkpoint else 0
+
 
 def open_run(
     plan: Plan, topology: Topology, framework: Framework, output: Path | None, resume: Literal["auto", "never"]
@@ -146,8 +151,9 @@ def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[st
     state, damaged = _recover(folder, identity)
     notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged)]
     _reserve(folder, identity)
-    _describe(folder, identity, state.meta["step"] if state else 0)
-    return ResumePoint(state, tuple(notes))
+    point = ResumePoint(state, tuple(notes))
+    _describe(folder, identity, point.step)
+    return point
 
 
 def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, list[str]]:

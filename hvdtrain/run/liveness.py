@@ -26,8 +26,9 @@ UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHO
 class Liveness:
     """Whether all ranks live, and why training cannot continue where one does not.
 
-    On rank 0 `on_lost` is called with that reason, at once and where the process has to be ended by force;
-    `on_vanished` where a rank ended without a message.
+    On rank 0 `on_lost` is called with that reason, at once and where the process has to be ended by force.
+    Where no rank has reported it, `on_found` is called first with the lost rank, its host and why, and then, to end
+    the others' tasks, `on_vanished`; where rank 0 is the one that was lost, other ranks do so for it.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -35,6 +36,7 @@ class Liveness:
         self.changed = threading.Condition(threading.RLock())
         """Held by whoever reads or changes the state of this rank's world; notified of every change."""
         self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_found: Callable[[int, str, str], None] = lambda rank, host, why: None
         self.on_vanished: Callable[[], None] = lambda: None
         self.in_steps = False
         """Whether this rank now looks after every step whether to stop."""
@@ -77,7 +79,7 @@ class Liveness:
         """The peer sent what cannot be read."""
         self.peers.drop(peer)
         if peer.rank >= 0 and not peer.left:
-            self.lost(f"{peer.name} sent what no rank sends ({type(error).__name__})", is_first=True)
+            self.lost(f"{peer.name} sent what no rank sends ({type(error).__name__})", finds=peer)
 
     def disconnected(self, peer: Peer, error: OSError) -> None:
         """The connection to the peer has broken."""
@@ -87,20 +89,20 @@ class Liveness:
             self._silent(peer, timeouts.UNREACHABLE)
         else:
             self.peers.drop(peer)
-            self.lost(f"{peer.name} ended without a message: killed, out of memory, or crashed", is_first=True)
+            self.lost(f"{peer.name} ended without a message: killed, out of memory, or crashed", finds=peer)
 
     def _silent(self, peer: Peer, seconds: float) -> None:
         self.peers.drop(peer)
         why = f"no heartbeat from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
-        self.lost(why, is_first=True)
+        self.lost(why, finds=peer)
 
-    def lost(self, why: str, code: int = AbortedError.exit_code, *, is_first: bool = False) -> None:
-        """Another rank cannot continue, so this one cannot. `is_first`: no rank has reported it."""
+    def lost(self, why: str, code: int = AbortedError.exit_code, *, finds: Peer | None = None) -> None:
+        """Another rank cannot continue, so this one cannot. `finds`: the rank, where no other one has reported it."""
         if self.reason or self.is_ending:
             return
         self.reason, self._exit_code = why, code
         self.deadline = min(self.deadline, time.monotonic() + timeouts.GRACE)
-        if is_first and self.topology.local_rank == 0:
+        if finds and self.topology.local_rank == 0:
             text = f"{why}; all ranks end. The same command continues from the last checkpoint."
             print_error(self.topology, AbortedError, text)
             self._reported = True
@@ -108,7 +110,13 @@ class Liveness:
             self.peers.send(messages.Lost(text=messages.cut(why), code=code))
             threading.Thread(target=self._record, args=(why,), daemon=True).start()  # its file system may hang
         # Where rank 0's node is gone, the first rank of the next one acts for it.
-        if is_first and self.topology.local_rank == 0 and self.topology.node in {0, 1, None}:
+        acts = self.topology.local_rank == 0 and self.topology.node in {0, 1, None}
+        if finds and (acts or self.topology.rank == 1):
+            rank, host = finds.rank, finds.endpoint.host
+            recording = threading.Thread(target=self.on_found, args=(rank, host, why), daemon=True)
+            recording.start()
+            recording.join(timeouts.LAST_STATUS)  # before this rank is ended too, but its file system may hang
+        if finds and acts:
             with contextlib.suppress(OSError):
                 self.on_vanished()
 

@@ -17,7 +17,7 @@ from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.run import folder as folders
-from hvdtrain.run import trackers
+from hvdtrain.run import outcome, trackers
 from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.folder import ResumePoint, RunFolder
 from hvdtrain.run.options import Options, parse_run
@@ -70,6 +70,9 @@ def _open_folder(
         return None, ResumePoint()
     folder, resume = folders.open_run(plan, world.topology, framework, options.output, options.resume)
     world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
+    ranks = world.topology.size
+    fewer = [size for size in range(1, ranks) if plan.size == ranks and plan.may_have(size)]
+    outcome.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, fewer=fewer)
     return folder, resume
 
 

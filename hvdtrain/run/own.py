@@ -15,7 +15,7 @@ from hvdtrain.core.settings import MTBF, OwnIntervals
 from hvdtrain.core.totals import Totals
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import DivergedError, HvdtrainError, LoopError
-from hvdtrain.run import guard, trackers
+from hvdtrain.run import guard, outcome, trackers
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.run.loop import Hooks
@@ -97,6 +97,7 @@ def open_own(
         folder = hold(path)
         resume = resume_point(folder, identity)
         ending.world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
+        outcome.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=about["ranks"])
     ending.began, ending.folder = True, folder
     return OwnRun(identity, intervals, engine, (), folder, resume, ending.world, program, trackers=names)
 

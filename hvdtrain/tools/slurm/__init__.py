@@ -36,9 +36,13 @@ MPI_WHY = "# --mpi says how ranks find each other: pmix for Open MPI, pmi2 for M
 ORDER_WHY = (
     "# CUDA_VISIBLE_DEVICES stands behind srun, which sets it anew: this order puts a task next to its own GPU.\n"
 )
+SUPERVISE_WHY = """\
+# supervise starts srun again when a rank or a node is lost: on a spare node, else on fewer nodes. Where too few remain
+# it queues the job again.
+"""
 SRUN = """\
 # If one rank dies, srun stops the others too: they would wait for it until the time limit.
-{mpi_why}{order_why}srun --kill-on-bad-exit=1{mpi} {order}{command}
+{mpi_why}{order_why}{supervise}srun --kill-on-bad-exit=1{mpi} {order}{command}
 """
 
 ITSELF = """\
@@ -51,7 +55,7 @@ KEY = """export HVDTRAIN_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
 TORCHRUN = """\
 # What stands between the single quotes runs once on each node: only there do SLURM_STEP_NODELIST and SLURM_NODEID
 # describe the step. One torchrun a node starts one rank a GPU.
-{order_why}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
+{order_why}{supervise}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
   trap "" USR2  # torchrun would end at the signal of the time limit; its ranks get it all the same
   # The rendezvous is on the first node{suffix_note}.
   MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1){suffix}
@@ -67,7 +71,7 @@ TORCHRUN = """\
 TF_CONFIG = """\
 # What stands between the single quotes runs once on each node: only there is SLURM_NODEID the number of the node.
 # TF_CONFIG lists every worker for TensorFlow, and which of them this one is.
-{order_why}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
+{order_why}{supervise}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
   trap "" USR2  # a program that does not know the signal of the time limit would end at it
   port=$((10000 + SLURM_JOB_ID % 10000))  # the last four digits of the job id: jobs do not share a port
   workers=$(printf "\\"%s{suffix}:$port\\", " $(scontrol show hostnames "$SLURM_STEP_NODELIST"))
@@ -89,6 +93,9 @@ class Options:
 
     site: Annotated[str | None, tyro.conf.arg(help=", ".join(SITES))] = None
     nodes: Count = 1
+    spare: Annotated[
+        int, Field(ge=0, le=1_000_000), tyro.conf.arg(help="nodes more, each of which replaces a lost one", metavar="N")
+    ] = 0
     time: Annotated[str | None, tyro.conf.arg(help="HH:MM:SS; left out: the site's usual", metavar="TIME")] = None
     account: Annotated[str | None, tyro.conf.arg(help="the project that pays", metavar="NAME")] = None
     partition: Annotated[str | None, tyro.conf.arg(help="left out: the site's", metavar="NAME")] = None
@@ -261,7 +268,7 @@ def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tu
     at_signal = SAVES if any("hvdtrain" in argument for argument in command) else otherwise
     rows = [
         (f"--job-name={options.job_name}", ""),
-        (f"--nodes={options.nodes}", ""),
+        (f"--nodes={options.nodes + options.spare}", f"{options.spare} of them spare" if options.spare else ""),
         (f"--ntasks-per-node={tasks}", why_tasks),
         (f"--gres=gpu:{gpus}", "GPUs of each node") if site.gres else ("", ""),
         (f"--cpus-per-task={cpus}", f"of the node's {site.cpus}, to load and prepare data"),
@@ -276,7 +283,7 @@ def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tu
         ("--output=%x-%j.out", "the log: name and number of the job"),
         ("--open-mode=append", "a requeued job continues its log instead of emptying it"),
         ("--signal=USR2@120", at_signal),
-        ("--requeue", "if a node fails SLURM starts the job again"),
+        ("--requeue", "it may be queued again, as when its first node fails"),
     ]
     return [row for row in rows if row[0]]
 
@@ -305,6 +312,7 @@ def _step(site: Site, options: Options, command: Sequence[str]) -> str:
     """The srun line, which starts the command on every node."""
     gpus = _shape(site, options)[0]
     plugin = options.mpi or (site.mpi if options.launcher == "srun" else None)
+    spare = f" --spare={options.spare}" if options.spare else ""
     ordered = site.gpu_order and gpus == site.gpus
     values = {
         "mpi": f" --mpi={plugin}" if plugin else "",
@@ -312,6 +320,7 @@ def _step(site: Site, options: Options, command: Sequence[str]) -> str:
         "order": f"\\\n  env CUDA_VISIBLE_DEVICES={site.gpu_order} " if ordered else "",
         "order_why": ORDER_WHY if ordered else "",
         "gpus": gpus,
+        "supervise": f"python -m hvdtrain supervise{spare} -- \\\n  ",
         "suffix": site.host_suffix,
         "suffix_note": f", by the name of its fast network: the hostname and {site.host_suffix}"
         if site.host_suffix
@@ -319,7 +328,8 @@ def _step(site: Site, options: Options, command: Sequence[str]) -> str:
         "local_address": f' --local-addr="${{SLURMD_NODENAME}}{site.host_suffix}"' if site.host_suffix else "",
         "command": quoted(_for_torchrun(command) if options.launcher == "torchrun" else command),
     }
-    return {"srun": SRUN, "torchrun": TORCHRUN, "tf-config": TF_CONFIG}[options.launcher].format(**values)
+    step = {"srun": SRUN, "torchrun": TORCHRUN, "tf-config": TF_CONFIG}[options.launcher].format(**values)
+    return SUPERVISE_WHY + step
 
 
 def _for_torchrun(command: Sequence[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import re
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.tools.slurm import bash
@@ -16,8 +16,10 @@ SHORT = {
     "-G": "gpus",
     "-J": "job-name",
     "-N": "nodes",
+    "-D": "chdir",
     "-c": "cpus-per-task",
     "-e": "error",
+    "-i": "input",
     "-m": "distribution",
     "-n": "ntasks",
     "-o": "output",
@@ -25,11 +27,13 @@ SHORT = {
     "-q": "qos",
     "-t": "time",
     "-w": "nodelist",
+    "-x": "exclude",
 }
 # Long options whose value may be a word of its own; of any other the next word is the program.
 VALUED = {*SHORT.values(), "ntasks-per-node", "gres", "mem", "mpi", "gpus-per-node", "gpus-per-task", "cpu-bind"}
 TRAINS = re.compile(r"\b(?:python|torchrun|hvdtrain)|\.(?:py|sh)\b|\$@")
 WORDS = re.compile(r"""(?:[^\s"'\\]+|\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*')+""", re.DOTALL)
+SUPERVISE = ("-m", "hvdtrain", "supervise")
 SBATCH = re.compile(r"#SBATCH\s")
 
 
@@ -120,7 +124,9 @@ def read(text: str) -> JobScript:
         if SBATCH.match(line)
         for option in options_of(_words(line)[1:], number)
     ]
-    return JobScript(lines, tuple(options), first, bash.read(text))
+    shell = bash.read(text)
+    commands = tuple(replace(command, words=_supervised(command.words)) for command in shell.commands)
+    return JobScript(lines, tuple(options), first, replace(shell, commands=commands))
 
 
 def training_steps(script: JobScript) -> tuple[Step, ...]:
@@ -158,6 +164,13 @@ def _split(words: Sequence[str], line: int) -> tuple[list[Option], list[str]]:
             value = rest.popleft()
         options.append(Option(line, name, value))
     return options, list(rest)
+
+
+def _supervised(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The srun of `python -m hvdtrain supervise -- srun ...`; any other command as it is."""
+    if words[1:4] == SUPERVISE and "--" in words[:-1]:
+        return words[words.index("--") + 1 :]
+    return words
 
 
 def program(call: Sequence[str]) -> str:

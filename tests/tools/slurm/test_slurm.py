@@ -67,7 +67,9 @@ def test_every_script_carries_what_keeps_a_job_alive(name, launcher):
     lines = [line.partition("  #")[0].rstrip() for line in rendered(name, launcher).splitlines()]
     wanted = {"#SBATCH --signal=USR2@120", "#SBATCH --requeue", "#SBATCH --open-mode=append"}
     assert wanted | {'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'} <= set(lines)
-    assert [line.split()[1] for line in lines if line.startswith("srun")] == ["--kill-on-bad-exit=1"]
+    (step,) = (number for number, line in enumerate(lines) if line.lstrip().startswith("srun"))
+    assert lines[step - 1] == "python -m hvdtrain supervise -- \\"
+    assert lines[step].split()[1] == "--kill-on-bad-exit=1"
 
 
 SHAPES = {  # what the srun form requests, of each site
@@ -113,11 +115,11 @@ LINES = {  # site: lines its srun form has, without their comments
         'export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"',
         "export NCCL_DEBUG=INFO",
         "export NCCL_IB_HCA=ipogif0",
-        "srun --kill-on-bad-exit=1 python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
+        "  srun --kill-on-bad-exit=1 python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
     ),
     "juwels-booster": (
         "export CUDA_VISIBLE_DEVICES=0,1,2,3",
-        "srun --kill-on-bad-exit=1 --mpi=pmix python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
+        "  srun --kill-on-bad-exit=1 --mpi=pmix python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
     ),
     "capella": ("module load release/24.04 GCC/12.3.0 OpenMPI/4.1.5 PyTorch/2.1.2-CUDA-12.1.1",),
     "alpha": ("# Give your project with `sbatch --account=NAME FILE`, where the centre requires one.",),
@@ -126,7 +128,7 @@ LINES = {  # site: lines its srun form has, without their comments
         "module load pytorch",
         "export FI_MR_CACHE_MONITOR=userfaultfd",
         "export HDF5_USE_FILE_LOCKING=FALSE",
-        "srun --kill-on-bad-exit=1 --mpi=cray_shasta \\",
+        "  srun --kill-on-bad-exit=1 --mpi=cray_shasta \\",
         "  env CUDA_VISIBLE_DEVICES=3,2,1,0 python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
     ),
 }
@@ -139,6 +141,7 @@ def test_modules_variables_and_plugin_of_a_site(name, lines):
 
 OPTIONS = {  # options: what the script then requests, and no more of that name
     "nodes": (Options(nodes=16), "nodes=16"),
+    "spare nodes": (Options(nodes=3, spare=2), "nodes=5"),
     "time": (Options(time="1-12:00:00"), "time=1-12:00:00"),
     "account": (Options(account="m1234_g"), "account=m1234_g"),
     "partition": (Options(partition="develbooster"), "partition=develbooster"),
@@ -172,7 +175,7 @@ def test_part_of_a_node_takes_its_part():
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "tf-config"])
 def test_the_plugin_that_was_asked_for(launcher):
     script = render(SITES["piz-daint"], Options(mpi="pmi2", launcher=launcher), LINEAR)
-    assert "\nsrun --kill-on-bad-exit=1 --mpi=pmi2 " in script
+    assert "\n  srun --kill-on-bad-exit=1 --mpi=pmi2 " in script
 
 
 def test_the_module_is_of_the_framework_that_trains():
@@ -246,11 +249,12 @@ def test_torchrun_takes_no_python(command, arguments):
 
 
 def run_step(script: str, folder: Path, node: int, job: str, **changed: str) -> list[str]:
-    """What a task of the step is started with; srun, scontrol and torchrun are stand-ins that only print it.
+    """What a task of the step is started with; supervise, srun, scontrol and torchrun are stand-ins that only print it.
 
     What it starts gets at once the signal of the time limit, which must not end it.
     """
     stand_ins = {
+        "python": 'while [[ $1 != -- ]]; do shift; done; exec "${@:2}"',
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
         "scontrol": 'printf "%s\\n" nid001 nid002 nid003',
         "torchrun": 'kill -USR2 $$; printf "%s\\n" "$OMP_NUM_THREADS" "$CUDA_VISIBLE_DEVICES" "$@"',
@@ -271,6 +275,14 @@ def run_step(script: str, folder: Path, node: int, job: str, **changed: str) -> 
     }
     done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "tf-config"])
+@pytest.mark.parametrize(("spare", "flag"), [(0, ""), (2, " --spare=2")])
+def test_every_launcher_is_supervised(launcher, spare, flag):
+    script = render(GENERIC, Options(nodes=3, spare=spare, launcher=launcher), LINEAR)
+    assert f"\npython -m hvdtrain supervise{flag} -- \\\n  srun --kill-on-bad-exit=1" in script
+    assert check(script) == []
 
 
 PORTS = {"22": 10022, "40089": 10089, "9": 10009, "12340000": 10000, "59999": 19999}  # a leading 0 is not octal

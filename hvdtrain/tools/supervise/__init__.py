@@ -1,0 +1,195 @@
+"""`python -m hvdtrain supervise -- srun ...`: a step that is started again when it loses a rank or a node."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import tyro
+from pydantic import Field
+
+from hvdtrain import files
+from hvdtrain.core import flags
+from hvdtrain.errors import JobError
+from hvdtrain.run import checkpoint, outcome
+from hvdtrain.tools.supervise import command, step
+from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide
+from hvdtrain.tools.supervise.job import Job
+
+PROG = "python -m hvdtrain supervise"
+HISTORY = "history.json"
+RELEASE_SECONDS = 15.0  # that the last rank of an ended step may take to let its run folder go
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """Runs a step of srun (after --) in a job's script, and starts it again when it loses a rank or a node.
+
+    The lost node is given back, and a spare one takes its place; without one, a hvdtrain recipe continues on fewer
+    nodes where its batch can be divided. Else the job is queued again, elsewhere. Bad input, a diverged loss, scancel
+    and three starts in a row without a new checkpoint end the job.
+    """
+
+    spare: Annotated[
+        int, Field(ge=0, le=1_000_000), tyro.conf.arg(help="nodes of the job that wait for one to be lost", metavar="N")
+    ] = 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the step until it ends well or cannot continue; its last exit code. Raises JobError."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    options: Options = flags.parse(Options, PROG, argv[:end])
+    words = list(argv[end + 1 :])
+    command.check(words)
+    job = Job.of(os.environ)
+    nodes = command.number(words, "nodes") or len(job.nodes) - options.spare
+    if nodes < 1:
+        raise JobError(
+            f"--spare must be less than the job's {len(job.nodes)} nodes, got {options.spare}; request more: --nodes."
+        )
+    return Supervisor(job, words, nodes, options.spare > 0).run()
+
+
+class Supervisor:
+    """The starts of one step in one job."""
+
+    def __init__(self, job: Job, words: Sequence[str], wanted: int, places: bool) -> None:
+        """`wanted`: on how many nodes; `places`: whether srun must be given that number."""
+        self.job, self.words, self.wanted = job, words, wanted
+        tasks, nodes = command.number(words, "ntasks"), command.number(words, "nodes")
+        per_node = command.number(words, "ntasks-per-node") or job.tasks_per_node
+        self.tasks_per_node = tasks // (nodes or wanted) if tasks else per_node
+        digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:6]
+        self.folder = Path.cwd() / f".hvdtrain-{job.number}-{digest}"
+        self.history = _read_history(self.folder / HISTORY)
+        self.there, self.places = job.nodes, places
+        self.signals = step.Signals()
+
+    def run(self) -> int:
+        """Starts and starts again; the exit code."""
+        files.make_folder(self.folder)
+        nodes, without, words = self.wanted, tuple[str, ...](), list(self.words)
+        environ = dict(os.environ)
+        while True:
+            if self.places:
+                words = command.placed(words, nodes, self.tasks_per_node, without)
+            ended, silent, smaller = self._start(words, environ, nodes)
+            if ended.code == 0:
+                break
+            decision = decide(self.history, Nodes(self.there, self.wanted, silent, smaller))
+            if isinstance(decision, End):
+                _log(decision.why)
+                break
+            if self.signals.last in ENDING:  # sent after the step had ended
+                break
+            if isinstance(decision, Requeue):
+                self._requeue(decision)
+                return ended.code
+            nodes, without = decision.nodes, decision.without
+            _log(self._restarting(decision, ended))
+            environ = self._without_silent(environ, silent)
+            words = command.beside_others(self.words)
+            self.places = self.places or nodes != self.wanted or bool(without)
+        files.remove(self.folder)
+        return ended.code
+
+    def _start(
+        self, words: Sequence[str], environ: Mapping[str, str], nodes: int
+    ) -> tuple[Ended, frozenset[str], frozenset[int]]:
+        """One start to its end; which nodes are silent then, and on how many fewer the training is the same."""
+        folder = self.folder / f"start-{len(self.history) + 1}"
+        files.remove(folder)
+        files.make_folder(folder)
+        began = time.monotonic()
+        code, silent = step.run(words, environ, folder, self.signals, lambda: self.job.silent(self.there))
+        run = outcome.read(folder, "run")
+        if code:
+            _wait_for_release(run)
+        ended = self._ended(folder, run, code, nodes, time.monotonic() - began)
+        self.history.append(ended)
+        files.write(self.folder / HISTORY, json.dumps([asdict(each) for each in self.history]))
+        ranks_per_node = run.get("ranks", 0) // nodes
+        sizes = {size for size in run.get("fewer", []) if ranks_per_node and size % ranks_per_node == 0}
+        smaller = frozenset(size // ranks_per_node for size in sizes)
+        return ended, silent, smaller
+
+    def _ended(self, folder: Path, run: Mapping[str, Any], code: int, nodes: int, seconds: float) -> Ended:
+        lost, error = outcome.read(folder, "lost"), outcome.read(folder, "error")
+        return Ended(
+            code=code,
+            nodes=nodes,
+            step=_newest_step(run) if run else next((each.step for each in reversed(self.history)), None),
+            seconds=seconds,
+            reports=bool(run or lost or error),
+            lost=Lost(lost["rank"], self.job.node_of(lost["host"]), lost["why"]) if lost else None,
+            error=error.get("kind", ""),
+            text=error.get("text", ""),
+            error_code=error.get("code", 0),
+            named=error.get("named", True),
+            near_limit=error.get("near_limit", False),
+            too_early=error.get("too_early", False),
+            signalled=self.signals.last,
+        )
+
+    def _restarting(self, decision: Restart, ended: Ended) -> str:
+        nodes = f"{decision.nodes} node{'s' if decision.nodes > 1 else ''}"
+        without = f" without {', '.join(decision.without)}" if decision.without else ""
+        at = f", from step {ended.step}" if ended.step else ""
+        return f"{decision.why}; starts again on {nodes}{without}{at}"
+
+    def _without_silent(self, environ: dict[str, str], silent: frozenset[str]) -> dict[str, str]:
+        """Gives silent nodes back, before SLURM misses them and ends the whole job."""
+        environ = {**environ, "SLURM_OVERLAP": "1"}
+        keep = tuple(node for node in self.there if node not in silent)
+        if silent and self.job.release(keep, self.folder):
+            self.there = keep
+            listed, count = ",".join(keep), str(len(keep))
+            environ |= {"SLURM_JOB_NODELIST": listed, "SLURM_NODELIST": listed}
+            environ |= {"SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
+        return environ
+
+    def _requeue(self, decision: Requeue) -> None:
+        if decision.why:
+            _log(decision.why)
+        _log(self.job.requeue(decision.without))
+
+
+def _newest_step(run: Mapping[str, Any]) -> int | None:
+    """Of the newest checkpoint; where its folder is not seen here, as from outside of a container, of the one that the
+    run has resumed from."""
+    saved = checkpoint.committed(Path(run["run"]) / "checkpoints")
+    numbers = [int(found[1]) for path in saved if (found := checkpoint.NAME.fullmatch(path.name))]
+    return max([*numbers, run["step"]])
+
+
+def _wait_for_release(run: Mapping[str, Any]) -> None:
+    """Waits until the ended step's rank 0 holds its run folder no longer."""
+    deadline = time.monotonic() + RELEASE_SECONDS
+    with contextlib.suppress(OSError, KeyError), (Path(run["run"]) / ".lock").open() as lock:
+        while time.monotonic() < deadline:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(step.TICK)
+    return None
+
+
+def _read_history(path: Path) -> list[Ended]:
+    """The starts of this job before it was queued again."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        rows = files.read_json(path)
+        return [replace(Ended(**{**row, "lost": None}), lost=row["lost"] and Lost(**row["lost"])) for row in rows]
+    return []
+
+
+def _log(text: str) -> None:
+    if text:
+        print(f"supervise: {text}", file=sys.stderr, flush=True)

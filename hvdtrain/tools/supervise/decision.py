@@ -1,0 +1,150 @@
+"""What comes next once a step of a job has ended: decided from values alone."""
+
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_STARTS = 3
+"""Starts in a row without a new checkpoint, after which the job ends."""
+LONG = 600.0
+"""Seconds after which a step that reports no checkpoints counts as progress."""
+FINAL = {"DivergedError", "ReplicaError"}
+"""What would happen again."""
+BAD_INPUT = 2
+"""The exit code of an error that does."""
+CRASHES = {128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV)}
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Signals after which nothing is started again."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The rank that was lost, by the report of another one."""
+
+    rank: int
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A step that has ended, with what its ranks have reported."""
+
+    code: int
+    nodes: int
+    step: int | None = None
+    """Of its newest checkpoint; None where the program reports none."""
+    seconds: float = 0.0
+    reports: bool = False
+    """Whether the program is one that reports."""
+    lost: Lost | None = None
+    error: str = ""
+    """The class of the error that ended rank 0."""
+    text: str = ""
+    error_code: int = 0
+    named: bool = True
+    """Whether that error says what happened: another rank's end alone does not."""
+    near_limit: bool = False
+    """Whether a warning of the time limit stopped it."""
+    too_early: bool = False
+    """Whether that came before its first step."""
+    signalled: int = 0
+    """The signal that the supervisor itself was sent meanwhile."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of the job that remain."""
+
+    there: tuple[str, ...]
+    wanted: int
+    """How many the training takes; others are spare."""
+    silent: frozenset[str] = frozenset()
+    """Those that do not answer."""
+    smaller: frozenset[int] = frozenset()
+    """On how many fewer nodes the training is the same."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The step is started again in this job."""
+
+    nodes: int
+    without: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """The job is queued again."""
+
+    without: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The job ends with the step's exit code."""
+
+    why: str = ""
+    """For the log; "" where the step has said it itself."""
+
+
+Decision = Restart | Requeue | End
+
+
+def decide(history: Sequence[Ended], nodes: Nodes) -> Decision:
+    """What comes after the last of these steps."""
+    last = history[-1]
+    if last.code == 0 or last.signalled in ENDING:
+        return End()
+    if last.near_limit and last.too_early:  # else it would be queued again for ever, one step a time
+        return End("the job is not queued again: the warning came before the first step; ask for more time.")
+    if last.near_limit:
+        return Requeue((), "")
+    why = None if _would_happen_again(last) else _what_was_lost(last, nodes.silent)
+    if not why:
+        return End()
+    if _starts_without_progress(history) >= MOST_STARTS:
+        return End(f"{why}; {MOST_STARTS} starts in a row ended without a new checkpoint, so the job ends")
+    return _again(history, nodes, why)
+
+
+def _would_happen_again(last: Ended) -> bool:
+    """Whether the ranks' own error says so."""
+    return last.error in FINAL or last.error == "StoppedError" or last.error_code == BAD_INPUT
+
+
+def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
+    """What happened to a rank or a node, so that another start may fare better; None where nothing shows that."""
+    if last.lost:
+        return last.lost.why
+    if silent:
+        return f"{', '.join(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
+    if last.reports and not last.named:
+        return "the ranks lost one another, and none could name which"
+    if last.reports and not last.error and last.code in CRASHES:
+        return f"rank 0 was killed, or crashed ({signal.Signals(last.code - 128).name})"
+    return None
+
+
+def _starts_without_progress(history: Sequence[Ended]) -> int:
+    """How many of the last starts brought no new checkpoint."""
+    count, newest = 0, 0
+    for ended in history:
+        is_new = ended.seconds >= LONG if ended.step is None else ended.step > newest
+        count, newest = 0 if is_new else count + 1, ended.step or newest
+    return count
+
+
+def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Decision:
+    losses = Counter(ended.lost.node for ended in history if ended.lost)
+    twice = {node for node, count in losses.items() if count > 1}
+    without = tuple(node for node in nodes.there if node in nodes.silent | twice)
+    left = len(nodes.there) - len(without)
+    if left >= nodes.wanted:
+        return Restart(nodes.wanted, without, why)
+    if fits := [count for count in nodes.smaller if count <= left]:
+        return Restart(max(fits), without, why)
+    return Requeue(without, f"{why}; {left} of {nodes.wanted} nodes remain, on which it cannot continue")

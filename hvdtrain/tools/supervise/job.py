@@ -1,0 +1,134 @@
+"""The job that a supervisor runs in: its nodes, which of them answer, and what is requested of SLURM."""
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import JobError, TopologyError
+from hvdtrain.launch import hostlist, slurm_job
+
+SLURMD_PORT = 6818
+CONNECT = 3.5  # seconds: Linux tries again after 1 and 3
+SCONTROL = 20.0  # seconds
+MOST_AT_ONCE = 256
+NOT_ALLOCATED = "supervise runs in a job's script, in front of its srun; here is no job. Submit one: sbatch FILE"
+
+
+@dataclass(frozen=True)
+class Job:
+    """This job, as its script's environment has it."""
+
+    number: str
+    """What SLURM's commands call it."""
+    nodes: tuple[str, ...]
+    tasks_per_node: int | None
+    """None where nodes have unequal numbers."""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> "Job":
+        """Raises JobError where there is none."""
+        number, listed = slurm_job.job_id(environ), environ.get("SLURM_JOB_NODELIST")
+        if not number or not listed:
+            raise JobError(NOT_ALLOCATED)
+        try:
+            groups = hostlist.tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))
+            nodes = tuple(hostlist.expand(listed))
+        except (ValueError, TopologyError):
+            raise JobError(NOT_ALLOCATED) from None
+        given = environ.get("SLURM_NTASKS_PER_NODE", "")
+        counts = {int(given)} if given.isdecimal() else {tasks for tasks, _ in groups}
+        return cls(number, nodes, counts.pop() if len(counts) == 1 else None)
+
+    def node_of(self, host: str) -> str:
+        """The node whose hostname that is."""
+        return host if host in self.nodes else host.partition(".")[0]
+
+    def silent(self, nodes: Collection[str]) -> frozenset[str]:
+        """Those whose slurmd takes no connection."""
+        port, addresses = _slurmd_port(), _addresses(nodes)
+        hosts = [addresses.get(node) or node for node in nodes]
+        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+            answers = pool.map(lambda host: _answers(host, port), hosts)
+            return frozenset(node for node, answer in zip(nodes, answers, strict=True) if not answer)
+
+    def release(self, keep: Sequence[str], folder: Path) -> bool:
+        """Gives all nodes back but these: SLURM, which misses a silent node after minutes, would then end the whole
+        job. scontrol writes two files into the folder."""
+        return _scontrol("update", f"JobId={self.number}", f"NodeList={','.join(keep)}", cwd=folder) == ""
+
+    def requeue(self, without: Sequence[str]) -> str:
+        """Requests SLURM to start this job again, elsewhere than on those nodes; a message for the user."""
+        excluded = ",".join(dict.fromkeys([*_excluded(self.number), *without]))
+        # SLURM ends this process as soon as the job is queued again.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        message = slurm_job.requeue(self.number)
+        if without and "is queued again" in message:
+            refused = _scontrol("update", f"JobId={self.number}", f"ExcNodeList={excluded}")
+            message = f"{message[:-1]}{f'; not without {excluded}: {refused}' if refused else f', without {excluded}'}."
+        return message
+
+
+def cancel(step: str) -> None:
+    """Ends a step's tasks; scancel itself waits for nodes that do not answer."""
+    if scancel := shutil.which("scancel"):
+        subprocess.Popen(
+            [scancel, step], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), CONNECT).close()
+    except OSError:
+        return False
+    return True
+
+
+def _slurmd_port() -> int:
+    found = re.search(r"^SlurmdPort\s*= (\d{1,5})", _output("show", "config"), re.MULTILINE)
+    return int(found[1]) if found else SLURMD_PORT
+
+
+def _addresses(nodes: Collection[str]) -> dict[str, str]:
+    shown = _output("--oneliner", "show", "node", ",".join(nodes))
+    found: list[tuple[str, str]] = re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", shown, re.MULTILINE)
+    return dict(found)
+
+
+def _excluded(job: str) -> list[str]:
+    found = re.search(r"ExcNodeList=(\S+)", _output("--oneliner", "show", "job", job))
+    return [found[1]] if found and found[1] != "(null)" else []
+
+
+def _output(*arguments: str) -> str:
+    """What scontrol prints; "" where it is not there or fails."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, errors="replace", timeout=SCONTROL, check=False
+        )
+        return done.stdout
+    return ""
+
+
+def _scontrol(*arguments: str, cwd: Path | None = None) -> str:
+    """Why it failed; "" where it did not."""
+    try:
+        done = subprocess.run(
+            ["scontrol", *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SCONTROL,
+            check=False,
+            cwd=cwd,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return type(error).__name__
+    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""

@@ -1,0 +1,89 @@
+"""One step under supervision: srun, the signals that reach it, and its end where a node no longer answers."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hvdtrain.run import outcome
+from hvdtrain.tools.supervise import job
+from hvdtrain.tools.supervise.decision import ENDING
+
+TICK = 0.2  # seconds between two looks
+PATIENCE = 40.0  # seconds that srun may take to end once a rank is lost: KillWait, 30 at most sites, and more
+HASTE = 2.0  # the same where a node is silent: srun would wait for it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NO_TERMINAL = 0.3  # seconds between two Ctrl-C, by which srun knows that it is meant
+
+
+class Signals:
+    """What this process is sent goes to the step under way, and is remembered."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, _frame: FrameType | None) -> None:
+        self.last = number
+        process = self.process
+        if process and process.poll() is None:
+            process.send_signal(number)
+            if number == signal.SIGINT:  # srun wants two within a second
+                time.sleep(NO_TERMINAL)
+                process.send_signal(number)
+
+
+def run(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path,
+    signals: Signals,
+    silent: Callable[[], frozenset[str]],
+) -> tuple[int, frozenset[str]]:
+    """Runs the step to its end. Its exit code as a shell has it, and which nodes were silent if it did not end well.
+
+    Its ranks leave what they report in `folder`.
+    """
+    own = {**environ, outcome.VARIABLE: str(folder)}
+    # In a session of its own: else a terminal would send it Ctrl-C too.
+    process = subprocess.Popen(words, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
+    signals.process = process
+    try:
+        lost = _watch(process, folder)
+        found = silent() if lost else frozenset[str]()
+        if lost:
+            _end(process, lost, HASTE if found else PATIENCE)
+    finally:
+        signals.process = None
+    code = process.returncode
+    if code and not lost and signals.last not in ENDING:
+        found = silent()
+    return (code if code >= 0 else 128 - code), found
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
+    """Waits until the step has ended or a rank is reported as lost; that report, or {}."""
+    while not (lost := outcome.read(folder, "lost")):
+        try:
+            process.wait(TICK)
+            return outcome.read(folder, "lost")
+        except subprocess.TimeoutExpired:
+            continue
+    return lost
+
+
+def _end(process: subprocess.Popen[bytes], lost: Mapping[str, Any], patience: float) -> None:
+    """Ends a step that has lost a rank: srun alone would wait for the tasks of a silent node."""
+    if lost.get("step_id"):
+        job.cancel(str(lost["step_id"]))
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,148 @@
+"""What comes next once a step has ended: the whole table."""
+
+import signal
+
+import pytest
+
+from hvdtrain.errors import DivergedError, ReplicaError, StoppedError
+from hvdtrain.tools.supervise.decision import End, Ended, Lost, Nodes, Requeue, Restart, decide
+
+SILENT = "no heartbeat from rank 2 on c for 20 seconds: its node is down or cut off, or it hangs"
+KILLED = "rank 2 on c ended without a message: killed, out of memory, or crashed"
+
+
+def ended(code=1, step=120, **more):
+    return Ended(code=code, nodes=3, step=step, reports=True, **more)
+
+
+def lost(node="c", why=KILLED, **more):
+    return ended(137, lost=Lost(2, node, why), error="AbortedError", **more)
+
+
+def nodes(there="abcd", wanted=3, silent="", smaller=()):
+    return Nodes(tuple(there), wanted, frozenset(silent), frozenset(smaller))
+
+
+NOTHING = Ended(code=137, nodes=3)
+"""Of a program that reports nothing."""
+
+ENDS = {  # the last step: what the log says of it
+    "finished": (ended(0), ""),
+    "bad input": (ended(2, error="PlanError", error_code=2), ""),
+    "bad input, of which srun's code says nothing": (ended(137, error="DataError", error_code=2), ""),
+    "bad input of another rank": (ended(137, error="AbortedError", error_code=2, named=True), ""),
+    "diverged": (ended(error=DivergedError.__name__, error_code=1), ""),
+    "diverged, and srun killed who was slow to end": (ended(137, error="DivergedError"), ""),
+    "diverged, and a rank was lost after it": (ended(137, error="DivergedError", lost=Lost(2, "c", KILLED)), ""),
+    "replicas differ": (ended(error=ReplicaError.__name__, error_code=1), ""),
+    "scancel": (ended(143, error=StoppedError.__name__, error_code=143), ""),
+    "scancel, and a rank was lost on the way": (ended(143, error="StoppedError", lost=Lost(2, "c", KILLED)), ""),
+    "SIGTERM to the supervisor": (lost(signalled=signal.SIGTERM), ""),
+    "Ctrl-C": (lost(signalled=signal.SIGINT), ""),
+    "the terminal closed": (lost(signalled=signal.SIGHUP), ""),
+    "code of the user's raises": (ended(error="ZeroDivisionError", error_code=1), ""),
+    "another rank raises": (ended(error="AbortedError", error_code=1), ""),
+    "nothing was reported": (ended(1), ""),
+    "a program that reports nothing": (NOTHING, ""),
+    "the time limit before the first step": (
+        ended(140, error="StoppedError", near_limit=True, too_early=True),
+        "the job is not queued again: the warning came before the first step; ask for more time.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("last", "why"), ENDS.values(), ids=ENDS)
+def test_what_ends_the_job_even_beside_spare_nodes(last, why):
+    assert decide([last], nodes()) == End(why)
+
+
+AGAIN = {  # the last step, the nodes: what comes next
+    "a killed rank: the same nodes": (lost(), nodes("abc"), Restart(3, (), KILLED)),
+    "a silent node: a spare one": (lost(why=SILENT), nodes(silent="c"), Restart(3, ("c",), SILENT)),
+    "it hangs, but its node answers": (lost(why=SILENT), nodes("abc"), Restart(3, (), SILENT)),
+    "two silent nodes, one spare": (
+        lost(why=SILENT),
+        nodes(silent="bc", smaller={1, 2}),
+        Restart(2, ("b", "c"), SILENT),
+    ),
+    "no spare: fewer": (lost(why=SILENT), nodes("abc", silent="c", smaller={1, 2}), Restart(2, ("c",), SILENT)),
+    "the batch divides on one only": (
+        lost(why=SILENT),
+        nodes("abc", silent="c", smaller={1}),
+        Restart(1, ("c",), SILENT),
+    ),
+    "no fewer: queued again": (
+        lost(why=SILENT),
+        nodes("abc", silent="c"),
+        Requeue(("c",), f"{SILENT}; 2 of 3 nodes remain, on which it cannot continue"),
+    ),
+    "fewer, but too few remain": (
+        lost(why=SILENT),
+        nodes("abc", silent="bc", smaller={2}),
+        Requeue(("b", "c"), f"{SILENT}; 1 of 3 nodes remain, on which it cannot continue"),
+    ),
+    "rank 0 was killed": (
+        ended(137),
+        nodes("abc"),
+        Restart(3, (), "rank 0 was killed, or crashed (SIGKILL)"),
+    ),
+    "rank 0 crashed": (ended(139), nodes("abc"), Restart(3, (), "rank 0 was killed, or crashed (SIGSEGV)")),
+    "a collective broke": (
+        ended(error="AbortedError", error_code=1, named=False),
+        nodes("abc"),
+        Restart(3, (), "the ranks lost one another, and none could name which"),
+    ),
+    "any program, one silent node": (NOTHING, nodes(silent="b"), Restart(3, ("b",), "b does not answer")),
+    "any program, two": (
+        NOTHING,
+        nodes("abcde", silent="be"),
+        Restart(3, ("b", "e"), "b, e do not answer"),
+    ),
+    "any program without a spare node": (
+        NOTHING,
+        nodes("abc", silent="b"),
+        Requeue(("b",), "b does not answer; 2 of 3 nodes remain, on which it cannot continue"),
+    ),
+    "the time limit": (ended(140, error="StoppedError", near_limit=True), nodes(), Requeue((), "")),
+}
+
+
+@pytest.mark.parametrize(("last", "there", "next_"), AGAIN.values(), ids=AGAIN)
+def test_what_starts_again(last, there, next_):
+    assert decide([last], there) == next_
+
+
+def test_a_node_that_loses_a_rank_twice_is_left_out():
+    first, second = lost(step=100), lost(step=200)
+    assert decide([first, second], nodes()) == Restart(3, ("c",), KILLED)
+    assert isinstance(decide([first, second], nodes("abc")), Requeue)
+    assert decide([first, lost("b", step=200)], nodes()) == Restart(3, (), KILLED)
+
+
+STARTS = {  # steps of the newest checkpoint after each start: whether the last may be followed by another
+    "no checkpoint at all": ([0, 0, 0], False),
+    "two without one": ([0, 0], True),
+    "each brings one": ([10, 20, 30, 40], True),
+    "three after the last": ([10, 10, 10, 10], False),
+    "two after the last": ([10, 10, 10], True),
+    "one in between": ([0, 0, 10, 10, 10], True),
+    "after a pause": ([10, 20, 20, 20, 20], False),
+}
+
+
+@pytest.mark.parametrize(("steps", "again"), STARTS.values(), ids=STARTS)
+def test_three_starts_without_a_new_checkpoint_end_the_job(steps, again):
+    history = [lost(node, step=step) for node, step in zip("abcde", steps, strict=False)]
+    decision = decide(history, nodes("abcde"))
+    assert isinstance(decision, Restart) == again
+    if not again:
+        assert decision == End(f"{KILLED}; 3 starts in a row ended without a new checkpoint, so the job ends")
+
+
+LENGTHS = {"short": ([1, 1, 1], False), "one long": ([1, 1, 3600, 1, 1], True), "long": ([3600] * 5, True)}
+
+
+@pytest.mark.parametrize(("seconds", "again"), LENGTHS.values(), ids=LENGTHS)
+def test_a_program_without_reports_makes_progress_by_time(seconds, again):
+    history = [Ended(code=1, nodes=3, seconds=each) for each in seconds]
+    assert isinstance(decide(history, nodes(silent="d")), Restart) == again

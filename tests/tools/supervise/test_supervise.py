@@ -1,0 +1,263 @@
+"""supervise with stand-ins for srun and scontrol: what is started, on which nodes, and how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import JobError
+from hvdtrain.tools.supervise import command
+from hvdtrain.tools.supervise.job import Job
+
+PLACED = {  # srun's words, nodes, tasks a node, without: the words then
+    "nothing given": ("srun python x.py -n 3", 3, 1, (), "srun --nodes=3 --ntasks=3 python x.py -n 3"),
+    "options stay": (
+        "srun --kill-on-bad-exit=1 --mpi=pmix python x.py",
+        2,
+        4,
+        ("c",),
+        "srun --nodes=2 --ntasks=8 --exclude=c --kill-on-bad-exit=1 --mpi=pmix python x.py",
+    ),
+    "counts are replaced": (
+        "srun -N 3 --ntasks 6 -n6 --nodes=3 -c 2 python x.py",
+        2,
+        2,
+        ("b", "c"),
+        "srun --nodes=2 --ntasks=4 --exclude=b,c -c 2 python x.py",
+    ),
+    "what was excluded stays so": ("srun -x a python", 2, 1, ("c",), "srun --nodes=2 --ntasks=2 --exclude=a,c python"),
+    "unknown tasks": ("srun python", 2, None, (), "srun --nodes=2 python"),
+    "a program with srun's letters": ("srun bash -c -x", 1, 1, (), "srun --nodes=1 --ntasks=1 bash -c -x"),
+}
+
+
+@pytest.mark.parametrize(("words", "nodes", "tasks", "without", "then"), PLACED.values(), ids=PLACED)
+def test_sruns_words_for_other_nodes(words, nodes, tasks, without, then):
+    assert command.placed(words.split(), nodes, tasks, without) == then.split()
+
+
+def test_memory_is_shared_with_a_step_that_has_not_ended():
+    words = ["srun", "--mem", "4G", "-n2", "python", "--mem=1"]
+    assert command.beside_others(words) == ["srun", "--mem=0", "-n2", "python", "--mem=1"]
+
+
+REFUSED = {
+    "nothing": ([], "no step to supervise; give it after --"),
+    "no srun": (["python", "x.py"], "what is supervised must be a step of srun, got 'python'; put srun before it"),
+    "no program": (["srun", "-n", "2"], "srun must have a program to start, got none"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(words, message):
+    with pytest.raises(JobError) as error:
+        command.check(words)
+    assert str(error.value).startswith(message)
+
+
+JOB = {"SLURM_JOB_ID": "22", "SLURM_JOB_NODELIST": "nid[001-004]", "SLURM_TASKS_PER_NODE": "2(x4)"}
+NODES = ("nid001", "nid002", "nid003", "nid004")
+JOBS = {  # variables over JOB: the job
+    "a job": ({}, Job("22", NODES, 2)),
+    "an element of an array": ({"SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3"}, Job("20_3", NODES, 2)),
+    "unequal nodes": ({"SLURM_TASKS_PER_NODE": "2(x3),1"}, Job("22", NODES, None)),
+    "tasks a node": ({"SLURM_NTASKS_PER_NODE": "4"}, Job("22", NODES, 4)),
+}
+
+
+@pytest.mark.parametrize(("changed", "job"), JOBS.values(), ids=JOBS)
+def test_the_job_of_an_environment(changed, job):
+    assert Job.of(JOB | changed) == job
+
+
+@pytest.mark.parametrize("lacking", JOB)
+def test_outside_of_a_job(lacking):
+    with pytest.raises(JobError, match="supervise runs in a job's script"):
+        Job.of({name: value for name, value in JOB.items() if name != lacking})
+
+
+def test_a_host_is_its_node():
+    assert Job("22", NODES, 1).node_of("nid003") == "nid003"
+    assert Job("22", NODES, 1).node_of("nid003.cluster.site") == "nid003"
+
+
+# What srun's stand-in reports as the ranks would: each start takes the next line.
+SRUN = r"""#!{python}
+import json, os, signal, sys, time
+from pathlib import Path
+folder = Path(os.environ["HVDTRAIN_OUTCOME"])
+start = int(folder.name.removeprefix("start-"))
+with open("starts", "a") as log:
+    log.write(" ".join(sys.argv[1:]) + " overlap=" + os.environ.get("SLURM_OVERLAP", "0") + "\n")
+script = json.loads(Path("script.json").read_text())
+code, reports = script[min(start, len(script)) - 1]
+for name, values in reports.items():
+    (folder / f"{{name}}.json").write_text(json.dumps(values))
+if code == "hang":
+    print("hangs", flush=True)
+    time.sleep(60)
+if code == "until a signal":
+    def stop(number, frame):
+        with open("signals", "a") as log:
+            log.write(signal.Signals(number).name + "\n")
+        sys.exit(128 + number)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, stop)
+    print("ready", flush=True)
+    time.sleep(60)
+sys.exit(code)
+"""
+SCONTROL = r"""#!/bin/bash
+echo "$*" >> "${0%/*}/scontrol.log"
+[ "$1" = show ] && [ "$2" = config ] && echo "SlurmdPort              = $PORT"
+[ "$2" = node ] || [ "$3" = node ] && for n in 1 2 4; do echo "NodeName=nid00$n Arch=x NodeAddr=127.0.0.1 Port"; done
+[ "$2" = node ] || [ "$3" = node ] && echo "NodeName=nid003 NodeAddr=127.0.0.${DEAD:-1} x"
+exit 0
+"""
+
+
+@pytest.fixture
+def supervise(tmp_path):
+    """supervise(script, *flags, **environ): an ended or, `started`, a running supervisor over srun's stand-in."""
+    server = socket.create_server(("127.0.0.1", 0))
+    for name, text in (
+        ("srun", SRUN.format(python=sys.executable)),
+        ("scontrol", SCONTROL),
+        ("scancel", "#!/bin/sh\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | JOB
+    environ |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PORT": str(server.getsockname()[1])}
+
+    def start(script, *flags, **changed):
+        (tmp_path / "script.json").write_text(json.dumps(script))
+        words = [sys.executable, "-m", "hvdtrain", "supervise", *flags, "--", "srun", "--mpi=pmix", "python", "x.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(words, cwd=tmp_path, env=environ | changed, **pipes)
+
+    yield start
+    server.close()
+
+
+RUN = {"run": "/nowhere", "step": 120, "ranks": 8, "fewer": [1, 2, 4, 6]}
+LOST = {"rank": 5, "host": "nid003", "why": "rank 5 on nid003 was lost", "step_id": None}
+
+
+def left(folder):
+    return [path.name for path in Path(folder).glob(".hvdtrain-*")]
+
+
+def lines(folder, name):
+    path = folder / name
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "then", "text"),
+    [
+        (
+            ("--spare", "1"),
+            "--nodes=3 --ntasks=6 ",
+            "--nodes=3 --ntasks=6 --exclude=nid003 --mem=0 ",
+            "starts again on 3 nodes without nid003, from step 120",
+        ),
+        (
+            (),
+            "",
+            "--nodes=3 --ntasks=6 --exclude=nid003 --mem=0 ",
+            "starts again on 3 nodes without nid003, from step 120",
+        ),
+    ],
+    ids=["a spare node", "fewer nodes"],
+)
+def test_a_silent_node_is_replaced_and_given_back(supervise, tmp_path, flags, first, then, text):
+    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {"run": RUN})], *flags, DEAD="0")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert err == f"supervise: rank 5 on nid003 was lost; {text}\n"
+    assert lines(tmp_path, "starts") == [
+        f"{first}--mpi=pmix python x.py overlap=0",
+        f"{then}--mpi=pmix python x.py overlap=1",
+    ]
+    assert "update JobId=22 NodeList=nid001,nid002,nid004" in lines(tmp_path, "scontrol.log")
+    assert left(tmp_path) == []
+
+
+def test_a_step_that_waits_for_a_silent_node_is_ended(supervise, tmp_path):
+    began = time.monotonic()
+    process = supervise([("hang", {"run": RUN, "lost": LOST}), (0, {})], "--spare=1", DEAD="0")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert time.monotonic() - began < 20
+
+
+def test_an_element_of_an_array_is_queued_again_alone(supervise, tmp_path):
+    array = {"SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3", "DEAD": "0"}
+    process = supervise([(137, {"run": RUN | {"fewer": []}, "lost": LOST})], **array)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert err.splitlines() == [
+        "supervise: rank 5 on nid003 was lost; 3 of 4 nodes remain, on which it cannot continue",
+        "supervise: job 20_3 is queued again, without nid003.",
+    ]
+    requests = [line for line in lines(tmp_path, "scontrol.log") if not line.startswith("show") and "show" not in line]
+    assert requests == ["requeue 20_3", "update JobId=20_3 ExcNodeList=nid003"]
+    assert len(left(tmp_path)) == 1  # the starts so far, which the job counts on
+
+
+def test_three_starts_without_progress_also_over_a_requeue(supervise, tmp_path):
+    reports = {"run": RUN | {"step": 0}, "lost": LOST}
+    for count, codes in ((2, ["requeue 22"]), (3, ["requeue 22"])):
+        process = supervise([(137, reports | {"run": RUN | {"step": 0, "fewer": []}})])
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 137
+        assert len(lines(tmp_path, "starts")) == count
+        requests = [line for line in lines(tmp_path, "scontrol.log") if "show" not in line and "update" not in line]
+        assert requests == codes
+    assert err.endswith("; 3 starts in a row ended without a new checkpoint, so the job ends\n")
+    assert left(tmp_path) == []
+
+
+ENDS = {
+    "bad input": (2, {"error": {"kind": "PlanError", "code": 2}}),
+    "diverged": (1, {"run": RUN, "error": {"kind": "DivergedError", "code": 1}}),
+    "a traceback": (1, {"run": RUN, "error": {"kind": "ZeroDivisionError", "code": 1}}),
+    "another program": (3, {}),
+    "a damaged report": (3, {"run": [], "lost": [], "error": []}),
+}
+
+
+@pytest.mark.parametrize("script", ENDS.values(), ids=ENDS)
+def test_what_is_never_started_again(supervise, tmp_path, script):
+    process = supervise([script])
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (script[0], "")
+    assert len(lines(tmp_path, "starts")) == 1
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "seen"), [("SIGTERM", ["SIGTERM"]), ("SIGINT", ["SIGINT"]), ("SIGUSR2", ["SIGUSR2"])]
+)
+def test_a_signal_reaches_the_step_and_nothing_starts_again(supervise, tmp_path, number, seen):
+    process = supervise([("until a signal", {"run": RUN})])
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.Signals[number])
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.Signals[number]
+    assert lines(tmp_path, "signals") == seen
+    assert len(lines(tmp_path, "starts")) == 1
+
+
+def test_more_spare_nodes_than_nodes(supervise):
+    process = supervise([(0, {})], "--spare=4")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err == "JobError: --spare must be less than the job's 4 nodes, got 4; request more: --nodes.\n"
