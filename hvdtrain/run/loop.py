@@ -116,6 +116,7 @@ class Hooks(Generic[R_co]):
         return self.progress.is_over(self.extent)
 
     def begin_epoch(self) -> None:
+        self.run.world.expect_steps(True)
         if self.reporter:
             self.reporter.begin_epoch()
         self._logged = time.monotonic()
@@ -136,6 +137,8 @@ class Hooks(Generic[R_co]):
             self.trainer.average_statistics()
         if checkpoint_due and not last:
             self.write_checkpoint(None)
+        if last:
+            self.run.world.expect_steps(False)
         if stopping and not last:
             raise self.run.world.stopped(progress.step)
 
@@ -151,6 +154,7 @@ class Hooks(Generic[R_co]):
         """What is due after an epoch's last update, where nobody knew that it was the last."""
         self._log(lr)
         self.trainer.average_statistics()
+        self.run.world.expect_steps(False)
 
     def check_replicas(self) -> None:
         """Raises ReplicaError where the weights differ between devices or ranks."""
