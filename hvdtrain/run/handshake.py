@@ -14,6 +14,7 @@ from hvdtrain.launch import keys
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.run import messages
 from hvdtrain.run.peers import Peer, Peers, Signatures
+from hvdtrain.run.stacks import Process
 
 MOST_CREDENTIALS = 32  # of which it is known that they were read
 
@@ -29,6 +30,8 @@ class Handshake:
         """The run's key; None for a rank that has to learn it through munge."""
         self.credential: str | None = None
         """On rank 0: the key for munge to read."""
+        self.process: Process | None = None
+        """What other ranks of this host need, to see where this one stands."""
         self._warned = self.topology.local_rank > 0  # one line a host
         self._learned: bytes | None = None
         self._tried: list[str] = []
@@ -50,7 +53,8 @@ class Handshake:
         if identity.rank not in range(1, self.topology.size) or identity.rank in self.peers.came:
             raise ValueError("no rank that is awaited")
         self.peers.admit(peer, identity.rank, identity.endpoint)
-        peer.send(messages.Welcome(endpoint=self.endpoint))
+        peer.process = identity.process
+        peer.send(messages.Welcome(endpoint=self.endpoint, process=self.process))
         return True
 
     def _challenge(self, peer: Peer, nonce: str) -> None:
@@ -63,7 +67,10 @@ class Handshake:
 
     def _advance_with_rank_0(self, peer: Peer, line: bytes) -> bool:
         if peer.signatures:
-            self.peers.admit(peer, 0, peer.read(line, messages.WELCOME).endpoint)
+            welcome = peer.read(line, messages.WELCOME)
+            self.peers.admit(peer, 0, welcome.endpoint)
+            peer.process = welcome.process
+            peer.be_interrupted()
             return True
         challenge = peer.read(line, messages.CHALLENGE)
         session = self.token, *peer.socket.getpeername()[:2], peer.nonce, challenge.nonce
@@ -73,7 +80,7 @@ class Handshake:
             raise ValueError("another key")
         assert self.key is not None
         peer.signatures = Signatures(keys.derived(self.key, "session", *session), "rank", "rank 0")
-        peer.send(messages.Identity(rank=self.topology.rank, endpoint=self.endpoint))
+        peer.send(messages.Identity(rank=self.topology.rank, endpoint=self.endpoint, process=self.process))
         return False
 
     def _is_proved(self, challenge: messages.Challenge, session: Sequence[object]) -> bool:

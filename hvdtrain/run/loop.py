@@ -125,6 +125,7 @@ class Hooks(Generic[R_co]):
     def begin_epoch(self) -> None:
         if self.pace:
             self.pace.costs.pause()
+        self.run.world.expect_steps(True)
         if self.reporter:
             self.reporter.begin_epoch()
         self._logged = time.monotonic()
@@ -149,6 +150,8 @@ class Hooks(Generic[R_co]):
             self.trainer.average_statistics()
         if checkpoint_due and not last:
             self.write_checkpoint(None)
+        if last:
+            self.run.world.expect_steps(False)
         if stopping and not last:
             self._wait_for_checkpoint()
             raise self.run.world.stopped(progress.step)
@@ -165,6 +168,7 @@ class Hooks(Generic[R_co]):
         """What is due after an epoch's last update, where nobody knew that it was the last."""
         self._log(lr)
         self.trainer.average_statistics()
+        self.run.world.expect_steps(False)
 
     def check_replicas(self) -> None:
         """Raises ReplicaError where the weights differ between devices or ranks."""

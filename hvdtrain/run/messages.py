@@ -5,8 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
+from hvdtrain.engines.waiting import Place
 from hvdtrain.launch.rendezvous import Endpoint, Port
 from hvdtrain.run.signals import STOP_SIGNALS
+from hvdtrain.run.stacks import Process, State
 from hvdtrain.untrusted import printable
 
 LONGEST_TEXT = 1000
@@ -58,6 +60,7 @@ class Identity(Message):
     kind: Literal["identity"] = "identity"
     rank: Count
     endpoint: Endpoint
+    process: Process | None = None
 
 
 class Welcome(Message):
@@ -65,6 +68,7 @@ class Welcome(Message):
 
     kind: Literal["welcome"] = "welcome"
     endpoint: Endpoint
+    process: Process | None = None
 
 
 class Ready(Message):
@@ -93,6 +97,38 @@ class Heartbeat(Message):
     """The sender lives."""
 
     kind: Literal["heartbeat"] = "heartbeat"
+
+
+class StackRequest(Message):
+    """No step has ended for a while: where does the receiver stand?"""
+
+    kind: Literal["stack_request"] = "stack_request"
+
+
+class Stack(Message):
+    """Where the sender stands, which may be well for long."""
+
+    kind: Literal["stack"] = "stack"
+    place: Place
+    long: bool
+    where: Text
+
+
+class ProcessRequest(Message):
+    """That rank does not answer: what does its process do, as others of its host see it?"""
+
+    kind: Literal["process_request"] = "process_request"
+    rank: Count
+    process: Process
+
+
+class ProcessState(Message):
+    """What it does."""
+
+    kind: Literal["process_state"] = "process_state"
+    rank: Count
+    state: State
+    where: Text
 
 
 class StopRequest(Message):
@@ -138,8 +174,8 @@ class Lost(Message):
     code: ExitCode
 
 
-_FromRank = Ready | Busy | Heartbeat | StopRequest | StopAcknowledged | Left | Failed
-_FromRank0 = AllReady | Busy | Heartbeat | StopAt | Left | Failed | Lost
+_FromRank = Ready | Busy | Heartbeat | Stack | ProcessState | StopRequest | StopAcknowledged | Left | Failed
+_FromRank0 = AllReady | Busy | Heartbeat | StackRequest | ProcessRequest | StopAt | Left | Failed | Lost
 HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
 IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
 FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])

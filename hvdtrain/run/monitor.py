@@ -14,6 +14,7 @@ from hvdtrain.run.messages import Message
 from hvdtrain.run.peers import Peer
 from hvdtrain.run.signals import SignalWatcher
 from hvdtrain.run.stop import StopAgreement
+from hvdtrain.run.stuck import StuckWatch
 
 
 class Monitor:
@@ -26,9 +27,10 @@ class Monitor:
         readiness: Readiness,
         stop: StopAgreement,
         watcher: SignalWatcher,
+        stuck: StuckWatch,
     ) -> None:
         self.liveness, self.admission, self.readiness, self.stop = liveness, admission, readiness, stop
-        self.watcher, self.peers, self.topology = watcher, liveness.peers, liveness.topology
+        self.watcher, self.stuck, self.peers, self.topology = watcher, stuck, liveness.peers, liveness.topology
         self.farewell: Message | None = None
         """This rank's last message, for ranks that come late too."""
         self.ended = False
@@ -53,6 +55,7 @@ class Monitor:
 
     def _work(self) -> None:
         self.watcher.unblock_here()
+        self.stuck.stacks.answer_here()
         heartbeat = looked = time.monotonic()
         while not self.ended:
             sources = self.peers.wait(timeouts.TICK)
@@ -64,6 +67,7 @@ class Monitor:
                     self.admission.greet(found, now)
                 if now - looked > min(timeouts.UNREACHABLE, timeouts.SILENCE) / 2:
                     self.liveness.forgive(now)
+                    self.stuck.forgive(now)
                 looked = now
                 for source in sources:
                     self._read_from(source, now)
@@ -75,6 +79,7 @@ class Monitor:
                     self.peers.send(messages.Heartbeat())
                 self.admission.drop_slow(now)
                 self.liveness.look_for_silence(now)
+                self.stuck.look(now)
                 self.liveness.changed.notify_all()
             if now >= self.liveness.deadline and not self.ended:
                 self.liveness.end()
@@ -109,6 +114,10 @@ class Monitor:
                 peer.ready = True
             case messages.StopRequest():
                 self.stop.requested(message.signal, f" at {peer.name}")
+            case messages.Stack():
+                self.stuck.answered(peer, message)
+            case messages.ProcessState():
+                self.stuck.seen(message)
             case messages.StopAcknowledged():
                 peer.stop_acknowledged = True
             case _:
@@ -118,6 +127,10 @@ class Monitor:
         match message:
             case messages.AllReady():
                 self.readiness.all_ready(peer, message)
+            case messages.StackRequest():
+                peer.send(self.stuck.own())
+            case messages.ProcessRequest():
+                peer.send(self.stuck.look_at(message))
             case messages.StopAt():
                 self.stop.agreed(message)
             case messages.Lost():

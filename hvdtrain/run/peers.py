@@ -1,7 +1,9 @@
 """A rank's connections to other ranks: signed lines of JSON over TCP, and one selector that waits for them all."""
 
 import contextlib
+import fcntl
 import hmac
+import os
 import selectors
 import socket
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import timeouts
 from hvdtrain.run.messages import Message
+from hvdtrain.run.stacks import Process
 
 LONGEST = 2**22  # bytes of a line: all endpoints of twenty thousand ranks
 LONGEST_OF_STRANGER = 2**12
@@ -57,6 +60,8 @@ class Peer:
     last_received: float
     rank: int = -1
     endpoint: Endpoint = UNKNOWN
+    process: Process | None = None
+    """What others of its host need, to see where it stands."""
     ready: bool = False
     stop_acknowledged: bool = False
     left: bool = False
@@ -92,6 +97,15 @@ class Peer:
         """Sends what can be sent now; never waits."""
         with contextlib.suppress(OSError):
             del self.unsent[: self.socket.send(self.unsent)]
+
+    def interrupt(self) -> None:
+        """Has the other host's kernel send the signal SIGURG to the rank's process, which need not read for that."""
+        with contextlib.suppress(OSError):
+            self.socket.send(b"!", socket.MSG_OOB)
+
+    def be_interrupted(self) -> None:
+        """Lets the other end do so with this process."""
+        fcntl.fcntl(self.socket, fcntl.F_SETOWN, os.getpid())
 
     def receive(self, now: float) -> list[bytes]:
         """The lines that have come. Raises OSError at the connection's end, ValueError where no rank writes so."""

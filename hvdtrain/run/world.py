@@ -18,6 +18,7 @@ from hvdtrain.run.monitor import Monitor
 from hvdtrain.run.peers import Peers
 from hvdtrain.run.signals import SignalWatcher
 from hvdtrain.run.stop import StopAgreement
+from hvdtrain.run.stuck import StuckWatch
 
 # MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too, whose provider
 # "sockets" hangs in one of two MPI_Init on several hosts.
@@ -34,11 +35,14 @@ class World:
         self.peers = Peers(topology)
         self.liveness = Liveness(self.peers)
         self.stop = StopAgreement(self.liveness)
-        handshake = Handshake(self.peers, own_endpoint(topology), lambda text: print_warning(topology, text))
+        self._handshake = handshake = Handshake(
+            self.peers, own_endpoint(topology), lambda text: print_warning(topology, text)
+        )
         admission, watcher = Admission(self.peers, handshake), SignalWatcher()
         self.joining = Joining(self.liveness, admission, watcher.wake, rendezvous, insecure)
         self.readiness = Readiness(self.liveness, admission)
-        self._monitor = Monitor(self.liveness, admission, self.readiness, self.stop, watcher)
+        self._stuck = StuckWatch(self.liveness, handshake.endpoint)
+        self._monitor = Monitor(self.liveness, admission, self.readiness, self.stop, watcher, self._stuck)
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -52,6 +56,8 @@ class World:
 
     def start(self) -> None:
         """Begins to watch for signals and, where there is a rendezvous, for the other ranks. Raises WorldError."""
+        if self.topology.size > 1:
+            self._handshake.process = self._stuck.stacks.open(alone=self.topology.local_size == 1)
         self.joining.connect()
         self._monitor.start()
 
@@ -75,7 +81,12 @@ class World:
 
     def stops_at(self, step: int) -> bool:
         """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
+        self._stuck.step_made()
         return self.stop.stops_at(step)
+
+    def expect_steps(self, expected: bool) -> None:
+        """Whether the next step is to be expected soon; not after an epoch's steps, while a rank may validate."""
+        self._stuck.expect_steps(expected)
 
     def stopped(self, step: int) -> StoppedError:
         """The error with which all ranks end after the last checkpoint, made at `step`."""
@@ -125,6 +136,7 @@ class World:
             self.peers.send(self._monitor.farewell)
             self._monitor.ended = True
         self._monitor.close()
+        self._stuck.stacks.close()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -130,7 +131,7 @@ ENDS = {  # what happens: exit codes, what each rank prints
         ["", "", ""],
     ),
     "C code holds Python's lock, while libraries are loaded": (
-        {"acts": [[1, 0, "busy"]], "steps": 30, "constants": {"SILENCE": 1.5}},
+        {"acts": [[1, 0, "locked"]], "steps": 30, "constants": {"SILENCE": 1.5}},
         [0, 0, 0],
         ["", "", ""],
     ),
@@ -225,6 +226,54 @@ def test_how_a_run_ends(spec, codes, messages, start):
     if messages is not None:
         assert ended["err"] == messages
     assert max(ended["seconds"]) < 20
+
+
+NAMING = {"TICK": 0.1, "STALLED": 0.4, "STACKS": 0.3, "STUCK": 0.7}
+WAITING = "keeps the others waiting: no step has ended for N seconds, and it"
+STOPPED = "does not answer: its process is stopped (SIGSTOP, or a debugger)"
+GIVEN_UP = "after 20 seconds without an answer it is given up"
+
+
+def line_of(text):
+    """The number of that line of the ranks' program."""
+    return 1 + next(number for number, line in enumerate(PROGRAM.read_text().splitlines()) if text in line)
+
+
+LOOP, READ = (f"{PROGRAM}:{line_of(text)}" for text in ("any(time.monotonic() > ends", "library(None).read("))
+NAMED = {  # what a rank does for two seconds: the rank, who names it, and how
+    "an endless loop": ({"acts": [[2, 20, "loop"]]}, 2, 0, f"stands in {LOOP}, in <genexpr>."),
+    "an endless loop on rank 0": ({"acts": [[0, 20, "loop"]]}, 0, 0, f"stands in {LOOP}, in <genexpr>."),
+    "a read": ({"acts": [[1, 20, "read"]]}, 1, 0, f"stands in {READ}, in act."),
+    "suspended": (
+        {"orders": [[20, 2, STOP, 0], [20, 2, CONT, 2]], "steps": 2500}, 2, 0, f"{STOPPED}; {GIVEN_UP}.",
+    ),
+    "rank 0 is suspended": (
+        {"orders": [[20, 0, STOP, 0], [20, 0, CONT, 2]], "steps": 2500}, 0, 1, f"{STOPPED}; {GIVEN_UP}.",
+    ),
+    "C code holds Python's lock": (
+        {"acts": [[1, 20, "locked"]], "nodes": [0, 1, 1]}, 1, 0,
+        f"does not answer: C code holds Python's lock, in {READ}, in act; {GIVEN_UP}.",
+    ),
+    "C code holds Python's lock, alone on its host": (
+        {"acts": [[2, 20, "locked"]], "nodes": [0, 1, 2]}, 2, 0,
+        "does not answer: its process is stopped, or C code holds Python's lock, and then prints its lines on stderr; "
+        f"{GIVEN_UP}.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "rank", "by", "how"), NAMED.values(), ids=NAMED.keys())
+def test_who_keeps_the_others_waiting_is_named_and_goes_on(spec, rank, by, how, start):
+    ended = start(3, **{"steps": 1500, "breaks": False, **spec}, constants={**NAMING, "SILENCE": 20})
+    assert ended["codes"] == [0, 0, 0], ended
+    named = re.sub(r"for [12] seconds", "for N seconds", ended["err"][by])
+    assert named == (
+        printed(by, f"rank {rank} on {HOST} {WAITING} {how}", "warning")
+        + printed(by, f"rank {rank} on {HOST} goes on: the others wait no longer.", "warning")
+    )
+    for other in {0, 1, 2} - {by}:
+        dumped = f'File "{PROGRAM}", line {line_of("library(None).read(")} in act' in ended["err"][other]
+        assert dumped if "on stderr" in how and other == rank else not ended["err"][other]
 
 
 def test_an_error_of_ours_reaches_all_in_one_line(start):

@@ -15,23 +15,30 @@ from hvdtrain.run import admission, messages, timeouts
 from hvdtrain.run.admission import Admission
 from hvdtrain.run.handshake import Handshake
 from hvdtrain.run.peers import Peer, Peers, Signatures
+from hvdtrain.run.stacks import Process
 from hvdtrain.run.world import World
 
 RANK_0, RANK_1 = (Topology(rank, 3, rank, 3, 0, "nid1", "srun", "22") for rank in range(2))
 ENDPOINT = Endpoint("nid1", 0, 1, "127.0.0.1", 10_000)
+PROCESS = Process(pid=7, started=10**6, thread=2**64 - 1, memory=5)
 ONE_OF_EACH = {
     messages.HELLO: [messages.Hello(nonce="0" * 32)],
     messages.CHALLENGE: [messages.Challenge(nonce="0" * 32, proof="0" * 64, credential="MUNGE:")],
-    messages.IDENTITY: [messages.Identity(rank=1, endpoint=ENDPOINT)],
-    messages.WELCOME: [messages.Welcome(endpoint=ENDPOINT)],
+    messages.IDENTITY: [
+        messages.Identity(rank=1, endpoint=ENDPOINT), messages.Identity(rank=1, endpoint=ENDPOINT, process=PROCESS)
+    ],
+    messages.WELCOME: [messages.Welcome(endpoint=ENDPOINT, process=PROCESS)],
     messages.FROM_RANK: [
         messages.Ready(), messages.Busy(text="reads"), messages.Heartbeat(), messages.StopRequest(signal=15),
         messages.StopAcknowledged(), messages.Left(), messages.Failed(text="no", code=2),
+        messages.Stack(place="outside", long=False, where="a.py:3, in f"),
+        messages.ProcessState(rank=2, state="stopped", where=""),
     ],
     messages.FROM_RANK_0: [
         messages.AllReady(horovod_port=6, interface="lo", endpoints=[ENDPOINT]),
         messages.AllReady(horovod_port=None, interface=None, endpoints=[]),
         messages.StopAt(step=3, signal=12), messages.Lost(text="gone", code=1), messages.Left(),
+        messages.StackRequest(), messages.ProcessRequest(rank=2, process=PROCESS),
     ],
 }  # fmt: skip
 EVERY = [(kind, message) for kind, ones in ONE_OF_EACH.items() for message in ones]
@@ -92,6 +99,25 @@ BAD = {
     "an address that is a name": (
         messages.IDENTITY,
         {"kind": "identity", "rank": 1, "endpoint": {"host": "a", "node": 0, "local_rank": 0, "address": "evil.org"}},
+    ),
+    "a place that is none": (messages.FROM_RANK, {"kind": "stack", "place": "x", "long": False, "where": ""}),
+    "a long line": (messages.FROM_RANK, {"kind": "stack", "place": "outside", "long": False, "where": "x" * 1001}),
+    "a rank that looks into processes": (
+        messages.FROM_RANK,
+        {"kind": "process_request", "rank": 0, "process": {"pid": 1, "started": 0, "thread": 0, "memory": 1}},
+    ),
+    "every process": (
+        messages.FROM_RANK_0,
+        {"kind": "process_request", "rank": 0, "process": {"pid": -1, "started": 0, "thread": 0, "memory": 1}},
+    ),
+    "a thread without bounds": (
+        messages.IDENTITY,
+        {
+            "kind": "identity",
+            "rank": 1,
+            "endpoint": {"host": "", "node": 0, "local_rank": 0},
+            "process": {"pid": 1, "started": 0, "thread": 2**64, "memory": 1},
+        },
     ),
     "a rank below 0": (
         messages.IDENTITY,

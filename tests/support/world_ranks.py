@@ -9,9 +9,11 @@ its last step as a negative number.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.engines import registry
+from hvdtrain.engines import registry, waiting
 from hvdtrain.errors import DataError
 from hvdtrain.run import main as runs
 from hvdtrain.run import timeouts
@@ -50,6 +52,12 @@ class Together:
         return rows[:, : array.size].sum(axis=0)
 
 
+def loop(seconds: float) -> None:
+    """As an endless loop would, for a while."""
+    ends = time.monotonic() + seconds
+    any(time.monotonic() > ends for _ in itertools.count())
+
+
 def act(name: str) -> None:
     """What a rank does to itself."""
     match name:
@@ -73,8 +81,12 @@ def act(name: str) -> None:
             if not os.fork():
                 time.sleep(15)
                 os._exit(0)
-        case "busy":  # C code that holds Python's lock
-            ctypes.PyDLL(None).sleep(3)
+        case "loop":
+            loop(2)
+        case "read" | "locked":  # the latter in C code that holds Python's lock, whatever signals come
+            waits = subprocess.Popen(["/bin/sleep", "2"], stdout=subprocess.PIPE)
+            library, buffer = ctypes.CDLL if name == "read" else ctypes.PyDLL, ctypes.create_string_buffer(1)
+            library(None).read(waits.stdout.fileno(), buffer, 1)
 
 
 def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
@@ -138,6 +150,7 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     own = {name: spec[name].get(str(rank)) for name in ("environs", "delay", "argv", "reads", "idles") if name in spec}
     os.environ.update({**environment(spec, rank), **spec.get("environ", {}), **(own.get("environs") or {})})
     vars(timeouts).update(spec.get("constants", {}))
+    waiting.COLLECTIVES += (("__main__", "sum"),)
     time.sleep(own.get("delay") or 0)
     argv = own.get("argv") or ["linear", "--output", str(folder / "run")]
     runs.load_dataset = slowly(runs.load_dataset, own.get("reads") or 0)
