@@ -3,7 +3,6 @@
 All jobs run side by side; the ranks find none of SLURM's commands.
 """
 
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +30,7 @@ def spare(job):
 
 def twice(job):
     job.submit(script(trains(), nodes=2, spare=2, mpi="pmix"), "--exclusive").trains()
-    first, second, third, _ = job.nodes()
+    _, second, third, _ = job.nodes()
     job.trains_again(job.cut(second))
     seconds = job.seconds
     job.trains_again(job.cut(third), 2)
@@ -71,7 +70,7 @@ def no_progress(job):
 
 def array(job):
     """Of three elements the second loses a node, and may have no fewer ranks: its batch is given per rank."""
-    recipe = ("linear", "--batch-size-per-rank", 50, "--epochs", 40, "--log-every-steps", 1, "--output")
+    recipe = ("linear", "--batch-size-per-rank", 50, "--epochs", 80, "--log-every-steps", 1, "--output")
     text = script(trains(recipe=recipe), nodes=2, mpi="pmix").rstrip() + ' "run-$SLURM_ARRAY_TASK_ID"\n'
     job.submit(text, "--array=1-3", "--exclusive", "--output=%a.out")
     element = Job(job.cluster, job.folder, f"{job.number}_2")
@@ -124,20 +123,20 @@ def jobs(tmp_path_factory):
         under_way = {}
         for name, scenario in SCENARIOS.items():
             under_way[name] = pool.submit(scenario, Job(cluster, folder / name.replace(" ", "-")))
-            time.sleep(2)  # two processors start them one after the other anyway
+            time.sleep(1)  # two processors start them one after the other anyway
         done = {}
         for name, job in under_way.items():
-            with contextlib.suppress(AssertionError, Exception):
+            try:
                 done[name] = job.result()
+            except (AssertionError, Exception, pytest.fail.Exception) as error:
+                done[name] = error
         yield done
 
 
 def of(jobs, name):
-    assert name in jobs, f"the job {name!r} did not get to its end"
+    if isinstance(jobs[name], BaseException):
+        raise jobs[name]
     return jobs[name]
-
-
-SILENT = "no heartbeat from rank {} on {} for 20 seconds: its node is down or cut off, or it hangs; "
 
 
 @pytest.mark.parametrize(
@@ -150,10 +149,9 @@ def test_a_node_without_power_costs_seconds(jobs, name, nodes, count):
     assert all(line.startswith("no heartbeat from rank") for line in job.supervised)
     assert all(f"; starts again on {nodes} nodes without nid0" in line for line in job.supervised)
     assert job.seconds < SECONDS_OF_A_NODE
-    # By now the job has no silent node, of which SLURM would die.
-    assert not set(hostlist.expand(job.state["NodeList"])) & {
-        line.split("without ")[1][:6] for line in job.supervised[:1]
-    }
+    # The job has no silent node any more, with which SLURM would end it. (Without accounting, SLURM lets a job be made
+    # smaller only once.)
+    assert job.supervised[0].split("without ")[1][:6] not in hostlist.expand(job.state["NodeList"])
     assert not list(job.folder.glob(".hvdtrain-*"))
 
 

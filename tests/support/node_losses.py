@@ -16,9 +16,9 @@ from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.sites import SITES
 
 PACED = SUPPORT / "paced.py"
-# 400 steps of 50 ms; a checkpoint in between, so that some steps are made again.
-LINEAR = ("linear", "--batch-size", 100, "--epochs", 40, "--checkpoint-every-steps", 30, "--log-every-steps", 1)
-LIMIT = 120
+# 800 steps of 50 ms; a checkpoint in between, so that some steps are made again.
+LINEAR = ("linear", "--batch-size", 100, "--epochs", 80, "--checkpoint-every-steps", 30, "--log-every-steps", 1)
+LIMIT = 200
 
 
 def trains(build: str = "openmpi", framework: str = "torch", recipe: tuple[object, ...] = LINEAR) -> list[str]:
@@ -93,7 +93,7 @@ class Job:
 
     def kill_rank(self, rank: int) -> int:
         """Kills a rank's process; how many steps were recorded by then."""
-        self.until(lambda: (pids := self._processes(rank)) and [os.kill(pid, signal.SIGKILL) for pid in pids], "killed")
+        self.until(lambda: [os.kill(pid, signal.SIGKILL) or pid for pid in self._processes(rank)], "killed")
         self.times["cut"] = time.monotonic()
         time.sleep(1)
         return self.steps()
@@ -102,17 +102,26 @@ class Job:
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
+                if (process / "cwd").readlink() != self.folder:
+                    continue
                 variables = (process / "environ").read_bytes().split(b"\0")
-                is_rank = (
-                    b"SLURM_PROCID=%d" % rank in variables and str(PACED).encode() in (process / "cmdline").read_bytes()
-                )
-                if is_rank and (process / "cwd").readlink() == self.folder:
+                command = (process / "cmdline").read_bytes()
+                if (
+                    b"SLURM_PROCID=%d" % rank in variables
+                    and command.startswith(b"/")
+                    and str(PACED).encode() in command
+                ):
                     found.append(int(process.name))
         return found
 
     def ended(self) -> "Job":
-        self.state = self.cluster.ended(self.number, LIMIT)
-        self.times["ended"] = time.monotonic()
+        """Once its script has ended; SLURM waits longer for a silent node that was not given back."""
+
+        def is_over() -> bool:
+            self.state = self.cluster.job(self.number)
+            return self.state["JobState"] not in {"PENDING", "CONFIGURING", "RUNNING", "REQUEUED"}
+
+        self.until(is_over, "ended")
         return self
 
     @property
