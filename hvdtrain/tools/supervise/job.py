@@ -75,12 +75,11 @@ class Job:
         return message
 
 
-def cancel(step: str) -> None:
-    """Ends a step's tasks; scancel itself waits for nodes that do not answer."""
+def kill(step: str) -> None:
+    """Kills a step's tasks. scancel itself would wait for nodes that do not answer."""
     if scancel := shutil.which("scancel"):
-        subprocess.Popen(
-            [scancel, step], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        null = subprocess.DEVNULL
+        subprocess.Popen([scancel, "--signal=KILL", step], stdin=null, stdout=null, stderr=null)
 
 
 def _answers(host: str, port: int) -> bool:

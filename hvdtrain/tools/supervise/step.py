@@ -1,6 +1,5 @@
 """One step under supervision: srun, the signals that reach it, and its end where a node no longer answers."""
 
-import os
 import signal
 import subprocess
 import time
@@ -14,8 +13,9 @@ from hvdtrain.tools.supervise import job
 from hvdtrain.tools.supervise.decision import ENDING
 
 TICK = 0.2  # seconds between two looks
-PATIENCE = 40.0  # seconds that srun may take to end once a rank is lost: KillWait, 30 at most sites, and more
-HASTE = 2.0  # the same where a node is silent: srun would wait for it
+FAREWELL = 2.0  # seconds for the other ranks to end by themselves once one is lost
+PATIENCE = 40.0  # seconds for srun to end once they are killed: KillWait, 30 at most sites, and more
+HASTE = 1.0  # the same where a node is silent: srun would wait for it
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NO_TERMINAL = 0.3  # seconds between two Ctrl-C, by which srun knows that it is meant
 
@@ -56,9 +56,10 @@ def run(
     signals.process = process
     try:
         lost = _watch(process, folder)
+        noticed = time.monotonic()
         found = silent() if lost else frozenset[str]()
         if lost:
-            _end(process, lost, HASTE if found else PATIENCE)
+            _end(process, lost, noticed + FAREWELL, HASTE if found else PATIENCE)
     finally:
         signals.process = None
     code = process.returncode
@@ -78,12 +79,20 @@ def _watch(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
     return lost
 
 
-def _end(process: subprocess.Popen[bytes], lost: Mapping[str, Any], patience: float) -> None:
+def _end(process: subprocess.Popen[bytes], lost: Mapping[str, Any], deadline: float, patience: float) -> None:
     """Ends a step that has lost a rank: srun alone would wait for the tasks of a silent node."""
+    if _ends_within(process, deadline - time.monotonic()):
+        return
     if lost.get("step_id"):
-        job.cancel(str(lost["step_id"]))
-    try:
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        os.kill(process.pid, signal.SIGKILL)
+        job.kill(str(lost["step_id"]))
+    if not _ends_within(process, patience):
+        process.kill()
         process.wait()
+
+
+def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -1,0 +1,136 @@
+"""Jobs under `python -m hvdtrain supervise` on a minicluster, and what is done to them while they train."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster import ENVIRONMENTS, Minicluster, losses
+from paths import SUPPORT
+
+from hvdtrain.launch import hostlist
+from hvdtrain.tools.slurm import Options, render
+from hvdtrain.tools.slurm.sites import SITES
+
+PACED = SUPPORT / "paced.py"
+# 800 steps of 50 ms; a checkpoint in between, so that some steps are made again.
+LINEAR = ("linear", "--batch-size", 100, "--epochs", 80, "--checkpoint-every-steps", 30, "--log-every-steps", 1)
+LIMIT = 200
+
+
+def trains(build: str = "openmpi", framework: str = "torch", recipe: tuple[object, ...] = LINEAR) -> list[str]:
+    """A training whose ranks find no command of SLURM, as in a container."""
+    folder = ENVIRONMENTS[build] / "bin"
+    return ["env", f"PATH={folder}", str(folder / "python"), str(PACED), f"hvdtrain.{framework}", *map(str, recipe)]
+
+
+@dataclass
+class Job:
+    """One job in a folder of its own, with the times at which something happened to it."""
+
+    cluster: Minicluster
+    folder: Path
+    number: str = ""
+    times: dict[str, float] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.out")))
+
+    @property
+    def supervised(self) -> list[str]:
+        """What the supervisor has logged."""
+        return [line.removeprefix("supervise: ") for line in self.log.splitlines() if line.startswith("supervise: ")]
+
+    @property
+    def run(self) -> Path:
+        (run,) = self.folder.glob("runs/linear/*")
+        return run
+
+    def losses(self) -> dict[int, float]:
+        """The loss of every step, as it was reported last."""
+        return dict(losses(self.run))
+
+    def steps(self) -> int:
+        """Records of steps; after another start some steps have two."""
+        return sum(path.read_text().count('"kind": "step"') for path in self.folder.glob("runs/linear/*/metrics.jsonl"))
+
+    def submit(self, script: str, *flags: str) -> "Job":
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "job.sh").write_text(script)
+        done = self.cluster.run("sbatch", "--parsable", *flags, "job.sh", cwd=self.folder)
+        self.number = done.good().out.strip()
+        return self
+
+    def nodes(self) -> list[str]:
+        """Of the first step: its ranks' in their order."""
+        return hostlist.expand(self.cluster.job(self.number)["NodeList"])
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not true():
+            assert time.monotonic() < deadline and "Traceback" not in self.log, f"{what}: {self.log[-3000:]}"
+            time.sleep(0.1)
+        self.times[what] = time.monotonic()
+
+    def trains(self, steps: int = 45) -> "Job":
+        self.until(lambda: self.steps() > steps, "trains")
+        return self
+
+    def trains_again(self, before: int, times: int = 1) -> None:
+        self.until(lambda: self.log.count("resuming from step") >= times and self.steps() > before, "trains again")
+
+    def cut(self, node: str) -> int:
+        """Cuts the node's power; how many steps were recorded by then."""
+        self.cluster("cut", "--power", node)
+        self.times["cut"] = time.monotonic()
+        time.sleep(1)
+        return self.steps()
+
+    def kill_rank(self, rank: int) -> int:
+        """Kills a rank's process; how many steps were recorded by then."""
+        self.until(lambda: [os.kill(pid, signal.SIGKILL) or pid for pid in self._processes(rank)], "killed")
+        self.times["cut"] = time.monotonic()
+        time.sleep(1)
+        return self.steps()
+
+    def _processes(self, rank: int) -> list[int]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (process / "cwd").readlink() != self.folder:
+                    continue
+                variables = (process / "environ").read_bytes().split(b"\0")
+                command = (process / "cmdline").read_bytes()
+                if (
+                    b"SLURM_PROCID=%d" % rank in variables
+                    and command.startswith(b"/")
+                    and str(PACED).encode() in command
+                ):
+                    found.append(int(process.name))
+        return found
+
+    def ended(self) -> "Job":
+        """Once its script has ended; SLURM waits longer for a silent node that was not given back."""
+
+        def is_over() -> bool:
+            self.state = self.cluster.job(self.number)
+            return self.state["JobState"] not in {"PENDING", "CONFIGURING", "RUNNING", "REQUEUED"}
+
+        self.until(is_over, "ended")
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """From the loss of a rank or node until a step was made again."""
+        return self.times["trains again"] - self.times["cut"]
+
+
+def script(command: list[str], *, nodes: int, spare: int = 0, launcher: str = "srun", mpi: str | None = None) -> str:
+    """The script that the command line prints, for one rank a node."""
+    options = Options(nodes=nodes, spare=spare, launcher=launcher, mpi=mpi, gpus_per_node=1, cpus_per_task=8)
+    return render(SITES["generic"], options, command)
