@@ -96,6 +96,7 @@ class Trainer(Replica, Protocol):
         """Around all updates: profiles them where the recipe asks for it; `note` writes a line of the log."""
 
 
+T = TypeVar("T")
 R_co = TypeVar("R_co", bound=Replica, covariant=True)
 
 
@@ -109,6 +110,7 @@ class Hooks(Generic[R_co]):
         self.progress = self._begin()
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
+        self._reading, self._waited = 0.0, 0.0
 
     @property
     def is_over(self) -> bool:
@@ -117,6 +119,7 @@ class Hooks(Generic[R_co]):
 
     def begin_epoch(self) -> None:
         self.run.world.expect_steps(True)
+        self._begin_step()
         if self.reporter:
             self.reporter.begin_epoch()
         self._logged = time.monotonic()
@@ -127,6 +130,7 @@ class Hooks(Generic[R_co]):
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
+        self._end_step()
         stopping = self.run.world.stops_at(progress.step)
         checkpoint_due = stopping or due(progress.step, intervals.checkpoint_every_steps)
         if last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps):
@@ -141,6 +145,23 @@ class Hooks(Generic[R_co]):
             self.run.world.expect_steps(False)
         if stopping and not last:
             raise self.run.world.stopped(progress.step)
+        self._begin_step()
+
+    def read(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches; how long this rank waits for each counts as reading."""
+        began = time.monotonic()
+        for batch in batches:
+            self._reading += time.monotonic() - began
+            yield batch
+            began = time.monotonic()
+
+    def _begin_step(self) -> None:
+        self._reading, self._waited = 0.0, getattr(self.engine, "waited", None) or 0.0
+        self.run.world.slow.step_begins()
+
+    def _end_step(self) -> None:
+        waited: float | None = getattr(self.engine, "waited", None)
+        self.run.world.slow.step_ended(self._reading, None if waited is None else waited - self._waited)
 
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
         """What is due once an epoch is reported: the run continues at `after`."""
@@ -243,7 +264,7 @@ class Loop(Hooks[R_co]):
     def epoch(self: "Loop[Trainer]") -> Iterator[None]:
         """Trains what is left of the epoch; yields after every update."""
         self.begin_epoch()
-        for batch in self.trainer.batches(self.progress):
+        for batch in self.read(self.trainer.batches(self.progress)):
             lr = self.progress.lr(self.plan)
             self.trainer.update(batch, lr, self.progress.step)
             self.progress.advance(self.plan)

@@ -1,6 +1,7 @@
 """PyTorch's DistributedDataParallel behind the engine's methods: NCCL on GPUs, else Gloo, or MPI where torch has it."""
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,9 +52,12 @@ class DdpEngine:
     """
 
     notes: tuple[str, ...] = ()
+    waited: float | None = None
 
     def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
         self._settings, self.device = settings, device
+        self._computed = time.monotonic()
+        """When this rank's last gradient was computed."""
         if not dist.is_initialized():
             _join(topology, _backend(topology, device))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -80,6 +84,9 @@ class DdpEngine:
             gradient_as_bucket_view=True,
             static_graph=self._settings.accumulation_steps == 1,  # no_sync makes another graph of the last micro-batch
         )
+        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        if first is not None:  # backward comes to it last
+            first.register_post_accumulate_grad_hook(self._note_computed)
         if self._settings.compression != "none":
             network.register_comm_hook(None, HOOKS[self._settings.compression])
         return network, optimizer
@@ -94,7 +101,11 @@ class DdpEngine:
         yield _checked(forward, network, last)
 
     def finish(self) -> None:
-        pass  # backward has waited for the last bucket
+        # Backward has waited for the last bucket.
+        self.waited = (self.waited or 0.0) + time.monotonic() - self._computed
+
+    def _note_computed(self, parameter: nn.Parameter) -> None:
+        self._computed = time.monotonic()
 
     def bucket_bytes(self) -> int:
         return BUCKET_BYTES

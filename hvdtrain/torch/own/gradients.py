@@ -1,6 +1,7 @@
 """Gradients that are the mean over the ranks once backward() returns, for any model and any optimizer."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,11 +96,13 @@ class Averager:
             self._send(message)
         reached = torch.tensor([each in self._computed_here for each in self._names], dtype=torch.float32)
         count = self._engine.average(reached, "hvdtrain.reached")
+        began = time.monotonic()
         for message, wait in self._sent:
             wait()
             message.hand_out()
             message.reset()
         count()
+        self._engine.waited = (getattr(self._engine, "waited", None) or 0.0) + time.monotonic() - began
         if self._unreached is None:
             self._unreached = [
                 name for name, ranks in zip(self._names.values(), reached.tolist(), strict=True) if not ranks
