@@ -18,9 +18,9 @@ from hvdtrain.run.liveness import Liveness, print_warning
 Cause = Literal["computing", "reading"]
 STEPS, MOST = 10, 200
 """The fewest of which a rank reports the median, and the most."""
-TIMES, OF = 3, 4
+TIMES, OF = 4, 5
 """How often of the last so many times a rank is found slow before it is named."""
-FACTOR = 1.6
+FACTOR = 1.5
 """Of the others' time."""
 PART = 0.2
 """Of a step that the rank takes longer."""

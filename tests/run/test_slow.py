@@ -59,7 +59,7 @@ class Watch:
 
 def test_it_is_named_once_when_it_stays_slow(capsys):
     watch, slow, well = Watch(capsys), [(0, 80, 1.0), (0, 40, 41)], [(0, 40, 2), (0, 40, 2)]
-    for ranks in (slow, slow, well, well, slow, well, slow):  # never three of four
+    for ranks in (slow, slow, slow, well, well, slow, slow, slow):  # never four of five
         assert watch.compare(*ranks) == ""
     assert watch.compare(*slow) == (
         "warning (rank 0 on nid1): rank 0 on nid1 is slow in computing: 80 ms of each step, where the others take 40 "
