@@ -29,6 +29,7 @@ def _requests_stop(number: int) -> int:
 Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator(cut)]
 Name = Annotated[str, StringConstraints(max_length=255, pattern=r"^[\w.:-]+$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 Signal = Annotated[int, AfterValidator(_requests_stop)]
 
@@ -97,6 +98,16 @@ class Heartbeat(Message):
     """The sender lives."""
 
     kind: Literal["heartbeat"] = "heartbeat"
+
+
+class Times(Message):
+    """The sender's median seconds in each of its last steps: waiting for its batch; all else; in this, waiting for
+    other ranks, None where it does not know."""
+
+    kind: Literal["times"] = "times"
+    reading: Seconds
+    rest: Seconds
+    waiting: Seconds | None
 
 
 class StackRequest(Message):
@@ -174,7 +185,7 @@ class Lost(Message):
     code: ExitCode
 
 
-_FromRank = Ready | Busy | Heartbeat | Stack | ProcessState | StopRequest | StopAcknowledged | Left | Failed
+_FromRank = Ready | Busy | Heartbeat | Times | Stack | ProcessState | StopRequest | StopAcknowledged | Left | Failed
 _FromRank0 = AllReady | Busy | Heartbeat | StackRequest | ProcessRequest | StopAt | Left | Failed | Lost
 HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
 IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)

@@ -13,6 +13,7 @@ from hvdtrain.run.liveness import Liveness
 from hvdtrain.run.messages import Message
 from hvdtrain.run.peers import Peer
 from hvdtrain.run.signals import SignalWatcher
+from hvdtrain.run.slow import SlowWatch
 from hvdtrain.run.stop import StopAgreement
 from hvdtrain.run.stuck import StuckWatch
 
@@ -28,9 +29,11 @@ class Monitor:
         stop: StopAgreement,
         watcher: SignalWatcher,
         stuck: StuckWatch,
+        slow: SlowWatch,
     ) -> None:
         self.liveness, self.admission, self.readiness, self.stop = liveness, admission, readiness, stop
-        self.watcher, self.stuck, self.peers, self.topology = watcher, stuck, liveness.peers, liveness.topology
+        self.watcher, self.stuck, self.slow = watcher, stuck, slow
+        self.peers, self.topology = liveness.peers, liveness.topology
         self.farewell: Message | None = None
         """This rank's last message, for ranks that come late too."""
         self.ended = False
@@ -114,6 +117,8 @@ class Monitor:
                 peer.ready = True
             case messages.StopRequest():
                 self.stop.requested(message.signal, f" at {peer.name}")
+            case messages.Times():
+                self.slow.reported(peer.rank, message)
             case messages.Stack():
                 self.stuck.answered(peer, message)
             case messages.ProcessState():

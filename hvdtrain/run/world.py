@@ -17,6 +17,7 @@ from hvdtrain.run.liveness import Liveness, print_warning
 from hvdtrain.run.monitor import Monitor
 from hvdtrain.run.peers import Peers
 from hvdtrain.run.signals import SignalWatcher
+from hvdtrain.run.slow import SlowWatch
 from hvdtrain.run.stop import StopAgreement
 from hvdtrain.run.stuck import StuckWatch
 
@@ -42,7 +43,8 @@ class World:
         self.joining = Joining(self.liveness, admission, watcher.wake, rendezvous, insecure)
         self.readiness = Readiness(self.liveness, admission)
         self._stuck = StuckWatch(self.liveness, handshake.endpoint)
-        self._monitor = Monitor(self.liveness, admission, self.readiness, self.stop, watcher, self._stuck)
+        self.slow = SlowWatch(self.liveness)
+        self._monitor = Monitor(self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow)
 
     @property
     def rendezvous(self) -> Rendezvous | None:

@@ -32,6 +32,7 @@ ONE_OF_EACH = {
         messages.Ready(), messages.Busy(text="reads"), messages.Heartbeat(), messages.StopRequest(signal=15),
         messages.StopAcknowledged(), messages.Left(), messages.Failed(text="no", code=2),
         messages.Stack(place="outside", long=False, where="a.py:3, in f"),
+        messages.Times(reading=0.0, rest=1.5, waiting=0.25), messages.Times(reading=1e-9, rest=0.0, waiting=None),
         messages.ProcessState(rank=2, state="stopped", where=""),
     ],
     messages.FROM_RANK_0: [
@@ -101,6 +102,9 @@ BAD = {
         {"kind": "identity", "rank": 1, "endpoint": {"host": "a", "node": 0, "local_rank": 0, "address": "evil.org"}},
     ),
     "a place that is none": (messages.FROM_RANK, {"kind": "stack", "place": "x", "long": False, "where": ""}),
+    "less than no time": (messages.FROM_RANK, {"kind": "times", "reading": -1.0, "rest": 0.0, "waiting": None}),
+    "no number": (messages.FROM_RANK, {"kind": "times", "reading": 0.0, "rest": float("nan"), "waiting": None}),
+    "for ever": (messages.FROM_RANK, {"kind": "times", "reading": 0.0, "rest": 0.0, "waiting": float("inf")}),
     "a long line": (messages.FROM_RANK, {"kind": "stack", "place": "outside", "long": False, "where": "x" * 1001}),
     "a rank that looks into processes": (
         messages.FROM_RANK,

@@ -20,6 +20,8 @@ class Engine(Protocol):
     device: torch.device
     notes: tuple[str, ...]
     """What the run reports of this engine at its start."""
+    waited: float | None
+    """For how many seconds this rank has waited for the others' gradients so far; None where the engine cannot tell."""
 
     @classmethod
     def open(cls, setup: Setup) -> "Engine":

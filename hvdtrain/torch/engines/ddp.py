@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,9 +55,12 @@ class DdpEngine:
     """
 
     notes: tuple[str, ...] = ()
+    waited: float | None = None
 
     def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
         self._settings, self.device = settings, device
+        self._computed = time.monotonic()
+        """When this rank's last gradient was computed."""
         if not dist.is_initialized():
             _join(topology, _backend(topology, device))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -84,6 +88,9 @@ class DdpEngine:
             gradient_as_bucket_view=True,
             static_graph=self._settings.accumulation_steps == 1,  # no_sync makes another graph of the last micro-batch
         )
+        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        if first is not None:  # backward comes to it last
+            first.register_post_accumulate_grad_hook(self._note_computed)
         if self._settings.compression != "none":
             network.register_comm_hook(None, HOOKS[self._settings.compression])
         self._networks.add(network)
@@ -99,7 +106,11 @@ class DdpEngine:
         yield _checked(forward, network, last)
 
     def finish(self) -> None:
-        pass  # backward has waited for the last bucket
+        # Backward has waited for the last bucket.
+        self.waited = (self.waited or 0.0) + time.monotonic() - self._computed
+
+    def _note_computed(self, parameter: nn.Parameter) -> None:
+        self._computed = time.monotonic()
 
     def bucket_bytes(self) -> int:
         return BUCKET_BYTES

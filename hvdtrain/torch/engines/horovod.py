@@ -77,6 +77,7 @@ class HorovodEngine:
     """Ranks joined by Horovod; see `Engine` for the methods."""
 
     notes: tuple[str, ...] = ()
+    waited: float | None = None
 
     def __init__(self, settings: EngineSettings, timeline: Path | None, *, fuses: bool = False) -> None:
         """`fuses`: see Setup."""
@@ -136,7 +137,9 @@ class HorovodEngine:
 
     def finish(self) -> None:
         if self._buckets:
+            began = time.monotonic()
             self._buckets.finish()
+            self.waited = (self.waited or 0.0) + time.monotonic() - began
 
     def bucket_bytes(self) -> int:
         # Rank 0 decides: another environment on another host would stall all of them.

@@ -1,0 +1,131 @@
+"""Ranks that are slower than the others, and why: computing or reading. Told from times that every rank has anyway.
+
+Each rank knows of each step how long it waited for its batch, and how long for the other ranks' gradients; the rest it
+computed. A rank that takes longer than the others for one of them, by as much as they wait for it, is named.
+A slow network is not told: a ring of ranks waits as one, and each of them sees the same.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.run import messages, timeouts
+from hvdtrain.run.liveness import Liveness, print_warning
+
+Cause = Literal["computing", "reading"]
+STEPS, MOST = 10, 200
+"""The fewest of which a rank reports the median, and the most."""
+TIMES, OF = 4, 5
+"""How often of the last so many times a rank is found slow before it is named."""
+FACTOR = 1.5
+"""Of the others' time."""
+PART = 0.2
+"""Of a step that the rank takes longer."""
+EXPLAINED = 0.5
+"""Of what it takes longer, that the others must wait longer."""
+SHORTEST = 0.002
+"""Seconds that it takes longer."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that the others wait for in every step."""
+
+    rank: int
+    cause: Cause
+    seconds: float
+    others: float
+
+
+def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
+    """The ranks that are slower than the others, and why."""
+    step = statistics.median(each.reading + each.rest for each in times.values())
+    found = []
+    for rank, own in times.items():
+        others = [each for other, each in times.items() if other != rank]
+        reading = statistics.median(each.reading for each in others)
+        rest = statistics.median(each.rest for each in others)
+        if _is_slow(own.reading, reading, step, rest - own.rest):
+            found.append(Slow(rank, "reading", own.reading, reading))
+        if own.waiting is None or any(each.waiting is None for each in others):
+            continue
+        computing, waiting = own.rest - own.waiting, statistics.median(each.waiting or 0.0 for each in others)
+        usual = statistics.median(each.rest - (each.waiting or 0.0) for each in others)
+        if _is_slow(computing, usual, step, waiting - own.waiting):
+            found.append(Slow(rank, "computing", computing, usual))
+    return found
+
+
+def _is_slow(own: float, others: float, step: float, waited: float) -> bool:
+    """Whether a rank that takes so long is slow, where the others take `others` and wait so much longer than it."""
+    longer = own - others
+    return own >= FACTOR * others and longer >= max(PART * step, SHORTEST) and waited >= EXPLAINED * longer
+
+
+class SlowWatch:
+    """Measures this rank's steps; on rank 0, names ranks that are slow."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
+        self._began: float | None = None
+        self._steps: deque[tuple[float, float, float | None]] = deque(maxlen=MOST)
+        self._reported = 0.0
+        self._times: dict[int, messages.Times] = {}
+        """What each rank has reported since they were compared last."""
+        self._found: deque[set[tuple[int, Cause]]] = deque(maxlen=OF)
+        """Who was slow, the last times."""
+        self._named: set[tuple[int, Cause]] = set()
+
+    def step_begins(self) -> None:
+        """This rank begins to read the next step's batch, or another loop than ours does."""
+        self._began = time.monotonic()
+
+    def step_ended(self, reading: float, waiting: float | None) -> None:
+        """An update is made: the seconds since `step_begins` in which this rank waited for its batch, and for the other
+        ranks, None where nobody knows."""
+        if self._began is None or self.topology.size == 1:
+            return
+        now = time.monotonic()
+        self._steps.append((reading, now - self._began - reading, waiting))
+        self._began = None
+        if len(self._steps) >= STEPS and now - self._reported >= timeouts.TIMES:
+            self._report(now)
+
+    def reported(self, rank: int, times: messages.Times) -> None:
+        """On rank 0: a rank has reported its times."""
+        self._times[rank] = times
+        if len(self._times) == self.topology.size:
+            self._compare()
+
+    def _report(self, now: float) -> None:
+        reading, rest, waiting = zip(*self._steps, strict=True)
+        known = [seconds for seconds in waiting if seconds is not None]
+        median = statistics.median(known) if known else None
+        times = messages.Times(reading=statistics.median(reading), rest=statistics.median(rest), waiting=median)
+        self._steps.clear()
+        self._reported = now
+        with self.liveness.changed:
+            if self.topology.is_rank_0:
+                self.reported(0, times)
+            else:
+                self.peers.send(times)
+
+    def _compare(self) -> None:
+        slow = {(each.rank, each.cause): each for each in slow_ranks(self._times)}
+        self._times = {}
+        self._found.append(set(slow))
+        for which, each in slow.items():
+            if sum(which in found for found in self._found) >= TIMES and which not in self._named:
+                self._named.add(which)
+                self._name(each)
+
+    def _name(self, slow: Slow) -> None:
+        host = {0: f"rank 0 on {self.topology.host}", **{peer.rank: peer.name for peer in self.peers.ranks()}}
+        print_warning(
+            self.topology,
+            f"{host.get(slow.rank, f'rank {slow.rank}')} is slow in {slow.cause}: {slow.seconds * 1000:.0f} ms of each "
+            f"step, where the others take {slow.others * 1000:.0f} ms and wait for it.",
+        )

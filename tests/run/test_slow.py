@@ -1,0 +1,96 @@
+"""Which ranks are slow, and why, from the times of their steps."""
+
+import random
+import statistics
+
+import pytest
+
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run import timeouts
+from hvdtrain.run.liveness import Liveness
+from hvdtrain.run.messages import Times
+from hvdtrain.run.peers import Peers
+from hvdtrain.run.slow import OF, STEPS, SlowWatch, slow_ranks
+
+
+def times(*ranks):
+    """Of each rank: milliseconds of reading, of computing, of waiting (None: not known)."""
+    return {
+        rank: Times(reading=reading / 1e3, rest=(computing + (waiting or 0)) / 1e3, waiting=waiting and waiting / 1e3)
+        for rank, (reading, computing, waiting) in enumerate(ranks)
+    }
+
+
+FOUND = {
+    "alike": ([(1, 40, 5), (1, 41, 4), (2, 40, 4)], []),
+    "half the processor": ([(0, 40, 41), (0, 80, 1.0)], [(1, "computing")]),
+    "half the processor, of four": ([(0, 80, 1.0)] + [(0, 40, 41)] * 3, [(0, "computing")]),
+    "a slow disk": ([(0, 40, 81), (80, 40, 1.0)], [(1, "reading")]),
+    "a slow disk, and nobody knows how long ranks wait": ([(0, 121, None), (80, 41, None)], [(1, "reading")]),
+    "slow in both": ([(0, 40, 80), (0, 40, 80), (40, 80, 1.0)], [(2, "reading"), (2, "computing")]),
+    "all read slowly": ([(80, 40, 2), (82, 40, 1.0)], []),
+    "a slow network": ([(0, 40, 400), (0, 41, 399)], []),
+    "a network that only one rank waits for": ([(0, 40, 400), (0, 40, 2), (0, 40, 2)], []),
+    "a little slower": ([(0, 40, 12), (0, 51, 1.0)], []),
+    "twice as slow in what takes no time": ([(0.1, 40, 5), (0.4, 40, 5)], []),
+    "steps of a tenth of a millisecond": ([(0, 0.1, 0.2), (0, 0.3, 0.01)], []),
+    "slow beside the others' waiting, which is short": ([(0, 40, 2), (0, 80, 2)], []),
+    "computing is not known": ([(0, 121, None), (0, 120, None)], []),
+}
+
+
+@pytest.mark.parametrize(("ranks", "expected"), FOUND.values(), ids=FOUND.keys())
+def test_who_is_slow(ranks, expected):
+    assert [(each.rank, each.cause) for each in slow_ranks(times(*ranks))] == expected
+
+
+class Watch:
+    """A watch on rank 0 of two, and what it printed."""
+
+    def __init__(self, capsys):
+        self.watch = SlowWatch(Liveness(Peers(Topology(0, 2, 0, 2, 0, "nid1", "srun", None))))
+        self.capsys = capsys
+
+    def compare(self, *ranks):
+        for rank, each in times(*ranks).items():
+            self.watch.reported(rank, each)
+        return self.capsys.readouterr().err
+
+
+def test_it_is_named_once_when_it_stays_slow(capsys):
+    watch, slow, well = Watch(capsys), [(0, 80, 1.0), (0, 40, 41)], [(0, 40, 2), (0, 40, 2)]
+    for ranks in (slow, slow, slow, well, well, slow, slow, slow):  # never four of five
+        assert watch.compare(*ranks) == ""
+    assert watch.compare(*slow) == (
+        "warning (rank 0 on nid1): rank 0 on nid1 is slow in computing: 80 ms of each step, where the others take 40 "
+        "ms and wait for it.\n"
+    )
+    for _ in range(2 * OF):
+        assert watch.compare(*slow) == ""
+
+
+def test_noise_is_no_alarm(capsys):
+    """Each rank now and then loses its processor, as on a machine that others load."""
+    watch, draw = Watch(capsys), random.Random(0)
+    for _ in range(2000):
+        own, other = (
+            statistics.median(40 * (2 if draw.random() < 0.25 else draw.uniform(1, 1.3)) for _ in range(STEPS))
+            for _ in range(2)
+        )
+        longest = max(own, other) + 1
+        assert watch.compare((0, own, longest - own), (0, other, longest - other)) == ""
+
+
+def test_steps_are_measured_apart_from_what_comes_between(monkeypatch):
+    sent, now = [], [0.0]
+    watch = SlowWatch(Liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
+    monkeypatch.setattr("hvdtrain.run.slow.time.monotonic", lambda: now[0])
+    watch.peers.send = sent.append
+    for step in range(3 * STEPS):
+        watch.step_begins()
+        now[0] += 100 if step == 5 else 0.25
+        watch.step_ended(0.125, 0.0625)
+        now[0] += timeouts.TIMES  # a checkpoint, say
+    assert sent == [Times(reading=0.125, rest=0.125, waiting=0.0625)] * 3
+    watch.step_ended(0.0, None)  # of another loop, which did not begin it
+    assert len(watch._steps) == 0
