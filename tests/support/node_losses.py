@@ -117,12 +117,13 @@ class Job:
                     found.append(int(process.name))
         return found
 
-    def ended(self) -> "Job":
-        """Once its script has ended; SLURM waits longer for a silent node that was not given back."""
+    def ended(self, *but: str) -> "Job":
+        """Once it is over, or `but` in that state: SLURM waits longer for a silent node that was not given back."""
+        under_way = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"} - set(but)
 
         def is_over() -> bool:
             self.state = self.cluster.job(self.number)
-            return self.state["JobState"] not in {"PENDING", "CONFIGURING", "RUNNING", "REQUEUED"}
+            return self.state["JobState"] not in under_way
 
         self.until(is_over, "ended")
         return self
