@@ -13,11 +13,13 @@ from hvdtrain.core.settings import OwnIntervals
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import DivergedError, OutputError, StoppedError
 from hvdtrain.files import read_json
+from hvdtrain.launch.topology import Topology
 from hvdtrain.run import checkpoint, timeouts
 from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest
 from hvdtrain.run.folder import hold
 from hvdtrain.run.loop import Hooks
 from hvdtrain.run.snapshot import Writer
+from hvdtrain.run.world import World
 
 COMMIT = commit
 
@@ -148,16 +150,11 @@ def test_a_forked_child_has_no_writer_to_wait_for(folder, gate):
     assert writer.is_writing
 
 
-class StoppingWorld:
+class StoppingWorld(World):
     """Stops after step 3."""
 
-    @staticmethod
-    def stops_at(step: int) -> bool:
+    def stops_at(self, step: int) -> bool:
         return step >= 3
-
-    @staticmethod
-    def stopped(step: int) -> StoppedError:
-        return StoppedError(step, "SIGTERM", 143)
 
 
 @pytest.fixture
@@ -177,7 +174,7 @@ def hooks(folder):
         intervals=OwnIntervals(checkpoint_every_steps=1),
         resume=SimpleNamespace(checkpoint=None),
         reporter=lambda *_: None,
-        world=StoppingWorld,
+        world=StoppingWorld(Topology.alone()),
         devices=(),
         topology=SimpleNamespace(host="here"),
         check_finite=lambda *_: None,
@@ -216,7 +213,7 @@ def test_an_error_beside_ends_the_run_at_its_next_step(hooks, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "commit", full)
     hooks.run.intervals = OwnIntervals(checkpoint_every_steps=2)
-    hooks.run.world = SimpleNamespace(stops_at=lambda step: False)
+    hooks.run.world = World(Topology.alone())
     step(hooks)
     step(hooks)
     hooks.writer._thread.join()
