@@ -13,10 +13,9 @@ from hvdtrain.core.progress import Extent, Progress, due
 from hvdtrain.core.totals import Totals
 from hvdtrain.run import guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
-from hvdtrain.run.pace import Pace
+from hvdtrain.run.checkpointing import Checkpointing
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
-from hvdtrain.run.snapshot import Writer
 
 
 class Engine(Protocol):
@@ -113,9 +112,8 @@ class Hooks(Generic[R_co]):
         self.run, self.extent = run, extent
         self.trainer, self.engine = trainer, trainer.engine
         self.progress = self._begin()
-        self.writer = Writer(run.folder, run.intervals.keep_checkpoints) if run.folder else None
+        self.checkpointing = Checkpointing(run.folder, run.intervals, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
-        self.pace = self._paced()
         self._logged = time.monotonic()
         self._reading, self._waited = 0.0, 0.0
 
@@ -125,8 +123,7 @@ class Hooks(Generic[R_co]):
         return self.progress.is_over(self.extent)
 
     def begin_epoch(self) -> None:
-        if self.pace:
-            self.pace.costs.pause()
+        self.checkpointing.pause()
         self.run.world.expect_steps(True)
         self._begin_step()
         if self.reporter:
@@ -137,15 +134,12 @@ class Hooks(Generic[R_co]):
         """What is due after an update, which `progress` has counted. Raises StoppedError where the ranks agree to stop,
         DivergedError, ReplicaError."""
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
-        if self.writer:
-            self.writer.check()
-            if self.pace:
-                self.pace.costs.stepped(time.monotonic(), is_writing=self.writer.is_writing)
+        self.checkpointing.stepped()
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         self._end_step()
         stopping = self.run.world.stops_at(progress.step)
-        checkpoint_due = stopping or self._checkpoint_due(progress.step)
+        checkpoint_due = stopping or self.checkpointing.due(progress.step)
         if last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps):
             self._log(lr)
         if progress.step == 1 or done or due(progress.step, intervals.guard_every_steps):
@@ -157,7 +151,7 @@ class Hooks(Generic[R_co]):
         if last:
             self.run.world.expect_steps(False)
         if stopping and not last:
-            self._wait_for_checkpoint()
+            self.checkpointing.wait()
             raise self.run.world.stopped(progress.step)
         self._begin_step()
 
@@ -181,7 +175,7 @@ class Hooks(Generic[R_co]):
         """What is due once an epoch is reported: the run continues at `after`."""
         done, intervals = self.progress.is_done(self.extent), self.run.intervals
         self.progress = after
-        inside = self._checkpoint_due(after.step)
+        inside = self.checkpointing.due(after.step)
         if done or inside or due(after.epoch, intervals.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
 
@@ -201,15 +195,9 @@ class Hooks(Generic[R_co]):
     def write_checkpoint(self, valid_score: float | None) -> None:
         """Copies the whole state, on rank 0, and begins to write it beside training. Raises OutputError of the
         checkpoint before, which it waits for."""
-        if self.writer:
-            state = self.trainer.state
-            meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
-            began = time.monotonic()
-            self.writer.write(state, meta)
-            if self.pace:
-                self.pace.costs.written(time.monotonic() - began, self.writer.seconds)
-        if self.pace:
-            self._renew(self.pace)
+        state, step = self.trainer.state, self.progress.step
+        if news := self.checkpointing.write(step, state, lambda: self._metadata(valid_score)):
+            self.note(news)
 
     def note(self, text: str) -> None:
         """A line of the log, on rank 0."""
@@ -224,46 +212,24 @@ class Hooks(Generic[R_co]):
                 yield
                 self.finish()
             except BaseException:
-                self._leave_checkpoint()
+                self.checkpointing.leave()
                 raise
 
     def finish(self) -> None:
         """Reports that the run has come to its end, its last checkpoint being whole. Raises OutputError."""
-        self._wait_for_checkpoint()
+        self.checkpointing.wait()
         self.run.finish(self.reporter, self.progress.step)
 
     def close(self, error: type[BaseException] | None) -> None:
         """Ends a loop of the user's own: its reports, as that error has ended them. May be called twice."""
-        self._leave_checkpoint()
+        self.checkpointing.leave()
         if self.reporter:
             self.reporter.__exit__(error)
             self.reporter = None
 
-    def _paced(self) -> Pace | None:
-        intervals = self.run.intervals
-        if intervals.checkpoint_every_steps != "auto":
-            return None
-        assert intervals.mtbf_hours
-        return Pace(intervals.mtbf_hours, self.progress.step)
-
-    def _checkpoint_due(self, step: int) -> bool:
-        every = self.run.intervals.checkpoint_every_steps
-        return self.pace.due(step) if self.pace else every != "auto" and due(step, every)
-
-    def _renew(self, pace: Pace) -> None:
-        """All ranks take rank 0's interval: they checkpoint together."""
-        interval = int(self.engine.sum(np.array([pace.wanted() if self.writer else 0]))[0])
-        pace.renew(self.progress.step, interval)
-        if news := pace.news(interval):
-            self.note(news)
-
-    def _wait_for_checkpoint(self) -> None:
-        if self.writer:
-            self.writer.wait()
-
-    def _leave_checkpoint(self) -> None:
-        if self.writer:
-            self.writer.leave()
+    def _metadata(self, valid_score: float | None) -> dict[str, Any]:
+        state = self.trainer.state
+        return self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
 
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""

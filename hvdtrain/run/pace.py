@@ -10,7 +10,7 @@ FIRST = 20
 """Steps to the first checkpoint of a run, and to the second and third: then it is known what one costs."""
 WARM_UP = 5
 """Steps that are not measured."""
-TOLD_AGAIN = 1.5
+LOGGED_AGAIN = 1.5
 """Change of the interval that is worth another line of the log."""
 
 
@@ -93,7 +93,7 @@ class Pace:
 
     def __init__(self, mtbf_hours: float, step: int) -> None:
         self.mtbf_hours, self.costs = mtbf_hours, Costs()
-        self._next, self._told = step + FIRST, 0
+        self._next, self._logged = step + FIRST, 0
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
@@ -113,9 +113,9 @@ class Pace:
     def news(self, interval: int) -> str | None:
         """A line for the log, where the interval is a new one."""
         costs = self.costs
-        if not costs.is_known or (self._told and 1 / TOLD_AGAIN < interval / self._told < TOLD_AGAIN):
+        if not costs.is_known or (self._logged and 1 / LOGGED_AGAIN < interval / self._logged < LOGGED_AGAIN):
             return None
-        self._told = interval
+        self._logged = interval
         return (
             f"a checkpoint every {interval} steps ({interval * costs.step_seconds:.1f} s): one costs training "
             f"{costs.cost * 1e3:.0f} ms and is written in {costs.write_seconds:.1f} s; mtbf_hours {self.mtbf_hours:g}"

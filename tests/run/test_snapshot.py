@@ -16,6 +16,7 @@ from hvdtrain.files import read_json
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import checkpoint, timeouts
 from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest
+from hvdtrain.run.checkpointing import Checkpointing
 from hvdtrain.run.folder import hold
 from hvdtrain.run.loop import Hooks
 from hvdtrain.run.snapshot import Writer
@@ -196,7 +197,7 @@ def test_a_stop_waits_for_the_one_under_way(hooks, folder, gate):
             step(hooks)
     assert [path.name for path in committed(folder.checkpoints)] == ["step-00000002", "step-00000003"]
     assert status_of(folder)["step"] == 3
-    assert not hooks.writer.is_writing
+    assert not hooks.checkpointing.writer.is_writing
 
 
 def test_the_end_waits_for_the_last_one(hooks, folder, gate):
@@ -212,11 +213,11 @@ def test_an_error_beside_ends_the_run_at_its_next_step(hooks, monkeypatch):
         raise OutputError("checkpoint x could not be written: No space left on device")
 
     monkeypatch.setattr(checkpoint, "commit", full)
-    hooks.run.intervals = OwnIntervals(checkpoint_every_steps=2)
+    hooks.checkpointing = Checkpointing(hooks.run.folder, OwnIntervals(checkpoint_every_steps=2), 0, np.asarray)
     hooks.run.world = World(Topology.alone())
     step(hooks)
     step(hooks)
-    hooks.writer._thread.join()
+    hooks.checkpointing.writer._thread.join()
     with pytest.raises(OutputError, match="No space left"):
         step(hooks)
 
@@ -227,6 +228,6 @@ def test_an_error_of_the_run_is_the_one_that_is_raised(hooks, folder, gate, monk
         step(hooks)
         raise DivergedError("nan")
     gate.set()
-    hooks.writer.wait()
+    hooks.checkpointing.writer.wait()
     assert hooks.progress == Progress(1, sample=10)
     assert status_of(folder)["state"] == "running"  # another one is Ending's to write

@@ -23,6 +23,7 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.settings import OwnIntervals
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import folder as folders
+from hvdtrain.run.checkpointing import Checkpointing
 from hvdtrain.run.loop import Loop, Trainer
 from hvdtrain.run.main import keep_memory, load_dataset
 from hvdtrain.run.run import Run
@@ -36,7 +37,7 @@ class Blocks(Loop[Trainer]):
 
     def __init__(self, run: Run, trainer: Trainer, every: int) -> None:
         super().__init__(run, trainer)
-        self.every, self.copies = every, False
+        self.every, self.copies, self.write_seconds = every, False, 0.0
         self.held: dict[str, np.ndarray] = {}
         self.stalls: dict[str, list[float]] = {"copies": [], "checkpoints": []}
         self.steps = overhead.ours(self)
@@ -47,10 +48,13 @@ class Blocks(Loop[Trainer]):
         every = None if kind == "none" else self.every
         self.run = replace(self.run, intervals=OwnIntervals(log_every_steps=5, checkpoint_every_steps=every))
         self.progress.sample, self.progress.step = 0, self.every - self.every // 2
+        self.checkpointing = Checkpointing(self.run.folder, self.run.intervals, self.progress.step, self.engine.sum)
         began = time.perf_counter()
         for _ in range(steps):
             next(self.steps)
-        self._wait_for_checkpoint()
+        self.checkpointing.wait()
+        if self.checkpointing.writer and every:
+            self.write_seconds = self.checkpointing.writer.seconds
         return (time.perf_counter() - began) / steps
 
     def write_checkpoint(self, valid_score: float | None) -> None:
@@ -99,7 +103,7 @@ def _measure(run: Run, framework: str, rounds: int, every: int, steps: int) -> d
         "step_seconds": of_ranks,
         "stalls": loop.stalls["checkpoints"][in_warm_up[0] :],
         "copies": loop.stalls["copies"][in_warm_up[1] :],
-        "write_seconds": loop.writer.seconds if loop.writer else 0.0,
+        "write_seconds": loop.write_seconds,
     }
 
 
