@@ -84,8 +84,9 @@ def end(ranks, limit=SECONDS):
 def restore(cluster, node):
     """Heals the node; SLURM, patient as a site's, would otherwise wait minutes for the end of the jobs that it had."""
     cluster("heal", node)
-    for state in ("down", "resume"):
-        cluster("scontrol", "update", f"nodename={node}", f"state={state}", "reason=healed")
+    cluster("scontrol", "update", f"nodename={node}", "state=down", "reason=healed")
+    # A node that registers meanwhile is back by itself, and SLURM refuses to resume it.
+    cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def output_of(of):
