@@ -1,8 +1,8 @@
-"""Ranks that are slower than the others, and why: computing or reading. Told from times that every rank has anyway.
+"""Ranks that are slower than the others, and why: computing or reading, from times that every rank has anyway.
 
 Each rank knows of each step how long it waited for its batch, and how long for the other ranks' gradients; the rest it
 computed. A rank that takes longer than the others for one of them, by as much as they wait for it, is named.
-A slow network is not told: a ring of ranks waits as one, and each of them sees the same.
+A slow network is not named: a ring of ranks waits as one, and each of them sees the same.
 """
 
 import statistics

@@ -61,7 +61,7 @@ class Job:
     def release(self, keep: Sequence[str], folder: Path) -> bool:
         """Gives all nodes back but these: SLURM, which misses a silent node after minutes, would then end the whole
         job. scontrol writes two files into the folder."""
-        return _scontrol("update", f"JobId={self.number}", f"NodeList={','.join(keep)}", cwd=folder) == ""
+        return _refused("update", f"JobId={self.number}", f"NodeList={','.join(keep)}", cwd=folder) == ""
 
     def requeue(self, without: Sequence[str]) -> str:
         """Requests SLURM to start this job again, elsewhere than on those nodes; a message for the user."""
@@ -70,7 +70,7 @@ class Job:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         message = slurm_job.requeue(self.number)
         if without and "is queued again" in message:
-            refused = _scontrol("update", f"JobId={self.number}", f"ExcNodeList={excluded}")
+            refused = _refused("update", f"JobId={self.number}", f"ExcNodeList={excluded}")
             message = f"{message[:-1]}{f'; not without {excluded}: {refused}' if refused else f', without {excluded}'}."
         return message
 
@@ -107,27 +107,23 @@ def _excluded(job: str) -> list[str]:
 
 
 def _output(*arguments: str) -> str:
-    """What scontrol prints; "" where it is not there or fails."""
+    """What scontrol prints; "" where it is not there or does not answer."""
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["scontrol", *arguments], capture_output=True, text=True, errors="replace", timeout=SCONTROL, check=False
-        )
-        return done.stdout
+        return _scontrol(*arguments).stdout
     return ""
 
 
-def _scontrol(*arguments: str, cwd: Path | None = None) -> str:
-    """Why it failed; "" where it did not."""
+def _refused(*arguments: str, cwd: Path | None = None) -> str:
+    """Why scontrol failed; "" where it did not."""
     try:
-        done = subprocess.run(
-            ["scontrol", *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SCONTROL,
-            check=False,
-            cwd=cwd,
-        )
+        done = _scontrol(*arguments, cwd=cwd)
     except (OSError, subprocess.TimeoutExpired) as error:
         return type(error).__name__
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
+
+
+def _scontrol(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["scontrol", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=SCONTROL, check=False, cwd=cwd
+    )
