@@ -39,8 +39,21 @@ def fewer(job):
 
 
 def torchrun(job):
-    job.submit(script(trains()[2:], nodes=2, spare=1, launcher="torchrun"), "--exclusive").trains()
+    job.submit(script(trains()[3:], nodes=2, spare=1, launcher="torchrun"), "--exclusive").trains()
     job.trains_again(job.cut(job.nodes()[1]))
+    return job.ended()
+
+
+def cut_off(job):
+    """The node of the job's script loses its link, for longer than ranks wait for one another."""
+    job.submit(script(trains(), nodes=2, mpi="pmix")).trains()
+    first = job.nodes()[0]
+    job.cluster("cut", first)
+    job.times["cut"] = time.monotonic()
+    before = job.steps()
+    job.until(lambda: job.supervised, "waits")
+    job.cluster("heal", first)
+    job.trains_again(before)
     return job.ended()
 
 
@@ -96,6 +109,7 @@ SCENARIOS = {
     "twice": twice,
     "fewer": fewer,
     "torchrun": torchrun,
+    "cut off": cut_off,
     **{build: killed(build) for build in MPI},
     "no progress": no_progress,
     "array": array,
@@ -157,7 +171,15 @@ def test_a_killed_rank_starts_again_on_the_same_nodes(jobs, name):
     assert "ended without a message: killed, out of memory, or crashed; starts again on 2 nodes, from step" in line
 
 
-@pytest.mark.parametrize("name", ["twice", "torchrun", *MPI])
+def test_a_script_that_is_cut_off_waits_and_starts_again_on_the_same_nodes(jobs):
+    job = of(jobs, "cut off")
+    assert job.state["JobState"] == "COMPLETED", job.log[-3000:]
+    waits, again = job.supervised
+    assert waits == "neither another node nor slurmctld answers: this node is cut off, and waits until one does"
+    assert "; starts again on 2 nodes, from step" in again
+
+
+@pytest.mark.parametrize("name", ["twice", "torchrun", "cut off", *MPI])
 def test_the_losses_are_those_of_the_undisturbed_run_to_the_bit(jobs, name):
     assert of(jobs, name).losses() == of(jobs, "undisturbed").losses()
 

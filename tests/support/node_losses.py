@@ -23,10 +23,13 @@ LINEAR = ("linear", "--batch-size", 100, "--epochs", 40, "--checkpoint-every-ste
 LIMIT = 400
 
 
-def trains(build: str = "openmpi", framework: str = "torch", recipe: tuple[object, ...] = LINEAR) -> list[str]:
-    """A training whose ranks find no command of SLURM, as in a container."""
+def trains(
+    build: str = "openmpi", framework: str = "torch", recipe: tuple[object, ...] = LINEAR, pause: float = 0.05
+) -> list[str]:
+    """A training whose ranks find no command of SLURM, as in a container; seconds of pause in each step."""
     folder = ENVIRONMENTS[build] / "bin"
-    return ["env", f"PATH={folder}", str(folder / "python"), str(PACED), f"hvdtrain.{framework}", *map(str, recipe)]
+    environ = ["env", f"PATH={folder}", f"HVDTRAIN_TEST_PAUSE={pause}"]
+    return [*environ, str(folder / "python"), str(PACED), f"hvdtrain.{framework}", *map(str, recipe)]
 
 
 @dataclass
@@ -104,17 +107,33 @@ class Job:
         time.sleep(1)
         return self.steps()
 
+    def hosts(self) -> dict[int, str]:
+        """By rank the node that it trains on now."""
+        return {int(variables["SLURM_PROCID"]): variables["SLURMD_NODENAME"] for _, variables in self._ranks()}
+
     def _processes(self, rank: int) -> list[int]:
+        return [number for number, variables in self._ranks() if variables["SLURM_PROCID"] == str(rank)]
+
+    def _ranks(self) -> list[tuple[int, dict[str, str]]]:
+        """The processes that train, with their environment."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                variables = (process / "environ").read_text(errors="replace").split("\0")
+                words = (process / "cmdline").read_text(errors="replace").split("\0")
+                # The supervisor and srun have such variables and such words too.
+                if words[1:2] == [str(PACED)]:
+                    environ = dict(each.split("=", 1) for each in variables if "=" in each)
+                    found.append((int(process.name), environ))
+        return [(number, environ) for number, environ in found if "SLURM_PROCID" in environ]
+
+    def processes(self) -> list[Path]:
+        """All that run in this job's folder, wherever."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (process / "cwd").readlink() != self.folder:
-                    continue
-                variables = (process / "environ").read_bytes().split(b"\0")
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                # The supervisor and srun have such variables and such words too.
-                if b"SLURM_PROCID=%d" % rank in variables and words[1:2] == [str(PACED).encode()]:
-                    found.append(int(process.name))
+                if (process / "cwd").readlink() == self.folder:
+                    found.append(process)
         return found
 
     def ended(self, *but: str) -> "Job":

@@ -31,6 +31,8 @@ OF_A_TRAINING = ("--signal", "--requeue", "--open-mode")
 SAVES = "120 s before its time limit hvdtrain saves and requeues the job"
 IGNORED = "120 s before its time limit; delete it if COMMAND ignores USR2"
 TRAPPED = "120 s before its time limit, for programs that handle it"
+REQUEUED = "it may be queued again, as when its first node fails"
+EXPEDITED = "after a lost node it is first in the queue; after an error it is held there"
 
 MPI_WHY = "# --mpi says how ranks find each other: pmix for Open MPI, pmi2 for MPICH, cray_shasta for Cray-MPICH.\n"
 ORDER_WHY = (
@@ -96,6 +98,9 @@ class Options:
     spare: Annotated[
         int, Field(ge=0, le=1_000_000), tyro.conf.arg(help="nodes more, each of which replaces a lost one", metavar="N")
     ] = 0
+    expedite: Annotated[
+        bool, tyro.conf.arg(help="start again before all other jobs when the first node is lost; SLURM 25.11 and later")
+    ] = False
     time: Annotated[str | None, tyro.conf.arg(help="HH:MM:SS; left out: the site's usual", metavar="TIME")] = None
     account: Annotated[str | None, tyro.conf.arg(help="the project that pays", metavar="NAME")] = None
     partition: Annotated[str | None, tyro.conf.arg(help="left out: the site's", metavar="NAME")] = None
@@ -283,7 +288,7 @@ def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tu
         ("--output=%x-%j.out", "the log: name and number of the job"),
         ("--open-mode=append", "a requeued job continues its log instead of emptying it"),
         ("--signal=USR2@120", at_signal),
-        ("--requeue", "it may be queued again, as when its first node fails"),
+        (f"--requeue{'=expedite' * options.expedite}", EXPEDITED if options.expedite else REQUEUED),
     ]
     return [row for row in rows if row[0]]
 

@@ -22,11 +22,12 @@ from hvdtrain.errors import JobError
 from hvdtrain.run import checkpoint, outcome
 from hvdtrain.tools.supervise import command, step
 from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide
-from hvdtrain.tools.supervise.job import Job
+from hvdtrain.tools.supervise.job import Job, controller_answers, silent_nodes
 
 PROG = "python -m hvdtrain supervise"
 HISTORY = "history.json"
 RELEASE_SECONDS = 15.0  # that the last rank of an ended step may take to let its run folder go
+CUT_OFF_SECONDS = 2.0  # between two looks whether another host answers
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Supervisor:
         self.folder = Path.cwd() / f".hvdtrain-{job.number}-{digest}"
         self.history = _read_history(self.folder / HISTORY)
         self.there, self.places = job.nodes, places
+        self.endpoints = job.endpoints()  # now: one that is cut off later cannot request them
         self.signals = step.Signals()
 
     def run(self) -> int:
@@ -109,7 +111,7 @@ class Supervisor:
         files.remove(folder)
         files.make_folder(folder)
         began = time.monotonic()
-        code, silent = step.run(words, environ, folder, self.signals, lambda: self.job.silent(self.there))
+        code, silent = step.run(words, environ, folder, self.signals, self._silent)
         run = outcome.read(folder, "run")
         if code:
             _wait_for_release(run)
@@ -120,6 +122,19 @@ class Supervisor:
         sizes = {size for size in run.get("fewer", []) if ranks_per_node and size % ranks_per_node == 0}
         smaller = frozenset(size // ranks_per_node for size in sizes)
         return ended, silent, smaller
+
+    def _silent(self) -> frozenset[str]:
+        """The nodes that do not answer. Where no other host does, this one is cut off, and not they: it waits. SLURM
+        queues the job again if that takes long."""
+        others, is_logged = frozenset(self.there) - {self.job.nodes[0]}, False
+        while True:
+            silent = silent_nodes({node: self.endpoints[node] for node in self.there})
+            if not others or not others <= silent or self.signals.last in ENDING or controller_answers():
+                return silent
+            if not is_logged:
+                _log("neither another node nor slurmctld answers: this node is cut off, and waits until one does")
+                is_logged = True
+            time.sleep(CUT_OFF_SECONDS)
 
     def _ended(self, folder: Path, run: Mapping[str, Any], code: int, nodes: int, seconds: float) -> Ended:
         lost, error = outcome.read(folder, "lost"), outcome.read(folder, "error")

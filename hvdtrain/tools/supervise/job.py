@@ -50,13 +50,10 @@ class Job:
         """The node whose hostname that is."""
         return host if host in self.nodes else host.partition(".")[0]
 
-    def silent(self, nodes: Collection[str]) -> frozenset[str]:
-        """Those whose slurmd takes no connection."""
-        port, addresses = _slurmd_port(), _addresses(nodes)
-        hosts = [addresses.get(node) or node for node in nodes]
-        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-            answers = pool.map(lambda host: _answers(host, port), hosts)
-            return frozenset(node for node, answer in zip(nodes, answers, strict=True) if not answer)
+    def endpoints(self) -> dict[str, tuple[str, int]]:
+        """By node the host and port of its slurmd."""
+        port, addresses = _slurmd_port(), _addresses(self.nodes)
+        return {node: (addresses.get(node) or node, port) for node in self.nodes}
 
     def release(self, keep: Sequence[str], folder: Path) -> bool:
         """Gives all nodes back but these: SLURM, which misses a silent node after minutes, would then end the whole
@@ -75,6 +72,18 @@ class Job:
         return message
 
 
+def silent_nodes(endpoints: Mapping[str, tuple[str, int]]) -> frozenset[str]:
+    """The nodes whose slurmd takes no connection."""
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        answers = pool.map(_answers, endpoints.values())
+        return frozenset(node for node, answer in zip(endpoints, answers, strict=True) if not answer)
+
+
+def controller_answers() -> bool:
+    """Whether slurmctld does."""
+    return " is UP" in _output("ping")
+
+
 def kill(step: str) -> None:
     """Kills a step's tasks. scancel itself would wait for nodes that do not answer."""
     if scancel := shutil.which("scancel"):
@@ -82,9 +91,9 @@ def kill(step: str) -> None:
         subprocess.Popen([scancel, "--signal=KILL", step], stdin=null, stdout=null, stderr=null)
 
 
-def _answers(host: str, port: int) -> bool:
+def _answers(endpoint: tuple[str, int]) -> bool:
     try:
-        socket.create_connection((host, port), CONNECT).close()
+        socket.create_connection(endpoint, CONNECT).close()
     except OSError:
         return False
     return True

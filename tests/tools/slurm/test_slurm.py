@@ -40,6 +40,14 @@ def test_the_script_kept_under_slurm_is_what_is_rendered(name, launcher):
     assert path.read_bytes().decode() == rendered(name, launcher), f"make it anew: {remedy}"
 
 
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "tf-config"])
+def test_a_job_may_be_expedited(launcher):
+    options = Options(nodes=2, launcher=launcher, expedite=True, gpus_per_node=1, cpus_per_task=4)
+    text = render(GENERIC, options, command_of(launcher))
+    assert re.findall(r"^#SBATCH (--requeue\S*)", text, re.MULTILINE) == ["--requeue=expedite"]
+    assert check(text) == []
+
+
 def test_no_script_is_kept_that_no_site_renders():
     kept = {path.relative_to(REPOSITORY / "slurm").as_posix() for path in REPOSITORY.glob("slurm/*/*.sbatch")}
     assert kept == {f"{name}/{launcher}.sbatch" for name, launcher in EXAMPLES}

@@ -116,7 +116,9 @@ sys.exit(code)
 SCONTROL = r"""#!/bin/bash
 echo "$*" >> "${0%/*}/scontrol.log"
 [ "$1" = show ] && [ "$2" = config ] && echo "SlurmdPort              = $PORT"
-[ "$2" = node ] || [ "$3" = node ] && for n in 1 2 4; do echo "NodeName=nid00$n Arch=x NodeAddr=127.0.0.1 Port"; done
+[ "$1" = ping ] && [ -e up ] && echo "Slurmctld(primary) at head is UP"
+[ "$2" = node ] || [ "$3" = node ] && for n in 2 4; do echo "NodeName=nid00$n NodeAddr=127.0.0.${OTHERS:-1} Port"; done
+[ "$2" = node ] || [ "$3" = node ] && echo "NodeName=nid001 Arch=x NodeAddr=127.0.0.1 Port"
 [ "$2" = node ] || [ "$3" = node ] && echo "NodeName=nid003 NodeAddr=127.0.0.${DEAD:-1} x"
 exit 0
 """
@@ -188,6 +190,15 @@ def test_a_silent_node_is_replaced_and_given_back(supervise, tmp_path, flags, fi
     ]
     assert "update JobId=22 NodeList=nid001,nid002,nid004" in lines(tmp_path, "scontrol.log")
     assert left(tmp_path) == []
+
+
+def test_a_node_that_is_cut_off_waits_until_slurm_answers(supervise, tmp_path):
+    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {})], DEAD="0", OTHERS="0")
+    assert process.stderr.readline().endswith(": this node is cut off, and waits until one does\n")
+    assert len(lines(tmp_path, "starts")) == 1
+    (tmp_path / "up").touch()
+    assert "; starts again on 1 node without nid002, nid003, nid004" in process.communicate(timeout=60)[1]
+    assert process.returncode == 0
 
 
 def test_a_step_that_waits_for_a_silent_node_is_ended(supervise, tmp_path):
