@@ -57,6 +57,17 @@ def cut_off(job):
     return job.ended()
 
 
+def first(job):
+    """The node of the job's script loses its power, and SLURM misses it, here at once and not after five minutes."""
+    job.submit(script(trains(), nodes=2, mpi="pmix"), "--exclusive").trains()
+    node = job.nodes()[0]
+    job.cut(node)
+    job.cluster("scontrol", "update", f"nodename={node}", "state=down", "reason=missed")
+    job.until(lambda: "resuming from step" in job.log, "trains again")
+    assert node not in job.nodes()
+    return job.ended()
+
+
 def killed(build):
     def scenario(job):
         job.submit(script(trains(build), nodes=2, mpi=MPI[build])).trains()
@@ -110,6 +121,7 @@ SCENARIOS = {
     "fewer": fewer,
     "torchrun": torchrun,
     "cut off": cut_off,
+    "first": first,
     **{build: killed(build) for build in MPI},
     "no progress": no_progress,
     "array": array,
@@ -179,7 +191,12 @@ def test_a_script_that_is_cut_off_waits_and_starts_again_on_the_same_nodes(jobs)
     assert "; starts again on 2 nodes, from step" in again
 
 
-@pytest.mark.parametrize("name", ["twice", "torchrun", "cut off", *MPI])
+def test_slurm_queues_a_job_again_whose_script_has_lost_its_node(jobs):
+    job = of(jobs, "first")
+    assert (job.state["JobState"], job.state["Restarts"]) == ("COMPLETED", "1"), job.log[-3000:]
+
+
+@pytest.mark.parametrize("name", ["twice", "torchrun", "cut off", "first", *MPI])
 def test_the_losses_are_those_of_the_undisturbed_run_to_the_bit(jobs, name):
     assert of(jobs, name).losses() == of(jobs, "undisturbed").losses()
 

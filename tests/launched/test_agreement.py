@@ -139,6 +139,12 @@ def test_an_overflow_is_skipped_by_all_ranks(world, framework):
     assert all(finite for _, _, finite in (first, second, third))
 
 
+def test_an_update_that_lost_its_gradients_is_made_again(world):
+    ranks = world("mpi-2", "torch")
+    assert ranks.results["redone"] == [rank["state"] for rank in ranks.of("short")]
+    np.testing.assert_array_equal(ranks.losses("redone"), ranks.losses("short"))
+
+
 @on_both
 def test_readers_beside_the_loop_change_no_bit(world, framework):
     ranks = world("mpi-2", framework)

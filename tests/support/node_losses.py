@@ -39,6 +39,8 @@ class Job:
     cluster: Minicluster
     folder: Path
     number: str = ""
+    limit: float = LIMIT
+    """Seconds until something is not waited for any longer."""
     times: dict[str, float] = field(default_factory=dict)
     state: dict[str, str] = field(default_factory=dict)
 
@@ -80,7 +82,7 @@ class Job:
         return hostlist.expand(self.cluster.job(self.number)["NodeList"])
 
     def until(self, true: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + self.limit
         while not true():
             assert time.monotonic() < deadline and "Traceback" not in self.log, f"{what}: {self.log[-3000:]}"
             time.sleep(0.1)

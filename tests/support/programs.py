@@ -96,6 +96,18 @@ def resumed_states(cases: dict[str, list[str]], folder: str, engine: str = "auto
     return results
 
 
+def redone(argv: list[str], step: int) -> str:
+    """The digest of the state of a run, one of whose updates has lost its gradients and is made again."""
+    training = prepared(argv)
+    framework.lose_once(training.trainer, step)
+    try:
+        for _ in training.epoch():
+            pass
+    except ConnectionError:
+        training.train()
+    return digest(framework.state(training.trainer))
+
+
 def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The engine's refusal of each recipe that it cannot run here."""
     results = {}

@@ -20,8 +20,9 @@ from node_losses import Job, script, trains
 MISSES_A_NODE = ("--slurmd-timeout", 300, "--kill-wait", 30)
 WITHIN = 60.0  # seconds from the loss to the next step
 GOODPUT = 0.6
-BATCH, STEP_SECONDS = 100, 0.25
-LONG = ("linear", "--batch-size", BATCH, "--base-lr", 1e-4, "--checkpoint-every-steps", 20, "--log-every-steps", 1)
+BATCH, STEP_SECONDS = 100, 0.5
+HOUR = 3600.0
+LONG = ("linear", "--batch-size", BATCH, "--base-lr", 1e-4, "--checkpoint-every-steps", 10, "--log-every-steps", 1)
 LISTENING = re.compile(r"LISTEN\s+\d+\s+\d+\s+(\S+)")
 
 
@@ -56,11 +57,11 @@ def soak(folder: Path, faults: int, shortest: float, longest: float, seed: int) 
     epochs = round(seconds * 0.75 / STEP_SECONDS / 10)  # of ten steps
     recipe = (*LONG, "--epochs", epochs)
     with minicluster(folder, "--nodes", 8, *MISSES_A_NODE) as cluster:
-        whole = Job(cluster, folder / "undisturbed")
+        whole = Job(cluster, folder / "undisturbed", limit=HOUR)
         whole.submit(script(trains(recipe=recipe, pause=0), nodes=3, mpi="pmix")).ended()
         ports = listening(cluster)
         text = script(trains(recipe=recipe, pause=STEP_SECONDS), nodes=3, spare=4, mpi="pmix")
-        job, began = Job(cluster, folder / "soak"), time.monotonic()
+        job, began = Job(cluster, folder / "soak", limit=HOUR), time.monotonic()
         job.submit(text, "--exclusive", "--time=10:00:00").trains(5)
         down: dict[str, float] = {}
         for number in range(1, faults + 1):

@@ -51,6 +51,18 @@ def flip_a_bit(trainer: Trainer) -> None:
     trainer.model.weight.detach().view(torch.int32)[0] ^= 1
 
 
+def lose_once(trainer: Trainer, step: int) -> None:
+    """The gradients of that update are lost once, as where a connection breaks."""
+    finish, calls = trainer.engine.finish, iter(range(1, step + 1))
+
+    def finish_or_raise() -> None:
+        finish()
+        if next(calls, None) == step:
+            raise ConnectionError
+
+    trainer.engine.finish = finish_or_raise  # type: ignore[method-assign]
+
+
 def results_of(engine: Engine) -> dict[str, Any]:
     """What each verb of an engine gave on this rank, as plain lists."""
     rank = engine.rank

@@ -200,6 +200,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
                 "gradients": GRADIENTS,
                 "resumed_states": RESUMED["torch"],
+                "redone": {"argv": [*SHORT_LINE, "--output", "{folder}/redone"], "step": 7},
                 **SMALL_FLOATS,
             },
         ),
