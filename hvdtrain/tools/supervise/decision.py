@@ -2,7 +2,7 @@
 
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MOST_STARTS = 3
@@ -131,20 +131,47 @@ def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
 
 def _starts_without_progress(history: Sequence[Ended]) -> int:
     """How many of the last starts brought no new checkpoint."""
-    count, newest = 0, 0
-    for ended in history:
-        is_new = ended.seconds >= LONG if ended.step is None else ended.step > newest
-        count, newest = 0 if is_new else count + 1, ended.step or newest
+    count = 0
+    for _, is_new in _progress(history):
+        count = 0 if is_new else count + 1
     return count
 
 
+def _progress(history: Sequence[Ended]) -> Iterator[tuple[Ended, bool]]:
+    """Each start, and whether it brought a new checkpoint."""
+    newest = 0
+    for ended in history:
+        yield ended, ended.seconds >= LONG if ended.step is None else ended.step > newest
+        newest = ended.step or newest
+
+
+def _losses(history: Sequence[Ended]) -> tuple[Counter[str], Counter[str]]:
+    """How often each node was lost: in all, and since the last new checkpoint and with it."""
+    in_all, since = Counter[str](), Counter[str]()
+    for ended, is_new in _progress(history):
+        if is_new:
+            since.clear()
+        if ended.lost:
+            in_all[ended.lost.node] += 1
+            since[ended.lost.node] += 1
+    return in_all, since
+
+
 def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Decision:
-    losses = Counter(ended.lost.node for ended in history if ended.lost)
-    twice = {node for node, count in losses.items() if count > 1}
-    without = tuple(node for node in nodes.there if node in nodes.silent | twice)
+    without = tuple(node for node in nodes.there if node in nodes.silent | _left_out(history, nodes))
     left = len(nodes.there) - len(without)
     if left >= nodes.wanted:
         return Restart(nodes.wanted, without, why)
     if fits := [count for count in nodes.smaller if count <= left]:
         return Restart(max(fits), without, why)
     return Requeue(without, f"{why}; {left} of {nodes.wanted} nodes remain, on which it cannot continue")
+
+
+def _left_out(history: Sequence[Ended], nodes: Nodes) -> set[str]:
+    """Nodes that answer and were lost twice: all without a new checkpoint in between; of others, who were lost most
+    often, as many as spare nodes can replace."""
+    losses, since = _losses(history)
+    answering = [node for node in nodes.there if node not in nodes.silent]
+    twice = sorted((node for node in answering if losses[node] > 1), key=lambda node: (-since[node], -losses[node]))
+    replaceable = max(0, len(answering) - nodes.wanted)
+    return {node for place, node in enumerate(twice) if since[node] > 1 or place < replaceable}

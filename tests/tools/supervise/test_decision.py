@@ -112,11 +112,26 @@ def test_what_starts_again(last, there, next_):
     assert decide([last], there) == next_
 
 
-def test_a_node_that_loses_a_rank_twice_is_left_out():
-    first, second = lost(step=100), lost(step=200)
-    assert decide([first, second], nodes()) == Restart(3, ("c",), KILLED)
-    assert isinstance(decide([first, second], nodes("abc")), Requeue)
-    assert decide([first, lost("b", step=200)], nodes()) == Restart(3, (), KILLED)
+TWICE = {  # the losses, the nodes: what comes next
+    "a spare node": ([lost(step=100), lost(step=200)], "abcd", Restart(3, ("c",), KILLED)),
+    "no spare node": ([lost(step=100), lost(step=200)], "abc", Restart(3, (), KILLED)),
+    "two such nodes, one spare": (
+        [lost(step=10), lost("b", step=20), lost(step=30), lost("b", step=40), lost(step=50)],
+        "abcd",
+        Restart(3, ("c",), KILLED),
+    ),
+    "without progress": (
+        [lost(step=100), lost(step=100)],
+        "abc",
+        Requeue(("c",), f"{KILLED}; 2 of 3 nodes remain, on which it cannot continue"),
+    ),
+    "of two nodes": ([lost(step=100), lost("b", step=200)], "abcd", Restart(3, (), KILLED)),
+}
+
+
+@pytest.mark.parametrize(("history", "there", "next_"), TWICE.values(), ids=TWICE)
+def test_a_node_that_loses_a_rank_twice(history, there, next_):
+    assert decide(history, nodes(there)) == next_
 
 
 STARTS = {  # steps of the newest checkpoint after each start: whether the last may be followed by another
