@@ -19,7 +19,7 @@ import pytest
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
-from hvdtrain.run import checkpoint
+from hvdtrain.run import checkpoint, tensor_file
 from hvdtrain.run.checkpoint import ARRAYS, CHECKSUM, META, Checkpoint, commit, committed, newest, read, recover
 from hvdtrain.run.resume import check_resumable
 from hvdtrain.tools.convert import converted
@@ -445,9 +445,11 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
 from hvdtrain import files
+from hvdtrain.run import tensor_file
 from hvdtrain.run.checkpoint import Checkpoint, commit, newest, recover
 from hvdtrain.run.folder import RunFolder
 from hvdtrain.run.snapshot import Writer
+tensor_file.BLOCK = 1 << 16  # several of a file pass by the page cache
 rounds, seed = map(int, sys.argv[2:])
 draw, folder, status, step = random.Random(seed), Path("checkpoints"), Path("status.json"), 0
 stated = 0
@@ -596,7 +598,8 @@ def test_a_full_disk_spares_the_checkpoints_before(tiny_disk):
     assert newest(folder)[0].meta["step"] == 3
 
 
-def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk):
+def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk, monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK", 1 << 14)
     folder = tiny_disk / "checkpoints"
     written = 0
     commit(folder, made(1), keep=1)
