@@ -69,8 +69,7 @@ def converted(state: Checkpoint, to: Literal["torch", "tensorflow"]) -> Checkpoi
         arrays = _unique(pairs)
     except KeyError as error:
         raise CheckpointError(f"the checkpoint has arrays that no model of hvdtrain has ({error}).") from None
-    metadata = {key: value for key, value in state.meta.items() if key != "sha256"}
-    return Checkpoint(arrays, {**metadata, "framework": to})
+    return Checkpoint(arrays, {**state.meta, "framework": to})
 
 
 def _unique(pairs: Iterator[Named]) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -18,8 +19,8 @@ import pytest
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
-from hvdtrain.run import checkpoint
-from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest, read, recover
+from hvdtrain.run import checkpoint, tensor_file
+from hvdtrain.run.checkpoint import ARRAYS, CHECKSUM, META, Checkpoint, commit, committed, newest, read, recover
 from hvdtrain.run.resume import check_resumable
 from hvdtrain.tools.convert import converted
 
@@ -213,14 +214,27 @@ def test_a_link_in_a_checkpoints_place_stops_no_commit(tmp_path):
     assert newest(tmp_path)[0].meta["step"] == 10
 
 
+def test_an_older_one_with_sha256_is_read(tmp_path):
+    path = commit(tmp_path, made(1, text="é"), keep=1)
+    meta = {key: value for key, value in checkpoint.metadata(path).items() if key != CHECKSUM}
+    covered = json.dumps(meta, sort_keys=True).encode() + (path / ARRAYS).read_bytes()
+    meta["sha256"] = hashlib.sha256(covered).hexdigest()
+    (path / META).write_text(json.dumps(meta, indent=1, sort_keys=True))
+    found = read(path)
+    assert found.meta == {"step": 1, "model": "m", "text": "é"}
+    assert CHECKSUM in checkpoint.metadata(commit(tmp_path / "converted", found, keep=1))
+    flip(ARRAYS, -1)(path)
+    assert newest(tmp_path)[1] == [f"checkpoint {path} is damaged: its checksum differs."]
+
+
 def test_numbers_of_a_kind_that_numpy_has_not_are_damage(tmp_path):
     path = commit(tmp_path, made(1), keep=1)
     for kind in ("BF16", "F8_E4M3", "F4"):
         size = {"BF16": 2, "F8_E4M3": 1, "F4": 1}[kind]
         header = json.dumps({"x": {"dtype": kind, "shape": [2], "data_offsets": [0, 2 * size]}}).encode()
         (path / ARRAYS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(2 * size))
-        meta = {key: value for key, value in checkpoint.metadata(path).items() if key != "sha256"}
-        meta["sha256"] = checkpoint._digest(path / ARRAYS, meta)
+        meta = {key: value for key, value in checkpoint.metadata(path).items() if key != CHECKSUM}
+        meta[CHECKSUM] = checkpoint._digest(path / ARRAYS, CHECKSUM, meta)
         (path / META).write_text(checkpoint._text(meta))
         assert newest(tmp_path)[0] is None
 
@@ -343,7 +357,7 @@ def seal(path: Path, text: str) -> None:
     """Puts the text into the checkpoint's meta as a forger does, who knows the checksum."""
     try:
         meta = json.loads(text)
-        meta["sha256"] = checkpoint._digest(path / ARRAYS, meta)
+        meta[CHECKSUM] = checkpoint._digest(path / ARRAYS, CHECKSUM, meta)
         text = checkpoint._text(meta)
     except (ValueError, RecursionError, TypeError, AttributeError):
         pass
@@ -417,7 +431,7 @@ def test_a_forged_pickle_is_never_loaded(tmp_path, monkeypatch):
     path = commit(tmp_path / "c", made(1), keep=1)
     (path / ARRAYS).write_bytes(pickle.dumps(Bomb()))
     meta = {"step": 1, "model": "m"}
-    meta["sha256"] = checkpoint._digest(path / ARRAYS, meta)  # the forger knows how to seal it
+    meta[CHECKSUM] = checkpoint._digest(path / ARRAYS, CHECKSUM, meta)  # the forger knows how to seal it
     (path / META).write_text(checkpoint._text(meta))
     with pytest.raises(CheckpointError, match=r"^checkpoint .*step-00000001 is damaged: .*header.*\.$"):
         read(path)
@@ -431,9 +445,11 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
 from hvdtrain import files
+from hvdtrain.run import tensor_file
 from hvdtrain.run.checkpoint import Checkpoint, commit, newest, recover
 from hvdtrain.run.folder import RunFolder
 from hvdtrain.run.snapshot import Writer
+tensor_file.BLOCK = 1 << 16  # several of a file pass by the page cache
 rounds, seed = map(int, sys.argv[2:])
 draw, folder, status, step = random.Random(seed), Path("checkpoints"), Path("status.json"), 0
 stated = 0
@@ -582,7 +598,8 @@ def test_a_full_disk_spares_the_checkpoints_before(tiny_disk):
     assert newest(folder)[0].meta["step"] == 3
 
 
-def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk):
+def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk, monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK", 1 << 14)
     folder = tiny_disk / "checkpoints"
     written = 0
     commit(folder, made(1), keep=1)

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent import futures
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,6 +109,17 @@ def test_never_two_at_once_and_one_snapshot(folder, gate):
     assert newest(folder.checkpoints)[0].arrays["x"].tolist() == [19.0] * 100_000
 
 
+def test_one_thread_writes_all(folder, monkeypatch):
+    seen, live, writer = [], Live(), Writer(folder, 2)
+    monkeypatch.setattr(checkpoint, "commit", lambda *_: seen.append(threading.current_thread()))
+    for step in range(4):
+        writer.write(live, {"step": step})
+        writer.wait()
+    assert len(seen) == 4
+    assert len(set(seen)) == 1
+    assert seen[0] is not threading.current_thread()
+
+
 def test_what_goes_wrong_beside_is_raised_in_training_once(folder, monkeypatch):
     def full(*_):
         raise OutputError("checkpoint x could not be written: No space left on device")
@@ -120,7 +132,7 @@ def test_what_goes_wrong_beside_is_raised_in_training_once(folder, monkeypatch):
             raises()
         writer.wait()
     writer.write(live, {"step": 3})
-    writer._thread.join()
+    futures.wait([writer._last])
     with pytest.raises(OutputError):
         writer.check()
     writer.check()
@@ -145,7 +157,7 @@ def test_a_forked_child_has_no_writer_to_wait_for(folder, gate):
     writer = Writer(folder, 2)
     writer.write(Live(), {"step": 1})
     if (child := os.fork()) == 0:
-        writer.leave()
+        writer.wait()
         os._exit(int(writer.is_writing))
     assert os.waitpid(child, 0)[1] == 0
     assert writer.is_writing
@@ -217,7 +229,7 @@ def test_an_error_beside_ends_the_run_at_its_next_step(hooks, monkeypatch):
     hooks.run.world = World(Topology.alone())
     step(hooks)
     step(hooks)
-    hooks.checkpointing.writer._thread.join()
+    futures.wait([hooks.checkpointing.writer._last])
     with pytest.raises(OutputError, match="No space left"):
         step(hooks)
 

@@ -1,6 +1,9 @@
 """A file of arrays: the bytes are those of safetensors' own `save_file`."""
 
+import errno
+import fcntl
 import hashlib
+import os
 import random
 
 import numpy as np
@@ -39,13 +42,56 @@ def test_the_bytes_are_the_librarys(tmp_path):
         assert digest.hexdigest() == hashlib.sha256(content).hexdigest()
 
 
+LARGE = {"large": np.arange(1_400_001, dtype=np.float32), "small": np.arange(3)}
+
+
 def test_blocks_are_small_and_whole(tmp_path):
-    arrays = {"large": np.arange(700_001, dtype=np.float32), "small": np.arange(3)}
-    sizes = [len(block) for block in tensor_file.blocks(arrays)]
-    assert sizes[1:] == [24, 1 << 20, 1 << 20, 4 * 700_001 - (2 << 20)]
-    save_file(arrays, tmp_path / "theirs")
-    path = commit(tmp_path, Checkpoint(arrays, {"step": 1}), keep=1)
+    sizes = [len(block) for block in tensor_file.blocks(LARGE)]
+    save_file(LARGE, tmp_path / "theirs")
+    path = commit(tmp_path, Checkpoint(LARGE, {"step": 1}), keep=1)
+    assert sizes[:-1] == [tensor_file.BLOCK] * 2
+    assert sum(sizes) == (path / ARRAYS).stat().st_size
     assert (path / ARRAYS).read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def never(_: int, direct: bool) -> None:
+    if direct:
+        raise OSError(errno.EINVAL, "no O_DIRECT here")
+
+
+WAYS = {  # what replaces _set_direct, whether writes with O_DIRECT are refused, what writes are direct
+    "past the page cache, but for the end": (tensor_file._set_direct, False, [True, True, False]),
+    "a file system without O_DIRECT": (never, False, [False] * 3),
+    "one that refuses each such write": (tensor_file._set_direct, True, [False] * 3),
+}
+
+
+@pytest.mark.parametrize(("set_direct", "refused", "direct"), WAYS.values(), ids=WAYS)
+def test_the_bytes_are_the_same_past_the_page_cache_and_through_it(set_direct, refused, direct, tmp_path, monkeypatch):
+    found, write = [], os.write
+
+    def watched(file: int, block: memoryview) -> int:
+        is_direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and (refused or len(block) % 4096):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        found.append(is_direct)
+        return write(file, block[: 1 << 20] if len(found) == 2 else block)  # once not all of it
+
+    monkeypatch.setattr(tensor_file, "_set_direct", set_direct)
+    monkeypatch.setattr(os, "write", watched)
+    tensor_file.write(tmp_path / "ours", LARGE, lambda block: None)
+    assert (tmp_path / "ours").read_bytes() == save(LARGE)
+    assert found == [direct[0], direct[1], direct[1], direct[2]]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
+def test_what_the_page_cache_refuses_too_is_raised(number, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(OSError, match="refused"):
+        tensor_file.write(tmp_path / "ours", LARGE, lambda block: None)
 
 
 def test_a_dtype_that_the_format_has_not():

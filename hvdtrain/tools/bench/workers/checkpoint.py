@@ -36,26 +36,28 @@ class Blocks(Loop[Trainer]):
     """hvdtrain's loop, in blocks of steps of one kind."""
 
     def __init__(self, run: Run, trainer: Trainer, every: int) -> None:
-        super().__init__(run, trainer)
+        super().__init__(replace(run, intervals=OwnIntervals(log_every_steps=5)), trainer)
         self.every, self.copies, self.write_seconds = every, False, 0.0
         self.held: dict[str, np.ndarray] = {}
         self.stalls: dict[str, list[float]] = {"copies": [], "checkpoints": []}
+        self.of_kinds = {kind: self._checkpointing(kind) for kind in ("none", "checkpoints", "copies")}
         self.steps = overhead.ours(self)
 
     def block(self, kind: str, steps: int) -> float:
         """Seconds of a step."""
-        self.copies = kind == "copies"
-        every = None if kind == "none" else self.every
-        self.run = replace(self.run, intervals=OwnIntervals(log_every_steps=5, checkpoint_every_steps=every))
+        self.copies, self.checkpointing = kind == "copies", self.of_kinds[kind]
         self.progress.sample, self.progress.step = 0, self.every - self.every // 2
-        self.checkpointing = Checkpointing(self.run.folder, self.run.intervals, self.progress.step, self.engine.sum)
         began = time.perf_counter()
         for _ in range(steps):
             next(self.steps)
         self.checkpointing.wait()
-        if self.checkpointing.writer and every:
+        if self.checkpointing.writer and kind == "checkpoints":
             self.write_seconds = self.checkpointing.writer.seconds
         return (time.perf_counter() - began) / steps
+
+    def _checkpointing(self, kind: str) -> Checkpointing:
+        intervals = OwnIntervals(checkpoint_every_steps=None if kind == "none" else self.every)
+        return Checkpointing(self.run.folder, intervals, 0, self.engine.sum)
 
     def write_checkpoint(self, valid_score: float | None) -> None:
         arrays = self.trainer.state.arrays() if self.copies else {}
