@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 
+DIRECT = getattr(os, "O_DIRECT", 0)
+"""0 on macOS, which has no such flag."""
 BLOCK = 2 << 20
 """A multiple of all page sizes. Blocks of 256 KiB take half as much processor time again, of 8 MiB more too."""
 NAMES = {
@@ -69,7 +71,7 @@ def _write(file: int, block: memoryview) -> None:
         try:
             block = block[os.write(file, block) :]
         except OSError as error:
-            if error.errno != errno.EINVAL or not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            if error.errno != errno.EINVAL or not fcntl.fcntl(file, fcntl.F_GETFL) & DIRECT:
                 raise
             _set_direct(file, False)
 
@@ -77,7 +79,7 @@ def _write(file: int, block: memoryview) -> None:
 def _set_direct(file: int, direct: bool) -> None:
     """Whether what is written passes by the page cache. Raises OSError where the file system cannot."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags | DIRECT if direct else flags & ~DIRECT)
 
 
 def _ordered(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
