@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +25,7 @@ from hvdtrain.torch.trainer import Replica
 
 if TYPE_CHECKING:
     from hvdtrain.torch.engines import Engine
+    from hvdtrain.torch.engines.ddp import DdpEngine
 
 
 class FaultTolerance(Callback):
@@ -131,8 +132,11 @@ class FaultTolerance(Callback):
             self._hooks = hooks = Hooks(run, replica, OwnSampling(0, 0, self._engine.size))
             if hooks.resumed_from:
                 program.restore(hooks.resumed_from["program"], hooks.progress)
+        if self._ranks.name == "ddp":
+            cast("DdpEngine", self._engine).watch(pl_module)
         if program.data:
             program.data.position = lambda: hooks.progress
+            program.data.read = hooks.clocks.read
         for line in program.unkept(str(self.folder)):
             hooks.note(line)
 
@@ -153,6 +157,9 @@ class FaultTolerance(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             seed = self._program.data.seed if self._program.data else 0
             devices.seed(seed, self._started.progress.step, engine.rank, engine.device)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started.trainer.engine.finish()  # which notes how long DistributedDataParallel's backward has waited
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -83,7 +83,7 @@ class Run:
         hooks, (examples, loader) = self._hooks, self._reading.of(dataset, collate, workers)
         hooks.extent = self._reading.training(self._extent, hooks.progress, self._program, len(examples), batch_size)
         _, requests = train_requests(self._extent, hooks.progress, self._engine.rank)
-        for batch in hooks.read(loader.batches(examples, requests)):
+        for batch in hooks.clocks.read(loader.batches(examples, requests)):
             devices.seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
             if self._averager:
                 self._averager.begin_batch()
