@@ -180,16 +180,14 @@ class FaultTolerance(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """After validation; Lightning's other hooks and the schedulers have the epoch's end before them."""
-        hooks, progress = self._started, self._started.progress
+        hooks = self._started
         trainer.fit_loop.restarting = False  # else a resumed epoch's end does not reach ReduceLROnPlateau
         if not self._settled:
             self._settled = True
             hooks.settle(self._lr)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         score = report_logged(hooks, logged, self._best)
-        ended = progress.is_epoch_done(hooks.extent) or not progress.is_stopped(hooks.extent)
-        after = Progress(progress.step, progress.epoch + 1) if ended else progress
-        self._ended = after, score
+        self._ended = hooks.progress.after_steps(hooks.extent), score
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch()

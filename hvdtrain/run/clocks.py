@@ -39,7 +39,8 @@ class Clocks:
         """This rank begins to read the next step's batch, or another loop than ours does."""
         if self._reading is not None:
             self._reading = 0.0
-        if self._watch.measures_step():
+        self._watch.step_begins()
+        if self._watch.is_measuring:
             self._waited = self._engine.waited or 0.0
 
     def end_step(self) -> None:

@@ -90,17 +90,16 @@ class SlowWatch:
         """Who was slow, the last times."""
         self._named: set[tuple[int, Cause]] = set()
 
-    def measures_step(self) -> bool:
-        """Begins a step; whether it is measured."""
+    def step_begins(self) -> None:
+        """This rank begins to read the next step's batch, or another loop than ours does."""
         now = time.monotonic()
         self.is_measuring = self.topology.size > 1 and now - self._began >= SAMPLED
         if self.is_measuring:
             self._began = now
-        return self.is_measuring
 
     def step_ended(self, reading: float | None, waiting: float | None) -> None:
-        """The update of a step that is measured is made: the seconds of it in which this rank waited for its batch, and
-        for the other ranks, None where nobody knows."""
+        """The update of a step that is measured is made: the seconds since `step_begins` in which this rank waited for
+        its batch, and for the other ranks, None where nobody knows."""
         now = time.monotonic()
         self._steps.append((reading, now - self._began - (reading or 0.0), waiting))
         self.is_measuring = False
