@@ -36,9 +36,9 @@ def measured(around: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def ancestors(tensor: tf.Tensor) -> set[Any]:
-    """All operations that run before it."""
-    found, left = set(), [tensor.op]
+def ancestors(op: Any) -> set[Any]:
+    """The operation, and all that run before it."""
+    found, left = set(), [op]
     while left:
         if (op := left.pop()) not in found:
             found.add(op)
@@ -46,8 +46,8 @@ def ancestors(tensor: tf.Tensor) -> set[Any]:
     return found
 
 
-def waited_for() -> list[list[str]]:
-    """Of each gradient that Horovod's engine averages in a graph, which gradients and clocks its average waits for."""
+def waited_for() -> dict[str, list[str]]:
+    """Where Horovod's engine averages two gradients in a graph: which gradients, averages and clocks each waits for."""
     engine, made = horovod(), []
 
     @tf.function(autograph=False)
@@ -56,10 +56,14 @@ def waited_for() -> list[list[str]]:
         return [*made]
 
     graph = step.get_concrete_function(tf.TensorSpec((2,), tf.float32)).graph
-    clocks = [op.name for op in graph.get_operations() if "Timestamp" in op.type]
-    assert len(clocks) == 2
-    watched = {"early", "late", *clocks}
-    return [sorted(watched & {op.name for op in ancestors(tensor)}) for tensor in made]
+    began, ended = (op for op in graph.get_operations() if op.type == "Timestamp")
+    averages = {"average of early": made[0].op, "average of late": made[1].op}
+    watched = {**averages, "began": began, "ended": ended}
+    watched |= {name: graph.get_operation_by_name(name) for name in ("early", "late")}
+    return {
+        name: sorted(other for other, op in watched.items() if op in ancestors(watched[name]) and other != name)
+        for name in (*averages, "began", "ended")
+    }
 
 
 def set_back() -> float:

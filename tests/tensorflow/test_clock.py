@@ -23,9 +23,14 @@ def test_waiting_is_told_from_computing(found, how):
         assert made * 0.2 <= seconds < made * 0.5
 
 
-def test_no_average_waits_for_the_clock_or_for_another_gradient(found):
+def test_the_clock_waits_for_all_gradients_and_no_average_for_the_clock(found):
     """Each gradient is communicated while backward computes the next one."""
-    assert found["waited for"] == [["early"], ["late"]]
+    assert found["waited for"] == {
+        "average of early": ["early"],
+        "average of late": ["late"],
+        "began": ["early", "late"],
+        "ended": ["average of early", "average of late", "began", "early", "late"],
+    }
 
 
 def test_a_system_clock_that_is_set_back_takes_no_time_away(found):
