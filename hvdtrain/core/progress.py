@@ -112,6 +112,12 @@ class Progress:
         plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid_loss)
         return Progress(self.step, self.epoch + 1, plateau=plateau)
 
+    def after_steps(self, extent: Extent) -> "Progress":
+        """Where a run without a plan continues after an epoch's steps: inside the epoch only where `max_steps` ended
+        them."""
+        inside = self.is_stopped(extent) and not self.is_epoch_done(extent)
+        return self if inside else Progress(self.step, self.epoch + 1)
+
     def lr(self, plan: Plan) -> float:
         """The LR of the next update."""
         return plan.schedule.lr(self.epoch + self.sample / (plan.steps_per_epoch * plan.global_batch), self.plateau)

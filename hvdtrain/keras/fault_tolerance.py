@@ -16,6 +16,7 @@ from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
 from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs
 from hvdtrain.keras.global_batches import GlobalBatches
+from hvdtrain.keras.optimizer import clock_of
 from hvdtrain.keras.program import Program, Replica
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.run.loop import Hooks
@@ -161,6 +162,7 @@ class FaultTolerance(BroadcastCallback):
         if not self.params["steps"]:
             raise KerasError("FaultTolerance needs steps_per_epoch where Keras does not know an epoch's length.")
         engine = HorovodEngine(OwnEngineSettings(), None)
+        engine.clock = clock_of(self.model.optimizer)
         engine.device = "/GPU:0" if tf.config.get_visible_devices("GPU") else engine.device
         ranks.opened(engine, engine.rank, engine.size)
         self._program = program = Program(self.model, self.data)

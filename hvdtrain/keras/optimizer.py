@@ -7,6 +7,7 @@ import keras
 
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.reduction import Reduction
+from hvdtrain.tensorflow.engines.clock import Clock
 from hvdtrain.tensorflow.engines.horovod import hvd
 
 STOCK = "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
@@ -43,6 +44,7 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
     )
     vars(optimizer).update(
         _reduction=reduction,
+        _clock=Clock(),
         _at_update=bool(optimizer.gradient_accumulation_steps and not loss_scaled and not reduction.by_variable),
         _called=False,
     )
@@ -69,6 +71,11 @@ def check_called(optimizer: Any) -> None:
         )
 
 
+def clock_of(optimizer: Any) -> Clock:
+    """How long this rank waits for the others' gradients in the optimizer; stands still where it is a plain one."""
+    return optimizer._clock if isinstance(optimizer, _Distributed) else Clock()
+
+
 def _is_stock(optimizer: Any) -> bool:
     return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_allreduce_grads")
 
@@ -77,6 +84,7 @@ class _Distributed(keras.optimizers.Optimizer):
     """Put before the class of an optimizer: the gradients are averaged on their way into an update."""
 
     _reduction: "Reduction"
+    _clock: Clock
     _at_update: bool
     _called: bool
 
@@ -84,14 +92,17 @@ class _Distributed(keras.optimizers.Optimizer):
         self._called = True
         given = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         if not self._at_update:
-            grads = self._reduction(grads, given)
+            grads = self._averaged(grads, given)
         super().apply(grads, None if trainable_variables is None else given)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
         # Keras clips once in a real update, in the branch that every rank takes at the same count of iterations.
         if self._at_update:
-            grads = self._reduction(grads, [None] * len(grads))
+            grads = self._averaged(grads, [None] * len(grads))
         return super()._clip_gradients(grads)
+
+    def _averaged(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        return self._clock.around(lambda own: self._reduction(own, variables), grads)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Only a LossScaleOptimizer takes the factor away, from what it wraps; compile() adds one in mixed_float16.

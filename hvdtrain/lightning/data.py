@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -45,14 +46,21 @@ class UnpaddedSampler(DistributedSampler):
 class Batches:
     """A loader whose batches are `requests()` of a split, called each time it is iterated."""
 
-    def __init__(self, loader: Loader, split: Split, requests: Callable[[], list[Request]]) -> None:
-        self._loader, self._split, self._requests = loader, split, requests
+    def __init__(
+        self,
+        loader: Loader,
+        split: Split,
+        requests: Callable[[], list[Request]],
+        read: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+    ) -> None:
+        """`read` goes around the batches: the clock of a run."""
+        self._loader, self._split, self._requests, self._read = loader, split, requests, read
 
     def __len__(self) -> int:
         return len(self._requests())
 
     def __iter__(self) -> Iterator[Pair]:
-        yield from self._loader.batches(self._split, self._requests())
+        yield from self._read(self._loader.batches(self._split, self._requests()))
 
 
 class RecipeDataModule(LightningDataModule):
@@ -68,6 +76,8 @@ class RecipeDataModule(LightningDataModule):
         super().__init__()
         self._module, self._dataset, self._rank = module, dataset, rank
         self._loader = Loader(module.plan.recipe, dataset, device)
+        self.read: Callable[[Iterator[Any]], Iterator[Any]] = iter
+        """Goes around the training batches: the clock of a run."""
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
     def train_dataloader(self) -> Batches:
@@ -75,7 +85,7 @@ class RecipeDataModule(LightningDataModule):
         _, requests = train_requests(plan, progress, self._rank)
         limit = plan.recipe.max_steps
         left = requests if limit is None else requests[: (limit - progress.step) * plan.recipe.accumulation_steps]
-        return Batches(self._loader, self._dataset.train, lambda: left)
+        return Batches(self._loader, self._dataset.train, lambda: left, self.read)
 
     def val_dataloader(self) -> Batches:
         requests = valid_requests(self._module.plan, self._rank)

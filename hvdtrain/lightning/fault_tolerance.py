@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +25,7 @@ from hvdtrain.torch.trainer import Replica
 
 if TYPE_CHECKING:
     from hvdtrain.torch.engines import Engine
+    from hvdtrain.torch.engines.ddp import DdpEngine
 
 
 class FaultTolerance(Callback):
@@ -131,8 +132,11 @@ class FaultTolerance(Callback):
             self._hooks = hooks = Hooks(run, replica, OwnSampling(0, 0, self._engine.size))
             if hooks.resumed_from:
                 program.restore(hooks.resumed_from["program"], hooks.progress)
+        if self._ranks.name == "ddp":
+            cast("DdpEngine", self._engine).watch(pl_module)
         if program.data:
             program.data.position = lambda: hooks.progress
+            program.data.read = hooks.clocks.read
         for line in program.unkept(str(self.folder)):
             hooks.note(line)
 
@@ -154,6 +158,9 @@ class FaultTolerance(Callback):
             seed = self._program.data.seed if self._program.data else 0
             devices.seed(seed, self._started.progress.step, engine.rank, engine.device)
 
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started.trainer.engine.finish()  # which notes how long DistributedDataParallel's backward has waited
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -173,16 +180,14 @@ class FaultTolerance(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """After validation; Lightning's other hooks and the schedulers have the epoch's end before them."""
-        hooks, progress = self._started, self._started.progress
+        hooks = self._started
         trainer.fit_loop.restarting = False  # else a resumed epoch's end does not reach ReduceLROnPlateau
         if not self._settled:
             self._settled = True
             hooks.settle(self._lr)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         score = report_logged(hooks, logged, self._best)
-        ended = progress.is_epoch_done(hooks.extent) or not progress.is_stopped(hooks.extent)
-        after = Progress(progress.step, progress.epoch + 1) if ended else progress
-        self._ended = after, score
+        self._ended = hooks.progress.after_steps(hooks.extent), score
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch()

@@ -54,6 +54,8 @@ class GlobalBatches(LightningDataModule):
             epoch=self.trainer.current_epoch if self.trainer else 0
         )
         """Where the epoch continues."""
+        self.read: Callable[[Iterator[Any]], Iterator[Any]] = iter
+        """Goes around the training batches: the clock of a run."""
         self._loader: Loader | None = None
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
@@ -96,7 +98,7 @@ class GlobalBatches(LightningDataModule):
         return self.trainer.global_rank if self.trainer else 0
 
     def _train_batches(self) -> Iterator[Any]:
-        return self._read(self.train, train_requests(self.sampling, self.position(), self._rank)[1])
+        return self.read(self._read(self.train, train_requests(self.sampling, self.position(), self._rank)[1]))
 
     def _read(self, examples: Examples, requests: list[Any]) -> Iterator[Any]:
         if not self._loader:

@@ -39,6 +39,7 @@ def fit(run: Run, engine: Engine) -> None:
     loop = Loop(run, replica)
     module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
+    data.read = loop.clocks.read
     with loop.reported():
         if not loop.is_over:
             try:

@@ -14,11 +14,12 @@ from hvdtrain.core.totals import Totals
 from hvdtrain.run import guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.checkpointing import Checkpointing
+from hvdtrain.run.clocks import Clocks, Waiting
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
 
 
-class Engine(Protocol):
+class Engine(Waiting, Protocol):
     """What the loop needs of a collective library. Every rank calls the same methods in the same order."""
 
     rank: int
@@ -100,7 +101,6 @@ class Trainer(Replica, Protocol):
         """Around all updates: profiles them where the recipe asks for it; `note` writes a line of the log."""
 
 
-T = TypeVar("T")
 R_co = TypeVar("R_co", bound=Replica, covariant=True)
 
 
@@ -115,7 +115,7 @@ class Hooks(Generic[R_co]):
         self.checkpointing = Checkpointing(run.folder, run.intervals, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
-        self._reading, self._waited = 0.0, 0.0
+        self.clocks = Clocks(self.engine, run.world.slow)
 
     @property
     def is_over(self) -> bool:
@@ -125,7 +125,7 @@ class Hooks(Generic[R_co]):
     def begin_epoch(self) -> None:
         self.checkpointing.pause()
         self.run.world.expect_steps(True)
-        self._begin_step()
+        self.clocks.begin_step()
         if self.reporter:
             self.reporter.begin_epoch()
         self._logged = time.monotonic()
@@ -137,7 +137,7 @@ class Hooks(Generic[R_co]):
         self.checkpointing.stepped()
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
-        self._end_step()
+        self.clocks.end_step()
         stopping = self.run.world.stops_at(progress.step)
         checkpoint_due = stopping or self.checkpointing.due(progress.step)
         if last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps):
@@ -153,23 +153,7 @@ class Hooks(Generic[R_co]):
         if stopping and not last:
             self.checkpointing.wait()
             raise self.run.world.stopped(progress.step)
-        self._begin_step()
-
-    def read(self, batches: Iterator[T]) -> Iterator[T]:
-        """The batches; how long this rank waits for each counts as reading."""
-        began = time.monotonic()
-        for batch in batches:
-            self._reading += time.monotonic() - began
-            yield batch
-            began = time.monotonic()
-
-    def _begin_step(self) -> None:
-        self._reading, self._waited = 0.0, getattr(self.engine, "waited", None) or 0.0
-        self.run.world.slow.step_begins()
-
-    def _end_step(self) -> None:
-        waited: float | None = getattr(self.engine, "waited", None)
-        self.run.world.slow.step_ended(self._reading, None if waited is None else waited - self._waited)
+        self.clocks.begin_step()
 
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
         """What is due once an epoch is reported: the run continues at `after`."""
@@ -280,7 +264,7 @@ class Loop(Hooks[R_co]):
     def epoch(self: "Loop[Trainer]") -> Iterator[None]:
         """Trains what is left of the epoch; yields after every update."""
         self.begin_epoch()
-        for batch in self.read(self.trainer.batches(self.progress)):
+        for batch in self.clocks.read(self.trainer.batches(self.progress)):
             lr = self.progress.lr(self.plan)
             self.trainer.update(batch, lr, self.progress.step)
             self.progress.advance(self.plan)

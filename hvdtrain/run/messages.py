@@ -101,11 +101,11 @@ class Heartbeat(Message):
 
 
 class Times(Message):
-    """The sender's median seconds in each of its last steps: waiting for its batch; all else; in this, waiting for
-    other ranks, None where it does not know."""
+    """The sender's median seconds in each of its last steps: waiting for its batch, None where it does not know; all
+    else; in this, waiting for other ranks, None where it does not know."""
 
     kind: Literal["times"] = "times"
-    reading: Seconds
+    reading: Seconds | None
     rest: Seconds
     waiting: Seconds | None
 

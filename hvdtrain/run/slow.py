@@ -1,23 +1,26 @@
 """Ranks that are slower than the others, and why: computing or reading, from times that every rank has anyway.
 
-Each rank knows of each step how long it waited for its batch, and how long for the other ranks' gradients; the rest it
-computed. A rank that takes longer than the others for one of them, by as much as they wait for it, is named.
+Each rank knows of a step how long it waited for its batch, and how long for the other ranks' gradients; the rest it
+computed. Where the framework reads inside of what it computes, the two are one. A rank that takes longer than the
+others for one of them, by as much as they wait for it, is named.
 A slow network is not named: a ring of ranks waits as one, and each of them sees the same.
 """
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.liveness import Liveness, print_warning
 
-Cause = Literal["computing", "reading"]
-STEPS, MOST = 10, 200
-"""The fewest of which a rank reports the median, and the most."""
+Cause = Literal["computing", "reading", "computing or reading"]
+STEPS = 10
+"""The fewest of which a rank reports the median."""
+SAMPLED = 0.02
+"""Seconds from the beginning of a step that is measured to the next one: clocks inside a graph take time to read."""
 TIMES, OF = 4, 5
 """How often of the last so many times a rank is found slow before it is named."""
 FACTOR = 1.5
@@ -42,20 +45,21 @@ class Slow:
 
 def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
     """The ranks that are slower than the others, and why."""
-    step = statistics.median(each.reading + each.rest for each in times.values())
+    step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
     found = []
     for rank, own in times.items():
         others = [each for other, each in times.items() if other != rank]
-        reading = statistics.median(each.reading for each in others)
+        reading, own_reading = statistics.median(each.reading or 0.0 for each in others), own.reading or 0.0
         rest = statistics.median(each.rest for each in others)
-        if _is_slow(own.reading, reading, step, rest - own.rest):
-            found.append(Slow(rank, "reading", own.reading, reading))
+        if _is_slow(own_reading, reading, step, rest - own.rest):
+            found.append(Slow(rank, "reading", own_reading, reading))
         if own.waiting is None or any(each.waiting is None for each in others):
             continue
         computing, waiting = own.rest - own.waiting, statistics.median(each.waiting or 0.0 for each in others)
         usual = statistics.median(each.rest - (each.waiting or 0.0) for each in others)
         if _is_slow(computing, usual, step, waiting - own.waiting):
-            found.append(Slow(rank, "computing", computing, usual))
+            cause: Cause = "computing or reading" if own.reading is None else "computing"
+            found.append(Slow(rank, cause, computing, usual))
     return found
 
 
@@ -65,13 +69,20 @@ def _is_slow(own: float, others: float, step: float, waited: float) -> bool:
     return own >= FACTOR * others and longer >= max(PART * step, SHORTEST) and waited >= EXPLAINED * longer
 
 
+def _median(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return statistics.median(known) if known else None
+
+
 class SlowWatch:
     """Measures this rank's steps; on rank 0, names ranks that are slow."""
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
-        self._began: float | None = None
-        self._steps: deque[tuple[float, float, float | None]] = deque(maxlen=MOST)
+        self._began = 0.0
+        self.is_measuring = False
+        """Whether this step is measured."""
+        self._steps: list[tuple[float | None, float, float | None]] = []
         self._reported = 0.0
         self._times: dict[int, messages.Times] = {}
         """What each rank has reported since they were compared last."""
@@ -81,16 +92,17 @@ class SlowWatch:
 
     def step_begins(self) -> None:
         """This rank begins to read the next step's batch, or another loop than ours does."""
-        self._began = time.monotonic()
-
-    def step_ended(self, reading: float, waiting: float | None) -> None:
-        """An update is made: the seconds since `step_begins` in which this rank waited for its batch, and for the other
-        ranks, None where nobody knows."""
-        if self._began is None or self.topology.size == 1:
-            return
         now = time.monotonic()
-        self._steps.append((reading, now - self._began - reading, waiting))
-        self._began = None
+        self.is_measuring = self.topology.size > 1 and now - self._began >= SAMPLED
+        if self.is_measuring:
+            self._began = now
+
+    def step_ended(self, reading: float | None, waiting: float | None) -> None:
+        """The update of a step that is measured is made: the seconds since `step_begins` in which this rank waited for
+        its batch, and for the other ranks, None where nobody knows."""
+        now = time.monotonic()
+        self._steps.append((reading, now - self._began - (reading or 0.0), waiting))
+        self.is_measuring = False
         if len(self._steps) >= STEPS and now - self._reported >= timeouts.TIMES:
             self._report(now)
 
@@ -102,9 +114,7 @@ class SlowWatch:
 
     def _report(self, now: float) -> None:
         reading, rest, waiting = zip(*self._steps, strict=True)
-        known = [seconds for seconds in waiting if seconds is not None]
-        median = statistics.median(known) if known else None
-        times = messages.Times(reading=statistics.median(reading), rest=statistics.median(rest), waiting=median)
+        times = messages.Times(reading=_median(reading), rest=statistics.median(rest), waiting=_median(waiting))
         self._steps.clear()
         self._reported = now
         with self.liveness.changed:

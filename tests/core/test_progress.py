@@ -37,6 +37,20 @@ def test_the_ends(make_plan, progress, epoch_done, done):
     assert (progress.is_epoch_done(plan), progress.is_done(plan)) == (epoch_done, done)
 
 
+@pytest.mark.parametrize(
+    ("progress", "after"),
+    [
+        (Progress(9, 0, 300), Progress(9, 1)),
+        (Progress(10, 0, 1000), Progress(10, 1)),
+        (Progress(12, 1, 200), Progress(12, 1, 200)),
+        (Progress(12, 1, 1000), Progress(12, 2)),
+    ],
+    ids=["left early", "whole", "max_steps inside", "max_steps at the end"],
+)
+def test_a_run_without_a_plan_continues(make_plan, progress, after):
+    assert progress.after_steps(make_plan("linear", epochs=2, max_steps=12)) == after
+
+
 def test_the_next_epoch_keeps_the_step_and_the_plateau(make_plan):
     plan = make_plan("linear", lr_schedule="plateau")
     after = Progress(10, 0, 1000, train=Totals(1.0, 1000.0)).next_epoch(plan, 0.5)

@@ -7,16 +7,21 @@ import pytest
 
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import timeouts
+from hvdtrain.run.clocks import Clocks
 from hvdtrain.run.liveness import Liveness
 from hvdtrain.run.messages import Times
 from hvdtrain.run.peers import Peers
-from hvdtrain.run.slow import OF, STEPS, SlowWatch, slow_ranks
+from hvdtrain.run.slow import OF, SAMPLED, STEPS, SlowWatch, slow_ranks
 
 
 def times(*ranks):
-    """Of each rank: milliseconds of reading, of computing, of waiting (None: not known)."""
+    """Of each rank: milliseconds of reading (None: not known), of computing, of waiting (None: not known)."""
     return {
-        rank: Times(reading=reading / 1e3, rest=(computing + (waiting or 0)) / 1e3, waiting=waiting and waiting / 1e3)
+        rank: Times(
+            reading=reading and reading / 1e3,
+            rest=(computing + (waiting or 0)) / 1e3,
+            waiting=waiting and waiting / 1e3,
+        )
         for rank, (reading, computing, waiting) in enumerate(ranks)
     }
 
@@ -35,6 +40,8 @@ FOUND = {
     "twice as slow in what takes no time": ([(0.1, 40, 5), (0.4, 40, 5)], []),
     "steps of a tenth of a millisecond": ([(0, 0.1, 0.2), (0, 0.3, 0.01)], []),
     "slow beside the others' waiting, which is short": ([(0, 40, 2), (0, 80, 2)], []),
+    "nobody knows which": ([(None, 40, 41), (None, 80, 1.0)], [(1, "computing or reading")]),
+    "alike, and nobody knows which": ([(None, 80, 2), (None, 81, 1.0)], []),
     "computing is not known": ([(0, 121, None), (0, 120, None)], []),
 }
 
@@ -81,16 +88,68 @@ def test_noise_is_no_alarm(capsys):
         assert watch.compare((0, own, longest - own), (0, other, longest - other)) == ""
 
 
+class Clocked:
+    """The clocks of rank 1 of two, in steps whose times are given, and what it has sent."""
+
+    def __init__(self, monkeypatch, *, waited=0.0):
+        self.now, self.waited, self.asked, self.sent = 1000.0, waited, 0, []
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+        watch = SlowWatch(Liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
+        watch.peers.send = self.sent.append
+        self.clocks = Clocks(self, watch)
+
+    @property
+    def waited(self):
+        self.asked += 1
+        return self._waited
+
+    @waited.setter
+    def waited(self, seconds):
+        self._waited = seconds
+
+    def batches(self, reading):
+        while True:
+            self.now += reading
+            yield None
+
+    def step(self, batches=None, computing=0.0, waiting=None, between=0.0):
+        self.clocks.begin_step()
+        if batches:
+            next(batches)
+        self.now += computing + (waiting or 0.0)
+        if waiting is not None:
+            self._waited += waiting
+        self.clocks.end_step()
+        self.now += between
+        if waiting is not None:
+            self._waited += between  # a sum of the totals, say
+
+
 def test_steps_are_measured_apart_from_what_comes_between(monkeypatch):
-    sent, now = [], [0.0]
-    watch = SlowWatch(Liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
-    monkeypatch.setattr("hvdtrain.run.slow.time.monotonic", lambda: now[0])
-    watch.peers.send = sent.append
+    rank = Clocked(monkeypatch)
+    batches = rank.clocks.read(rank.batches(0.125))
     for step in range(3 * STEPS):
-        watch.step_begins()
-        now[0] += 100 if step == 5 else 0.25
-        watch.step_ended(0.125, 0.0625)
-        now[0] += timeouts.TIMES  # a checkpoint, say
-    assert sent == [Times(reading=0.125, rest=0.125, waiting=0.0625)] * 3
-    watch.step_ended(0.0, None)  # of another loop, which did not begin it
-    assert len(watch._steps) == 0
+        rank.step(batches, computing=100 if step == 5 else 0.0625, waiting=0.0625, between=timeouts.TIMES)
+    assert rank.sent == [Times(reading=0.125, rest=0.125, waiting=0.0625)] * 3
+    rank.clocks.end_step()  # of another loop, which did not begin it
+    for _ in range(STEPS - 1):
+        rank.step(batches, computing=0.0625, waiting=0.0625, between=timeouts.TIMES)
+    assert len(rank.sent) == 3
+
+
+def test_what_no_clock_tells_is_not_reported(monkeypatch):
+    rank = Clocked(monkeypatch, waited=None)
+    for _ in range(STEPS):
+        rank.step(computing=0.25, between=timeouts.TIMES)
+    assert rank.sent == [Times(reading=None, rest=0.25, waiting=None)]
+
+
+def test_of_short_steps_a_few_are_measured(monkeypatch):
+    """Reading a clock inside a graph takes time."""
+    rank = Clocked(monkeypatch)
+    batches = rank.clocks.read(rank.batches(0.0005))
+    for _ in range(4000):  # four seconds
+        rank.step(batches, computing=0.00025, waiting=0.00025)
+    assert rank.asked <= 2 * 4 / SAMPLED + 2
+    assert len(rank.sent) == 4
+    assert rank.sent[0].waiting == pytest.approx(0.00025)

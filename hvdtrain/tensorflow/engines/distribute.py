@@ -26,6 +26,10 @@ class Distributed(Replication):
         self.strategy, self.replicas = strategy, replicas
         self._widened = settings.compression == "fp64"
 
+    @property
+    def waited(self) -> float | None:
+        return None
+
     def scope(self) -> AbstractContextManager[Any]:
         return self.strategy.scope()  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hvdtrain.engines import horovod_settings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.tensorflow import devices
+from hvdtrain.tensorflow.engines.clock import Clock
 
 try:
     import horovod.tensorflow as hvd
@@ -69,16 +71,22 @@ class HorovodEngine:
         """Whether this Horovod averages tensors that lie on a GPU."""
         return bool(hvd.nccl_built() or hvd.cuda_built())
 
+    @cached_property
+    def clock(self) -> Clock:
+        """Made late: TensorFlow takes its devices for the first variable. Whoever averages instead sets another."""
+        return Clock()
+
+    @property
+    def waited(self) -> float:
+        return self.clock.seconds
+
     def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         if variables:
             hvd.broadcast_variables(list(variables.values()), root_rank=0)
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [
-            hvd.allreduce(tensor, op=self._op, compression=self._compression, name=f"hvdtrain.gradient.{index}")
-            for index, tensor in enumerate(tensors)
-        ]
+        return self.clock.around(self._combine, tensors)
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         # A tensor on the host whatever the device: NCCL has nothing to do with a handful of numbers.
@@ -90,6 +98,12 @@ class HorovodEngine:
 
     def is_lost(self, error: Exception) -> bool:
         return isinstance(error, tf.errors.OpError) and bool(FAILURE.search(str(error)))
+
+    def _combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            hvd.allreduce(tensor, op=self._op, compression=self._compression, name=f"hvdtrain.gradient.{index}")
+            for index, tensor in enumerate(tensors)
+        ]
 
     def close(self) -> None:
         hvd.shutdown()

@@ -15,6 +15,7 @@ class LocalEngine:
     rank = 0
     size = 1
     notes: tuple[str, ...] = ()
+    waited = None
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -16,6 +16,7 @@ from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines import LOST
+from hvdtrain.tensorflow.engines.clock import Clock
 from hvdtrain.tensorflow.engines.distribute import SUM, Distributed
 from hvdtrain.tensorflow.engines.replication import graph
 
@@ -36,6 +37,7 @@ class MultiWorkerEngine(Distributed):
         super().__init__(settings, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
         self.rank, self.size, self.device = self.strategy.cluster_resolver.task_id or 0, topology.size, device
         self.notes = (f"workers     {', '.join(cluster.get('worker', ['this process alone']))}",)
+        self._clock = Clock()
         self._summed = graph(self._sum_of_ranks)
 
     @classmethod
@@ -45,6 +47,13 @@ class MultiWorkerEngine(Distributed):
     @property
     def world(self) -> tuple[int, int]:
         return self.rank, self.strategy.num_replicas_in_sync
+
+    @property
+    def waited(self) -> float:
+        return self._clock.seconds
+
+    def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return self._clock.around(super().combine, tensors)
 
     def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         held = [variable.numpy() for variable in variables.values()]

@@ -30,6 +30,7 @@ class ParameterServerEngine(Replication):
 
     rank = 0
     size = 1
+    waited = None
 
     def __init__(self, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
         self.topology, self.device, self.serves = topology, device, not topology.is_rank_0

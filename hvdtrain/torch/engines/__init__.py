@@ -7,12 +7,13 @@ import numpy as np
 import torch
 
 from hvdtrain.engines.registry import Setup
+from hvdtrain.run.clocks import Waiting
 from hvdtrain.torch.objective import call
 
 Forward = Callable[[Any, Any], Any]
 
 
-class Engine(Protocol):
+class Engine(Waiting, Protocol):
     """What the training loop needs of a collective library. Every rank calls the same methods in the same order."""
 
     rank: int
@@ -20,8 +21,6 @@ class Engine(Protocol):
     device: torch.device
     notes: tuple[str, ...]
     """What the run reports of this engine at its start."""
-    waited: float | None
-    """For how many seconds this rank has waited for the others' gradients so far; None where the engine cannot tell."""
 
     @classmethod
     def open(cls, setup: Setup) -> "Engine":

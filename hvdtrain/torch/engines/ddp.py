@@ -55,12 +55,12 @@ class DdpEngine:
     """
 
     notes: tuple[str, ...] = ()
-    waited: float | None = None
+    waited = 0.0
 
     def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
         self._settings, self.device = settings, device
-        self._computed = time.monotonic()
-        """When this rank's last gradient was computed."""
+        self._computed: float | None = None
+        """When this rank's last gradient of a backward was computed."""
         if not dist.is_initialized():
             _join(topology, _backend(topology, device))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -88,9 +88,7 @@ class DdpEngine:
             gradient_as_bucket_view=True,
             static_graph=self._settings.accumulation_steps == 1,  # no_sync makes another graph of the last micro-batch
         )
-        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
-        if first is not None:  # backward comes to it last
-            first.register_post_accumulate_grad_hook(self._note_computed)
+        self.watch(model)
         if self._settings.compression != "none":
             network.register_comm_hook(None, HOOKS[self._settings.compression])
         self._networks.add(network)
@@ -105,9 +103,16 @@ class DdpEngine:
                 yield _checked(forward, network, each)
         yield _checked(forward, network, last)
 
+    def watch(self, model: nn.Module) -> None:
+        """Notes from now on when each backward has computed the model's last gradient."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_computed)
+
     def finish(self) -> None:
-        # Backward has waited for the last bucket.
-        self.waited = (self.waited or 0.0) + time.monotonic() - self._computed
+        if self._computed is not None:  # since then backward has waited for the last bucket
+            self.waited += time.monotonic() - self._computed
+            self._computed = None
 
     def _note_computed(self, parameter: nn.Parameter) -> None:
         self._computed = time.monotonic()
@@ -119,7 +124,9 @@ class DdpEngine:
         work = dist.all_reduce(tensor, async_op=True)
 
         def averaged() -> None:
+            began = time.monotonic()
             work.wait()
+            self.waited += time.monotonic() - began
             tensor.div_(self.size)
 
         return averaged

@@ -49,6 +49,12 @@ DTYPES = {"none": None, "fp16": torch.float16, "fp64": torch.float64}
 POLL_SECONDS = 0.0005
 
 
+class _Waited:
+    """In `wait`, by this process: Horovod is the process's too, whoever it is that averages."""
+
+    seconds = 0.0
+
+
 def wait(handle: int, where: str = "cpu") -> torch.Tensor:
     """What the operation of a handle gives, once it is there; `where` is the type of its device.
 
@@ -56,9 +62,12 @@ def wait(handle: int, where: str = "cpu") -> torch.Tensor:
     compute with. Over MPI it stays, as MPI does the same in Horovod's own thread: there pausing gained nothing, and
     where many ranks shared few cores Linux 6.18 did not wake those that paused for a minute beside those that yield.
     """
+    began = time.monotonic()
     while where == "cpu" and not hvd.mpi_enabled() and not hvd.poll(handle):
         time.sleep(POLL_SECONDS)
-    return hvd.synchronize(handle)
+    result = hvd.synchronize(handle)
+    _Waited.seconds += time.monotonic() - began
+    return result
 
 
 @contextlib.contextmanager
@@ -77,7 +86,6 @@ class HorovodEngine:
     """Ranks joined by Horovod; see `Engine` for the methods."""
 
     notes: tuple[str, ...] = ()
-    waited: float | None = None
 
     def __init__(self, settings: EngineSettings, timeline: Path | None, *, fuses: bool = False) -> None:
         """`fuses`: see Setup."""
@@ -105,6 +113,10 @@ class HorovodEngine:
     def gpu_operations(self) -> bool:
         """Whether this Horovod averages tensors that lie on a GPU."""
         return bool(hvd.nccl_built() or hvd.cuda_built())
+
+    @property
+    def waited(self) -> float | None:
+        return None if self._adasum else _Waited.seconds  # Horovod's own optimizer waits for Adasum
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         hvd.broadcast_parameters({name: flat(tensor) for name, tensor in tensors.items()}, root_rank=0)
@@ -137,9 +149,7 @@ class HorovodEngine:
 
     def finish(self) -> None:
         if self._buckets:
-            began = time.monotonic()
             self._buckets.finish()
-            self.waited = (self.waited or 0.0) + time.monotonic() - began
 
     def bucket_bytes(self) -> int:
         # Rank 0 decides: another environment on another host would stall all of them.

@@ -18,7 +18,7 @@ class LocalEngine:
     rank = 0
     size = 1
     notes: tuple[str, ...] = ()
-    waited: float | None = None
+    waited = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,7 +1,6 @@
 """Gradients that are the mean over the ranks once backward() returns, for any model and any optimizer."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,13 +120,11 @@ class Averager:
         leaving = [leaves and rank == self._engine.rank for rank in range(self._engine.size)]
         shared = torch.tensor(here + leaving, dtype=torch.float32)
         count = self._engine.average(shared, "hvdtrain.reached")
-        began = time.monotonic()
         for message, wait in self._sent:
             wait()
             message.hand_out()
             message.reset()
         count()
-        self._engine.waited = (getattr(self._engine, "waited", None) or 0.0) + time.monotonic() - began
         reached, left = shared[: len(here)], shared[len(here) :]
         if self._unreached is None and not leaves:
             self._unreached = [

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch.utils.data import default_collate
 
-from hvdtrain.core.progress import OwnSampling, Progress, each_once, train_requests
+from hvdtrain.core.progress import OwnSampling, each_once, train_requests
 from hvdtrain.errors import LoopError
 from hvdtrain.run.loop import Hooks
 from hvdtrain.torch import devices
@@ -47,8 +47,7 @@ class Run:
     def __init__(self, hooks: Hooks[Replica], program: Program, averager: Averager | None, best: Best) -> None:
         self._hooks, self._program, self._averager, self._best = hooks, program, averager, best
         self._engine: Engine = hooks.trainer.engine  # type: ignore[assignment]
-        self._reading = Reading(self._engine)
-        self._order, self._begun = Order(program), False
+        self._reading, self._order, self._begun = Reading(self._engine), Order(program), False
         self._settled, self._is_left_early = True, False
         """Whether what is due at the end of an epoch's steps is done; whether any epoch was left before."""
 
@@ -83,7 +82,7 @@ class Run:
         hooks, (examples, loader) = self._hooks, self._reading.of(dataset, collate, workers)
         hooks.extent = self._reading.training(self._extent, hooks.progress, self._program, len(examples), batch_size)
         _, requests = train_requests(self._extent, hooks.progress, self._engine.rank)
-        for batch in hooks.read(loader.batches(examples, requests)):
+        for batch in hooks.clocks.read(loader.batches(examples, requests)):
             devices.seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
             if self._averager:
                 self._averager.begin_batch()
@@ -158,10 +157,8 @@ class Run:
     def _end_epoch(self) -> None:
         self._order.end_epoch()
         self._settle()
-        progress, values = self._hooks.progress, report_epoch(self._hooks, self._extent, self._order.reported)
-        ended = progress.is_epoch_done(self._extent) or not progress.is_stopped(self._extent)
-        after = Progress(progress.step, progress.epoch + 1) if ended else progress
-        self._hooks.end_epoch(after, score(values, self._best))
+        values = report_epoch(self._hooks, self._extent, self._order.reported)
+        self._hooks.end_epoch(self._hooks.progress.after_steps(self._extent), score(values, self._best))
 
     def _settle(self) -> None:
         """Where the steps of an epoch were left early: what is due after its last one."""

@@ -1,0 +1,84 @@
+"""What the clock inside a graph reads, and what waits for it, as JSON."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow_programs import horovod
+
+from hvdtrain.tensorflow.engines.clock import Clock
+
+
+def slept(seconds: float, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, after so long."""
+
+    def sleep(value: Any) -> Any:
+        time.sleep(seconds)
+        return value
+
+    return tf.ensure_shape(tf.numpy_function(sleep, [tensor], tensor.dtype), tensor.shape)
+
+
+def measured(around: Callable[[Any], Any]) -> list[Any]:
+    """What two steps give that compute for 500 ms and combine for 200, and the clock after each."""
+    clock, found = Clock(), []
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        gradients = [slept(0.5, x), None, x + 1]
+        first, _, last = clock.around(lambda own: [slept(0.2, own[0]), None, own[2]], gradients)
+        return first + last
+
+    step = around(step)
+    for _ in range(2):
+        found.append([float(step(tf.constant(1.0))), clock.seconds])
+    return found
+
+
+def ancestors(op: Any) -> set[Any]:
+    """The operation, and all that run before it."""
+    found, left = set(), [op]
+    while left:
+        if (op := left.pop()) not in found:
+            found.add(op)
+            left += [*(each.op for each in op.inputs), *op.control_inputs]
+    return found
+
+
+def waited_for() -> dict[str, list[str]]:
+    """Where Horovod's engine averages two gradients in a graph: which gradients, averages and clocks each waits for."""
+    engine, made = horovod(), []
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        made[:] = engine.combine([tf.identity(x, name="early"), tf.identity(x, name="late")])
+        return [*made]
+
+    graph = step.get_concrete_function(tf.TensorSpec((2,), tf.float32)).graph
+    began, ended = (op for op in graph.get_operations() if op.type == "Timestamp")
+    averages = {"average of early": made[0].op, "average of late": made[1].op}
+    watched = {**averages, "began": began, "ended": ended}
+    watched |= {name: graph.get_operation_by_name(name) for name in ("early", "late")}
+    return {
+        name: sorted(other for other, op in watched.items() if op in ancestors(watched[name]) and other != name)
+        for name in (*averages, "began", "ended")
+    }
+
+
+def set_back() -> float:
+    """What the clock reads where the system's is set back by a minute."""
+    clock, times = Clock(), iter([100.0, 40.0])
+    tf.timestamp = lambda: tf.constant(next(times), tf.float64)
+    clock.around(list, [tf.constant(1.0)])
+    return clock.seconds
+
+
+if __name__ == "__main__":
+    found = {
+        "in a graph": measured(lambda step: tf.function(step, autograph=False)),
+        "eagerly": measured(lambda step: step),
+        "waited for": waited_for(),
+        "set back": set_back(),
+    }
+    print(json.dumps(found))

@@ -1,0 +1,37 @@
+"""The clock inside a graph: how long a rank waits for others."""
+
+import json
+
+import pytest
+import warm
+from paths import SUPPORT
+from ranks import needs_tensorflow, run
+
+pytestmark = [pytest.mark.launched, needs_tensorflow]
+
+
+@pytest.fixture(scope="module")
+def found():
+    command = warm.command("tensorflow", SUPPORT / "tensorflow_clock.py")
+    return json.loads(run("alone", 1, command).good().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("how", ["in a graph", "eagerly"])
+def test_waiting_is_told_from_computing(found, how):
+    for made, (result, seconds) in enumerate(found[how], start=1):
+        assert result == 3.0
+        assert made * 0.2 <= seconds < made * 0.5
+
+
+def test_the_clock_waits_for_all_gradients_and_no_average_for_the_clock(found):
+    """Each gradient is communicated while backward computes the next one."""
+    assert found["waited for"] == {
+        "average of early": ["early"],
+        "average of late": ["late"],
+        "began": ["early", "late"],
+        "ended": ["average of early", "average of late", "began", "early", "late"],
+    }
+
+
+def test_a_system_clock_that_is_set_back_takes_no_time_away(found):
+    assert found["set back"] == 0.0
