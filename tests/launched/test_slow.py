@@ -119,15 +119,12 @@ def check(ended, expected):
     [
         pytest.param("torch", "horovod", marks=NEEDS["torch"]),
         pytest.param("torch", "ddp", marks=NEEDS["torch"]),
-        pytest.param("lightning", "ddp", marks=NEEDS["torch"]),
         pytest.param("tensorflow", "horovod", marks=NEEDS["tensorflow"]),
         pytest.param("tensorflow", "multiworker", marks=NEEDS["tensorflow"]),
     ],
 )
 def test_a_slow_rank_of_a_recipe_is_named_with_its_cause(adapter, engine, tmp_path):
-    if adapter == "lightning":
-        pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
-    program, recipe = OF["tensorflow" if adapter == "tensorflow" else "torch"]
+    program, recipe = OF[adapter]
     (tmp_path / "slowed.py").write_text(program)
     (tmp_path / "slowed.yaml").write_text(recipe)
     check(train(adapter, "mpi", 2, "slowed.yaml", "--engine", engine, "--output", "run", cwd=tmp_path), NAMED)
@@ -154,7 +151,7 @@ class Module(LightningModule):
 
 with quiet():
     Trainer(
-        strategy=hl.RankDDPStrategy() if ENGINE == "ddp" else "horovod",
+        strategy=hl.RankDDPStrategy(),
         max_epochs=1,
         callbacks=[hl.FaultTolerance("run")],
         accelerator="cpu",
@@ -177,11 +174,10 @@ model.fit(data, epochs=1, callbacks=[hvd.FaultTolerance("run", data)], verbose=0
 """
 
 
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
 @NEEDS["torch"]
-def test_a_slow_rank_under_lightning_is_named_with_its_cause(engine, tmp_path):
+def test_a_slow_rank_under_lightning_is_named_with_its_cause(tmp_path):
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
-    (tmp_path / "own.py").write_text(f"ENGINE = {engine!r}\n{RANKS}{TORCH}{LIGHTNING_LOOP}")
+    (tmp_path / "own.py").write_text(RANKS + TORCH + LIGHTNING_LOOP)
     check(run("mpi", 2, warm.command("lightning", tmp_path / "own.py"), cwd=tmp_path), NAMED)
 
 

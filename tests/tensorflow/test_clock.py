@@ -17,7 +17,7 @@ def found():
 
 
 @pytest.mark.parametrize("how", ["in a graph", "eagerly"])
-def test_waiting_is_told_from_computing(found, how):
+def test_waiting_is_measured_apart_from_computing(found, how):
     for made, (result, seconds) in enumerate(found[how], start=1):
         assert result == 3.0
         assert made * 0.2 <= seconds < made * 0.5
