@@ -24,7 +24,7 @@ LEAST = 2**16
 DELAYED_ACK = 0.04
 """Seconds for which the other end may keep back the acknowledgement of a step's last data (Linux's TCP_DELACK_MIN).
 They are not counted, but for a quarter of all: where steps are shorter, new data comes first."""
-FACTOR = 3.0
+FACTOR = 2.0
 """Of the time that as much data takes between other hosts."""
 
 Connection = tuple[bytes, bytes]
@@ -139,7 +139,7 @@ def edges(reports: Mapping[int, Iterable[Traffic]], hosts: Mapping[int, int]) ->
 
 
 def slow_links(found: Iterable[Edge], least: float) -> list[SlowLink]:
-    """The hosts to and from which data takes several times as long as between others, and so `least` seconds more of
+    """The hosts to and from which data takes twice as long or more as between others, and so `least` seconds more of
     each step. Two hosts have no others, and neither is named."""
     left, slow = list(found), []
     while worst := _slowest(left, least):
