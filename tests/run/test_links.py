@@ -218,6 +218,13 @@ FOUND = {
         0.02,
         [2, 6],
     ),
+    "beside a host of many edges": (
+        [Edge(0, other, MB, 0.02) for other in range(1, 7)]
+        + [Edge(other, 0, MB, 0.02) for other in range(1, 7)]
+        + [Edge(1, 7, MB, 0.1), Edge(7, 2, MB, 0.1)],
+        0.02,
+        [7],
+    ),
     "two hosts": ([Edge(0, 1, MB, 0.1), Edge(1, 0, MB, 0.1)], 0.02, []),
     "three hosts": ([Edge(0, 1, MB, 0.01), Edge(1, 2, MB, 0.1), Edge(2, 0, MB, 0.1)], 0.02, [2]),
     "a host that only receives": ([Edge(0, 1, MB, 0.1), Edge(0, 2, MB, 0.01), Edge(0, 3, MB, 0.01)], 0.02, []),

@@ -8,6 +8,7 @@ import pytest
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import timeouts
+from hvdtrain.run.links import DELAYED_ACK, Counters
 from hvdtrain.run.liveness import Liveness
 from hvdtrain.run.messages import Times, Traffic
 from hvdtrain.run.peers import Peer, Peers
@@ -122,6 +123,13 @@ def test_a_slow_network_is_named_with_its_rank_and_host(capsys):
     )
 
 
+def test_a_host_is_its_first_rank():
+    peers = Peers(Topology(0, 4, 0, 2, 0, "nid1", "srun", None))
+    places = [Endpoint("nid1", 0, 1), Endpoint("nid2", 1, 0), Endpoint("nid2", 1, 1)]
+    peers.connections = [Peer(None, 0, 0, rank, place) for rank, place in enumerate(places, 1)]
+    assert SlowWatch(Liveness(peers))._hosts() == {0: 0, 1: 0, 2: 2, 3: 2}
+
+
 def test_noise_is_no_alarm(capsys):
     """Each rank now and then loses its processor, as on a machine that others load."""
     watch, draw = Watch(capsys), random.Random(0)
@@ -139,11 +147,15 @@ def test_steps_are_measured_apart_from_what_comes_between(monkeypatch):
     watch = SlowWatch(Liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
     monkeypatch.setattr("hvdtrain.run.slow.time.monotonic", lambda: now[0])
     watch.peers.send = sent.append
+    ends = [bytes([2, 0, 0, 1, 10, 0, 0, host]) for host in (1, 2)]
+    counters = (Counters(10**6 * STEPS * report, 0.25 * STEPS * report) for report in range(4))
+    monkeypatch.setattr("hvdtrain.run.slow.links.connections", lambda: {tuple(ends): next(counters)})
+    traffic = (Traffic(own="10.0.0.1", other="10.0.0.2", size=1e6, busy=0.25 - DELAYED_ACK),)
     for step in range(3 * STEPS):
         watch.step_begins()
         now[0] += 100 if step == 5 else 0.25
         watch.step_ended(0.125, 0.0625)
         now[0] += timeouts.TIMES  # a checkpoint, say
-    assert sent == [Times(reading=0.125, rest=0.125, waiting=0.0625)] * 3
+    assert sent == [Times(reading=0.125, rest=0.125, waiting=0.0625, traffic=traffic)] * 3
     watch.step_ended(0.0, None)  # of another loop, which did not begin it
     assert len(watch._steps) == 0
