@@ -2,6 +2,7 @@
 
 Four ranks train on four nodes of a minicluster, each with its part of a processor and a link of 1 Gbit/s, beside busy
 processes. From a random step on, one rank has half the processor, a tenth of the link, or a data set that sleeps.
+On a machine so busy that no node gets its part, half of it takes nothing away: then computing is not named.
 """
 
 import argparse
