@@ -12,6 +12,7 @@ from hvdtrain.run.stacks import Process, State
 from hvdtrain.untrusted import printable
 
 LONGEST_TEXT = 1000
+MOST_ADDRESSES = 8
 NONCE_DIGITS, PROOF_DIGITS = 32, 64
 
 
@@ -29,6 +30,7 @@ def _requests_stop(number: int) -> int:
 Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator(cut)]
 Name = Annotated[str, StringConstraints(max_length=255, pattern=r"^[\w.:-]+$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
+Bytes = Annotated[float, Field(gt=0, lt=2**53, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 Signal = Annotated[int, AfterValidator(_requests_stop)]
@@ -100,14 +102,26 @@ class Heartbeat(Message):
     kind: Literal["heartbeat"] = "heartbeat"
 
 
+class Traffic(BaseModel):
+    """What each step sends from an address of the sender's to another: bytes, and seconds for which they are under
+    way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    own: Name
+    other: Name
+    size: Bytes
+    busy: Seconds
+
+
 class Times(Message):
     """The sender's median seconds in each of its last steps: waiting for its batch, None where it does not know; all
-    else; in this, waiting for other ranks, None where it does not know."""
+    else; in this, waiting for other ranks, None where it does not know. And its connections with the most traffic."""
 
     kind: Literal["times"] = "times"
     reading: Seconds | None
     rest: Seconds
     waiting: Seconds | None
+    traffic: Annotated[tuple[Traffic, ...], Field(max_length=MOST_ADDRESSES)] = ()
 
 
 class StackRequest(Message):

@@ -1,9 +1,9 @@
-"""Ranks that are slower than the others, and why: computing or reading, from times that every rank has anyway.
+"""Ranks that are slower than the others, and why: computing, reading or network, from what every rank knows anyway.
 
 Each rank knows of a step how long it waited for its batch, and how long for the other ranks' gradients; the rest it
 computed. Where the framework reads inside of what it computes, the two are one. A rank that takes longer than the
 others for one of them, by as much as they wait for it, is named.
-A slow network is not named: a ring of ranks waits as one, and each of them sees the same.
+For a slow network a ring of ranks waits as one: it is found by what the kernel counts of their connections (links.py).
 """
 
 import statistics
@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.run import messages, timeouts
+from hvdtrain.launch.rendezvous import Endpoint
+from hvdtrain.run import links, messages, timeouts
 from hvdtrain.run.liveness import Liveness, print_warning
 
-Cause = Literal["computing", "reading", "computing or reading"]
+Cause = Literal["computing", "reading", "computing or reading", "network"]
 STEPS = 10
 """The fewest of which a rank reports the median."""
 SAMPLED = 0.02
@@ -42,6 +43,26 @@ class Slow:
     seconds: float
     others: float
 
+    def __str__(self) -> str:
+        return (
+            f"slow in {self.cause}: {self.seconds * 1000:.0f} ms of each step, where the others take "
+            f"{self.others * 1000:.0f} ms and wait for it"
+        )
+
+
+@dataclass(frozen=True)
+class SlowNetwork(Slow):
+    """The first rank of a host whose link all wait for."""
+
+    size: float
+    """Bytes that take so long."""
+
+    def __str__(self) -> str:
+        return (
+            f"slow in {self.cause}: {self.seconds * 1000:.0f} ms of each step for {self.size / 1e6:.1f} MB, which take "
+            f"{self.others * 1000:.0f} ms between other hosts, and all wait for it"
+        )
+
 
 def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
     """The ranks that are slower than the others, and why."""
@@ -61,6 +82,20 @@ def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
             cause: Cause = "computing or reading" if own.reading is None else "computing"
             found.append(Slow(rank, cause, computing, usual))
     return found
+
+
+def slow_networks(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> list[SlowNetwork]:
+    """The hosts whose link is slow, where the ranks wait for the network. `hosts`: the first rank of each rank's."""
+    step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
+    least = max(PART * step, SHORTEST)
+    known = [each.waiting for each in times.values() if each.waiting is not None]
+    if known and statistics.median(known) < least:
+        return []
+    edges = links.edges({rank: each.traffic for rank, each in times.items() if rank in hosts}, hosts)
+    return [
+        SlowNetwork(each.host, "network", each.seconds, each.others, each.size)
+        for each in links.slow_links(edges, least)
+    ]
 
 
 def _is_slow(own: float, others: float, step: float, waited: float) -> bool:
@@ -83,6 +118,10 @@ class SlowWatch:
         self.is_measuring = False
         """Whether this step is measured."""
         self._steps: list[tuple[float | None, float, float | None]] = []
+        self._made = 0
+        """Steps since the last report."""
+        self._connections: dict[links.Connection, links.Counters] | None = None
+        """As they were then."""
         self._reported = 0.0
         self._times: dict[int, messages.Times] = {}
         """What each rank has reported since they were compared last."""
@@ -92,6 +131,9 @@ class SlowWatch:
 
     def step_begins(self) -> None:
         """This rank begins to read the next step's batch, or another loop than ours does."""
+        if self._connections is None:
+            self._connections = links.connections()
+        self._made += 1
         now = time.monotonic()
         self.is_measuring = self.topology.size > 1 and now - self._began >= SAMPLED
         if self.is_measuring:
@@ -114,7 +156,14 @@ class SlowWatch:
 
     def _report(self, now: float) -> None:
         reading, rest, waiting = zip(*self._steps, strict=True)
-        times = messages.Times(reading=_median(reading), rest=statistics.median(rest), waiting=_median(waiting))
+        before, self._connections = self._connections or {}, links.connections()
+        times = messages.Times(
+            reading=_median(reading),
+            rest=statistics.median(rest),
+            waiting=_median(waiting),
+            traffic=links.traffic(before, self._connections, self._made),
+        )
+        self._made = 0
         self._steps.clear()
         self._reported = now
         with self.liveness.changed:
@@ -124,7 +173,8 @@ class SlowWatch:
                 self.peers.send(times)
 
     def _compare(self) -> None:
-        slow = {(each.rank, each.cause): each for each in slow_ranks(self._times)}
+        found = [*slow_ranks(self._times), *slow_networks(self._times, self._hosts())]
+        slow = {(each.rank, each.cause): each for each in found}
         self._times = {}
         self._found.append(set(slow))
         for which, each in slow.items():
@@ -132,10 +182,13 @@ class SlowWatch:
                 self._named.add(which)
                 self._name(each)
 
+    def _hosts(self) -> dict[int, int]:
+        """Of each rank, the first one of its host."""
+        own = Endpoint(self.topology.host, self.topology.node or 0, self.topology.local_rank)
+        labels = {0: own.label} | {peer.rank: peer.endpoint.label for peer in self.peers.ranks()}
+        first = {label: rank for rank, label in sorted(labels.items(), reverse=True)}
+        return {rank: first[label] for rank, label in labels.items()}
+
     def _name(self, slow: Slow) -> None:
         host = {0: f"rank 0 on {self.topology.host}", **{peer.rank: peer.name for peer in self.peers.ranks()}}
-        print_warning(
-            self.topology,
-            f"{host.get(slow.rank, f'rank {slow.rank}')} is slow in {slow.cause}: {slow.seconds * 1000:.0f} ms of each "
-            f"step, where the others take {slow.others * 1000:.0f} ms and wait for it.",
-        )
+        print_warning(self.topology, f"{host.get(slow.rank, f'rank {slow.rank}')} is {slow}.")

@@ -180,3 +180,63 @@ def test_a_rank_that_raises_ends_the_others_too(cluster):
     assert ended.code != 0
     assert "ZeroDivisionError" in ended.err
     assert ended.left == []
+
+
+NETWORK = """
+import torch
+
+from hvdtrain.run import timeouts
+
+timeouts.TIMES = 0.2  # 50 steps of a tenth of a second are enough
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        return torch.ones(512), torch.tensor(index % 2)
+
+
+def net():
+    return torch.nn.Linear(512, 512)  # 1 MB
+
+
+def data():
+    return Data(), torch.utils.data.Subset(Data(), range(3))
+"""
+NETWORK_RECIPE = """
+default: {model: "network:net", dataset: "network:data", loss: "torch.nn.functional:cross_entropy", batch_size: 3,
+  epochs: 1, base_lr: 0.001}
+"""
+
+
+def test_a_slow_link_is_named_with_rank_and_host(cluster):
+    folder = cluster.folder / "network"
+    folder.mkdir()
+    (folder / "network.py").write_text(NETWORK)
+    (folder / "network.yaml").write_text(NETWORK_RECIPE)
+    on = ("-w", "nid[001-003]", "-N3", "-n3")
+    starts = {"openmpi": ("srun", "--mpi=pmix", *on), "gloo": ("srun", *on)}
+    runs, named_after = {}, {}
+
+    def all_named():
+        for build, ranks in runs.items():
+            if build not in named_after and " is slow in " in output_of(ranks):
+                named_after[build] = steps(folder / build)
+        return len(named_after) == len(runs)
+
+    cluster("shape", "nid003", "--rate", "100mbit")
+    try:
+        with contextlib.ExitStack() as stack:
+            for build, command in starts.items():
+                python = ENVIRONMENTS[build] / "bin" / "python"
+                train = (python, "-m", "hvdtrain.torch", "network.yaml", "--log-every-steps", 1, "--output", build)
+                runs[build] = stack.enter_context(cluster.started(*command, *train, build=build, cwd=folder))
+            wait_until(runs["gloo"], all_named)
+            for build, ranks in runs.items():
+                named = re.findall(r"(rank \d on \S+ is slow in \w+): \d+ ms", output_of(ranks))
+                assert named == ["rank 2 on nid003 is slow in network"], build
+                assert named_after[build] <= 50, build
+    finally:
+        cluster("shape", "nid003", "--rate", "none")

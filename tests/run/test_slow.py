@@ -5,13 +5,15 @@ import statistics
 
 import pytest
 
+from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import timeouts
 from hvdtrain.run.clocks import Clocks
+from hvdtrain.run.links import DELAYED_ACK, Counters
 from hvdtrain.run.liveness import Liveness
-from hvdtrain.run.messages import Times
-from hvdtrain.run.peers import Peers
-from hvdtrain.run.slow import OF, SAMPLED, STEPS, SlowWatch, slow_ranks
+from hvdtrain.run.messages import Times, Traffic
+from hvdtrain.run.peers import Peer, Peers
+from hvdtrain.run.slow import OF, SAMPLED, STEPS, SlowWatch, slow_networks, slow_ranks
 
 
 def times(*ranks):
@@ -51,6 +53,45 @@ def test_who_is_slow(ranks, expected):
     assert [(each.rank, each.cause) for each in slow_ranks(times(*ranks))] == expected
 
 
+def ring(*, slow, waiting, busy=(0.05, 0.5)):
+    """The times of a ring of three hosts, one rank each; what the hosts send takes the first, to and from `slow` the
+    second number of seconds."""
+    return {
+        rank: Times(
+            reading=0.0,
+            rest=0.6,
+            waiting=waiting,
+            traffic=(
+                Traffic(
+                    own=f"10.0.0.{rank}",
+                    other=f"10.0.0.{(rank + 1) % 3}",
+                    size=5e6,
+                    busy=busy[slow in {rank, (rank + 1) % 3}],
+                ),
+            ),
+        )
+        for rank in range(3)
+    }
+
+
+NETWORKS = {
+    "a slow link": (ring(slow=2, waiting=0.5), [2]),
+    "where nobody knows how long ranks wait": (ring(slow=2, waiting=None), [2]),
+    "that nobody waits for": (ring(slow=2, waiting=0.1), []),
+    "that takes a small part of a step": (ring(slow=2, waiting=0.5, busy=(0.01, 0.1)), []),
+    "no slow link": (ring(slow=None, waiting=0.5), []),
+}
+
+
+@pytest.mark.parametrize(("reports", "expected"), NETWORKS.values(), ids=NETWORKS.keys())
+def test_whose_network_is_slow(reports, expected):
+    assert [each.rank for each in slow_networks(reports, {0: 0, 1: 1, 2: 2})] == expected
+
+
+def test_a_rank_that_has_left_has_no_host():
+    assert slow_networks(ring(slow=2, waiting=0.5), {0: 0, 1: 1}) == []
+
+
 class Watch:
     """A watch on rank 0 of two, and what it printed."""
 
@@ -74,6 +115,26 @@ def test_it_is_named_once_when_it_stays_slow(capsys):
     )
     for _ in range(2 * OF):
         assert watch.compare(*slow) == ""
+
+
+def test_a_slow_network_is_named_with_its_rank_and_host(capsys):
+    peers = Peers(Topology(0, 3, 0, 1, 0, "nid1", "srun", None))
+    peers.connections = [Peer(None, 0, 0, rank, Endpoint(f"nid{rank + 1}", rank, 0)) for rank in (1, 2)]
+    watch = SlowWatch(Liveness(peers))
+    for _ in range(OF):
+        for rank, each in ring(slow=2, waiting=0.5).items():
+            watch.reported(rank, each)
+    assert capsys.readouterr().err == (
+        "warning (rank 0 on nid1): rank 2 on nid3 is slow in network: 500 ms of each step for 5.0 MB, which take 50 ms "
+        "between other hosts, and all wait for it.\n"
+    )
+
+
+def test_a_host_is_its_first_rank():
+    peers = Peers(Topology(0, 4, 0, 2, 0, "nid1", "srun", None))
+    places = [Endpoint("nid1", 0, 1), Endpoint("nid2", 1, 0), Endpoint("nid2", 1, 1)]
+    peers.connections = [Peer(None, 0, 0, rank, place) for rank, place in enumerate(places, 1)]
+    assert SlowWatch(Liveness(peers))._hosts() == {0: 0, 1: 0, 2: 2, 3: 2}
 
 
 def test_noise_is_no_alarm(capsys):
@@ -128,9 +189,13 @@ class Clocked:
 def test_steps_are_measured_apart_from_what_comes_between(monkeypatch):
     rank = Clocked(monkeypatch)
     batches = rank.clocks.read(rank.batches(0.125))
+    ends = [bytes([2, 0, 0, 1, 10, 0, 0, host]) for host in (1, 2)]
+    counters = (Counters(10**6 * STEPS * report, 0.25 * STEPS * report) for report in range(4))
+    monkeypatch.setattr("hvdtrain.run.slow.links.connections", lambda: {tuple(ends): next(counters)})
+    traffic = (Traffic(own="10.0.0.1", other="10.0.0.2", size=1e6, busy=0.25 - DELAYED_ACK),)
     for step in range(3 * STEPS):
         rank.step(batches, computing=100 if step == 5 else 0.0625, waiting=0.0625, between=timeouts.TIMES)
-    assert rank.sent == [Times(reading=0.125, rest=0.125, waiting=0.0625)] * 3
+    assert rank.sent == [Times(reading=0.125, rest=0.125, waiting=0.0625, traffic=traffic)] * 3
     rank.clocks.end_step()  # of another loop, which did not begin it
     for _ in range(STEPS - 1):
         rank.step(batches, computing=0.0625, waiting=0.0625, between=timeouts.TIMES)
