@@ -118,7 +118,7 @@ class Plan:
             f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB",
             f"memory      {self.state_bytes / 2**20:,.1f} MiB a rank for weights, gradients and the optimizer's state; "
             "what the layers keep for the backward pass comes on top; rank 0's host holds one checkpoint more, "
-            f"{self.checkpoint_bytes / 2**20:,.1f} MiB, while it is written",
+            f"{self.checkpoint_bytes / 2**20:,.1f} MiB, from its first checkpoint on",
             *([] if self.flops is None else [self._flops_line(self.flops)]),
         ]
 

@@ -167,7 +167,7 @@ LINES = {
             "steps       10 an epoch, 150 epochs, 1500 in all",
             "LR          0.5 (rule none: not scaled); cosine to 0 at epoch 150",
             "precision   float32; gradients of 0.0 MiB a step and rank; a checkpoint of 0.0 MiB",
-            f"memory      0.0 MiB {MEMORY}0.0 MiB, while it is written",
+            f"memory      0.0 MiB {MEMORY}0.0 MiB, from its first checkpoint on",
             "FLOPs       2 FLOPs an example forward, 600 FLOPs a step (x 3 for forward and backward, x 100 examples); "
             "a multiply-add is 2",
         ],
@@ -181,7 +181,7 @@ LINES = {
             "steps       10 an epoch (10 examples left out, others each epoch), 1 epochs, 3 in all (max_steps)",
             "LR          0.025 = 0.1 x 64/256 (rule linear); warm-up over 0.5 of 1 epochs, then constant",
             "precision   float32; gradients of 89.8 MiB a step and rank; a checkpoint of 179.5 MiB",
-            f"memory      269.3 MiB {MEMORY}179.5 MiB, while it is written",
+            f"memory      269.3 MiB {MEMORY}179.5 MiB, from its first checkpoint on",
             "FLOPs       163.3 MFLOPs an example forward, 31.34 GFLOPs a step (x 3 for forward and backward, x 64 "
             "examples); a multiply-add is 2",
         ],
