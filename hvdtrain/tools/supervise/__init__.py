@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,31 +62,31 @@ def main(argv: Sequence[str]) -> int:
 class Supervisor:
     """The starts of one step in one job."""
 
-    def __init__(self, job: Job, words: Sequence[str], wanted: int, places: bool) -> None:
-        """`wanted`: on how many nodes; `places`: whether srun must be given that number."""
+    def __init__(self, job: Job, words: Sequence[str], wanted: int, gives_nodes: bool) -> None:
+        """`wanted`: on how many nodes; `gives_nodes`: whether srun must be given that number."""
         self.job, self.words, self.wanted = job, words, wanted
         tasks, nodes = command.number(words, "ntasks"), command.number(words, "nodes")
         per_node = command.number(words, "ntasks-per-node") or job.tasks_per_node
-        self.tasks_per_node = tasks // (nodes or wanted) if tasks else per_node
+        self.tasks_per_node = _divided(tasks, nodes or wanted) if tasks else per_node
         digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:6]
         self.folder = Path.cwd() / f".hvdtrain-{job.number}-{digest}"
         self.history = _read_history(self.folder / HISTORY)
-        self.there, self.places = job.nodes, places
-        self.endpoints = job.endpoints()  # now: one that is cut off later cannot request them
+        self.there, self.gives_nodes = job.nodes, gives_nodes
         self.signals = step.Signals()
+        self.endpoints = job.endpoints()  # now: one that is cut off later cannot request them
 
     def run(self) -> int:
         """Starts and starts again; the exit code."""
-        files.make_folder(self.folder)
         nodes, without, words = self.wanted, tuple[str, ...](), list(self.words)
         environ = dict(os.environ)
         while True:
-            if self.places:
+            if self.gives_nodes:
                 words = command.placed(words, nodes, self.tasks_per_node, without)
             ended, silent, smaller = self._start(words, environ, nodes)
             if ended.code == 0:
                 break
-            decision = decide(self.history, Nodes(self.there, self.wanted, silent, smaller))
+            left = self.job.seconds_left()
+            decision = decide(self.history, Nodes(self.there, self.wanted, silent, smaller, left))
             if isinstance(decision, End):
                 _log(decision.why)
                 break
@@ -99,7 +99,7 @@ class Supervisor:
             _log(self._restarting(decision, ended))
             environ = self._without_silent(environ, silent)
             words = command.beside_others(self.words)
-            self.places = self.places or nodes != self.wanted or bool(without)
+            self.gives_nodes = self.gives_nodes or nodes != self.wanted or bool(without)
         files.remove(self.folder)
         return ended.code
 
@@ -108,8 +108,13 @@ class Supervisor:
     ) -> tuple[Ended, frozenset[str], frozenset[int]]:
         """One start to its end; which nodes are silent then, and on how many fewer the training is the same."""
         folder = self.folder / f"start-{len(self.history) + 1}"
-        files.remove(folder)
-        files.make_folder(folder)
+        try:
+            files.remove(folder)
+            files.make_folder(folder)
+        except OSError as error:
+            raise JobError(
+                f"{folder} cannot be made: {error.strerror}; submit the job from a folder that its nodes may write."
+            ) from None
         began = time.monotonic()
         code, silent = step.run(words, environ, folder, self.signals, self._silent)
         run = outcome.read(folder, "run")
@@ -117,8 +122,9 @@ class Supervisor:
             _wait_for_release(run)
         ended = self._ended(folder, run, code, nodes, time.monotonic() - began)
         self.history.append(ended)
-        files.write(self.folder / HISTORY, json.dumps([asdict(each) for each in self.history]))
-        ranks_per_node = run.get("ranks", 0) // nodes
+        with contextlib.suppress(OSError):  # a full disk must not end the job
+            files.write(self.folder / HISTORY, json.dumps([asdict(each) for each in self.history]))
+        ranks_per_node = _divided(run.get("ranks", 0), nodes)
         sizes = {size for size in run.get("fewer", []) if ranks_per_node and size % ranks_per_node == 0}
         smaller = frozenset(size // ranks_per_node for size in sizes)
         return ended, silent, smaller
@@ -126,10 +132,11 @@ class Supervisor:
     def _silent(self) -> frozenset[str]:
         """The nodes that do not answer. Where no other host does, this one is cut off, and not they: it waits. SLURM
         queues the job again if that takes long."""
-        others, is_logged = frozenset(self.there) - {self.job.nodes[0]}, False
+        own, is_logged = self.job.nodes[0], False
+        others = {node: self.endpoints[node] for node in self.there if node != own}
         while True:
-            silent = silent_nodes({node: self.endpoints[node] for node in self.there})
-            if not others or not others <= silent or self.signals.last in ENDING or controller_answers():
+            silent = silent_nodes(others)
+            if not others or len(silent) < len(others) or self.signals.last in ENDING or controller_answers():
                 return silent
             if not is_logged:
                 _log("neither another node nor slurmctld answers: this node is cut off, and waits until one does")
@@ -141,6 +148,7 @@ class Supervisor:
         return Ended(
             code=code,
             nodes=nodes,
+            resumed=run.get("step", 0),
             step=_newest_step(run) if run else next((each.step for each in reversed(self.history)), None),
             seconds=seconds,
             reports=bool(run or lost or error),
@@ -199,10 +207,14 @@ def _wait_for_release(run: Mapping[str, Any]) -> None:
 
 def _read_history(path: Path) -> list[Ended]:
     """The starts of this job before it was queued again."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        rows = files.read_json(path)
-        return [replace(Ended(**{**row, "lost": None}), lost=row["lost"] and Lost(**row["lost"])) for row in rows]
+    with contextlib.suppress(OSError, ValueError):
+        return pydantic.TypeAdapter(list[Ended]).validate_python(files.read_json(path))
     return []
+
+
+def _divided(ranks: int, nodes: int) -> int | None:
+    """Ranks a node, where each has as many."""
+    return ranks // nodes if ranks and not ranks % nodes else None
 
 
 def _log(text: str) -> None:

@@ -1,5 +1,6 @@
 """What comes next once a step of a job has ended: decided from values alone."""
 
+import math
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 
 MOST_STARTS = 3
 """Starts in a row without a new checkpoint, after which the job ends."""
+NEAR_LIMIT = 150.0
+"""Seconds before the time limit from which another start is not worth it: 120 before it, the ranks are warned."""
 LONG = 600.0
 """Seconds after which a step that reports no checkpoints counts as progress."""
 FINAL = {"DivergedError", "ReplicaError"}
@@ -35,6 +38,8 @@ class Ended:
     nodes: int
     step: int | None = None
     """Of its newest checkpoint; None where the program reports none."""
+    resumed: int = 0
+    """Of the checkpoint from which it resumed."""
     seconds: float = 0.0
     reports: bool = False
     """Whether the program is one that reports."""
@@ -64,6 +69,8 @@ class Nodes:
     """Those that do not answer."""
     smaller: frozenset[int] = frozenset()
     """On how many fewer nodes the training is the same."""
+    seconds_left: float = math.inf
+    """Until the job's time limit."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ def decide(history: Sequence[Ended], nodes: Nodes) -> Decision:
     last = history[-1]
     if last.code == 0 or last.signalled in ENDING:
         return End()
-    if last.near_limit and last.too_early:  # else it would be queued again for ever, one step a time
+    if last.near_limit and last.too_early and _has_no_progress(history):  # else it would be queued again for ever
         return End("the job is not queued again: the warning came before the first step; ask for more time.")
     if last.near_limit:
         return Requeue((), "")
@@ -137,9 +144,14 @@ def _starts_without_progress(history: Sequence[Ended]) -> int:
     return count
 
 
+def _has_no_progress(history: Sequence[Ended]) -> bool:
+    """Whether no start, or none of the last ones, brought a new checkpoint."""
+    return _starts_without_progress(history) >= min(MOST_STARTS, len(history))
+
+
 def _progress(history: Sequence[Ended]) -> Iterator[tuple[Ended, bool]]:
     """Each start, and whether it brought a new checkpoint."""
-    newest = 0
+    newest = history[0].resumed
     for ended in history:
         yield ended, ended.seconds >= LONG if ended.step is None else ended.step > newest
         newest = ended.step or newest
@@ -158,6 +170,8 @@ def _losses(history: Sequence[Ended]) -> tuple[Counter[str], Counter[str]]:
 
 
 def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Decision:
+    if history[-1].reports and nodes.seconds_left < NEAR_LIMIT:
+        return Requeue(tuple(sorted(nodes.silent)), f"{why}; the time limit is {nodes.seconds_left:.0f} s away")
     without = tuple(node for node in nodes.there if node in nodes.silent | _left_out(history, nodes))
     left = len(nodes.there) - len(without)
     if left >= nodes.wanted:
@@ -174,4 +188,4 @@ def _left_out(history: Sequence[Ended], nodes: Nodes) -> set[str]:
     answering = [node for node in nodes.there if node not in nodes.silent]
     twice = sorted((node for node in answering if losses[node] > 1), key=lambda node: (-since[node], -losses[node]))
     replaceable = max(0, len(answering) - nodes.wanted)
-    return {node for place, node in enumerate(twice) if since[node] > 1 or place < replaceable}
+    return {node for index, node in enumerate(twice) if since[node] > 1 or index < replaceable}

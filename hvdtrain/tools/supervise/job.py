@@ -1,5 +1,6 @@
 """The job that a supervisor runs in: its nodes, which of them answer, and what is requested of SLURM."""
 
+import math
 import re
 import shutil
 import signal
@@ -16,8 +17,9 @@ from hvdtrain.launch import hostlist, slurm_job
 
 SLURMD_PORT = 6818
 CONNECT = 3.5  # seconds: Linux tries again after 1 and 3
-SCONTROL = 20.0  # seconds
+SECONDS = 20.0  # for a command of SLURM
 MOST_AT_ONCE = 256
+LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # days, hours, minutes, seconds
 NOT_ALLOCATED = "supervise runs in a job's script, in front of its srun; here is no job. Submit one: sbatch FILE"
 
 
@@ -55,6 +57,14 @@ class Job:
         port, addresses = _slurmd_port(), _addresses(self.nodes)
         return {node: (addresses.get(node) or node, port) for node in self.nodes}
 
+    def seconds_left(self) -> float:
+        """Until its time limit; infinite where SLURM says none."""
+        shown = LEFT.fullmatch(_output("squeue", "--noheader", "--format=%L", f"--jobs={self.number}").strip())
+        if not shown:
+            return math.inf
+        days, hours, minutes, seconds = (int(digits or 0) for digits in shown.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
     def release(self, keep: Sequence[str], folder: Path) -> bool:
         """Gives all nodes back but these: SLURM, which misses a silent node after minutes, would then end the whole
         job. scontrol writes two files into the folder."""
@@ -80,8 +90,8 @@ def silent_nodes(endpoints: Mapping[str, tuple[str, int]]) -> frozenset[str]:
 
 
 def controller_answers() -> bool:
-    """Whether slurmctld does."""
-    return " is UP" in _output("ping")
+    """Whether slurmctld does, or nobody can request that here."""
+    return not shutil.which("scontrol") or " is UP" in _output("scontrol", "ping")
 
 
 def kill(step: str) -> None:
@@ -100,39 +110,38 @@ def _answers(endpoint: tuple[str, int]) -> bool:
 
 
 def _slurmd_port() -> int:
-    found = re.search(r"^SlurmdPort\s*= (\d{1,5})", _output("show", "config"), re.MULTILINE)
+    found = re.search(r"^SlurmdPort\s*= (\d{1,5})", _output("scontrol", "show", "config"), re.MULTILINE)
     return int(found[1]) if found else SLURMD_PORT
 
 
 def _addresses(nodes: Collection[str]) -> dict[str, str]:
-    shown = _output("--oneliner", "show", "node", ",".join(nodes))
+    shown = _output("scontrol", "--oneliner", "show", "node", ",".join(nodes))
     found: list[tuple[str, str]] = re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", shown, re.MULTILINE)
     return dict(found)
 
 
 def _excluded(job: str) -> list[str]:
-    found = re.search(r"ExcNodeList=(\S+)", _output("--oneliner", "show", "job", job))
+    found = re.search(r"ExcNodeList=(\S+)", _output("scontrol", "--oneliner", "show", "job", job))
     return [found[1]] if found and found[1] != "(null)" else []
 
 
-def _output(*arguments: str) -> str:
-    """What scontrol prints; "" where it is not there or does not answer."""
+def _output(*command: str) -> str:
+    """What a command of SLURM prints; "" where it is not there or does not answer."""
     with suppress(OSError, subprocess.TimeoutExpired):
-        return _scontrol(*arguments).stdout
+        return _done(command).stdout
     return ""
 
 
 def _refused(*arguments: str, cwd: Path | None = None) -> str:
     """Why scontrol failed; "" where it did not."""
     try:
-        done = _scontrol(*arguments, cwd=cwd)
+        done = _done(["scontrol", *arguments], cwd)
     except (OSError, subprocess.TimeoutExpired) as error:
         return type(error).__name__
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
 
 
-def _scontrol(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["scontrol", *arguments]
+def _done(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=SCONTROL, check=False, cwd=cwd
+        command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False, cwd=cwd
     )

@@ -30,7 +30,8 @@ class Signals:
             signal.signal(number, self._received)
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
-        self.last = number
+        if self.last not in ENDING:
+            self.last = number
         process = self.process
         if process and process.poll() is None:
             process.send_signal(number)

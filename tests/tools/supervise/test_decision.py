@@ -1,6 +1,7 @@
 """What comes next once a step has ended: the whole table."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ ENDS = {  # the last step: what the log says of it
     "nothing was reported": (ended(1), ""),
     "a program that reports nothing": (NOTHING, ""),
     "the time limit before the first step": (
-        ended(140, error="StoppedError", near_limit=True, too_early=True),
+        ended(140, error="StoppedError", near_limit=True, too_early=True, resumed=120),
         "the job is not queued again: the warning came before the first step; ask for more time.",
     ),
 }
@@ -132,6 +133,29 @@ TWICE = {  # the losses, the nodes: what comes next
 @pytest.mark.parametrize(("history", "there", "next_"), TWICE.values(), ids=TWICE)
 def test_a_node_that_loses_a_rank_twice(history, there, next_):
     assert decide(history, nodes(there)) == next_
+
+
+WARNED = Ended(140, 3, 100, error="StoppedError", reports=True, near_limit=True, too_early=True)
+
+
+def test_a_warning_before_the_first_step_of_a_restart_queues_the_job_again():
+    assert decide([lost(step=100), WARNED], nodes()) == Requeue((), "")
+    assert isinstance(decide([lost(step=100), WARNED, WARNED], nodes()), Requeue)
+    assert isinstance(decide([lost(step=100), WARNED, WARNED, WARNED], nodes()), End)
+    assert isinstance(decide([lost(step=0), replace(WARNED, step=0)], nodes()), End)
+
+
+def test_near_the_time_limit_the_job_is_queued_again_rather_than_started():
+    near = replace(nodes(silent="c"), seconds_left=140.0)
+    assert decide([lost(why=SILENT)], near) == Requeue(("c",), f"{SILENT}; the time limit is 140 s away")
+    assert isinstance(decide([lost()], replace(near, seconds_left=160.0)), Restart)
+    assert isinstance(decide([NOTHING], near), Restart)
+
+
+def test_what_a_run_has_resumed_from_is_no_progress():
+    history = [lost(step=500, resumed=500)] * 3
+    assert isinstance(decide(history, nodes("abcde")), End)
+    assert isinstance(decide([lost(step=510, resumed=500), *history[:2]], nodes("abcde")), Restart)
 
 
 STARTS = {  # steps of the newest checkpoint after each start: whether the last may be followed by another

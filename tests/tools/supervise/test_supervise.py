@@ -1,19 +1,23 @@
 """supervise with stand-ins for srun and scontrol: what is started, on which nodes, and how it ends."""
 
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.tools.supervise import command
+from hvdtrain.tools.supervise import _read_history, command
+from hvdtrain.tools.supervise.decision import Ended, Lost
 from hvdtrain.tools.supervise.job import Job
+from hvdtrain.tools.supervise.step import SIGNALS, Signals
 
 PLACED = {  # srun's words, nodes, tasks a node, without: the words then
     "nothing given": ("srun python x.py -n 3", 3, 1, (), "srun --nodes=3 --ntasks=3 python x.py -n 3"),
@@ -148,6 +152,8 @@ def supervise(tmp_path):
     server.close()
 
 
+DIGEST = "fc7937"
+"""Of srun's words."""
 RUN = {"run": "/nowhere", "step": 120, "ranks": 8, "fewer": [1, 2, 4, 6]}
 LOST = {"rank": 5, "host": "nid003", "why": "rank 5 on nid003 was lost", "step_id": None}
 
@@ -199,6 +205,72 @@ def test_a_node_that_is_cut_off_waits_until_slurm_answers(supervise, tmp_path):
     (tmp_path / "up").touch()
     assert "; starts again on 1 node without nid002, nid003, nid004" in process.communicate(timeout=60)[1]
     assert process.returncode == 0
+
+
+def test_without_slurms_commands_a_silent_node_is_lost(supervise, tmp_path):
+    (tmp_path / "scontrol").unlink()
+    environ = {"SLURM_JOB_NODELIST": "localhost,hvdtrain.invalid", "PATH": str(tmp_path)}
+    process = supervise([(137, {"run": RUN | {"fewer": []}, "lost": LOST})], **environ)
+    assert process.communicate(timeout=60)[1].splitlines() == [
+        "supervise: rank 5 on nid003 was lost; 1 of 2 nodes remain, on which it cannot continue",
+        "supervise: submit the job again to continue.",
+    ]
+
+
+DAMAGED = {
+    "no list": "1",
+    "a part": '[{"code": 1',
+    "fields missing": '[{"code": 1, "nodes": 1, "lost": {"rank": 1}}]',
+    "of other types": '[{"code": 1, "nodes": 1, "step": "x"}]',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_history_is_none(text, tmp_path):
+    (tmp_path / "history.json").write_text(text)
+    assert _read_history(tmp_path / "history.json") == []
+
+
+def test_a_history_is_read_as_it_was_written(tmp_path):
+    history = [Ended(137, 2, 30, 10, 61.5, reports=True, lost=Lost(1, "nid002", "killed")), Ended(0, 2)]
+    (tmp_path / "history.json").write_text(json.dumps([asdict(each) for each in history]))
+    assert _read_history(tmp_path / "history.json") == history
+
+
+TIMES_LEFT = {
+    "2:05": 125,
+    "1:00:00": 3600,
+    "1-00:00:01": 86401,
+    "UNLIMITED": math.inf,
+    "INVALID": math.inf,
+    "": math.inf,
+}
+
+
+@pytest.mark.parametrize(("shown", "seconds"), TIMES_LEFT.items())
+def test_the_time_that_is_left(shown, seconds, tmp_path, monkeypatch):
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{shown}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Job("22", ("a",), 1).seconds_left() == seconds
+
+
+def test_a_signal_to_end_is_not_forgotten_for_a_later_one():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        signals = Signals()
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        assert signals.last == signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_folder_that_cannot_be_written(supervise, tmp_path):
+    (tmp_path / f".hvdtrain-22-{DIGEST}").touch()
+    _, err = supervise([(0, {})]).communicate(timeout=60)
+    assert err.startswith("JobError: ") and "cannot be made: Not a directory; submit the job from" in err
 
 
 def test_a_step_that_waits_for_a_silent_node_is_ended(supervise, tmp_path):
