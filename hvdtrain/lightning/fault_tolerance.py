@@ -135,8 +135,7 @@ class FaultTolerance(Callback):
         if self._ranks.name == "ddp":
             cast("DdpEngine", self._engine).watch(pl_module)
         if program.data:
-            program.data.position = lambda: hooks.progress
-            program.data.read = hooks.clocks.read
+            program.data.follow(lambda: hooks.progress, hooks.clocks.read)
         for line in program.unkept(str(self.folder)):
             hooks.note(line)
 
@@ -239,6 +238,8 @@ class FaultTolerance(Callback):
     def _close(self, error: BaseException | None) -> None:
         if self._hooks:
             self._hooks.close(type(error) if error else None)
+            if self._program.data:
+                self._program.data.follow()
 
 
 def _engine(ranks: Ranks, device: torch.device) -> "Engine":

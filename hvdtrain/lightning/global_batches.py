@@ -50,14 +50,16 @@ class GlobalBatches(LightningDataModule):
         self.batch_size, self.seed, self.workers = batch_size, seed, workers
         self.train = Examples(train, "the training set", collate)
         self.valid = Examples(valid, "the validation set", collate) if valid is not None else None
-        self.position: Callable[[], Progress] = lambda: Progress(
-            epoch=self.trainer.current_epoch if self.trainer else 0
-        )
-        """Where the epoch continues."""
-        self.read: Callable[[Iterator[Any]], Iterator[Any]] = iter
-        """Goes around the training batches: the clock of a run."""
+        self.follow()
         self._loader: Loader | None = None
         self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def follow(
+        self, position: Callable[[], Progress] | None = None, read: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    ) -> None:
+        """Each epoch continues at `position()`, and `read` goes around its training batches: the clock of a run.
+        Without arguments as Lightning counts epochs."""
+        self._position, self._clocked = position or self._epoch, read
 
     def setup(self, stage: str) -> None:
         """Refuses a batch or a validation set that the ranks cannot divide. Raises LoopError."""
@@ -97,8 +99,11 @@ class GlobalBatches(LightningDataModule):
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer else 0
 
+    def _epoch(self) -> Progress:
+        return Progress(epoch=self.trainer.current_epoch if self.trainer else 0)
+
     def _train_batches(self) -> Iterator[Any]:
-        return self.read(self._read(self.train, train_requests(self.sampling, self.position(), self._rank)[1]))
+        return self._clocked(self._read(self.train, train_requests(self.sampling, self._position(), self._rank)[1]))
 
     def _read(self, examples: Examples, requests: list[Any]) -> Iterator[Any]:
         if not self._loader:

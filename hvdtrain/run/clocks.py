@@ -45,6 +45,7 @@ class Clocks:
 
     def end_step(self) -> None:
         """An update is made."""
+        self._watch.made += 1
         if self._watch.is_measuring:
             waited = self._engine.waited
             self._watch.step_ended(self._reading, None if waited is None else waited - self._waited)

@@ -6,6 +6,7 @@ connections to other ranks' hosts are those of Open MPI, MPICH, Gloo and NCCL ov
 """
 
 import ctypes
+import math
 import os
 import socket
 import statistics
@@ -107,10 +108,15 @@ def address(sockaddr: bytes) -> str:
 def traffic(
     before: Mapping[Connection, Counters], now: Mapping[Connection, Counters], steps: int
 ) -> tuple[Traffic, ...]:
-    """What the connections carried in each of so many steps, by the addresses of both ends, most bytes first."""
+    """What the connections carried in each of so many steps, by the addresses of both ends, most bytes first.
+
+    Parallel connections are busy at the same time: the seconds are those of one of them.
+    """
     sums: dict[tuple[str, str], tuple[float, float]] = {}
     for connection, counters in now.items():
         began = before.get(connection, Counters(0, 0.0))
+        if began.acked > counters.acked or began.busy > counters.busy:
+            began = Counters(0, 0.0)  # another connection with the same ends
         sent = (counters.acked - began.acked) / steps
         if sent < LEAST:
             continue
@@ -118,7 +124,7 @@ def traffic(
         if own != other and not own.startswith("127."):
             busy = (counters.busy - began.busy) / steps
             size, seconds = sums.get((own, other), (0.0, 0.0))
-            sums[own, other] = size + sent, seconds + max(busy - DELAYED_ACK, busy / 4)
+            sums[own, other] = size + sent, max(seconds, busy - DELAYED_ACK, busy / 4)
     found = [Traffic(own=own, other=other, size=size, busy=busy) for (own, other), (size, busy) in sums.items()]
     return tuple(sorted(found, key=lambda each: -each.size)[:MOST_ADDRESSES])
 
@@ -134,7 +140,7 @@ def edges(reports: Mapping[int, Iterable[Traffic]], hosts: Mapping[int, int]) ->
         for each in report:
             ends = hosts[rank], by_address.get(each.other, hosts[rank])
             size, busy = sums.get(ends, (0.0, 0.0))
-            sums[ends] = size + each.size, busy + each.busy
+            sums[ends] = size + each.size, max(busy, each.busy)
     return [Edge(*ends, *sums[ends]) for ends in sums if ends[0] != ends[1]]
 
 
@@ -150,13 +156,15 @@ def slow_links(found: Iterable[Edge], least: float) -> list[SlowLink]:
 
 def _slowest(found: list[Edge], least: float) -> SlowLink | None:
     """The host with the slowest link, if that is slow."""
+    fastest: dict[int, float] = {}
+    for each in found:
+        for end in (each.source, each.target):
+            fastest[end] = min(fastest.get(end, math.inf), _pace([each]))
     hosts = {each.source for each in found} & {each.target for each in found}
     if not hosts:
         return None
     # Of a slow link every edge is slow; a host at the other end of one has fast ones too.
-    host = max(
-        sorted(hosts), key=lambda host: min(_pace([each]) for each in found if host in (each.source, each.target))
-    )
+    host = max(sorted(hosts), key=fastest.__getitem__)
     out, into = [each for each in found if each.source == host], [each for each in found if each.target == host]
     others = [_pace([each]) for each in found if host not in (each.source, each.target)]
     if not others:

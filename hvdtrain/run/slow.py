@@ -6,6 +6,7 @@ others for one of them, by as much as they wait for it, is named.
 For a slow network a ring of ranks waits as one: it is found by what the kernel counts of their connections (links.py).
 """
 
+import bisect
 import statistics
 import time
 from collections import deque
@@ -64,23 +65,39 @@ class SlowNetwork(Slow):
         )
 
 
+class Others:
+    """The medians of all numbers but one; sorted once, as there may be thousands."""
+
+    def __init__(self, numbers: Iterable[float]) -> None:
+        self._sorted = sorted(numbers)
+
+    def median(self, own: float) -> float:
+        """Of all but `own`, which is one of them."""
+        index, middle = bisect.bisect_left(self._sorted, own), (len(self._sorted) - 1) // 2
+        upper = self._sorted[middle + (middle >= index)]
+        if len(self._sorted) % 2 == 0:
+            return upper
+        return (self._sorted[middle - 1 + (middle > index)] + upper) / 2
+
+
 def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
     """The ranks that are slower than the others, and why."""
     step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
+    reading, rest = Others(each.reading or 0.0 for each in times.values()), Others(each.rest for each in times.values())
+    known = {rank: each.waiting for rank, each in times.items() if each.waiting is not None}
+    computing = {rank: times[rank].rest - seconds for rank, seconds in known.items()}
+    waiting, working = Others(known.values()), Others(computing.values())
     found = []
     for rank, own in times.items():
-        others = [each for other, each in times.items() if other != rank]
-        reading, own_reading = statistics.median(each.reading or 0.0 for each in others), own.reading or 0.0
-        rest = statistics.median(each.rest for each in others)
-        if _is_slow(own_reading, reading, step, rest - own.rest):
-            found.append(Slow(rank, "reading", own_reading, reading))
-        if own.waiting is None or any(each.waiting is None for each in others):
+        own_reading, usual = own.reading or 0.0, reading.median(own.reading or 0.0)
+        if _is_slow(own_reading, usual, step, rest.median(own.rest) - own.rest):
+            found.append(Slow(rank, "reading", own_reading, usual))
+        if len(known) < len(times):
             continue
-        computing, waiting = own.rest - own.waiting, statistics.median(each.waiting or 0.0 for each in others)
-        usual = statistics.median(each.rest - (each.waiting or 0.0) for each in others)
-        if _is_slow(computing, usual, step, waiting - own.waiting):
+        usual, waited = working.median(computing[rank]), waiting.median(known[rank]) - known[rank]
+        if _is_slow(computing[rank], usual, step, waited):
             cause: Cause = "computing or reading" if own.reading is None else "computing"
-            found.append(Slow(rank, cause, computing, usual))
+            found.append(Slow(rank, cause, computing[rank], usual))
     return found
 
 
@@ -114,11 +131,12 @@ class SlowWatch:
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
-        self._began = 0.0
+        self._began = self._measured = 0.0
+        """When this step began, and the last one that was measured."""
         self.is_measuring = False
         """Whether this step is measured."""
         self._steps: list[tuple[float | None, float, float | None]] = []
-        self._made = 0
+        self.made = 0
         """Steps since the last report."""
         self._connections: dict[links.Connection, links.Counters] | None = None
         """As they were then."""
@@ -131,20 +149,19 @@ class SlowWatch:
 
     def step_begins(self) -> None:
         """This rank begins to read the next step's batch, or another loop than ours does."""
-        if self._connections is None:
-            self._connections = links.connections()
-        self._made += 1
         now = time.monotonic()
-        self.is_measuring = self.topology.size > 1 and now - self._began >= SAMPLED
+        self.is_measuring = self.topology.size > 1 and now - self._measured >= SAMPLED
         if self.is_measuring:
             self._began = now
+            if self._connections is None:
+                self._connections = links.connections()
 
     def step_ended(self, reading: float | None, waiting: float | None) -> None:
         """The update of a step that is measured is made: the seconds since `step_begins` in which this rank waited for
         its batch, and for the other ranks, None where nobody knows."""
         now = time.monotonic()
         self._steps.append((reading, now - self._began - (reading or 0.0), waiting))
-        self.is_measuring = False
+        self._measured, self.is_measuring = self._began, False
         if len(self._steps) >= STEPS and now - self._reported >= timeouts.TIMES:
             self._report(now)
 
@@ -161,9 +178,9 @@ class SlowWatch:
             reading=_median(reading),
             rest=statistics.median(rest),
             waiting=_median(waiting),
-            traffic=links.traffic(before, self._connections, self._made),
+            traffic=links.traffic(before, self._connections, self.made),
         )
-        self._made = 0
+        self.made = 0
         self._steps.clear()
         self._reported = now
         with self.liveness.changed:

@@ -43,7 +43,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], update: Callable[[memory
 
 def blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[memoryview]:
     """The file's bytes, BLOCK at once but for the last. Each overwrites the one before; O_DIRECT wants it to begin at a
-    page's boundary."""
+    page's boundary, in memory that a fork shares."""
     block, filled = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8), 0
     for content in _contents(_ordered(arrays)):
         start = 0

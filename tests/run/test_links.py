@@ -108,12 +108,15 @@ CARRIED = {
         [("10.0.0.1", "10.0.0.2", MB, 0.1)],
     ),
     "but for a quarter of all": ([("10.0.0.1", "10.0.0.2", 10_000_000, 0.4)], [("10.0.0.1", "10.0.0.2", MB, 0.01)]),
-    "connections of two hosts, and of IPv4 in IPv6": (
+    "parallel connections, and IPv4 in IPv6": (
         [("10.0.0.1", "10.0.0.2", 10_000_000, 1.4), ("::ffff:10.0.0.1", "::ffff:10.0.0.2", 20_000_000, 2.4)],
-        [("10.0.0.1", "10.0.0.2", 3 * MB, 0.3)],
+        [("10.0.0.1", "10.0.0.2", 3 * MB, 0.2)],
     ),
     "messages without data": ([("10.0.0.1", "10.0.0.2", 500_000, 1.4)], []),
-    "a connection whose number another one had": ([("10.0.0.1", "10.0.0.2", -4_000_000, -1.0)], []),
+    "a connection whose ends another one had": (
+        [("10.0.0.1", "10.0.0.2", -4_000_000, -1.0), ("10.0.0.1", "10.0.0.3", 10_000_000, -0.6)],
+        [("10.0.0.1", "10.0.0.3", 1.5 * MB, 0.01), ("10.0.0.1", "10.0.0.2", 0.1 * MB, 0.0)],
+    ),
     "this host": ([("10.0.0.1", "10.0.0.1", 10_000_000, 1), ("127.0.0.1", "127.0.1.1", 10_000_000, 1)], []),
     "IPv6": ([("fd00::1", "fd00::2", 10_000_000, 1.4)], [("fd00::1", "fd00::2", MB, 0.1)]),
 }
@@ -150,7 +153,7 @@ def test_edges_are_between_hosts_of_ranks():
         1: (Traffic(own=here, other=there, size=2.0, busy=0.25),),
         2: (Traffic(own=there, other=here, size=4.0, busy=2.0),),
     }
-    assert links.edges(reports, {0: 0, 1: 0, 2: 2}) == [Edge(0, 2, 3.0, 0.75), Edge(2, 0, 4.0, 2.0)]
+    assert links.edges(reports, {0: 0, 1: 0, 2: 2}) == [Edge(0, 2, 3.0, 0.5), Edge(2, 0, 4.0, 2.0)]
 
 
 def of(steps, **measured):

@@ -13,7 +13,7 @@ from hvdtrain.run.links import DELAYED_ACK, Counters
 from hvdtrain.run.liveness import Liveness
 from hvdtrain.run.messages import Times, Traffic
 from hvdtrain.run.peers import Peer, Peers
-from hvdtrain.run.slow import OF, SAMPLED, STEPS, SlowWatch, slow_networks, slow_ranks
+from hvdtrain.run.slow import OF, SAMPLED, STEPS, Others, SlowWatch, slow_networks, slow_ranks
 
 
 def times(*ranks):
@@ -132,8 +132,8 @@ def test_a_slow_network_is_named_with_its_rank_and_host(capsys):
 
 def test_a_host_is_its_first_rank():
     peers = Peers(Topology(0, 4, 0, 2, 0, "nid1", "srun", None))
-    places = [Endpoint("nid1", 0, 1), Endpoint("nid2", 1, 0), Endpoint("nid2", 1, 1)]
-    peers.connections = [Peer(None, 0, 0, rank, place) for rank, place in enumerate(places, 1)]
+    endpoints = [Endpoint("nid1", 0, 1), Endpoint("nid2", 1, 0), Endpoint("nid2", 1, 1)]
+    peers.connections = [Peer(None, 0, 0, rank, endpoint) for rank, endpoint in enumerate(endpoints, 1)]
     assert SlowWatch(Liveness(peers))._hosts() == {0: 0, 1: 0, 2: 2, 3: 2}
 
 
@@ -153,15 +153,15 @@ class Clocked:
     """The clocks of rank 1 of two, in steps whose times are given, and what it has sent."""
 
     def __init__(self, monkeypatch, *, waited=0.0):
-        self.now, self.waited, self.asked, self.sent = 1000.0, waited, 0, []
+        self.now, self.waited, self.read_count, self.sent = 1000.0, waited, 0, []
         monkeypatch.setattr("time.monotonic", lambda: self.now)
-        watch = SlowWatch(Liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
-        watch.peers.send = self.sent.append
-        self.clocks = Clocks(self, watch)
+        self.watch = SlowWatch(Liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
+        self.watch.peers.send = self.sent.append
+        self.clocks = Clocks(self, self.watch)
 
     @property
     def waited(self):
-        self.asked += 1
+        self.read_count += 1
         return self._waited
 
     @waited.setter
@@ -202,11 +202,33 @@ def test_steps_are_measured_apart_from_what_comes_between(monkeypatch):
     assert len(rank.sent) == 3
 
 
-def test_what_no_clock_tells_is_not_reported(monkeypatch):
+def test_what_no_clock_measures_is_not_reported(monkeypatch):
     rank = Clocked(monkeypatch, waited=None)
     for _ in range(STEPS):
         rank.step(computing=0.25, between=timeouts.TIMES)
     assert rank.sent == [Times(reading=None, rest=0.25, waiting=None)]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_every_step_of_a_short_epoch_counts_once(monkeypatch, steps):
+    """A step begins with its epoch, and before that with the end of the last one."""
+    rank, epochs = Clocked(monkeypatch), 2 * STEPS // steps
+    for _ in range(epochs):
+        rank.clocks.begin_step()
+        for _ in range(steps):
+            rank.step(computing=0.05, waiting=0.0)
+        rank.clocks.begin_step()
+        rank.now += 0.001
+    assert rank.watch.made + STEPS * len(rank.sent) == 2 * STEPS
+    assert len(rank.watch._steps) + STEPS * len(rank.sent) == 2 * STEPS
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_the_median_of_the_others(count):
+    numbers = [random.choice([0.5, 1.0, 1.0, 2.0, 3.0]) for _ in range(count)]
+    for index, own in enumerate(numbers):
+        rest = numbers[:index] + numbers[index + 1 :]
+        assert Others(numbers).median(own) == statistics.median(rest)
 
 
 def test_of_short_steps_a_few_are_measured(monkeypatch):
@@ -215,6 +237,6 @@ def test_of_short_steps_a_few_are_measured(monkeypatch):
     batches = rank.clocks.read(rank.batches(0.0005))
     for _ in range(4000):  # four seconds
         rank.step(batches, computing=0.00025, waiting=0.00025)
-    assert rank.asked <= 2 * 4 / SAMPLED + 2
+    assert rank.read_count <= 2 * 4 / SAMPLED + 2
     assert len(rank.sent) == 4
     assert rank.sent[0].waiting == pytest.approx(0.00025)

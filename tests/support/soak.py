@@ -63,7 +63,7 @@ def soak(folder: Path, faults: int, shortest: float, longest: float, seed: int) 
         text = script(trains(recipe=recipe, pause=STEP_SECONDS), nodes=3, spare=4, mpi="pmix")
         job, began = Job(cluster, folder / "soak", limit=HOUR), time.monotonic()
         job.submit(text, "--exclusive", "--time=10:00:00").trains(5)
-        down: dict[str, float] = {}
+        down, number = dict[str, float](), 0
         for number in range(1, faults + 1):
             sleep(job, cluster, down, rng.uniform(shortest, longest))
             if is_over(job):

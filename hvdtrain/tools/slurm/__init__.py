@@ -32,7 +32,7 @@ SAVES = "120 s before its time limit hvdtrain saves and requeues the job"
 IGNORED = "120 s before its time limit; delete it if COMMAND ignores USR2"
 TRAPPED = "120 s before its time limit, for programs that handle it"
 REQUEUED = "it may be queued again, as when its first node fails"
-EXPEDITED = "after a lost node it is first in the queue; after an error it is held there"
+EXPEDITED = "after a lost node it is first in the queue; after an error it may be held there"
 
 MPI_WHY = "# --mpi says how ranks find each other: pmix for Open MPI, pmi2 for MPICH, cray_shasta for Cray-MPICH.\n"
 ORDER_WHY = (

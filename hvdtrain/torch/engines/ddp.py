@@ -55,7 +55,7 @@ class DdpEngine:
     """
 
     notes: tuple[str, ...] = ()
-    waited = 0.0
+    waited: float | None = 0.0
 
     def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
         self._settings, self.device = settings, device
@@ -111,8 +111,12 @@ class DdpEngine:
 
     def finish(self) -> None:
         if self._computed is not None:  # since then backward has waited for the last bucket
-            self.waited += time.monotonic() - self._computed
+            self._count_waiting(self._computed)
             self._computed = None
+
+    def _count_waiting(self, began: float) -> None:
+        # On a GPU the host waits for nothing: NCCL's operations wait in their stream.
+        self.waited = None if self.device.type == "cuda" else (self.waited or 0.0) + time.monotonic() - began
 
     def _note_computed(self, parameter: nn.Parameter) -> None:
         self._computed = time.monotonic()
@@ -126,7 +130,7 @@ class DdpEngine:
         def averaged() -> None:
             began = time.monotonic()
             work.wait()
-            self.waited += time.monotonic() - began
+            self._count_waiting(began)
             tensor.div_(self.size)
 
         return averaged
