@@ -21,7 +21,7 @@ from hvdtrain.core import flags
 from hvdtrain.errors import JobError
 from hvdtrain.run import checkpoint, outcome
 from hvdtrain.tools.supervise import command, step
-from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide
+from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide, not_answering
 from hvdtrain.tools.supervise.job import Job, controller_answers, silent_nodes
 
 PROG = "python -m hvdtrain supervise"
@@ -120,7 +120,7 @@ class Supervisor:
         run = outcome.read(folder, "run")
         if code:
             _wait_for_release(run)
-        ended = self._ended(folder, run, code, nodes, time.monotonic() - began)
+        ended = self._ended(folder, run, code, nodes, time.monotonic() - began, silent)
         self.history.append(ended)
         with contextlib.suppress(OSError):  # a full disk must not end the job
             files.write(self.folder / HISTORY, json.dumps([asdict(each) for each in self.history]))
@@ -143,7 +143,9 @@ class Supervisor:
                 is_logged = True
             time.sleep(CUT_OFF_SECONDS)
 
-    def _ended(self, folder: Path, run: Mapping[str, Any], code: int, nodes: int, seconds: float) -> Ended:
+    def _ended(
+        self, folder: Path, run: Mapping[str, Any], code: int, nodes: int, seconds: float, silent: frozenset[str]
+    ) -> Ended:
         lost, error = outcome.read(folder, "lost"), outcome.read(folder, "error")
         return Ended(
             code=code,
@@ -152,7 +154,7 @@ class Supervisor:
             step=_newest_step(run) if run else next((each.step for each in reversed(self.history)), None),
             seconds=seconds,
             reports=bool(run or lost or error),
-            lost=Lost(lost["rank"], self.job.node_of(lost["host"]), lost["why"]) if lost else None,
+            lost=self._lost(lost, silent) if lost else None,
             error=error.get("kind", ""),
             text=error.get("text", ""),
             error_code=error.get("code", 0),
@@ -161,6 +163,13 @@ class Supervisor:
             too_early=error.get("too_early", False),
             signalled=self.signals.last,
         )
+
+    def _lost(self, report: Mapping[str, Any], silent: frozenset[str]) -> Lost:
+        """Who was lost. A rank that was cut off has lost the others, and may have been the first to report it."""
+        node = self.job.node_of(report["host"])
+        if silent and node not in silent:
+            return Lost(report["rank"], min(silent), not_answering(silent))
+        return Lost(report["rank"], node, report["why"])
 
     def _restarting(self, decision: Restart, ended: Ended) -> str:
         nodes = f"{decision.nodes} node{'s' if decision.nodes > 1 else ''}"

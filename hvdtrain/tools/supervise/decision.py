@@ -3,7 +3,7 @@
 import math
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 MOST_STARTS = 3
@@ -123,12 +123,17 @@ def _would_happen_again(last: Ended) -> bool:
     return last.error in FINAL or last.error == "StoppedError" or last.error_code == BAD_INPUT
 
 
+def not_answering(silent: Collection[str]) -> str:
+    """A message for the log."""
+    return f"{', '.join(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
+
+
 def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
     """What happened to a rank or a node, so that another start may fare better; None where nothing shows that."""
     if last.lost:
         return last.lost.why
     if silent:
-        return f"{', '.join(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
+        return not_answering(silent)
     if last.reports and not last.named:
         return "the ranks lost one another, and none could name which"
     if last.reports and not last.error and last.code in CRASHES:

@@ -207,12 +207,20 @@ def test_a_node_that_is_cut_off_waits_until_slurm_answers(supervise, tmp_path):
     assert process.returncode == 0
 
 
+def test_a_node_that_does_not_answer_has_lost_the_others(supervise, tmp_path):
+    """The rank that was cut off has reported first."""
+    reports = {"run": RUN, "lost": LOST | {"rank": 0, "host": "nid001", "why": "rank 0 on nid001 was lost"}}
+    process = supervise([(137, reports), (0, {})], "--spare=1", DEAD="0")
+    _, err = process.communicate(timeout=60)
+    assert err == "supervise: nid003 does not answer; starts again on 3 nodes without nid003, from step 120\n"
+
+
 def test_without_slurms_commands_a_silent_node_is_lost(supervise, tmp_path):
     (tmp_path / "scontrol").unlink()
     environ = {"SLURM_JOB_NODELIST": "localhost,hvdtrain.invalid", "PATH": str(tmp_path)}
     process = supervise([(137, {"run": RUN | {"fewer": []}, "lost": LOST})], **environ)
     assert process.communicate(timeout=60)[1].splitlines() == [
-        "supervise: rank 5 on nid003 was lost; 1 of 2 nodes remain, on which it cannot continue",
+        "supervise: hvdtrain.invalid does not answer; 1 of 2 nodes remain, on which it cannot continue",
         "supervise: submit the job again to continue.",
     ]
 
