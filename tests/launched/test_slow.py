@@ -118,7 +118,6 @@ def check(ended, expected):
     ("adapter", "engine"),
     [
         pytest.param("torch", "horovod", marks=NEEDS["torch"]),
-        pytest.param("torch", "ddp", marks=NEEDS["torch"]),
         pytest.param("tensorflow", "horovod", marks=NEEDS["tensorflow"]),
         pytest.param("tensorflow", "multiworker", marks=NEEDS["tensorflow"]),
     ],

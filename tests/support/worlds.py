@@ -213,7 +213,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "refusals": {"cases": {"three ranks": {"reduction": "adasum"}}},
             },
         ),
-        "mpi-4": ([*LINES, "sync curve", "frozen curve"], {}),
+        "mpi-4": ([*LINES, "sync curve"], {}),
         "gloo-4": (["line"], {}),
         "ddp-1": (["line", "micro-batches"], {}),
         "ddp-2": (
@@ -224,7 +224,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
     },
     "tensorflow": {
         "alone-1": (
-            [*LINES, "float16", "float16 clipped", "xla", "sync curve", *EXACT_NETWORKS],
+            [*LINES, "float16", "float16 clipped", "xla", *EXACT_NETWORKS],
             {
                 "local_verbs": {},
                 "batch_norm": BATCH_NORM,
@@ -245,7 +245,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
             {"batch_norm": BATCH_NORM, "resumed_states": RESUMED["tensorflow"], **SMALL_FLOATS},
         ),
         "gloo-2": (["line"], OVER_GLOO),
-        "mpi-4": ([*LINES, "sync curve"], {}),
+        "mpi-4": (LINES, {}),
         "gloo-4": (["line"], {}),
     },
 }
