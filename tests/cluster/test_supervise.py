@@ -46,7 +46,7 @@ def torchrun(job):
 
 def cut_off(job):
     """The node of the job's script loses its link, for longer than ranks wait for one another."""
-    job.submit(script(trains(), nodes=2, mpi="pmix")).trains()
+    job.submit(script(trains(), nodes=2, mpi="pmix"), "--exclusive").trains()
     first = job.nodes()[0]
     job.cluster("cut", first)
     job.times["cut"] = time.monotonic()
@@ -136,7 +136,7 @@ def jobs(tmp_path_factory):
     """By name a job that is over, or the error that its scenario ended with."""
     folder = tmp_path_factory.mktemp("supervise")
     with (
-        minicluster(folder, "--nodes", 24, "--slurmd-timeout", SLURM_MISSES_A_NODE, "--kill-wait", 30) as cluster,
+        minicluster(folder, "--nodes", 26, "--slurmd-timeout", SLURM_MISSES_A_NODE, "--kill-wait", 30) as cluster,
         ThreadPoolExecutor(len(SCENARIOS)) as pool,
     ):
         done = {}
