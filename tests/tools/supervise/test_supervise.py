@@ -131,7 +131,7 @@ exit 0
 @pytest.fixture
 def supervise(tmp_path):
     """supervise(script, *flags, **environ): an ended or, `started`, a running supervisor over srun's stand-in."""
-    server = socket.create_server(("127.0.0.1", 0))
+    server, started = socket.create_server(("127.0.0.1", 0)), []
     for name, text in (
         ("srun", SRUN.format(python=sys.executable)),
         ("scontrol", SCONTROL),
@@ -146,9 +146,12 @@ def supervise(tmp_path):
         (tmp_path / "script.json").write_text(json.dumps(script))
         words = [sys.executable, "-m", "hvdtrain", "supervise", *flags, "--", "srun", "--mpi=pmix", "python", "x.py"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(words, cwd=tmp_path, env=environ | changed, **pipes)
+        started.append(subprocess.Popen(words, cwd=tmp_path, env=environ | changed, **pipes))
+        return started[-1]
 
     yield start
+    for process in started:
+        process.kill()
     server.close()
 
 
