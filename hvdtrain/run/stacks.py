@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 import hvdtrain
-from hvdtrain.engines.waiting import Frame, Place, is_long, place_of, reads
+from hvdtrain.engines.waiting import Frame, Place, is_called, is_long, place_of, reads
 
 State = Literal["stopped", "disk", "python", "unknown"]
 """Of a process that does not answer: stopped by a signal; in the kernel, which waits for a disk; in C code that holds
@@ -89,14 +89,15 @@ class Stacks:
         """Where the training thread is, whether it does what may take long, and its line, for a person."""
         innermost = sys._current_frames()
         stack = _frames(innermost.pop(self._thread, None))
-        own = [is_users(frame.file) for frame in stack]
-        place, where = place_of(stack, own), described(stack)
-        readers = [reader for reader in map(_frames, innermost.values()) if reads(reader)]
-        inside = next((reader for reader in readers if _is_in_users_code(reader)), None)
+        place, where = _place(stack), described(stack)
+        others = [*map(_frames, innermost.values())]
+        readers = [other for other in others if reads(other)]
+        called = [other for other in others if is_called(other) and _place(other) != "collective"]
         if reads(stack) and readers:
-            where += f"; a reader stands in {described(inside or readers[0])}"
-        elif place == "framework" and inside:  # the graph reads its batch by itself, from a queue that this one fills
-            place, where = "outside", f"{described(inside)}, which reads"
+            where += f"; a reader stands in {_users_line(readers)}"
+        elif place == "framework" and called:
+            # What is called may itself wait for a reader, as Keras's generator for its pool of threads.
+            place, where = "outside", f"{_users_line([*called, *readers])}, for which TensorFlow waits"
         with contextlib.suppress(OSError, ValueError):
             if _stat(f"self/task/{self._native}")[0] == "D":
                 where += ", where the kernel waits for a disk or a file system"
@@ -110,6 +111,15 @@ def _frames(frame: FrameType | None) -> list[Frame]:
         stack.append(Frame(str(frame.f_globals.get("__name__")), code.co_name, code.co_filename, frame.f_lineno or 0))
         frame = frame.f_back
     return stack
+
+
+def _place(stack: Sequence[Frame]) -> Place:
+    return place_of(stack, [is_users(frame.file) for frame in stack])
+
+
+def _users_line(stacks: Sequence[Sequence[Frame]]) -> str:
+    """That of the first thread in the user's code; else of the first."""
+    return described(next(filter(_is_in_users_code, stacks), stacks[0]))
 
 
 def _is_in_users_code(stack: Sequence[Frame]) -> bool:
