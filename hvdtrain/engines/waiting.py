@@ -34,6 +34,7 @@ FRAMEWORKS = (
     ("tensorflow.python.framework", ANY),  # a value is waited for
 )
 READING = (("tensorflow.python.data", ANY),)
+CALLED = (("tensorflow.python.ops.script_ops", ANY),)  # a graph, or its input pipeline, runs a function of Python
 READERS = (  # of batches: a thread of theirs reads ahead
     ("hvdtrain.datasets", ANY),
     ("hvdtrain.torch.data", ANY),
@@ -74,6 +75,12 @@ def is_long(stack: Iterable[Frame]) -> bool:
 def reads(stack: Iterable[Frame]) -> bool:
     """Whether the thread reads batches, or waits for those that another one reads."""
     return any(_is_in(frame, READERS) for frame in stack)
+
+
+def is_called(stack: Iterable[Frame]) -> bool:
+    """Whether C code of a framework runs this thread's Python, and waits for it. A pipeline that has read ahead as far
+    as it may runs none."""
+    return any(_is_in(frame, CALLED) for frame in stack)
 
 
 def _is_in(frame: Frame, table: Iterable[tuple[str, str]]) -> bool:

@@ -1,4 +1,5 @@
-"""Where a rank's training thread stands: its own, and that of another process of this host that answers no more."""
+"""Where a rank's training thread stands: its own, and that of another process of this host that answers no more; and
+the processes that read for it."""
 
 import contextlib
 import faulthandler
@@ -8,7 +9,10 @@ import signal
 import sys
 import sysconfig
 import threading
+import time
+import weakref
 from collections.abc import Sequence
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
@@ -16,7 +20,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 import hvdtrain
-from hvdtrain.engines.waiting import Frame, Place, is_long, place_of, reads
+from hvdtrain.engines.waiting import Frame, Place, is_called, is_long, place_of, reads
 
 State = Literal["stopped", "disk", "python", "unknown"]
 """Of a process that does not answer: stopped by a signal; in the kernel, which waits for a disk; in C code that holds
@@ -28,6 +32,8 @@ MEMORY = "hvdtrain-stacks"
 STDERR = 2
 DEEPEST = 200  # frames
 MOST_READ = 2**18  # bytes
+LONGEST_LINE = 500  # bytes
+WRITES = 1.0  # seconds
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = f"{Path(hvdtrain.__file__).parent}/"
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+) .*\(most recent call first\):$")
@@ -89,18 +95,53 @@ class Stacks:
         """Where the training thread is, whether it does what may take long, and its line, for a person."""
         innermost = sys._current_frames()
         stack = _frames(innermost.pop(self._thread, None))
-        own = [is_users(frame.file) for frame in stack]
-        place, where = place_of(stack, own), described(stack)
-        readers = [reader for reader in map(_frames, innermost.values()) if reads(reader)]
-        inside = next((reader for reader in readers if _is_in_users_code(reader)), None)
-        if reads(stack) and readers:
-            where += f"; a reader stands in {described(inside or readers[0])}"
-        elif place == "framework" and inside:  # the graph reads its batch by itself, from a queue that this one fills
-            place, where = "outside", f"{described(inside)}, which reads"
+        place, where = _place(stack), described(stack)
+        others = [*map(_frames, innermost.values())]
+        readers = [other for other in others if reads(other)]
+        called = [other for other in others if is_called(other) and _place(other) != "collective"]
+        if reads(stack) and (found := [_users_line(readers)] if readers else _lines_of_workers()):
+            where += f"; a reader stands in {found[0]}"
+        elif place == "framework" and called:
+            # What is called may itself wait for a reader, as Keras's generator for its pool of threads.
+            place, where = "outside", f"{_users_line([*called, *readers])}, for which TensorFlow waits"
         with contextlib.suppress(OSError, ValueError):
             if _stat(f"self/task/{self._native}")[0] == "D":
                 where += ", where the kernel waits for a disk or a file system"
         return place, is_long(stack), where
+
+
+class Workers:
+    """Processes that read for this rank. Each writes the line in which it does so into memory that it shares with this
+    one, from a thread: a signal would disturb what a user's code waits for."""
+
+    def __init__(self, context: BaseContext, number: int) -> None:
+        self._lines = context.RawArray("c", number * LONGEST_LINE)
+        _workers.append(weakref.ref(self, _workers.remove))
+
+    def write_here(self, worker: int) -> None:
+        """The calling process is that worker, and its main thread reads."""
+        threading.Thread(target=self._write, args=(worker * LONGEST_LINE,), daemon=True).start()
+
+    def _write(self, begin: int) -> None:
+        reading = threading.main_thread().ident
+        while True:
+            stack = _frames(sys._current_frames().get(reading or 0))
+            line = described(stack).encode(errors="replace") if reads(stack) else b""
+            self._lines[begin : begin + LONGEST_LINE] = line[:LONGEST_LINE].ljust(LONGEST_LINE, b"\0")
+            time.sleep(WRITES)
+
+    def lines(self) -> list[str]:
+        """Those of the processes that are reading."""
+        lines = (self._lines[at : at + LONGEST_LINE] for at in range(0, len(self._lines), LONGEST_LINE))
+        return [line.rstrip(b"\0").decode(errors="replace") for line in lines if line.strip(b"\0")]
+
+
+_workers: list["weakref.ref[Workers]"] = []
+
+
+def _lines_of_workers() -> list[str]:
+    """Where the processes stand that are reading for this one."""
+    return [line for reference in _workers if (workers := reference()) for line in workers.lines()]
 
 
 def _frames(frame: FrameType | None) -> list[Frame]:
@@ -110,6 +151,15 @@ def _frames(frame: FrameType | None) -> list[Frame]:
         stack.append(Frame(str(frame.f_globals.get("__name__")), code.co_name, code.co_filename, frame.f_lineno or 0))
         frame = frame.f_back
     return stack
+
+
+def _place(stack: Sequence[Frame]) -> Place:
+    return place_of(stack, [is_users(frame.file) for frame in stack])
+
+
+def _users_line(stacks: Sequence[Sequence[Frame]]) -> str:
+    """That of the first thread in the user's code; else of the first."""
+    return described(next(filter(_is_in_users_code, stacks), stacks[0]))
 
 
 def _is_in_users_code(stack: Sequence[Frame]) -> bool:

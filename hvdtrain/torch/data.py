@@ -16,6 +16,7 @@ from torch.utils.data import Dataset as TorchDataset
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once
 from hvdtrain.errors import DataError
+from hvdtrain.run.stacks import Workers
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Batch
 from hvdtrain.torch.resident import Held, Pair, hold
@@ -97,6 +98,8 @@ class Loader:
         if id(split) not in self._pools:
             multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once, not by each
             sampler: list[Request] = []
+            # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
+            context = multiprocessing.get_context("forkserver")
             pool = DataLoader(
                 _Reader(split),
                 sampler=sampler,
@@ -104,8 +107,8 @@ class Loader:
                 num_workers=self.recipe.workers,
                 persistent_workers=True,
                 prefetch_factor=AHEAD,
-                # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
-                multiprocessing_context="forkserver",
+                multiprocessing_context=context,
+                worker_init_fn=Workers(context, self.recipe.workers).write_here,
             )
             self._pools[id(split)] = sampler, pool
         sampler, pool = self._pools[id(split)]

@@ -164,11 +164,37 @@ with quiet():
 KERAS_LOOP = """
 import hvdtrain.keras as hvd
 
+vars(timeouts).update(TICK=0.1, STALLED=0.4, STACKS=0.3, STUCK=0.7)
+
+
+def loop():
+    \"\"\"As an endless one would, for a while.\"\"\"
+    ends = time.monotonic() + 2.5
+    while time.monotonic() < ends:
+        pass
+
+
+class Stuck(Data):
+    \"\"\"On rank 0.\"\"\"
+    def __getitem__(self, index):
+        if rank == 0 and reads == (2 * STEPS - 20) * BATCH:
+            loop()
+        return super().__getitem__(index)
+
+
+def napped():
+    \"\"\"Of the graph; stuck on rank 1.\"\"\"
+    if rank == 1 and steps == 2 * STEPS - 5:
+        loop()
+    compute()
+    return np.float32(0)
+
+
 hvd.init()
 model = net()
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
-data = hvd.GlobalBatches(Data(), batch_size=2 * BATCH)
+data = hvd.GlobalBatches(Stuck(), batch_size=2 * BATCH)
 model.fit(data, epochs=1, callbacks=[hvd.FaultTolerance("run", data)], verbose=0)
 """
 
@@ -181,8 +207,12 @@ def test_a_slow_rank_under_lightning_is_named_with_its_cause(tmp_path):
 
 
 @NEEDS["tensorflow"]
-def test_a_slow_rank_under_keras_is_named(tmp_path):
+def test_a_slow_rank_under_keras_is_named_and_so_is_one_that_is_stuck(tmp_path):
     """Its `fit` reads inside of what TensorFlow computes."""
     (tmp_path / "own.py").write_text(RANKS + KERAS + KERAS_LOOP)
     ended = run("mpi", 2, warm.command("tensorflow", tmp_path / "own.py"), cwd=tmp_path)
     check(ended, [("1", "computing or reading"), ("0", "computing or reading")])
+    stuck = (
+        r"rank (\d) on \S+ keeps the others waiting: .* stands in \S+own.py:\d+, in loop, for which TensorFlow waits"
+    )
+    assert re.findall(stuck, ended.err) == ["0", "1"], ended.err

@@ -1,5 +1,6 @@
 """Which ranks keep the others waiting, and where they stand."""
 
+import functools
 import gc
 import os
 import signal
@@ -267,3 +268,58 @@ def test_a_thread_that_trains_is_found_and_so_is_its_reader():
     ready.wait()
     assert ", in train" in own.now()[2]
     thread.join()
+
+
+def calling(module):
+    """A function of that module, whose stack has the same under it."""
+    names = {"__name__": module}
+    exec(compile("def call(function): function()", LIBRARY, "exec"), names)
+    return names["call"]
+
+
+def users(function):
+    """The user's."""
+    function()
+
+
+def trains(own, function):
+    """The thread that trains."""
+    own.train_here()
+    function()
+
+
+EXECUTES, CALLED, ENQUEUES, REDUCES = map(
+    calling,
+    (
+        "tensorflow.python.eager.execute",
+        "tensorflow.python.ops.script_ops",
+        "keras.src.trainers.data_adapters.py_dataset_adapter",
+        "horovod.tensorflow",
+    ),
+)
+IN_USERS = ", in users (inside "
+BESIDE_A_GRAPH = {  # what the threads beside it do, the outermost first
+    "nothing": ([], MAYBE, ""),
+    "it calls the user's code": ([[CALLED, users]], OUT, IN_USERS),
+    "it calls a library's": ([[CALLED]], OUT, "/threading.py:"),
+    "a generator waits for a pool": ([[CALLED, ENQUEUES], [ENQUEUES], [ENQUEUES, users]], OUT, IN_USERS),
+    "a full queue": ([[ENQUEUES]], MAYBE, ""),
+    "one reads ahead, in the user's code": ([[ENQUEUES, users]], MAYBE, ""),
+    "what it calls communicates": ([[CALLED, users, REDUCES]], MAYBE, ""),
+}
+
+
+@pytest.mark.parametrize(("beside", "place", "line"), BESIDE_A_GRAPH.values(), ids=BESIDE_A_GRAPH.keys())
+def test_a_graph_that_waits_for_python_is_outside_of_collectives(beside, place, line):
+    own, all_wait = Stacks(), threading.Barrier(len(beside) + 2)
+    threads = [[functools.partial(trains, own), EXECUTES], *beside]
+    for functions in threads:
+        nested = functools.reduce(lambda inner, each: functools.partial(each, inner), functions[::-1], all_wait.wait)
+        threading.Thread(target=nested).start()
+    while all_wait.n_waiting < len(threads):
+        time.sleep(0.01)
+    found, _, where = own.now()
+    all_wait.wait()
+    assert found == place
+    assert line in where
+    assert where.endswith(", for which TensorFlow waits") == (place == OUT)
