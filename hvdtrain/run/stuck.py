@@ -158,7 +158,7 @@ class StuckWatch:
     def _report_recovered(self, now: float) -> None:
         if self._named:
             for rank in self._named:
-                print_warning(self.topology, f"{self._rank(rank)} goes on: the others wait no longer.")
+                print_warning(self.topology, f"{self._rank(rank)} has resumed: the others wait no longer.")
             self._named.clear()
         self._since.clear()
 

@@ -269,7 +269,7 @@ def test_who_keeps_the_others_waiting_is_named_and_goes_on(spec, rank, by, how, 
     named = re.sub(r"for [12] seconds", "for N seconds", ended["err"][by])
     assert named == (
         printed(by, f"rank {rank} on {HOST} {WAITING} {how}", "warning")
-        + printed(by, f"rank {rank} on {HOST} goes on: the others wait no longer.", "warning")
+        + printed(by, f"rank {rank} on {HOST} has resumed: the others wait no longer.", "warning")
     )
     for other in {0, 1, 2} - {by}:
         dumped = f'File "{PROGRAM}", line {line_of("library(None).read(")} in act' in ended["err"][other]

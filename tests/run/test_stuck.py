@@ -214,7 +214,7 @@ def test_it_is_named_within_thirty_seconds_then_rarely_then_goes_on(clock):
     assert len(clock.run(60)) == 1
     clock.step()
     (line,) = clock.run(10)
-    assert line == "warning (rank 0 on nid1): rank 2 on nid1 goes on: the others wait no longer."
+    assert line == "warning (rank 0 on nid1): rank 2 on nid1 has resumed: the others wait no longer."
 
 
 def test_one_that_does_not_answer(clock):
