@@ -41,10 +41,10 @@ def test_the_line_of_a_worker_that_is_stuck(tmp_path, monkeypatch):
 
     examples, own, batches = Examples(Files(tmp_path / "stuck")), Stacks(), []
     dataset = Dataset("files", examples, examples, None, (), (), ())
-    loader = Loader(OwnReadSettings(2), dataset, torch.device("cpu"))
 
     def train():
         own.train_here()
+        loader = Loader(OwnReadSettings(2), dataset, torch.device("cpu"))
         batches.extend(loader.batches(examples, [(np.array([index]), None) for index in range(4)]))
 
     thread = threading.Thread(target=train)
