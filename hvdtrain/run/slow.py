@@ -82,7 +82,7 @@ class Others:
 
 def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
     """The ranks that are slower than the others, and why."""
-    step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
+    least = _least(times)
     reading, rest = Others(each.reading or 0.0 for each in times.values()), Others(each.rest for each in times.values())
     known = {rank: each.waiting for rank, each in times.items() if each.waiting is not None}
     computing = {rank: times[rank].rest - seconds for rank, seconds in known.items()}
@@ -90,12 +90,12 @@ def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
     found = []
     for rank, own in times.items():
         own_reading, usual = own.reading or 0.0, reading.median(own.reading or 0.0)
-        if _is_slow(own_reading, usual, step, rest.median(own.rest) - own.rest):
+        if _is_slow(own_reading, usual, least, rest.median(own.rest) - own.rest):
             found.append(Slow(rank, "reading", own_reading, usual))
         if len(known) < len(times):
             continue
         usual, waited = working.median(computing[rank]), waiting.median(known[rank]) - known[rank]
-        if _is_slow(computing[rank], usual, step, waited):
+        if _is_slow(computing[rank], usual, least, waited):
             cause: Cause = "computing or reading" if own.reading is None else "computing"
             found.append(Slow(rank, cause, computing[rank], usual))
     return found
@@ -103,8 +103,7 @@ def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
 
 def slow_networks(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> list[SlowNetwork]:
     """The hosts whose link is slow, where the ranks wait for the network. `hosts`: the first rank of each rank's."""
-    step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
-    least = max(PART * step, SHORTEST)
+    least = _least(times)
     known = [each.waiting for each in times.values() if each.waiting is not None]
     if known and statistics.median(known) < least:
         return []
@@ -115,10 +114,16 @@ def slow_networks(times: Mapping[int, messages.Times], hosts: Mapping[int, int])
     ]
 
 
-def _is_slow(own: float, others: float, step: float, waited: float) -> bool:
+def _least(times: Mapping[int, messages.Times]) -> float:
+    """Seconds that a slow rank takes longer at least."""
+    step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
+    return max(PART * step, SHORTEST)
+
+
+def _is_slow(own: float, others: float, least: float, waited: float) -> bool:
     """Whether a rank that takes so long is slow, where the others take `others` and wait so much longer than it."""
     longer = own - others
-    return own >= FACTOR * others and longer >= max(PART * step, SHORTEST) and waited >= EXPLAINED * longer
+    return own >= FACTOR * others and longer >= least and waited >= EXPLAINED * longer
 
 
 def _median(seconds: Iterable[float | None]) -> float | None:
