@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvdtrain.tools.report.lines import Lines, Record, text
+from hvdtrain.tools.report.lines import Record, text
 from hvdtrain.tools.report.thinning import Column, column_of
 
 MOST_NAMES = 40
@@ -81,11 +81,3 @@ def _whole(values: np.ndarray) -> np.ndarray:
     """The values, NaN where they are no whole numbers from 0 on."""
     with np.errstate(invalid="ignore"):
         return np.where((values >= 0) & (values == np.floor(values)), values, np.nan)
-
-
-def read(lines: Lines) -> Metrics:
-    """Raises OSError, ValueError for what is no regular file."""
-    found = Metrics()
-    for records in lines:
-        found.add(records)
-    return found

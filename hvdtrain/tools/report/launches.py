@@ -1,0 +1,236 @@
+"""What launches.jsonl holds: each launch of a run, with its clock."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.tools.report import lines
+from hvdtrain.tools.report.lines import Record
+
+PHASES = ("start", "import", "rendezvous", "data", "first_step", "training", "validation", "checkpoint", "end")
+"""In the order in which a launch comes to them."""
+STEPS = ("first_step", "training")
+MOST_LAUNCHES = 1000
+MOST_EVENTS = 500
+"""Of one kind, of one launch."""
+MOST_COLUMNS = 600
+MOST_RANKS = 256
+MOST_HOSTS = 20_000
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event, by the launch's clock."""
+
+    kind: str
+    clock: float
+    text: str
+    step: int | None
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median seconds of a step by rank; NaN where nobody knows."""
+
+    clock: float
+    ranks: tuple[int, ...]
+    reading: np.ndarray
+    computing: np.ndarray
+    waiting: np.ndarray
+    records: int = 1
+    """How many of the file it is the mean of."""
+
+
+@dataclass(frozen=True)
+class End:
+    """What a launch said of its end."""
+
+    state: str
+    text: str
+    replica_checks: int | None
+
+
+@dataclass
+class Launch:
+    """One process of rank 0."""
+
+    about: Record
+    """Its own record; empty where that is lost."""
+    clock: float = 0.0
+    """Of its last sign of life."""
+    last_step: int = 0
+    submit: float | None = None
+    start: float | None = None
+    """Of the job, seconds since 1970, as SLURM says."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds in each, until `phases_clock`."""
+    grew: str = ""
+    """The phase that grew in the last record of them."""
+    marks: "array[float]" = field(default_factory=lambda: array("d"))
+    """Step, and seconds of steps by then; a pair a record of phases."""
+    checkpoints: "array[float]" = field(default_factory=lambda: array("d"))
+    """Their steps."""
+    events: list[Happening] = field(default_factory=list)
+    events_left_out: int = 0
+    times: list[Times] = field(default_factory=list)
+    joules: dict[str, float] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    joules_clock: float = 0.0
+    end: End | None = None
+    _kinds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def time(self) -> float | None:
+        """When it began, seconds since 1970."""
+        return lines.unix_time(self.about.get("time"))
+
+    @property
+    def first_step(self) -> int:
+        """The step that it resumed from."""
+        return lines.whole(self.about.get("step")) or 0
+
+    @property
+    def ranks(self) -> int | None:
+        return lines.whole(self.about.get("ranks"), 1)
+
+    @property
+    def hosts(self) -> list[str]:
+        """By rank; of very many ranks, one a node."""
+        return [lines.text(host, 100) for host in lines.items(self.about.get("hosts"), MOST_HOSTS)]
+
+    @property
+    def job_id(self) -> str:
+        return lines.text(lines.mapping(self.about.get("job")).get("id"), 60)
+
+    @property
+    def job(self) -> tuple[str, int | None]:
+        """The job, and how often SLURM has started it again."""
+        return self.job_id, lines.whole(lines.mapping(self.about.get("job")).get("restart"))
+
+    def name_of(self, rank: int) -> str:
+        """As in "rank 3 on node2"."""
+        hosts = self.hosts
+        return f"rank {rank} on {hosts[rank]}" if rank < len(hosts) and len(hosts) == self.ranks else f"rank {rank}"
+
+    def step_seconds_until(self, step: int) -> float:
+        """Seconds of the steps up to that one, by the last record of phases until then."""
+        found = 0.0
+        for made, spent in zip(self.marks[::2], self.marks[1::2], strict=True):
+            if made <= step:
+                found = max(found, spent)
+        return found
+
+    def add(self, record: Record) -> None:
+        """One of its records, whatever it holds."""
+        clock = lines.seconds(record.get("clock")) or 0.0
+        self.clock = max(self.clock, clock)
+        self.last_step = max(self.last_step, lines.whole(record.get("step")) or 0)
+        take = {
+            "job": self._add_job,
+            "phases": self._add_phases,
+            "event": self._add_event,
+            "ranks": self._add_times,
+            "energy": self._add_energy,
+            "end": self._add_end,
+        }.get(str(record.get("kind")))
+        if take:
+            take(record, clock)
+
+    def _add_job(self, record: Record, clock: float) -> None:
+        self.submit, self.start = lines.unix_time(record.get("submit")), lines.unix_time(record.get("start"))
+
+    def _add_phases(self, record: Record, clock: float) -> None:
+        given = lines.mapping(record.get("phases"))
+        known = {name: spent for name in PHASES if (spent := lines.seconds(given.get(name))) is not None}
+        if not known or sum(known.values()) < sum(self.phases.values()):
+            return  # damaged: they only grow
+        growth = {name: spent - self.phases.get(name, 0.0) for name, spent in known.items()}
+        self.grew, self.phases = max(growth, key=growth.__getitem__), known
+        self.clock = max(self.clock, sum(known.values()))
+        step = lines.whole(record.get("step"))
+        if step is not None:
+            self.marks.extend((step, sum(known.get(name, 0.0) for name in STEPS)))
+
+    def _add_event(self, record: Record, clock: float) -> None:
+        kind, step = lines.text(record.get("event"), 20) or "event", lines.whole(record.get("step"))
+        if kind == "checkpoint" and step is not None:
+            self.checkpoints.append(step)
+        seen = self._kinds[kind] = self._kinds.get(kind, 0) + 1
+        if seen > MOST_EVENTS or len(self._kinds) > 20:
+            self.events_left_out += 1
+            return
+        rank = lines.whole(record.get("rank"))
+        self.events.append(Happening(kind, clock, lines.text(record.get("text")), step, rank))
+
+    def _add_times(self, record: Record, clock: float) -> None:
+        ranks = record.get("of")
+        columns = {name: _numbers(record.get(name)) for name in ("reading", "computing", "waiting")}
+        count = max(map(len, columns.values()))
+        of = [lines.whole(rank) for rank in lines.items(ranks, count)] if ranks is not None else list(range(count))
+        if not count or len(of) != count or None in of:
+            return
+        filled = {name: column if len(column) == count else np.full(count, np.nan) for name, column in columns.items()}
+        self.times.append(Times(clock, tuple(of), **filled))  # type: ignore[arg-type]
+        if len(self.times) > MOST_COLUMNS:
+            self.times = _halved(self.times)
+
+    def _add_energy(self, record: Record, clock: float) -> None:
+        joules, nodes = lines.mapping(record.get("joules")), lines.mapping(record.get("nodes"))
+        known = {
+            lines.text(name, 40): value
+            for name, given in list(joules.items())[:10]
+            if (value := lines.number(given, 0)) is not None
+        }
+        if known:
+            self.joules, self.joules_clock = known, clock
+            counts = {name: lines.whole(nodes.get(name), 1) for name in known}
+            self.nodes = {name: count for name, count in counts.items() if count}
+
+    def _add_end(self, record: Record, clock: float) -> None:
+        self._add_phases(record, clock)
+        checks = lines.whole(record.get("replica_checks"))
+        self.end = End(lines.text(record.get("state"), 20), lines.text(record.get("text")), checks)
+
+
+def _numbers(values: object) -> np.ndarray:
+    """[n] seconds; NaN for what is none."""
+    known = [lines.seconds(value) for value in lines.items(values, MOST_RANKS)]
+    return np.array([np.nan if value is None else value for value in known], np.float64)
+
+
+def _halved(times: Sequence[Times]) -> list[Times]:
+    """Two neighbours of the same ranks as one, which has their mean."""
+    found: list[Times] = []
+    pairs = iter(times)
+    for first in pairs:
+        second = next(pairs, None)
+        if second is None or second.ranks != first.ranks:
+            found += [first, *([second] if second else [])]
+            continue
+        total = first.records + second.records
+        means: dict[str, Any] = {}
+        for name in ("reading", "computing", "waiting"):
+            means[name] = (first.records * getattr(first, name) + second.records * getattr(second, name)) / total
+        found.append(Times(second.clock, first.ranks, **means, records=total))
+    return found if len(found) < len(times) else found[::2]
+
+
+def add_all(launches: list[Launch], records: Sequence[Record]) -> int:
+    """More records, each to the launch above it; how many belong to launches beyond the most."""
+    left_out = 0
+    for record in records:
+        if record.get("kind") == "launch":
+            if len(launches) >= MOST_LAUNCHES:
+                left_out += 1
+                continue
+            launches.append(Launch(record))
+        elif not launches:
+            launches.append(Launch({}))
+            launches[-1].add(record)
+        elif left_out == 0:
+            launches[-1].add(record)
+    return left_out
