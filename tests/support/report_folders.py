@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Run:
 
     def launch(
         self,
-        time: float,
+        began: float,
         *,
         job: Mapping[str, Any] | None = None,
         queue: tuple[float, float] | None = None,
@@ -70,12 +71,12 @@ class Run:
     ) -> None:
         """A process of rank 0 begins; `queue`: the job's submit and start."""
         self.launches += 1
-        self.began, self.phases, self.step = time, dict(opening), self.kept
+        self.began, self.phases, self.step = began, dict(opening), self.kept
         module = f"hvdtrain.{self.framework}"
         record = {
             "kind": "launch",
             "format": 1,
-            "time": time,
+            "time": began,
             "launch": self.launches,
             "launcher": self.launcher,
             "engine": "horovod",
@@ -131,15 +132,15 @@ class Run:
     def end(self, state: str, text: str = "", seconds: float = 0.8) -> None:
         self._spend("end", seconds)
         checks = 1 + self.step // self.recipe.guard_every_steps
-        time = self.began + self.clock
+        now = self.began + self.clock
         self._energy()
         phases = {name: round(value, 3) for name, value in self.phases.items()}
-        self._add("end", state=state, time=time, step=self.step, text=text, phases=phases, replica_checks=checks)
-        self.status(state, time, **({"error": text} if text else {}))
+        self._add("end", state=state, time=now, step=self.step, text=text, phases=phases, replica_checks=checks)
+        self.status(state, now, **({"error": text} if text else {}))
 
-    def status(self, state: str, time: float | None = None, **more: Any) -> None:
+    def status(self, state: str, now: float | None = None, **more: Any) -> None:
         """Writes all files."""
-        content = {"state": state, "time": time or self.began + self.clock, "step": self.step, **more}
+        content = {"state": state, "time": now or self.began + self.clock, "step": self.step, **more}
         (self.folder / "status.json").write_text(json.dumps(content, indent=1))
         write_lines(self.folder / "metrics.jsonl", self.metrics)
         write_lines(self.folder / "launches.jsonl", self.records)
@@ -279,7 +280,7 @@ def failed(folder: Path) -> Run:
     run = Run(folder, changed={"base_lr": 5.0})
     run.launch(BEGAN)
     run.train(35)
-    run.metrics.append({**run.metrics[-1], "step": 35, "loss": None})
+    run.metrics[-1]["loss"] = None
     text = (
         "the training loss is nan at step 35; lower the learning rate (now 5), warm it up, or clip the gradients "
         "(clip_norm)."
@@ -297,9 +298,9 @@ def killed(folder: Path) -> Run:
     return run
 
 
-def running(folder: Path, now: float = BEGAN + 120) -> Run:
-    """Still going; the last sign of life is of `now`."""
-    run = Run(folder)
+def running(folder: Path) -> Run:
+    """Still going; the last sign of life is of now."""
+    run, now = Run(folder), time.time()
     run.launch(now)
     run.train(150)
     run.began = now - run.clock

@@ -10,8 +10,9 @@ import numpy as np
 from hvdtrain.tools.report import lines
 from hvdtrain.tools.report.lines import Record
 
-PHASES = ("start", "import", "rendezvous", "data", "first_step", "training", "validation", "checkpoint", "end")
-"""In the order in which a launch comes to them."""
+PHASES = ("start", "import", "rendezvous", "data", "model", "first_step", "training", "validation", "checkpoint", "end")
+"""In the order in which a launch comes to them; a newer version may have others, which come behind."""
+MOST_PHASES = 20
 STEPS = ("first_step", "training")
 MOST_LAUNCHES = 1000
 MOST_EVENTS = 500
@@ -63,6 +64,8 @@ class Launch:
     clock: float = 0.0
     """Of its last sign of life."""
     last_step: int = 0
+    hosts: list[str] = field(default_factory=list)
+    """By rank; of very many ranks, one a node."""
     submit: float | None = None
     start: float | None = None
     """Of the job, seconds since 1970, as SLURM says."""
@@ -98,18 +101,13 @@ class Launch:
         return lines.whole(self.about.get("ranks"), 1)
 
     @property
-    def hosts(self) -> list[str]:
-        """By rank; of very many ranks, one a node."""
-        return [lines.text(host, 100) for host in lines.items(self.about.get("hosts"), MOST_HOSTS)]
-
-    @property
     def job_id(self) -> str:
         return lines.text(lines.mapping(self.about.get("job")).get("id"), 60)
 
     @property
-    def job(self) -> tuple[str, int | None]:
+    def job(self) -> tuple[str, str]:
         """The job, and how often SLURM has started it again."""
-        return self.job_id, lines.whole(lines.mapping(self.about.get("job")).get("restart"))
+        return self.job_id, lines.text(lines.mapping(self.about.get("job")).get("restart"), 20)
 
     def name_of(self, rank: int) -> str:
         """As in "rank 3 on node2"."""
@@ -130,6 +128,8 @@ class Launch:
         self.clock = max(self.clock, clock)
         self.last_step = max(self.last_step, lines.whole(record.get("step")) or 0)
         take = {
+            "launch": self._add_hosts,
+            "world": self._add_hosts,
             "job": self._add_job,
             "phases": self._add_phases,
             "event": self._add_event,
@@ -140,15 +140,21 @@ class Launch:
         if take:
             take(record, clock)
 
+    def _add_hosts(self, record: Record, clock: float) -> None:
+        hosts = [lines.text(host, 100) for host in lines.items(record.get("hosts"), MOST_HOSTS)]
+        self.hosts = hosts or self.hosts
+
     def _add_job(self, record: Record, clock: float) -> None:
         self.submit, self.start = lines.unix_time(record.get("submit")), lines.unix_time(record.get("start"))
 
     def _add_phases(self, record: Record, clock: float) -> None:
         given = lines.mapping(record.get("phases"))
-        known = {name: spent for name in PHASES if (spent := lines.seconds(given.get(name))) is not None}
+        names = [*(name for name in PHASES if name in given), *sorted(map(str, given.keys() - set(PHASES)))]
+        spent = {lines.text(name, 30): lines.seconds(given.get(name)) for name in names[:MOST_PHASES]}
+        known = {name: each for name, each in spent.items() if each is not None}
         if not known or sum(known.values()) < sum(self.phases.values()):
             return  # damaged: they only grow
-        growth = {name: spent - self.phases.get(name, 0.0) for name, spent in known.items()}
+        growth = {name: each - self.phases.get(name, 0.0) for name, each in known.items()}
         self.grew, self.phases = max(growth, key=growth.__getitem__), known
         self.clock = max(self.clock, sum(known.values()))
         step = lines.whole(record.get("step"))
@@ -230,7 +236,6 @@ def add_all(launches: list[Launch], records: Sequence[Record]) -> int:
             launches.append(Launch(record))
         elif not launches:
             launches.append(Launch({}))
-            launches[-1].add(record)
-        elif left_out == 0:
+        if left_out == 0:
             launches[-1].add(record)
     return left_out

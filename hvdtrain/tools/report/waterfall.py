@@ -4,7 +4,7 @@ The axis is made of what lies between two launches, and of each launch's own clo
 whatever the hosts' clocks say: a launch that seems to begin before the one before it has ended begins at its end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.tools.report.launches import PHASES, STEPS, Launch
@@ -17,6 +17,7 @@ NOTES = {
     "import": "loading the framework and the user's code",
     "rendezvous": "until all ranks had found each other",
     "data": "opening the data set",
+    "model": "building the network",
     "first step": "until the first update of a launch, with what is compiled or warmed up for it",
     "training": "steps that count",
     "validation": "",
@@ -88,13 +89,20 @@ def _inside(launch: Launch, later: Sequence[Launch]) -> dict[str, float]:
     was_killed = bool(later) and launch.end is None
     after = "training" if was_killed else launch.grew or PHASES[0]  # since the last record of phases
     phases[after] = phases.get(after, 0.0) + launch.clock - sum(launch.phases.values())
-    kept = min(following.first_step for following in later) if later else launch.last_step
-    lost = 0.0
-    if kept < launch.last_step or was_killed:
-        steps = sum(phases.get(name, 0.0) for name in STEPS)
-        lost = steps - min(steps, launch.step_seconds_until(kept))
-        phases = _without(phases, lost)
-    return {NAMES.get(name, name): phases.get(name, 0.0) for name in PHASES} | {"lost work": lost}
+    lost = _lost(launch, phases, later)
+    phases = _without(phases, lost)
+    return {NAMES.get(name, name): seconds for name, seconds in phases.items()} | {"lost work": lost}
+
+
+def _lost(launch: Launch, phases: Mapping[str, float], later: Sequence[Launch]) -> float:
+    """Seconds of the launch's steps that a later one made again."""
+    if not later:
+        return 0.0
+    kept = min(following.first_step for following in later)
+    if launch.end and launch.end.state in {"finished", "stopped"} and kept >= launch.last_step:
+        return 0.0
+    steps = sum(phases.get(name, 0.0) for name in STEPS)
+    return max(0.0, steps - launch.step_seconds_until(kept))
 
 
 def _without(phases: dict[str, float], lost: float) -> dict[str, float]:
