@@ -26,7 +26,7 @@ SOURCES = {
     "pm_counters": ("Cray pm_counters", "whole nodes"),
     "nvml": ("NVML", "GPUs of the job only"),
     "amdsmi": ("amdsmi", "GPUs of the job only"),
-    "rapl": ("RAPL", "processors, and memory where they count it; all of a node's, also those that others used"),
+    "rapl": ("RAPL", "processors and memory of the nodes, whoever used them"),
 }
 """By the key in the run's records: name and scope. In the order in which the run's figure is chosen."""
 DEVICES = ("nvml", "amdsmi")

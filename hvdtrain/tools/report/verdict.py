@@ -79,9 +79,7 @@ def verdict(folder: Folder, run_state: str, waterfall: Waterfall | None, now: fl
     return Verdict(
         level=level,
         headline=headline(folder, run_state, now),
-        details=tuple(
-            [*(_capital(str(result)) for result in results), *_plain(folder, results), *map(_capital, names)]
-        ),
+        details=tuple(map(_capital, [*map(str, results), *_plain(folder, results), *names])),
         checks=promises,
         limit=limit,
         advice=advice(folder, run_state, results, promises, waterfall),
