@@ -115,11 +115,11 @@ class Launch:
         return f"rank {rank} on {hosts[rank]}" if rank < len(hosts) and len(hosts) == self.ranks else f"rank {rank}"
 
     def step_seconds_until(self, step: int) -> float:
-        """Seconds of the steps up to that one, by the last record of phases until then."""
-        found = 0.0
+        """Seconds of the steps up to that one, by the first record of phases that has it, or the last before it."""
+        best, found = -1.0, 0.0
         for made, spent in zip(self.marks[::2], self.marks[1::2], strict=True):
-            if made <= step:
-                found = max(found, spent)
+            if best < made <= step:
+                best, found = made, spent
         return found
 
     def add(self, record: Record) -> None:
