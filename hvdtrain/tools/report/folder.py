@@ -93,6 +93,10 @@ def _read_launches(found: Folder) -> None:
         left_out += add_all(found.launches, records)
 
     _read_lines(found, "launches.jsonl", "no waterfall, events, heat map or energy", take)
+    says = any(line.startswith("launches.jsonl") for line in found.missing)
+    if not says and not any(launch.clock for launch in found.launches):
+        lacks = "times" if found.launches else "records"
+        found.missing.append(f"launches.jsonl has no {lacks}: no waterfall")
     if left_out:
         found.missing.append(f"launches.jsonl: launches after the first {len(found.launches):,} are left out")
 

@@ -62,8 +62,8 @@ def _metrics(folder: Folder) -> Found:
 
 def _resumes(folder: Folder, run_state: str) -> Found:
     """Each launch went on where a checkpoint was, and no step is in the metrics twice."""
-    if folder.metrics.repeated:
-        return "broken", f"{folder.metrics.repeated:,} log lines are of a step that had one before"
+    if repeated := folder.metrics.repeated:
+        return "broken", f"{repeated:,} step{'s have' if repeated != 1 else ' has'} more than one log line"
     total, step = state.total_steps(folder), state.step_of(folder)
     if run_state == "finished" and total and step < total:
         return "broken", f"it says that it has finished, at step {step:,} of {total:,}"

@@ -75,6 +75,8 @@ def verdict(folder: Folder, run_state: str, waterfall: Waterfall | None, now: fl
     slow = slow_ranks(folder.launches)
     names = [f"{folder.launch.name_of(rank)} is {why}." for rank, why in slow.items() if folder.launch]
     level = _level(run_state, results, promises, slow)
+    if level == "good" and not folder.metrics.epochs and not folder.metrics.steps:
+        level = "attention"  # nothing shows what came out
     limit = limit_of(folder)
     return Verdict(
         level=level,
@@ -91,7 +93,7 @@ def headline(folder: Folder, run_state: str, now: float) -> str:
     step, total = state.step_of(folder), state.total_steps(folder)
     place = f"step {step:,} of {total:,}" if total else f"step {step:,}"
     why = state.error_of(folder)
-    ago = duration(max(0.0, now - state.last_sign(folder)))
+    ago = duration(max(1, round(now - state.last_sign(folder))))
     match run_state:
         case "finished":
             return f"Trained to the end: {place}."

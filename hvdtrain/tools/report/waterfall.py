@@ -68,18 +68,17 @@ def _gap(launch: Launch, before: Launch | None, since: float, until: float) -> l
 
 
 def waterfall(launches: Sequence[Launch], axis: Axis) -> Waterfall | None:
-    """None where no launch was recorded."""
-    if not launches:
-        return None
+    """None where no launch has recorded its time."""
     parts: dict[str, float] = {}
     for index, (launch, gap) in enumerate(zip(launches, axis.gaps, strict=True)):
         later = launches[index + 1 :]
         for name, seconds in (*gap, *_inside(launch, later).items()):
             if seconds > 0:
                 parts[name] = parts.get(name, 0.0) + seconds
+    if not parts:
+        return None
     wall = sum(parts.values())
-    has_phases = any(launch.phases for launch in launches)
-    goodput = parts.get("training", 0.0) / wall if wall and has_phases else None
+    goodput = parts.get("training", 0.0) / wall if any(launch.phases for launch in launches) else None
     return Waterfall(wall, tuple(Part(name, seconds, NOTES.get(name, "")) for name, seconds in parts.items()), goodput)
 
 
