@@ -1,5 +1,6 @@
 """What launches.jsonl holds: each launch of a run, with its clock."""
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ class Launch:
     joules_clock: float = 0.0
     end: End | None = None
     _kinds: dict[str, int] = field(default_factory=dict)
+    _together: int = 1
+    """Records of times that become one, as there are so many."""
 
     @property
     def time(self) -> float | None:
@@ -180,9 +183,13 @@ class Launch:
         if not count or len(of) != count or None in of:
             return
         filled = {name: column if len(column) == count else np.full(count, np.nan) for name, column in columns.items()}
-        self.times.append(Times(clock, tuple(of), **filled))  # type: ignore[arg-type]
+        times = Times(clock, tuple(of), **filled)  # type: ignore[arg-type]
+        if self.times and self.times[-1].records < self._together and self.times[-1].ranks == times.ranks:
+            self.times[-1] = _mean(self.times[-1], times)
+            return
+        self.times.append(times)
         if len(self.times) > MOST_COLUMNS:
-            self.times = _halved(self.times)
+            self.times, self._together = _halved(self.times), 2 * self._together
 
     def _add_energy(self, record: Record, clock: float) -> None:
         joules, nodes = lines.mapping(record.get("joules")), lines.mapping(record.get("nodes"))
@@ -208,21 +215,20 @@ def _numbers(values: object) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in known], np.float64)
 
 
+def _mean(first: Times, second: Times) -> Times:
+    """Two records of the same ranks as one."""
+    means: dict[str, Any] = {}
+    for name in ("reading", "computing", "waiting"):
+        one, other = getattr(first, name), getattr(second, name)
+        both = (first.records * one + second.records * other) / (first.records + second.records)
+        means[name] = np.where(np.isnan(one), other, np.where(np.isnan(other), one, both))
+    return Times(second.clock, first.ranks, **means, records=first.records + second.records)
+
+
 def _halved(times: Sequence[Times]) -> list[Times]:
-    """Two neighbours of the same ranks as one, which has their mean."""
-    found: list[Times] = []
-    pairs = iter(times)
-    for first in pairs:
-        second = next(pairs, None)
-        if second is None or second.ranks != first.ranks:
-            found += [first, *([second] if second else [])]
-            continue
-        total = first.records + second.records
-        means: dict[str, Any] = {}
-        for name in ("reading", "computing", "waiting"):
-            means[name] = (first.records * getattr(first, name) + second.records * getattr(second, name)) / total
-        found.append(Times(second.clock, first.ranks, **means, records=total))
-    return found if len(found) < len(times) else found[::2]
+    """Two neighbours as one; of other ranks, the later of them."""
+    pairs = itertools.zip_longest(times[::2], times[1::2])
+    return [_mean(*pair) if pair[1] and pair[0].ranks == pair[1].ranks else pair[1] or pair[0] for pair in pairs]
 
 
 def add_all(launches: list[Launch], records: Sequence[Record]) -> int:

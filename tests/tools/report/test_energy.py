@@ -14,7 +14,7 @@ def launches_of(*joules, job="7", clock=100.0, nodes=2) -> list[Launch]:
     records = []
     for each in joules:
         records.append({"kind": "launch", "time": report_folders.BEGAN, "job": job and {"id": job, "restart": 0}})
-        records.append({"kind": "energy", "clock": 50.0, "joules": {name: 1.0 for name in each}})
+        records.append({"kind": "energy", "clock": 50.0, "joules": dict.fromkeys(each, 1.0)})
         records.append({"kind": "energy", "clock": clock, "joules": each, "nodes": dict.fromkeys(each, nodes)})
     found: list[Launch] = []
     add_all(found, records)
@@ -137,7 +137,9 @@ def test_a_launch_without_figures_is_named(no_sacct):
     assert "1 of 2 launches" in found.note
 
 
-@pytest.mark.parametrize("joules", [None, [], {"rapl": "x"}, {"rapl": -1}, {"rapl": 0}, {"rapl": None}, {"rapl": 1e300}])
+@pytest.mark.parametrize(
+    "joules", [None, [], {"rapl": "x"}, {"rapl": -1}, {"rapl": 0}, {"rapl": None}, {"rapl": 1e300}]
+)
 def test_damaged_counters_are_not_measured(no_sacct, joules):
     launches = [Launch({})]
     launches[0].add({"kind": "energy", "clock": 5, "joules": joules, "nodes": "x"})

@@ -144,7 +144,9 @@ def test_no_launch_has_no_waterfall():
     assert waterfall([], axis_of([])) is None
 
 
-@pytest.mark.parametrize("name", ["finished", "resumed", "stopped", "failed", "killed", "running", "slow", "tensorflow"])
+@pytest.mark.parametrize(
+    "name", ["finished", "resumed", "stopped", "failed", "killed", "running", "slow", "tensorflow"]
+)
 def test_runs_add_up_to_the_time_between_submit_and_end(name, tmp_path):
     report_folders.ALL[name](tmp_path)
     launches = folders.read(tmp_path).launches
