@@ -207,6 +207,12 @@ def test_dump_and_load_keep_every_value(mine):
     assert load(mine(text)) == loaded.model_copy(update={"name": "mine.yaml"})
 
 
+def test_a_shipped_recipe_expects_what_this_project_measured():
+    named = [name for name in shipped_entries() if load(name).expected]
+    assert named == ["digits:default"]
+    assert load("digits").expected == {"valid_acc1": 0.978}
+
+
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         load("linear").epochs = 3
@@ -244,6 +250,17 @@ VALUES = {
     "misspelt key": ({"epocs": 3}, "unknown key 'epocs'. Did you mean epochs?"),
     "key like no other": ({"zzz": 3}, "unknown key 'zzz'."),
     "key that is a number": ({3: 4}, "unknown key '3'."),
+    "figure that is none": ({"expected": {"valid_acc1": "high"}}, "each of expected must be a number, got 'high'."),
+    "endless figure": (
+        {"expected": {"valid_acc1": float("inf")}},
+        "each of expected must be a finite number, got inf.",
+    ),
+    "figure without a name": ({"expected": {1: 0.5}}, "each of expected must be text, got 1."),
+    "name that no terminal shows": (
+        {"expected": {"acc\x1b": 0.5}},
+        "a name must have up to 4096 characters, all printable, got 'acc\\x1b'.",
+    ),
+    "figures without names": ({"expected": 0.5}, "expected must map names to values, got 0.5."),
     "factor of 1": ({"lr_factor": 1}, "lr_factor must be less than 1, got 1."),
 }
 
