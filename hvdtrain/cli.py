@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from hvdtrain import version
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.untrusted import one_line, quoted
 
@@ -31,7 +32,7 @@ HELP = """usage: python -m hvdtrain COMMAND [flags]
 commands:
 {commands}
 
-COMMAND --help lists its flags."""
+COMMAND --help lists its flags; --version shows what is installed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(commands="\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())))
         return 0 if argv else 2
     name, *rest = argv
+    if name == "--version":
+        print(version.line())
+        return 0
     if name not in COMMANDS:
-        print(f"unknown command {quoted(name)}; commands: {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(_unknown(name), file=sys.stderr)
         return 2
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
@@ -52,3 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HvdtrainError as error:
         print(f"{type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return error.exit_code
+
+
+def _unknown(name: str) -> str:
+    from hvdtrain.core import recipe, wording
+
+    meant = wording.closest(name, [*COMMANDS, "train"], wording.COMMAND_SYNONYMS)
+    if meant == "train" or name.partition(":")[0] in recipe.known():
+        chosen = "RECIPE" if meant == "train" else name
+        return (
+            f"unknown command {quoted(name)}; to train: python -m hvdtrain.torch {chosen} (or tensorflow, lightning)."
+        )
+    hint = f" Did you mean {meant}?" if meant else ""
+    return f"unknown command {quoted(name)}.{hint} Commands: {', '.join(COMMANDS)}."

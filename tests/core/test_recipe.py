@@ -248,6 +248,7 @@ VALUES = {
     "milestone 0": ({"lr_milestones": [0]}, "each of lr_milestones must be greater than 0, got 0."),
     "number for a path": ({"data_dir": 3}, "data_dir must be a path, got 3."),
     "misspelt key": ({"epocs": 3}, "unknown key 'epocs'. Did you mean epochs?"),
+    "the field's word for a key": ({"learning_rate": 3}, "unknown key 'learning_rate'. Did you mean base_lr?"),
     "key like no other": ({"zzz": 3}, "unknown key 'zzz'."),
     "key that is a number": ({3: 4}, "unknown key '3'."),
     "figure that is none": ({"expected": {"valid_acc1": "high"}}, "each of expected must be a number, got 'high'."),
@@ -366,7 +367,7 @@ NAMES = {
     ),
     "path out of the folder": (
         "../recipes/linear",
-        "unknown recipe '../recipes/linear'. Did you mean linear? "
+        "unknown recipe '../recipes/linear'. "
         "Recipes: cifar100, cscs, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
     ),
     "misspelt entry": (
