@@ -154,6 +154,12 @@ COMMANDS = {  # argv: exit code, how stdout begins, stderr
         "",
         r"EngineUnavailable: model vgg16 needs PyTorch; install it: pip install hvdtrain\[torch\]\n",
     ),
+    "plan without data or a framework": (
+        ["-c", NO_TORCH, "plan", "imagenet", "--ranks", "8"],
+        0,
+        "recipe      imagenet: resnet50",
+        "",
+    ),
     "plan of ours without a framework": (
         ["-c", NO_TORCH, "plan", "synthetic:tiny"],
         0,

@@ -203,7 +203,7 @@ def _unparsed(annotation: Any, metavar: str | None) -> PrimitiveConstructorSpec[
     """tyro's spec of the annotation, whose value is a _Given."""
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     assert isinstance(spec, PrimitiveConstructorSpec)
-    own = re.sub(r"^\[(.+) \[\1 \.\.\.\]\]$", r"\1 ...", spec.metavar.removeprefix("{None}|"))
+    own = re.sub(r"^\[(.+) \[\1 \.\.\.\]\]$", r"\1 ...", spec.metavar.removeprefix("{None}|").replace("{None,", "{"))
     return dataclasses.replace(
         spec,
         metavar=metavar or own,

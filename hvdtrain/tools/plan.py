@@ -107,7 +107,8 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
         sizes = "" if options.examples else f"{train:,} examples to train, {valid:,} to validate, "
         notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{classes:,} classes"]
     else:
-        dataset = load_dataset(recipe, framework)
+        # Neither copied to this node nor decoded.
+        dataset = load_dataset(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}), framework)
     if options.examples and recipe.dataset != "synthetic":
         train_split = Blank(options.examples, dataset.sample_shape)
         dataset = dataclasses.replace(dataset, train=train_split, shards=(), items=())
