@@ -12,14 +12,11 @@ from hvdtrain.untrusted import one_line, quoted
 COMMANDS = {
     "plan": ("hvdtrain.tools.plan", "the resolved plan of a recipe on N ranks, without running it"),
     "build": ("hvdtrain.tools.build", "build Horovod against this environment's frameworks, and prove it"),
-    "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and the command that fixes it"),
+    "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and its fix"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
-    "bench": (
-        "hvdtrain.tools.bench",
-        "measure this machine: the step, the engines, the network, the data, how it scales",
-    ),
+    "bench": ("hvdtrain.tools.bench", "measure this machine: step, engines, network, data, scaling"),
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
     "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
 }

@@ -40,9 +40,9 @@ commands:
 USAGE = f"""usage: {PROG} RECIPE [flags]
 
 recipes: cifar100, cscs, digits, imagenet, linear, synthetic;
-         an entry of one, as cifar100:bs256; or a file of yours that ends in .yaml
+         an entry of one, as cifar100:bs256; or a file ending in .yaml
 flags:   {PROG} RECIPE --help
-         lists what the recipe can use, with its values
+         lists those that the recipe can use, with its values
 """
 
 

@@ -6,6 +6,7 @@ same rules, with the same messages.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import json
@@ -108,7 +109,7 @@ def given(
             )
     except SystemExit as stop:
         if stop.code in {0, None}:
-            _show(page.getvalue().replace(DESCRIPTION, _wrapped(description)))
+            _show(page.getvalue(), description)
             raise
         required = " ".join(name.upper() for name, field in fields.items() if field.is_required())
         raise RecipeError(f"{required} must be given; see {prog} --help.") from None
@@ -120,6 +121,7 @@ def given(
     }
 
 
+ARG: Any = type(tyro.conf.arg())
 DESCRIPTION = "[description]"
 """What stands for it in tyro's page: tyro would not break its lines."""
 
@@ -139,18 +141,21 @@ class _Page(io.StringIO):
         return self._terminal.encoding
 
 
-def _wrapped(text: str) -> str:
+def _show(page: str, description: str) -> None:
+    """Prints tyro's page; a reader such as `head` may leave early."""
     width = min(100, shutil.get_terminal_size().columns)
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(
-        textwrap.fill(paragraph, width, break_long_words=False, break_on_hyphens=False) for paragraph in paragraphs
-    )
-
-
-def _show(page: str) -> None:
-    """Prints it; a reader such as `head` may leave early."""
+    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    usage, _, rest = page.partition("\n")
+    usage = re.sub(r"\[.*?\]", lambda flag: flag[0].replace(" ", "\xa0"), usage)
+    paragraphs = "\n\n".join(map(fill, inspect.cleandoc(description).split("\n\n")))
     try:
-        print(page, end="", flush=True)
+        print(
+            fill(usage, subsequent_indent="       ").replace("\xa0", " "),
+            rest.replace(DESCRIPTION, paragraphs),
+            sep="\n",
+            end="",
+            flush=True,
+        )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still flushes when it ends
 
@@ -185,13 +190,19 @@ def _typed(name: str, field: FieldInfo, default: Any, layout: Layout) -> Typed:
     """The flag for tyro, which parses the values of switches only."""
     marks = list(field.metadata)
     if field.description:
-        marks.append(tyro.conf.arg(help=field.description, aliases=ALIASES.get(name), help_behavior_hint=_default_text))
+        marks.append(tyro.conf.arg(help=field.description, aliases=ALIASES.get(name)))
+    if tyro.conf.UseAppendAction not in marks:
+        marks = [_with_default_text(mark) for mark in marks]
     if field.annotation is not bool and tyro.conf.UseAppendAction not in marks:
         marks.append(ARGUMENTS if _is_mapping(field) else _unparsed(field.annotation, layout.metavars.get(name)))
     annotation = Annotated[(field.annotation, *marks)] if marks else field.annotation
     if default is PydanticUndefined:
         return name, annotation, dataclasses.field()
     return name, annotation, dataclasses.field(default_factory=lambda: default)
+
+
+def _with_default_text(mark: Any) -> Any:
+    return dataclasses.replace(mark, help_behavior_hint=_default_text) if isinstance(mark, ARG) else mark
 
 
 def _default_text(label: str) -> str:

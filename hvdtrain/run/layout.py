@@ -85,5 +85,5 @@ def description(layout: Layout) -> str:
     unused = [name for names in GROUPS.values() for name in names if name in USED_BY and name in layout.hidden]
     names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
     return "Defaults are the recipe's values." + (
-        f" Not shown, as other models, data sets or frameworks use them alone: {names}." if names else ""
+        f" Not shown, because only other models, data sets or frameworks use them: {names}." if names else ""
     )

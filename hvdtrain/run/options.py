@@ -95,7 +95,7 @@ def usage(prog: str) -> str:
     return (
         f"usage: {prog} RECIPE [flags]\n\n"
         f"recipes: {', '.join(recipes.known())};\n"
-        "         an entry of one, as cifar100:bs256; or a file of yours that ends in .yaml\n"
+        "         an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
         f"flags:   {prog} RECIPE --help\n"
-        "         lists what the recipe can use, with its values"
+        "         lists those that the recipe can use, with its values"
     )

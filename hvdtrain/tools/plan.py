@@ -46,7 +46,7 @@ OWN = flags.fields_of(Options)
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises HvdtrainError."""
     if {"-h", "--help"} & set(argv[:1]) or not argv:
-        print(f"{usage(PROG)}; beside a run's flags these:\n{_own_flags()}")
+        print(f"{usage(PROG)};\n         those of a run, and of plan alone:\n\n{_own_flags()}")
         return 0 if argv else 2
     recipe, options = _parsed(argv)
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before the user's code imports Keras
