@@ -8,6 +8,7 @@ from images import write_tree
 
 from hvdtrain import cli
 from hvdtrain.datasets import published
+from hvdtrain.tools import pack
 
 PUBLISHED = {
     "imagenet": ("imagenet", "1,281,167 examples to train, 50,000 to validate", "no --data-dir is given"),
@@ -77,6 +78,13 @@ def test_a_folder_that_is_there_counts(argv, sizes, parameters, tmp_path, capsys
     out = planned(f"imagenet --data-dir {folder} --batch-size 8 {argv}", capsys)
     assert f"({parameters:,} parameters) on imagenet, {sizes}\n" in out
     assert "published" not in out
+
+
+def test_a_packed_set_is_neither_copied_nor_decoded(tmp_path, capsys):
+    pack.pack(pack.Options(write_tree(tmp_path / "images"), tmp_path / "packed", shards=2))
+    argv = f"--cache-dir {tmp_path / 'node'} --shuffle shards --decoder dali --batch-size 8"
+    assert "16 examples to train, 6 to validate" in planned(f"imagenet --data-dir {tmp_path / 'packed'} {argv}", capsys)
+    assert not (tmp_path / "node").exists()
 
 
 def test_files_of_cifar100_that_are_there_count(tmp_path, capsys):
