@@ -1,5 +1,6 @@
 """Data sets by their published sizes: what a plan needs where their files are not."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +38,18 @@ def missing(name: str, data_dir: Path | None) -> str:
     if name not in SIZES:
         return ""
     if data_dir is not None:
-        return "" if data_dir.exists() else f"{data_dir} does not exist"
+        return "" if _is_here(data_dir) else f"{data_dir} is not here"
     if name == "imagenet":
         return "no --data-dir is given"
     from hvdtrain.datasets.cifar100 import FOLDER
     from hvdtrain.datasets.download import default_data_dir
 
-    return "" if (default_data_dir() / FOLDER).is_dir() else "not downloaded yet"
+    return "" if _is_here(default_data_dir() / FOLDER) else "not downloaded yet"
+
+
+def _is_here(path: Path) -> bool:
+    """False too where it may not be looked for, or nothing can have that name."""
+    return os.access(path, os.F_OK)
 
 
 def load(name: str, train_crop: int) -> Dataset:

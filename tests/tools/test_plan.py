@@ -14,17 +14,18 @@ PUBLISHED = {
     "imagenet": ("imagenet", "1,281,167 examples to train, 50,000 to validate", "no --data-dir is given"),
     "a folder that is elsewhere": (
         *("imagenet --data-dir /not/here", "1,281,167 examples to train, 50,000 to validate"),
-        "/not/here does not exist",
+        "/not/here is not here",
     ),
     "packed, elsewhere": (
         *("imagenet --data-dir /not/here --shuffle shards --cache-dir /nor/here --decoder dali", "1,281,167 examples"),
-        "/not/here does not exist",
+        "/not/here is not here",
     ),
+    "a name that no folder has": (f"imagenet --data-dir {'x' * 300}", "1,281,167 examples to train", "is not here"),
     "cifar100": ("cifar100", "50,000 examples to train, 10,000 to validate", "not downloaded yet"),
     "its folder is elsewhere": (
         "cifar100 --data-dir /not/here",
         "50,000 examples to train",
-        "/not/here does not exist",
+        "/not/here is not here",
     ),
     "so many examples": (
         *("imagenet --examples 5120 --valid-examples 7", "5,120 examples to train, 7 to validate"),
