@@ -63,6 +63,7 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        self.world.energy.close()
         try:
             if isinstance(error, HvdtrainError):
                 self.code = self._fail(error)

@@ -1,8 +1,10 @@
 """The interface of training to the other ranks: how they join, live, stop together and leave."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
 from hvdtrain.core.sharing import Sum
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
@@ -11,6 +13,7 @@ from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, own_endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.admission import Admission
+from hvdtrain.run.energy import EnergyWatch
 from hvdtrain.run.handshake import Handshake
 from hvdtrain.run.joining import Joining, Readiness, Serve
 from hvdtrain.run.launches import Launch
@@ -51,7 +54,11 @@ class World:
         self.launch = Launch()
         self.liveness.on_named = lambda kind, rank, text: self.launch.event(kind, text, rank=rank)
         self.slow.on_times = self._record_times
-        self._monitor = Monitor(self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow)
+        self.energy = EnergyWatch(self.liveness, handshake.endpoint.label, os.environ)
+        self.energy.on_totals = self._record_energy
+        self._monitor = Monitor(
+            self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow, self.energy
+        )
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -69,6 +76,7 @@ class World:
             self._handshake.process = self._stuck.stacks.open(alone=self.topology.local_size == 1)
         self.joining.connect()
         self._monitor.start()
+        self.energy.start()
 
     def connect_at(self, rendezvous: Rendezvous) -> None:
         """Where the launcher named no host: the ranks connect at this rendezvous. Raises WorldError."""
@@ -141,6 +149,10 @@ class World:
             return
         shown = sorted(times) if len(times) <= MOST_RANKS else slowest(times, self.slow.hosts())
         self.launch.record("ranks", step=self.launch.step, of=shown, **columns(times[rank] for rank in shown))
+
+    def _record_energy(self, totals: Mapping[str, Any]) -> None:
+        if self.launch.is_due("energy") or self.energy.is_closing:
+            self.launch.record("energy", **totals)
 
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
         """Sends a farewell, or with what message and exit code this rank fails; releases signals and connections."""
