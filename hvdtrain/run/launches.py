@@ -92,12 +92,13 @@ class Launch:
         )
         self._thread.start()
 
-    def is_due(self, kind: str) -> bool:
-        """Whether a record that comes again and again is to be written now; the next one is due later then."""
+    def is_due(self, kind: str, shortest: float = SHORTEST) -> bool:
+        """Whether a record that comes again and again is to be written now; the next one is due later then, `shortest`
+        seconds at least."""
         now = self.clock
         if self._records is None or now < self._again.get(kind, 0.0):
             return False
-        self._again[kind] = now + max(SHORTEST, PART * now)
+        self._again[kind] = now + max(shortest, PART * now)
         return True
 
     def mark(self, step: int, *, always: bool = False) -> None:

@@ -18,6 +18,10 @@ from hvdtrain.run.clocks import Clocks, Waiting
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
 
+BYTES_A_SECOND = 2e7
+"""Of the state of which rank 0 reads the gradients for their norm: a hundredth of what a slow processor can read, so
+that it takes no part of the time that could be measured."""
+
 
 class Engine(Waiting, Protocol):
     """What the loop needs of a collective library. Every rank calls the same methods in the same order."""
@@ -77,6 +81,10 @@ class Replica(Protocol):
 
     def totals(self) -> Totals:
         """Of this rank's examples since the last call."""
+
+    def gradient_norm(self) -> float | None:
+        """Of the averaged gradients of the last update, before they are clipped; None where it is not known.
+        TensorFlow's is that of the first update after the call before."""
 
     def average_statistics(self) -> None:
         """BatchNorm's running statistics become their mean over the ranks."""
@@ -257,7 +265,9 @@ class Hooks(Generic[R_co]):
         self.run.check_finite(totals, progress.step)
         if self.reporter and totals.count:
             iteration, seconds = progress.sample // self.extent.global_batch, time.monotonic() - self._logged
-            self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
+            apart = self.run.identity.checkpoint_bytes / BYTES_A_SECOND
+            norm = self.trainer.gradient_norm() if self.launch.is_due("gradient_norm", apart) else None
+            self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds, norm)
         self._logged = time.monotonic()
         self.launch.mark(progress.step)
 
