@@ -171,12 +171,7 @@ class Step:
 
     def gradient_norm(self) -> float | None:
         """Of the last update's averaged gradients, before they were clipped; None before the first one."""
-        if self._norm is not None:
-            return float(self._norm)
-        norm = norm_of(self._parameters)
-        # An optimizer that takes the loss scale with the gradients leaves them scaled.
-        scaled = norm is not None and getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return norm / self.scaler.get_scale() if norm is not None and scaled else norm
+        return norm_of(self._parameters) if self._norm is None else float(self._norm)
 
     def evaluate(self, batch: Any) -> Seen:
         """What is to be reported of a validation batch."""
