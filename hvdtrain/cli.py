@@ -20,6 +20,7 @@ COMMANDS = {
         "measure this machine: the step, the engines, the network, the data, how it scales",
     ),
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
+    "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy, scaling"),
     "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
 }
 
