@@ -18,6 +18,7 @@ COMMANDS = {
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
     "bench": ("hvdtrain.tools.bench", "measure this machine: step, engines, network, data, scaling"),
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
+    "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy, scaling"),
     "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
 }
 

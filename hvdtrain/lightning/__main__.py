@@ -15,6 +15,7 @@ from hvdtrain.run.run import Run
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
+    prepared.world.launch.enter("import")
     try:
         with interrupts.postponed():
             import lightning.pytorch  # noqa: F401
@@ -25,6 +26,7 @@ def train(prepared: Run) -> None:
     with interrupts.postponed():
         from hvdtrain.lightning.train import train as train_with_lightning
 
+    prepared.world.launch.enter("rendezvous")
     train_with_lightning(prepared)
 
 

@@ -49,6 +49,7 @@ def joined(world: World, name: str, engine: AnEngine, rank: int, size: int) -> I
     try:
         guard.check_world(world.topology, rank, size, ENGINES[name].title)
         world.exchange(engine.sum)
+        world.launch.enter("model")
         yield engine
     except Exception as error:
         if not engine.is_lost(error):

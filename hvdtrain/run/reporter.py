@@ -58,13 +58,23 @@ class Reporter:
     def begin_epoch(self) -> None:
         self._epoch_began = time.monotonic()
 
-    def steps(self, step: int, epoch: int, iteration: int, totals: Totals, lr: float, seconds: float) -> None:
+    def steps(
+        self,
+        step: int,
+        epoch: int,
+        iteration: int,
+        totals: Totals,
+        lr: float,
+        seconds: float,
+        gradient_norm: float | None = None,
+    ) -> None:
         """The steps since the last call: totals over all ranks and the seconds they took.
 
         `epoch` and `iteration` count from 1 in the log, as the tutorial's do.
         """
         rate = totals.count / seconds
-        self._write("step", step, epoch, loss=totals.mean_loss, lr=lr, examples_per_second=rate)
+        norm = {} if gradient_norm is None else {"gradient_norm": gradient_norm}
+        self._write("step", step, epoch, loss=totals.mean_loss, lr=lr, examples_per_second=rate, **norm)
         self._scalar("loss/step", totals.mean_loss, step)
         self._scalar("learning_rate", lr, step)
         if self._bar:
@@ -131,7 +141,16 @@ class Reporter:
 class OwnReporter(Reporter):
     """The log of a loop of one's own, which has metrics of its own."""
 
-    def steps(self, step: int, epoch: int, iteration: int, totals: Totals, lr: float, seconds: float) -> None:
+    def steps(
+        self,
+        step: int,
+        epoch: int,
+        iteration: int,
+        totals: Totals,
+        lr: float,
+        seconds: float,
+        gradient_norm: float | None = None,
+    ) -> None:
         rate, values = totals.count / seconds, {"loss": totals.mean_loss, **totals.means}
         for name, value in values.items():
             self._scalar(f"{name}/step", value, step)

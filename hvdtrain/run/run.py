@@ -82,6 +82,7 @@ class BaseRun:
         """Rank 0's last lines of the log."""
         if reporter and self.folder:
             self.folder.write_status("finished", step=step)
+            self.world.launch.is_finished = True
             reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
 
     def _start_trackers(self, folder: Path) -> Trackers:

@@ -13,12 +13,14 @@ from hvdtrain.tensorflow.banner import without_banner
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
+    prepared.world.launch.enter("import")
     with without_banner(), interrupts.postponed():
         from hvdtrain.run.loop import Loop
         from hvdtrain.tensorflow.engines.replication import replication_of
         from hvdtrain.tensorflow.opening import engine_of
         from hvdtrain.tensorflow.trainer import Trainer
 
+    prepared.world.launch.enter("rendezvous")
     with engine_of(prepared) as engine:
         if replication_of(engine).serves:
             prepared.world.serve_rank_0()

@@ -12,11 +12,13 @@ from hvdtrain.run.run import Run
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
+    prepared.world.launch.enter("import")
     with interrupts.postponed():
         from hvdtrain.run.loop import Loop
         from hvdtrain.torch.opening import engine_of
         from hvdtrain.torch.trainer import Trainer
 
+    prepared.world.launch.enter("rendezvous")
     with engine_of(prepared) as engine:
         Loop(prepared, Trainer(prepared, engine)).train()
 

@@ -1,0 +1,133 @@
+"""A run folder -> the values of its report."""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.tools.report import curves, origin, ranks, state, waterfall
+from hvdtrain.tools.report import energy as energies
+from hvdtrain.tools.report import folder as folders
+from hvdtrain.tools.report.folder import Folder
+from hvdtrain.tools.report.launches import Launch
+from hvdtrain.tools.report.metrics import Metrics
+from hvdtrain.tools.report.model import Energy, Event, RunReport, Waterfall
+from hvdtrain.tools.report.verdict import verdict, words
+from hvdtrain.tools.report.waterfall import Axis
+from hvdtrain.tools.report.wording import duration, percent
+from hvdtrain.untrusted import printable
+
+MOST_EVENTS = 400
+MOST_OF_A_KIND = 60
+
+
+def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
+    """Never raises for what the folder holds."""
+    folder, now = folders.read(path), time.time()
+    axis = waterfall.axis_of(folder.launches)
+    parts = waterfall.waterfall(folder.launches, axis)
+    run_state, described = state.state_of(folder, now), origin.origin(folder)
+    used = energies.energy(folder.launches, state.epochs_made(folder), co2_g_per_kwh)
+    results = _results(folder.metrics, parts, used)
+    return RunReport(
+        name=name_of(path),
+        folder=printable(str(path), 400),
+        state=run_state,
+        began=axis.began,
+        verdict=verdict(folder, run_state, parts, now),
+        numbers=_numbers(folder, results),
+        results=results,
+        waterfall=parts,
+        curves=curves.curves(folder.metrics, origin.lr_derivation(described.plan), state.steps_per_epoch(folder)),
+        heat=ranks.heat_map(folder.launches, axis),
+        events=events(folder.launches, axis),
+        energy=used,
+        origin=described,
+        settings=origin.settings(folder),
+        missing=tuple(folder.missing),
+    )
+
+
+def name_of(path: Path) -> str:
+    """The last part of the path."""
+    return printable(path.absolute().name or str(path.absolute()), 80)
+
+
+def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
+    """On the report's axis of time; of many of one kind the first and the last ones."""
+    found = []
+    for number, (launch, begins) in enumerate(zip(launches, axis.launches, strict=True), 1):
+        found.append(Event(begins, "launch", _begins(launch, number), launch.first_step or None))
+        for event in launch.events:
+            found.append(Event(begins + event.clock, event.kind, event.text or event.kind, event.step))
+        if launch.end:
+            text = f"{launch.end.state}: {launch.end.text}" if launch.end.text else launch.end.state
+            found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
+        elif number < len(launches):
+            found.append(Event(begins + launch.clock, "end", "no word of its end: killed", launch.last_step or None))
+    found.sort(key=lambda event: event.at)
+    return tuple(_some(found))
+
+
+def _begins(launch: Launch, number: int) -> str:
+    """What a launch is, in a few words."""
+    many = f" on {launch.ranks:,} rank{'s' if launch.ranks != 1 else ''}" if launch.ranks else ""
+    job = f", job {launch.job_id}" if launch.job_id else ""
+    return f"launch {number}{many}{job}"
+
+
+def _some(found: Sequence[Event]) -> list[Event]:
+    """At most so many, and so many of each kind, evenly chosen."""
+    kept: list[Event] = []
+    for kind in dict.fromkeys(event.kind for event in found):
+        of_kind = [event for event in found if event.kind == kind]
+        every = math.ceil(len(of_kind) / MOST_OF_A_KIND)
+        kept += of_kind[:: max(1, every)]
+    return sorted(kept, key=lambda event: event.at)[:MOST_EVENTS]
+
+
+def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:
+    """Final metrics by name."""
+    names = [name for name in metrics.epochs if name not in {"seconds", "train_examples", "valid_examples"}]
+    found = {name: metrics.final(name) for name in names}
+    if not names and "loss" in metrics.steps:
+        found["loss"] = metrics.final("loss")
+    if "examples_per_second" in metrics.steps:
+        found["examples_per_second"] = metrics.steps["examples_per_second"].median()
+    if parts:
+        found |= {"wall_seconds": parts.wall_seconds, "goodput": parts.goodput}
+    if used.rows:
+        found["kwh"] = used.rows[0].kwh
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _numbers(folder: Folder, results: dict[str, float]) -> tuple[tuple[str, str], ...]:
+    """What a reader wants to see first, as label and value."""
+    step, total = state.step_of(folder), state.total_steps(folder)
+    epochs, planned = state.epochs_made(folder), folder.recipe.get("epochs")
+    found = []
+    for name in ("valid_acc1", "valid_acc5", "valid_loss", "train_loss"):
+        if name in results:
+            found.append((words(name), f"{results[name]:.4f}"))
+    if epochs:
+        whole = f" of {planned:,}" if isinstance(planned, int) and 0 < planned < 10**9 else ""
+        found.append(("epochs", f"{epochs:.4g}{whole}"))
+    found.append(("steps", f"{step:,} of {total:,}" if total else f"{step:,}"))
+    if "examples_per_second" in results:
+        found.append(("examples/s, median", f"{results['examples_per_second']:,.4g}"))
+    if "wall_seconds" in results:
+        found.append(("wall time", duration(results["wall_seconds"])))
+    if "goodput" in results:
+        found.append(("goodput", percent(results["goodput"])))
+    if "kwh" in results:
+        found.append(("energy", kwh(results["kwh"])))
+    return tuple((_capital(label), value) for label, value in found)
+
+
+def kwh(value: float) -> str:
+    """As "1.24 kWh", "3.1 Wh"."""
+    return f"{value:,.3g} kWh" if value >= 0.1 else f"{1000 * value:.3g} Wh"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,128 @@
+"""What a run was: its recipe beside the shipped one, its plan, and how to repeat it."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.schedule import Schedule
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.tools.report import lines
+from hvdtrain.tools.report.folder import Folder
+from hvdtrain.tools.report.launches import Launch
+from hvdtrain.tools.report.model import Origin
+from hvdtrain.untrusted import printable
+
+LR = "LR "
+"""The line of the plan that begins so derives the learning rate."""
+MOST_KEYS = 300
+MOST_VERSIONS = 50
+MOST_RECIPE = 64 * 1024
+
+
+def origin(folder: Folder) -> Origin:
+    """Of whatever is known."""
+    launch = folder.launch or Launch({})
+    about = launch.about
+    git = lines.mapping(about.get("git"))
+    versions = list(lines.mapping(about.get("versions")).items())[:MOST_VERSIONS]
+    return Origin(
+        recipe=_printable_lines(folder.recipe_text[:MOST_RECIPE]),
+        differences=differences(folder),
+        plan=plan_lines(folder),
+        versions={lines.text(name, 60): lines.text(version, 80) for name, version in versions},
+        hosts=tuple(dict.fromkeys(launch.hosts)),
+        launcher=lines.text(about.get("launcher"), 60),
+        engine=lines.text(about.get("engine") or folder.own.get("engine"), 60),
+        framework=framework(folder),
+        ranks=ranks(folder),
+        git_commit=lines.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
+        job_id=launch.job_id,
+        job_script=_printable_lines(folder.job_script),
+        command=shlex.join(lines.text(word, 300) for word in lines.items(about.get("command"), 200)),
+    )
+
+
+def framework(folder: Folder) -> str:
+    """torch or tensorflow; "" where nothing says so."""
+    about = folder.launch.about if folder.launch else {}
+    return lines.text(about.get("framework") or folder.plan.get("framework") or folder.own.get("framework"), 40)
+
+
+def ranks(folder: Folder) -> int | None:
+    """As launched last, else as planned."""
+    launched = folder.launch.ranks if folder.launch else None
+    return launched or lines.whole(folder.plan.get("size"), 1) or lines.whole(folder.own.get("ranks"), 1)
+
+
+def settings(folder: Folder) -> dict[str, object]:
+    """The recipe's keys."""
+    return {str(key): value for key, value in list(folder.recipe.items())[:MOST_KEYS]}
+
+
+def shipped(folder: Folder) -> Mapping[str, Any]:
+    """The keys of the recipe of that name that hvdtrain brings; {} where it brings none."""
+    if folder.recipe_name.partition(":")[0] not in recipes.known():
+        return {}
+    try:
+        return recipes.load(folder.recipe_name).model_dump(mode="json", exclude={"name"})
+    except HvdtrainError:  # an entry that this version does not have
+        return {}
+
+
+def differences(folder: Folder) -> tuple[tuple[str, str, str], ...]:
+    """Key, shipped value, this run's value."""
+    theirs, ours = shipped(folder), settings(folder)
+    if not theirs or not ours:
+        return ()
+    keys = [key for key in {**theirs, **ours} if key in theirs and key in ours]
+    return tuple((key, shown(theirs[key]), shown(ours[key])) for key in keys if not _equal(theirs[key], ours[key]))
+
+
+def shown(value: object) -> str:
+    """A recipe's value for a table."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return printable(str(value), 100)
+
+
+def _equal(one: object, other: object) -> bool:
+    return one == other or shown(one) == shown(other)
+
+
+def plan_lines(folder: Folder) -> tuple[str, ...]:
+    """As the run printed them; of another version's plan its numbers."""
+    if not folder.plan:
+        return ()
+    try:
+        return tuple(printable(line, 400) for line in _plan(folder).lines())
+    except (HvdtrainError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
+        numbers = {key: value for key, value in folder.plan.items() if isinstance(value, int | float | str)}
+        return tuple(f"{lines.text(key, 40)}: {lines.text(value, 80)}" for key, value in list(numbers.items())[:30])
+
+
+def _plan(folder: Folder) -> Plan:
+    """Raises much where the files are damaged, or another version's."""
+    keys = {key: value for key, value in folder.recipe.items() if key in recipes.Recipe.model_fields}
+    recipe = recipes.validate({**keys, "name": folder.recipe_name})
+    numbers = {key: value for key, value in folder.plan.items() if key in Plan.__dataclass_fields__}
+    schedule = dict(lines.mapping(numbers.get("schedule")))
+    milestones = tuple(lines.items(schedule.pop("milestones", []), 1000))
+    numbers["schedule"] = Schedule(milestones=milestones, **schedule)
+    return Plan(recipe=recipe, **numbers)
+
+
+def lr_derivation(plan: tuple[str, ...]) -> str:
+    """The plan's line on the learning rate; "" where it has none."""
+    found = [line.removeprefix(LR).strip() for line in plan if line.startswith(LR)]
+    return f"Peak {found[0]}." if found else ""
+
+
+def _printable_lines(text: str) -> str:
+    """The text with control characters as escapes, its lines kept."""
+    return "\n".join(printable(line.expandtabs(4), 2000) for line in text.splitlines())

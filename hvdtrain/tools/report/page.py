@@ -1,0 +1,182 @@
+"""`render(document)`: the report as one HTML file, with its pictures inside, without a script or an address."""
+
+import functools
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from hvdtrain.tools.report import describe, pictures, wording
+from hvdtrain.tools.report.heat import heat
+from hvdtrain.tools.report.model import Comparison, Curve, Document, Event, RunReport, Waterfall
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+MOST_POINTS, ALL_POINTS = 400, 10_000
+"""Of a series, and of all pictures: the file stays small."""
+MOST_DRAWN_RUNS = 8
+"""Runs whose own curves are drawn; of more, the comparison's curves say it."""
+MOST_EVENTS = 200
+NOTABLE_GROUP = 3
+"""Checkpoints in a row that share one line of the list."""
+WORDS = {"good": "Good", "attention": "Attention", "bad": "Problem", "open": "Open"}
+ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "kept": "✓", "broken": "✕", "unknown": "?"}
+UNITS = {"second": 1, "minute": 60, "hour": 3600}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of the waterfall; `left` and `width` in percent of the wall time."""
+
+    name: str
+    note: str
+    seconds: float
+    share: float
+    left: float
+    width: float
+    kind: str
+    """useful, lost, waiting or other."""
+
+
+@dataclass(frozen=True)
+class EventRow:
+    """A line of the list of events: one of them, or checkpoints in a row."""
+
+    number: int | None
+    first: Event
+    last: Event
+    count: int
+
+
+def render(document: Document) -> str:
+    """The whole page. What the document holds of texts is escaped."""
+    curves = [curve for run in document.runs for curve in run.curves]
+    curves += document.comparison.curves if document.comparison else ()
+    series = sum(len(curve.series) for curve in curves)
+    page = _environment().get_template("page.html")
+    return page.render(document=document, most=max(20, min(MOST_POINTS, ALL_POINTS // max(series, 1))))
+
+
+def bars(waterfall: Waterfall) -> list[Bar]:
+    """The parts as steps, each from where the one before it ended."""
+    whole = max(waterfall.wall_seconds, sum(_seconds(part.seconds) for part in waterfall.parts), 1e-9)
+    found, before = [], 0.0
+    for part in waterfall.parts:
+        seconds = _seconds(part.seconds)
+        places = (100 * before / whole, 100 * seconds / whole)
+        found.append(Bar(part.name, part.note, part.seconds, seconds / whole, *places, _kind(part.name)))
+        before += seconds
+    return found
+
+
+def event_rows(events: Iterable[Event]) -> list[EventRow]:
+    """The list of events, numbered as on the pictures; checkpoints have no number, many in a row one line."""
+    rows: list[EventRow] = []
+    number = 0
+    for checkpoint, group in groupby(events, key=lambda event: event.kind == "checkpoint"):
+        some = list(group)
+        if checkpoint and len(some) >= NOTABLE_GROUP:
+            rows.append(EventRow(None, some[0], some[-1], len(some)))
+            continue
+        for event in some:
+            number += not checkpoint
+            rows.append(EventRow(None if checkpoint else number, event, event, 1))
+    return rows
+
+
+def marks(events: Sequence[Event], curve: Curve) -> list[pictures.Mark]:
+    """Where the events stand on a curve's axis: by step or by time, whichever it has."""
+    label = curve.x_label.lower().strip()
+    unit = next((seconds for name, seconds in UNITS.items() if label.startswith(name)), None)
+    numbers = count(1)
+    found = []
+    for event in events:
+        number = None if event.kind == "checkpoint" else next(numbers)
+        x = event.at / unit if unit else event.step if label.startswith("step") else None
+        if x is not None:
+            found.append(pictures.Mark(x, number))
+    return found
+
+
+def facts(run: RunReport) -> list[tuple[str, str]]:
+    """What it was, in short: label and value."""
+    origin = run.origin
+    pairs = [
+        ("Framework", origin.framework),
+        ("Engine", origin.engine),
+        ("Launcher", origin.launcher),
+        ("Ranks", f"{origin.ranks:,}" if origin.ranks else ""),
+        ("Job", origin.job_id),
+        ("Git commit", origin.git_commit),
+        ("Folder", run.folder),
+    ]
+    return [(label, value) for label, value in pairs if value]
+
+
+def summary(run: RunReport) -> str:
+    """The line under the title."""
+    origin = run.origin
+    ranks = f"{origin.ranks:,} rank{'s' if origin.ranks != 1 else ''}" if origin.ranks else ""
+    hosts = f"{len(origin.hosts):,} hosts" if len(origin.hosts) > 1 else " ".join(origin.hosts)
+    began = f"began {wording.date(run.began)}" if run.began is not None else ""
+    software = " over ".join(wording.short(text, 40) for text in (origin.framework, origin.engine) if text)
+    return ", ".join(text for text in (ranks, software, wording.short(hosts, 40), began) if text)
+
+
+def groups(comparison: Comparison) -> Iterator[tuple[str, list[tuple[str, tuple[str, ...]]]]]:
+    """The comparison's rows, group by group."""
+    for name, rows in groupby(comparison.rows, key=lambda row: row[0]):
+        yield name, [(key, values) for _, key, values in rows]
+
+
+def energy(kwh: float) -> str:
+    """As `1.24 kWh`, `3.1 Wh`."""
+    return f"{wording.number(kwh)} kWh" if kwh >= 0.1 or not kwh else f"{wording.number(1000 * kwh)} Wh"
+
+
+def differs(values: Sequence[str]) -> bool:
+    """Whether not all are the same."""
+    return len(set(values)) > 1
+
+
+@functools.cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("hvdtrain.tools.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+    )
+    environment.filters |= {name: getattr(wording, name) for name in ("duration", "number", "percent", "date", "short")}
+    environment.filters |= {"cut": wording.cut, "energy": energy}
+    environment.globals |= {
+        function.__name__: function for function in (bars, event_rows, marks, facts, summary, groups, differs, heat)
+    }
+    environment.globals |= {
+        "pictures": pictures,
+        "describe": describe,
+        "median": statistics.median,
+        "WORDS": WORDS,
+        "ICONS": ICONS,
+        "MOST_DRAWN_RUNS": MOST_DRAWN_RUNS,
+        "MOST_EVENTS": MOST_EVENTS,
+    }
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    return wording.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _seconds(value: float) -> float:
+    return value if 0 < value < float("inf") else 0.0
+
+
+def _kind(name: str) -> str:
+    """Which colour a part of the wall time has; its name says the same."""
+    kinds = {"training": "useful", "lost": "lost", "idle": "lost", "queue": "waiting"}
+    return next((kind for word, kind in kinds.items() if word in name.lower()), "other")

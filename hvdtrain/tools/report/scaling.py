@@ -1,0 +1,235 @@
+"""Speed-up and efficiency over numbers of ranks: from `bench scaling`, or from a folder of runs."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import files
+from hvdtrain.errors import RecipeError
+from hvdtrain.tools.bench.scaling import efficiencies
+from hvdtrain.tools.predict.scaling import NOISE, Point, Points
+from hvdtrain.tools.predict.task import LEAST, MOST, MOST_POINTS, MOST_RANKS, WORST_MISFIT
+from hvdtrain.tools.report import folder as folders
+from hvdtrain.tools.report import lines, origin
+from hvdtrain.tools.report.folder import Folder
+from hvdtrain.tools.report.model import Scaling, ScalingRow
+from hvdtrain.tools.report.ranks import step_parts
+from hvdtrain.tools.report.wording import percent
+from hvdtrain.untrusted import one_line, printable
+
+FILE = "scaling.json"
+MODES = ("weak", "strong")
+MOST_RUNS = 200
+MOST_ROUNDS = 1000
+BEYOND = 4
+"""Predicted up to so many times the most ranks that were measured."""
+DEEP = 2
+"""Folders below the sweep's that a run may lie in."""
+
+PUBLISHED: Mapping[str, Mapping[int, float]] = {
+    "JSC: ResNet50, ImageNet on A100": {1: 1.0, 4: 20531.9 / (4 * 5355.9), 16: 20531.9 / (16 * 1488.2)},
+    "TensorFlow 2017: ResNet-50 on the P100s of a DGX-1": {1: 1.0, 2: 422 / (2 * 219), 8: 1734 / (8 * 219)},
+    "Horovod 2018: ResNet-101 on P100s, 25 Gbit/s": {1: 1.0, 128: 0.90},
+    "Horovod 2018: VGG-16 on P100s, 25 Gbit/s": {1: 1.0, 128: 0.79},
+}
+"""Weak scaling against one GPU. Sources: docs/speed.md and tests/tools/test_predict.py."""
+
+
+@dataclass
+class Measured:
+    """Seconds of a step by the number of ranks, one figure a round, and what they are of."""
+
+    seconds: dict[int, list[float]]
+    batch: dict[int, int]
+    """Examples of a step, all ranks together."""
+    node: int = 1
+    cores: float = float("inf")
+    parts: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By ranks: seconds computing (with reading), seconds waiting for the others."""
+
+
+def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
+    """One a mode, and a line on each thing that could not be read. Raises RecipeError where there is no sweep."""
+    if not path.is_dir():
+        raise RecipeError(f"--sweep must name a folder, of bench scaling or of runs, got {printable(str(path), 200)}.")
+    missing: list[str] = []
+    by_mode = _of_bench(path, missing) if (path / FILE).exists() else {}
+    by_mode = by_mode or _of_runs(path, missing)
+    found = tuple(_scaling(mode, measured) for mode, measured in by_mode.items() if len(measured.seconds) > 1)
+    if not found:
+        why = f" ({missing[0]})" if missing else ""
+        raise RecipeError(
+            f"--sweep: {printable(str(path), 200)} has no two runs on different numbers of ranks{why}; make one with: "
+            "python -m hvdtrain bench scaling --output DIR"
+        )
+    return found, tuple(missing)
+
+
+def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
+    """What `bench scaling` has measured, by mode."""
+    try:
+        results = lines.mapping(files.read_json(path / FILE))
+    except (OSError, ValueError) as error:
+        missing.append(f"{FILE} cannot be read: {one_line(getattr(error, 'strerror', None) or error, 100)}")
+        return {}
+    batch, found = lines.whole(results.get("batch"), 1), {}
+    for mode in MODES:
+        seconds = _rounds(lines.mapping(results.get(mode)))
+        if seconds and batch:
+            of_all = {ranks: batch * (ranks if mode == "weak" else 1) for ranks in seconds}
+            node = lines.whole(results.get("ranks_per_node"), 1) or 1
+            cores = lines.whole(results.get("cores"), 1)
+            found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"))
+    if not found:
+        missing.append(f"{FILE} has no step times")
+    return found
+
+
+def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:
+    """Seconds by ranks, of what is whole."""
+    found = {}
+    for key, values in given.items():
+        ranks = int(key) if str(key).isdecimal() and len(key) < 6 else 0
+        known = [lines.number(value, LEAST, MOST) for value in lines.items(values, MOST_ROUNDS)]
+        if 1 <= ranks <= MOST_RANKS and known and None not in known:
+            found[ranks] = [value for value in known if value is not None]
+    return dict(sorted(found.items())[:MOST_POINTS])
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """What a sweep needs of one run."""
+
+    ranks: int
+    batch: int
+    """Of all ranks."""
+    seconds: float
+    """Of a step."""
+    node: int
+    """Ranks of a node."""
+    parts: tuple[float, float] | None
+    """Seconds of a step computing (with reading), and waiting for the other ranks."""
+
+
+def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
+    """The runs below the folder. Weak: those with the same batch a rank; strong: those with the same batch."""
+    runs = []
+    for each in _run_folders(path):
+        run = _sweep_run(folders.read(each))
+        if run:
+            runs.append(run)
+        else:
+            missing.append(f"{printable(each.name, 60)} is left out: it has no images/s, ranks or batch")
+    weak = _alike(runs, [run.batch / run.ranks for run in runs])
+    strong = _alike(runs, [float(run.batch) for run in runs])
+    return {mode: _joined(alike) for mode, alike in zip(MODES, (weak, strong), strict=True) if alike}
+
+
+def _run_folders(path: Path) -> list[Path]:
+    """In the order of their names."""
+    patterns = ["/".join(["*"] * depth) for depth in range(1, DEEP + 1)]
+    known = [each for pattern in patterns for each in path.glob(f"{pattern}/metrics.jsonl")]
+    return sorted({each.parent for each in known})[:MOST_RUNS]
+
+
+def _sweep_run(run: Folder) -> SweepRun | None:
+    """None where it does not say how fast it was."""
+    column = run.metrics.steps.get("examples_per_second")
+    rate, ranks = column.median() if column else None, origin.ranks(run)
+    batch = lines.whole(run.plan.get("global_batch"), 1)
+    if not (rate and batch and ranks and ranks <= MOST_RANKS and LEAST < batch / rate < MOST):
+        return None
+    hosts = run.launch.hosts if run.launch else []
+    parts = step_parts(run.launches)
+    split = None
+    if parts.computing is not None and parts.waiting is not None:
+        split = (parts.computing + (parts.reading or 0.0), parts.waiting)
+    return SweepRun(ranks, batch, batch / rate, hosts.count(hosts[0]) if hosts else 1, split)
+
+
+def _alike(runs: Sequence[SweepRun], keys: Sequence[float]) -> list[SweepRun]:
+    """The runs of the most frequent key, where they are on several numbers of ranks."""
+    if not runs:
+        return []
+    common = statistics.mode(keys)
+    alike = [run for run, key in zip(runs, keys, strict=True) if key == common]
+    return alike if len({run.ranks for run in alike}) > 1 else []
+
+
+def _joined(runs: Sequence[SweepRun]) -> Measured:
+    """Runs on as many ranks are rounds."""
+    by_ranks = {ranks: [run for run in runs if run.ranks == ranks] for ranks in sorted({run.ranks for run in runs})}
+    kept = dict(list(by_ranks.items())[:MOST_POINTS])
+    splits = {ranks: [run.parts for run in of if run.parts] for ranks, of in kept.items()}
+    return Measured(
+        {ranks: [run.seconds for run in of] for ranks, of in kept.items()},
+        {ranks: of[0].batch for ranks, of in kept.items()},
+        node=max(run.node for run in runs),
+        parts={ranks: _middle(known) for ranks, known in splits.items() if known},
+    )
+
+
+def _middle(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    computing, waiting = zip(*parts, strict=True)
+    return statistics.median(computing), statistics.median(waiting)
+
+
+def _scaling(mode: str, measured: Measured) -> Scaling:
+    fewest = min(measured.seconds)
+    rows = []
+    for ranks, ratios in _efficiencies(mode, measured.seconds).items():
+        seconds = measured.seconds[ranks]
+        middle = statistics.median(ratios)
+        rate = measured.batch[ranks] / statistics.median(seconds)
+        reach = (middle, min(ratios), max(ratios))
+        rows.append(ScalingRow(ranks, tuple(seconds), rate, middle * ranks / fewest, reach))
+    return Scaling(
+        mode=mode,
+        rows=tuple(rows),
+        predicted=_predicted(measured) if mode == "weak" else (),
+        published=tuple((name, tuple(points.items())) for name, points in PUBLISHED.items()) if mode == "weak" else (),
+        communication=tuple((ranks, *parts) for ranks, parts in measured.parts.items()),
+        sentence=_sentence(mode, rows),
+    )
+
+
+def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """By ranks, of each round; where the rounds differ in number, against the median of the fewest ranks."""
+    if len({len(rounds) for rounds in seconds.values()}) > 1:
+        fewest = min(seconds)
+        alone = statistics.median(seconds[fewest])
+        pairs = {ranks: efficiencies(mode, {fewest: [alone] * len(of), ranks: of}) for ranks, of in seconds.items()}
+        return {ranks: pairs[ranks][ranks] for ranks in seconds}
+    return efficiencies(mode, seconds)
+
+
+def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...]:
+    """Efficiency as the first two points foretell it, for the ranks that were measured and some more; () where no
+    model passes near them."""
+    first = dict(sorted(measured.seconds.items())[:2])
+    points = tuple(Point(ranks, statistics.median(of) / ranks) for ranks, of in first.items())
+    spread = max((max(of) - min(of)) / 2 / statistics.median(of) for of in first.values())
+    model = Points(points, measured.node, measured.cores, 0.0, noise=max(NOISE, spread))
+    most = max(measured.seconds)
+    more = [most * 2**power for power in range(1, BEYOND.bit_length()) if most * 2**power <= MOST_RANKS]
+    ranks = sorted({*measured.seconds, *more})
+    if model.misfit > WORST_MISFIT:
+        return ()
+    forecast = model.forecast(ranks)
+    work = points[0].ranks * points[0].seconds
+    columns = [work / (forecast.ranks * seconds) for seconds in (forecast.seconds, forecast.high, forecast.low)]
+    return tuple((int(n), float(a), float(b), float(c)) for n, a, b, c in zip(ranks, *columns, strict=True))
+
+
+def _sentence(mode: str, rows: Sequence[ScalingRow]) -> str:
+    """The answer in plain words."""
+    first, last = rows[0], rows[-1]
+    middle, low, high = last.efficiency
+    spread = f" ({percent(low)} to {percent(high)} over the rounds)" if len(last.step_seconds) > 1 else ""
+    work = "each rank with the same batch" if mode == "weak" else "all ranks sharing one batch"
+    return (
+        f"{last.ranks:,} ranks are {last.speedup:.3g} times as fast as {first.ranks:,}, {work}: an efficiency of "
+        f"{percent(middle)}{spread}."
+    )

@@ -1,0 +1,247 @@
+"""The first thing that a reader sees: how the run ended, how good it is, what it kept, and what to do next."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.tools.report import lines, origin, state
+from hvdtrain.tools.report.folder import Folder
+from hvdtrain.tools.report.model import Check, Level, Verdict, Waterfall
+from hvdtrain.tools.report.promises import checks
+from hvdtrain.tools.report.ranks import slow_ranks, step_parts
+from hvdtrain.tools.report.wording import duration, percent
+
+HARMLESS = {
+    *("name", "expected", "data_dir", "cache_dir", "decoder", "workers", "device", "data_on_device"),
+    *("log_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
+    *("guard_every_steps", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "profile"),
+    *("fusion_threshold_mb", "cycle_time_ms", "autotune", "horovod_timeline", "train_crop", "valid_resize"),
+}
+"""Keys by which a run may differ from the shipped recipe and still be compared with its expected result."""
+TWICE = 2.0
+"""Standard errors of an accuracy over n examples, within which two of them are the same."""
+LEAST_TOLERANCE = 0.005
+WORTH_NAMING = 0.15
+"""Of the wall time, of a part that is no training."""
+WORTH_CHECKPOINTS = 0.05
+RAISE = {
+    "lost work": "Checkpoint more often: --checkpoint-every-steps auto --mtbf-hours HOURS.",
+    "checkpoints": "Checkpoint less often: --checkpoint-every-steps or --checkpoint-every-epochs.",
+    "first step": "Keep what is compiled or warmed up for the first step: longer runs, or without --compile.",
+    "import": "Put Python's packages on a disk of the node: imports from a shared file system are slow.",
+    "idle": "Let the job script start the training again itself: put supervise before srun.",
+    "validation": "Validate faster: more --workers, or a larger batch.",
+    "start": "See what the job does before the program runs: staging, modules, or slow nodes.",
+    "data": "Pack the data set: python -m hvdtrain pack makes few large files of many small ones.",
+}
+"""What helps against a part of the wall time."""
+LIMITS = {
+    "reading": "Read faster: more --workers, or packed data (python -m hvdtrain pack); bench loader measures it.",
+    "waiting for other ranks": "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank "
+    "waits less often.",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A metric beside what the recipe expects of it."""
+
+    name: str
+    value: float
+    expected: float
+    tolerance: float
+    unfair: tuple[str, ...]
+    """Keys that differ from the shipped recipe's, so that the comparison says little."""
+
+    @property
+    def is_below(self) -> bool:
+        worse = self.expected - self.value if not self.name.endswith("loss") else self.value - self.expected
+        return worse > self.tolerance
+
+    def __str__(self) -> str:
+        what = f"{words(self.name)} {self.value:.4f}, expected {self.expected:.4g}"
+        if self.unfair:
+            return f"{what}, but this run differs from the shipped recipe in {', '.join(self.unfair)}."
+        if self.is_below:
+            return f"{what}: lower by more than chance ({self.tolerance:.3f})."
+        return f"{what}: as it should be."
+
+
+def verdict(folder: Folder, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
+    """From the run's own records alone."""
+    results = compared(folder) if run_state == "finished" else []
+    promises = checks(folder, run_state)
+    slow = slow_ranks(folder.launches)
+    names = [f"{folder.launch.name_of(rank)} is {why}." for rank, why in slow.items() if folder.launch]
+    level = _level(run_state, results, promises, slow)
+    if level == "good" and not folder.metrics.epochs and not folder.metrics.steps:
+        level = "attention"  # nothing shows what came out
+    limit = limit_of(folder)
+    return Verdict(
+        level=level,
+        headline=headline(folder, run_state, now),
+        details=tuple(map(_capital, [*map(str, results), *_plain(folder, results), *names])),
+        checks=promises,
+        limit=limit,
+        advice=advice(folder, run_state, results, promises, waterfall),
+    )
+
+
+def headline(folder: Folder, run_state: str, now: float) -> str:
+    """One short sentence."""
+    step, total = state.step_of(folder), state.total_steps(folder)
+    place = f"step {step:,} of {total:,}" if total else f"step {step:,}"
+    why = state.error_of(folder)
+    ago = duration(max(1, round(now - state.last_sign(folder))))
+    match run_state:
+        case "finished":
+            return f"Trained to the end: {place}."
+        case "failed":
+            return f"Failed at {place}: {_sentence(why)}" if why else f"Failed at {place}."
+        case "stopped":
+            return f"Stopped in order at {place}{_by_signal(why)}; the same command continues from there."
+        case "running":
+            return f"Still running: {place}; last sign of life {ago} ago."
+        case "killed":
+            return f"Ended without a word at {place}, {ago} ago: killed, or its node was lost."
+    return f"How it ended is not known; it came to {place}." if step else "Nothing is known of its training."
+
+
+def compared(folder: Folder) -> list[Result]:
+    """The final metrics that the recipe expects something of."""
+    theirs = origin.shipped(folder)
+    expected = lines.mapping(folder.recipe.get("expected")) or lines.mapping(theirs.get("expected"))
+    unfair = tuple(key for key, _, _ in origin.differences(folder) if key not in HARMLESS)
+    found = []
+    for key, given in list(expected.items())[:10]:
+        name, goal, value = lines.text(key, 60), lines.number(given), folder.metrics.final(str(key))
+        if goal is not None and value is not None:
+            found.append(Result(name, value, goal, _tolerance(goal, folder), unfair))
+    return found
+
+
+def limit_of(folder: Folder) -> str:
+    """What takes most of a step, a sentence; "" where nobody measured it."""
+    parts = step_parts(folder.launches).known
+    if not parts or "computing" not in parts:
+        return ""
+    whole = sum(parts.values())
+    slowest = max(parts, key=parts.__getitem__)
+    others = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if name != slowest]
+    rest = f"; {', '.join(others)}" if others else ""
+    return f"{_capital(slowest)} limits the step: {duration(parts[slowest])} of {duration(whole)}{rest}."
+
+
+def advice(
+    folder: Folder,
+    run_state: str,
+    results: Sequence[Result],
+    promises: Sequence[Check],
+    waterfall: Waterfall | None,
+) -> str:
+    """The one thing to do next."""
+    broken = [check for check in promises if check.state == "broken"]
+    command = origin.origin(folder).command
+    again = f"Run the same command again to continue{f': {command}' if command else '.'}"
+    if broken:
+        return f"Do not use the result before you know why: {broken[0].name} is broken ({broken[0].detail})."
+    if run_state in {"failed", "killed", "stopped"}:
+        return (_remedy(state.error_of(folder)) if run_state == "failed" else "") or again
+    if run_state == "running":
+        return f"Watch it: python -m hvdtrain watch {folder.path}"
+    return _of_result(folder, results) or _of_time(waterfall) or _of_limit(folder)
+
+
+def _of_result(folder: Folder, results: Sequence[Result]) -> str:
+    """What a run that has finished calls for first."""
+    if slow := slow_ranks(folder.launches):
+        return _of_slow(folder, slow)
+    if any(result.is_below and not result.unfair for result in results):
+        return "Repeat it with another --seed: one run may be chance, two are not."
+    return ""
+
+
+def words(name: str) -> str:
+    """A metric's name for people."""
+    named = {"acc1": "accuracy", "acc5": "top-5 accuracy"}
+    split, _, rest = name.partition("_")
+    kind = {"valid": "validation ", "train": "training "}.get(split)
+    return f"{kind}{named.get(rest, rest)}" if kind and rest else named.get(name, name)
+
+
+def _level(run_state: str, results: Sequence[Result], promises: Sequence[Check], slow: Mapping[int, str]) -> Level:
+    if run_state in {"failed", "killed"} or any(check.state == "broken" for check in promises):
+        return "bad"
+    if run_state == "running":
+        return "open"
+    below = any(result.is_below and not result.unfair for result in results)
+    return "attention" if run_state != "finished" or below or slow else "good"
+
+
+def _plain(folder: Folder, results: Sequence[Result]) -> list[str]:
+    """The final accuracy, where the recipe expects nothing of it."""
+    value = folder.metrics.final("valid_acc1")
+    if value is None or any(result.name == "valid_acc1" for result in results):
+        return []
+    return [f"Validation accuracy {value:.4f} after epoch {folder.metrics.last_epoch:,}."]
+
+
+def _tolerance(expected: float, folder: Folder) -> float:
+    """How far an accuracy over so many examples may be off by chance; of other metrics a twentieth."""
+    examples = lines.whole(folder.plan.get("valid_examples"), 1)
+    if not 0 <= expected <= 1:
+        return abs(expected) / 20
+    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / (examples or 1000)))
+
+
+def _of_slow(folder: Folder, slow: Mapping[int, str]) -> str:
+    rank = next(iter(slow))
+    launch = folder.launch
+    host = launch.name_of(rank).partition(" on ")[2] if launch else ""
+    if "slow in reading" in slow[rank]:
+        return f"See what {host or 'its host'} reads from: its storage or its readers are slower than the others'."
+    if not host:
+        return f"Find out what else runs where rank {rank} is: python -m hvdtrain doctor there."
+    excluded = f"; in SLURM --exclude={host} leaves it out" if launch and launch.job_id else ""
+    return f"Look at {host}: run python -m hvdtrain doctor on it{excluded}."
+
+
+def _of_time(waterfall: Waterfall | None) -> str:
+    """What helps against the largest part of the wall time that is no training."""
+    if not waterfall or not waterfall.wall_seconds:
+        return ""
+    shares = {part.name: part.seconds / waterfall.wall_seconds for part in waterfall.parts if part.name in RAISE}
+    worth = {
+        name: share
+        for name, share in shares.items()
+        if share >= (WORTH_CHECKPOINTS if name in {"checkpoints", "lost work"} else WORTH_NAMING)
+    }
+    if not worth:
+        return ""
+    name = max(worth, key=worth.__getitem__)
+    return f"{_capital(name)} took {percent(worth[name])} of the wall time. {RAISE[name]}"
+
+
+def _of_limit(folder: Folder) -> str:
+    parts = step_parts(folder.launches).known
+    return LIMITS.get(max(parts, key=parts.__getitem__), "") if parts else ""
+
+
+def _by_signal(why: str) -> str:
+    found = re.match(r"(SIG[A-Z0-9]+)", why)
+    return f" by {found[1]}" if found else ""
+
+
+def _remedy(why: str) -> str:
+    """What an error's text says behind its last semicolon: value, rule, remedy."""
+    _, mark, remedy = why.rpartition("; ")
+    return _sentence(_capital(remedy)) if mark else ""
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
