@@ -44,9 +44,11 @@ def display_of(
     end = _stdout(launchers[-1] if launchers else pid, proc)
     if launchers and _is_terminal(end):
         return "lines"
-    if "slurmstepd" in names and end.startswith(("pipe:", "/dev/pts/")):
-        return _through_srun(environ, proc)
-    if launcher != "alone" and not launchers:  # it runs on another host
+    if launcher == "alone":
+        return "file"
+    if "slurmstepd" in names:
+        return _through_srun(environ, proc) if end.startswith(("pipe:", "/dev/pts/")) else "file"
+    if not launchers:  # it runs on another host
         return _of_job(environ)
     return "file"
 

@@ -65,5 +65,5 @@ class Training:
 
 def _bar(share: float, width: int) -> str:
     done = int(share * width)
-    full, empty = "━─" if "utf" in (sys.stdout.encoding or "").lower() else "#-"
+    full, empty = "━─" if "utf" in (getattr(sys.__stdout__, "encoding", None) or "").lower() else "#-"
     return full * done + empty * (width - done)
