@@ -50,15 +50,18 @@ class Estimate:
         self._step = self._epoch_ends = 0
         self.ahead: Ahead | None = None
 
-    def begin_epoch(self, step: int, ahead: Ahead, valid_batches: float = 0.0) -> None:
-        """An epoch begins after `step` steps. `valid_batches`: how many global batches its validation reads, which tells
-        its time for as long as none was measured."""
-        self._valid_batches = valid_batches
+    def begin_epoch(self, step: int) -> None:
+        """An epoch begins after `step` steps."""
         now = self._clock()
-        if self.ahead:
+        if self._made:
             self._pause = now - self._since
-        self.ahead, self._since = ahead, now
-        self._step, self._epoch_ends = step, step + ahead.in_epoch
+        self._step, self._since, self.ahead = step, now, None
+
+    def expect(self, ahead: Ahead, valid_batches: float = 0.0) -> None:
+        """What is left from now on. The epoch's validation reads `valid_batches` global batches, which gives its time
+        for as long as none was measured."""
+        self.ahead, self._valid_batches = ahead, valid_batches
+        self._epoch_ends = self._step + ahead.in_epoch
 
     def stepped(self, step: int) -> None:
         """That many steps are made."""

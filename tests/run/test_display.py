@@ -1,7 +1,5 @@
 """Where a rank's output ends, read from trees like /proc: who started it, and where its launcher's output goes."""
 
-import os
-
 import pytest
 
 from hvdtrain.run.display import display_of, name_of
@@ -73,7 +71,7 @@ def add(proc, pid, parent, arguments, stdout, environ=None):
     (folder / "stat").write_text(f"{pid} (a) b) S {parent} 1 1")
     (folder / "cmdline").write_text("".join(f"{argument}\0" for argument in arguments))
     (folder / "environ").write_text("".join(f"{name}={value}\0" for name, value in (environ or {}).items()))
-    os.symlink(stdout, folder / "fd" / "1")
+    (folder / "fd" / "1").symlink_to(stdout)
 
 
 def rank_in(proc, stdout, above):

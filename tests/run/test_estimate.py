@@ -45,7 +45,8 @@ def run(estimate, clock, seconds, first=0):
 
 def test_steps_and_validations_that_are_left(clock):
     estimate = Estimate(clock)
-    estimate.begin_epoch(0, Ahead(40, 10, 10), valid_batches=3)
+    estimate.begin_epoch(0)
+    estimate.expect(Ahead(40, 10, 10), valid_batches=3)
     assert estimate.seconds_left() is None  # nothing is known yet
     run(estimate, clock, [30.0])
     assert estimate.seconds_left() == pytest.approx(39 * 30 + 4 * 30)  # a validation of 3 batches forward is one step
@@ -54,7 +55,8 @@ def test_steps_and_validations_that_are_left(clock):
     run(estimate, clock, [2.0] * 8, 2)
     assert estimate.is_in_pause and estimate.seconds_left() == pytest.approx(30 * 2 + 4 * 2)
     clock.now += 5
-    estimate.begin_epoch(10, Ahead(40, 10, 10), valid_batches=3)
+    estimate.begin_epoch(10)
+    estimate.expect(Ahead(40, 10, 10), valid_batches=3)
     assert estimate.seconds_left() == pytest.approx(30 * 2 + 3 * 5)  # one is measured
     clock.now += 1
     assert estimate.seconds_left() == pytest.approx(30 * 2 + 3 * 5 - 1)  # it follows the clock
@@ -65,7 +67,8 @@ def test_steps_and_validations_that_are_left(clock):
 
 def test_recent_steps_count(clock):
     estimate = Estimate(clock)
-    estimate.begin_epoch(0, Ahead(1000, 1000, 1000))
+    estimate.begin_epoch(0)
+    estimate.expect(Ahead(1000, 1000, 1000))
     run(estimate, clock, [5.0] + [1.0] * 200)
     assert estimate.seconds_left() == pytest.approx(799)
     run(estimate, clock, [2.0] * 30, 201)  # from now on they take twice as long: a minute later most of it is known
@@ -74,14 +77,16 @@ def test_recent_steps_count(clock):
 
 def test_a_resumed_run_knows_at_its_second_step(clock):
     estimate = Estimate(clock)
-    estimate.begin_epoch(90, Ahead(100, 10, 20), valid_batches=0)
+    estimate.begin_epoch(90)
+    estimate.expect(Ahead(100, 10, 20), valid_batches=0)
     run(estimate, clock, [9.0, 1.0], 90)
     assert estimate.seconds_left() == pytest.approx(8)
 
 
 def test_without_an_end(clock):
     estimate = Estimate(clock)
-    estimate.begin_epoch(0, Ahead(None, 10, 10))
+    estimate.begin_epoch(0)
+    estimate.expect(Ahead(None, 10, 10))
     run(estimate, clock, [1.0, 1.0])
     assert estimate.seconds_left() is None and not estimate.is_slow
 

@@ -85,8 +85,8 @@ def test_what_is_handed_to_the_sum_is_one_array_of_doubles():
 def test_the_log_of_a_classifier(reporter, capsys):
     log = reporter()
     log.begin_epoch(Progress(78, 1), EXTENT)
-    log.stepped(79)
-    log.stepped(80)
+    log.stepped(Progress(79, 1, 10), EXTENT)
+    log.stepped(Progress(80, 1, 20), EXTENT)
     log.steps(80, 2, Totals(4.0, 68.02), 0.1, 0.1)
     log.epoch(80, 2, PASSED, VALID)
     log.note("finished")
@@ -150,11 +150,11 @@ def test_a_gradient_norm_is_written_where_it_is_known(reporter, tmp_path):
 
 def test_the_log_of_a_loop_of_ones_own(tmp_path, capsys):
     log = OwnReporter(tmp_path, writer(tmp_path, 0), 0)
-    log.begin_epoch(Progress(), OwnSampling(10, 100, 1, epochs=sys.maxsize))
-    log.stepped(1)
+    log.begin_epoch(Progress(), OwnSampling(0, 0, 1))  # what they are is known with the batches
+    log.stepped(Progress(1, 0, 10), OwnSampling(10, 100, 1, epochs=sys.maxsize))
     log.steps(1, 1, PASSED, 0.1, 2.0)
-    log.begin_epoch(Progress(1, 0, 10), OwnSampling(10, 100, 1, epochs=2))
-    log.stepped(2)
+    log.begin_epoch(Progress(1, 0, 10), OwnSampling(0, 0, 1, epochs=2))
+    log.stepped(Progress(2, 0, 20), OwnSampling(10, 100, 1, epochs=2))
     log.steps(2, 1, PASSED, 0.1, 2.0, gradient_norm=1.5)
     log.close()
     known = "Epoch: 1, Step: 2/20, loss: 3.75, acc1: 0.75, gradient_norm: 1.5, LR: 0.1, Time left: 0 s, Avg"

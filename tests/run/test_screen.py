@@ -29,8 +29,8 @@ SCREEN.waiting("importing PyTorch")
 time.sleep(1.2)
 with Reporter(Path(sys.argv[1]), None, 5, screen=SCREEN) as log:
     log.begin_epoch(Progress(5, 0, 50), OwnSampling(10, 75_000, 1))
-    log.stepped(6)
-    log.stepped(7)
+    log.stepped(Progress(6, 0, 60), OwnSampling(10, 75_000, 1))
+    log.stepped(Progress(7, 0, 70), OwnSampling(10, 75_000, 1))
     log.steps(7, 1, Totals(30.0, 8.0), 0.1, 2.0)
     log.note("[not markup] 1/2 " + "and no line of its own for a long path " * 4)
     print("somebody else's words", file=sys.stderr)
@@ -114,7 +114,8 @@ def training(ahead, step=120):
     """A training that has made so many steps."""
     now = [0.0]
     shown = Training(Estimate(lambda: now[0]), epoch=6)
-    shown.estimate.begin_epoch(step - 1, ahead)
+    shown.estimate.begin_epoch(step - 1)
+    shown.estimate.expect(ahead)
     shown.logged(0.01234, 0.0453, 109.5)
     now[0] += 1
     shown.estimate.stepped(step)
@@ -157,7 +158,11 @@ GREETINGS = {
     "a recipe": (["digits", "--epochs", "0"], {}, ["INFO - hvdtrain 0.1.0: digits with torch, 1 rank, alone"]),
     "a flag first": (["--epochs", "0", "digits"], {}, ["INFO - hvdtrain 0.1.0: torch, 1 rank, alone"]),
     "another rank": (["digits", "--epochs", "0"], {"RANK": "1", "LOCAL_RANK": "1"}, []),
-    "a name with control characters": (["a\x1b[2J"], {}, ["INFO - hvdtrain 0.1.0: a\\x1b[2J with torch, 1 rank, alone"]),
+    "a name with control characters": (
+        ["a\x1b[2J"],
+        {},
+        ["INFO - hvdtrain 0.1.0: a\\x1b[2J with torch, 1 rank, alone"],
+    ),
     "nothing": ([], {}, []),
 }
 
