@@ -82,10 +82,10 @@ def read(folder: Path | None, job: Job | None) -> Frame:
     about = reader.get("run.json" if is_own else "plan.json", json_of, nothing)
     plan = nothing if is_own else about
     metrics = reader.get("metrics.jsonl", last_records, list[Record]())
-    launches = reader.get("launches.jsonl", last_records, list[Record]())
+    launches = _timed(reader.get("launches.jsonl", last_records, list[Record]()))
     steps = [record for record in metrics if record.get("kind") == "step" and whole(record, "step") is not None]
     epochs = [record for record in metrics if record.get("kind") == "epoch"]
-    launch = next((record for record in reversed(launches) if record.get("kind") == "launch"), nothing)
+    launch = {**_last(launches, "launch"), **_last(launches, "world")}
     written = [when for record in (*metrics[-1:], *launches[-1:], status) if (when := number(record, "time"))]
     counts = [made for record in (*steps[-1:], *epochs[-1:], status) if (made := whole(record, "step")) is not None]
     epochs_planned, total = whole(mapping(plan.get("schedule")), "epochs"), whole(plan, "total_steps")
@@ -159,7 +159,7 @@ def _pause(steps: Sequence[Record], epochs: Sequence[Record]) -> float | None:
 
 def slowest(launches: Sequence[Record], launch: Mapping[str, Any]) -> Slowest | None:
     """By the last record of all ranks' steps."""
-    record = next((one for one in reversed(launches) if one.get("kind") == "ranks"), {})
+    record = _last(launches, "ranks")
     columns = [record.get(name) for name in ("computing", "reading")]
     computing, reading = ([_seconds(value) for value in c] if isinstance(c, list) else [] for c in columns)
     reading += [0.0] * (len(computing) - len(reading))
@@ -178,6 +178,21 @@ def slowest(launches: Sequence[Record], launch: Mapping[str, Any]) -> Slowest | 
 
 def _seconds(value: object) -> float:
     return number({"": value}, "") or 0.0
+
+
+def _timed(launches: Sequence[Record]) -> list[Record]:
+    """The records, each with a time: that of its launch's beginning and its clock."""
+    began, found = None, list[Record]()
+    for record in launches:
+        if record.get("kind") == "launch":
+            began = number(record, "time")
+        clock = number(record, "clock")
+        found.append({"time": began + clock, **record} if began is not None and clock is not None else record)
+    return found
+
+
+def _last(records: Sequence[Record], kind: str) -> Record:
+    return next((record for record in reversed(records) if record.get("kind") == kind), {})
 
 
 def _events(launches: Sequence[Record]) -> tuple[Record, ...]:

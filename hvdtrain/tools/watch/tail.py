@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain import files
 
-BYTES = 1 << 19
+BYTES = 1 << 20
 """That are read of a file's end: some thousand records."""
 
 Record = dict[str, Any]
