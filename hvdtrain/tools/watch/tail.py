@@ -7,8 +7,8 @@ from typing import Any
 
 from hvdtrain import files
 
-BYTES = 1 << 20
-"""That are read of a file's end: some thousand records."""
+BYTES, LINES = 1 << 20, 4000
+"""At most so much is read of a file's end."""
 
 Record = dict[str, Any]
 
@@ -20,7 +20,8 @@ def last_records(path: Path) -> list[Record]:
         size = file.seek(0, 2)
         file.seek(max(0, size - BYTES))
         lines = file.read(BYTES).split(b"\n")
-    return [record for line in lines[size > BYTES :] if (record := _record(line)) is not None]
+    whole_lines = lines[size > BYTES :][-LINES:]
+    return [record for line in whole_lines if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> Record | None:
