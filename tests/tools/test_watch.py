@@ -1,16 +1,21 @@
 """`hvdtrain watch`: what is seen of a run folder, whatever it holds, and of a job."""
 
+import fcntl
 import json
 import os
+import pty
 import subprocess
 import sys
+import termios
 import time
+from datetime import datetime
 from pathlib import Path
 
 import odd_json
 import pytest
 
 from hvdtrain.errors import RecipeError
+from hvdtrain.run.estimate import duration
 from hvdtrain.run.folder import hold
 from hvdtrain.tools import watch
 from hvdtrain.tools.watch import frame, picture, target
@@ -57,6 +62,15 @@ DRAWN = {
     "validation": "epoch 1: loss 1.25, acc1 0.75",
     "slowest": "rank 3 on nid002: 170 ms of its own a step; the median rank 110 ms",
 }
+
+
+FAILED = {"state": "failed", "time": NOW, "error": "the loss is nan"}
+
+
+def take_terminal():
+    """In a child: its stdin is the terminal of a session of its own, whose Ctrl-C reaches it."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def write(folder, name, content):
@@ -115,25 +129,32 @@ def test_the_exit_code_of_a_run_that_has_ended(status, code, text, run, capsys):
     assert frame.read(run, None).is_over and not frame.read(run, Job("77", "PENDING")).is_over
 
 
-def test_a_live_display_ends_with_the_run(run):
-    """At a terminal it follows the folder, and ends when the run does."""
-    import pty
+LIVE = {  # what happens at the terminal, the exit code, what is seen then
+    "the run fails": (lambda run, terminal: write(run, "status.json", FAILED), 1, b"failed"),
+    "Ctrl-C": (lambda run, terminal: os.write(terminal, b"\x03"), 0, b"running"),
+}
 
+
+@pytest.mark.parametrize(("happens", "code", "seen"), LIVE.values(), ids=LIVE)
+def test_a_live_display_ends(happens, code, seen, run):
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "hvdtrain", "watch", str(run)]
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ) as process:
+    with subprocess.Popen(
+        command, stdin=child, stdout=child, stderr=child, env=environ, preexec_fn=take_terminal
+    ) as process:
         os.close(child)
         written = os.read(parent, 65536)
-        write(run, "status.json", {"state": "failed", "time": NOW, "error": "the loss is nan"})
+        happens(run, parent)
         try:
             while part := os.read(parent, 65536):
                 written += part
         except OSError:  # Linux's end of a terminal
             pass
     os.close(parent)
-    assert process.returncode == 1
-    assert b"running, last record" in written and b"the loss is nan" in written and b"Traceback" not in written
+    assert process.returncode == code
+    assert b"running, last record" in written and seen in written
+    assert b"Traceback" not in written and b"interrupted" not in written
 
 
 FILES = ("status.json", "metrics.jsonl", "plan.json", "launches.jsonl", "recipe.yaml")
@@ -211,16 +232,21 @@ def test_the_end_of_a_large_file_is_read_alone(run):
     assert time.process_time() - began < 0.5
 
 
-QUEUED = "PENDING|Priority|{}|1:00:00||/home/me\n"
-RUNNING = "RUNNING|None|2026-11-25T04:00:00|3:20:00|nid[001-002]|/home/me\n"
+QUEUED = "PENDING|Priority|2026-11-25T03:00:00|{}|1:00:00||/home/me\n"
+RUNNING = "RUNNING|None|2026-11-25T03:00:00|2026-11-25T04:00:00|3:20:00|nid[001-002]|/home/me\n"
 SLURM = "slurm_load_jobs error: "
 SQUEUE = {  # exit code, squeue's output, its errors: the row
-    "queued": (0, QUEUED.format("2030-01-01T00:00:00"), "", "pending, reason Priority, expected to start in "),
+    "queued": (
+        0,
+        QUEUED.format("2030-01-01T00:00:00"),
+        "",
+        "pending, reason Priority, submitted {} ago, expected to start in ",
+    ),
     "queued, no time": (
         0,
         QUEUED.format("N/A"),
         "",
-        "pending, reason Priority, expected to start at a time that",
+        "pending, reason Priority, submitted {} ago, start not known yet",
     ),
     "running": (0, RUNNING, "", "running, 3:20:00 left of its time limit, on nid[001-002]"),
     "gone": (1, "", f"{SLURM}Invalid job id specified\n", "ended"),
@@ -232,7 +258,8 @@ SQUEUE = {  # exit code, squeue's output, its errors: the row
 @pytest.mark.parametrize(("code", "out", "err", "row"), SQUEUE.values(), ids=SQUEUE)
 def test_the_job_as_squeue_has_it(code, out, err, row, run):
     job = parsed("77", code, out, err)
-    assert drawn(run, job)["job"].startswith(f"77: {row}")
+    since = duration(max(0.0, NOW - datetime(2026, 11, 25, 3).timestamp()))
+    assert drawn(run, job)["job"].startswith(f"77: {row.format(since)}")
     assert job.is_waiting == ("pending" in row) and job.is_over == ("ended" in row)
 
 
@@ -254,10 +281,10 @@ def test_a_jobs_number_finds_its_folder(run, squeue, tmp_path, monkeypatch, caps
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    squeue(f"RUNNING|None|N/A|1:00|nid001|{tmp_path}")
+    squeue(f"RUNNING|None|N/A|N/A|1:00|nid001|{tmp_path}")
     assert watch.main(["77"]) == 0
     assert "step 42 of 220" in capsys.readouterr().out
-    squeue("PENDING|Priority|N/A|1:00||/nowhere")
+    squeue("PENDING|Priority|N/A|N/A|1:00||/nowhere")
     assert watch.main(["77_3", "--once"]) == 0
     assert "77_3: pending" in capsys.readouterr().out
 

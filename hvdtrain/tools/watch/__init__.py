@@ -56,11 +56,11 @@ def _live(watched: Target) -> int:
     from rich.live import Live
 
     frame = watched.frame()
-    with Live(picture.of(frame, time.time()), auto_refresh=False) as live:
+    with Live(picture.of(frame, time.time(), live=True), auto_refresh=False) as live:
         while not frame.is_over:
             time.sleep(SECONDS)
             frame = watched.frame()
-            live.update(picture.of(frame, time.time()), refresh=True)
+            live.update(picture.of(frame, time.time(), live=not frame.is_over), refresh=True)
     return _code(frame)
 
 

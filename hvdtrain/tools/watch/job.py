@@ -3,13 +3,13 @@
 import re
 import shutil
 import subprocess
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 SECONDS = 10.0
 """Between two requests, and for one."""
-FORMAT = "%T|%r|%S|%L|%N|%Z"
+FORMAT = "%T|%r|%V|%S|%L|%N|%Z"
 NUMBER = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
 WAITING = {"PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 GONE = "GONE"
@@ -24,6 +24,8 @@ class Job:
     state: str = ""
     """As RUNNING; "" where SLURM has not answered."""
     reason: str = ""
+    submit: str = ""
+    """When it was submitted."""
     start: str = ""
     """When it is expected to start, or did."""
     left: str = ""
@@ -71,13 +73,17 @@ class Squeue:
 
     def __init__(self, number: str) -> None:
         self._number, self._answer, self._next = number, Job(number), 0.0
-        self._pool = ThreadPoolExecutor(1)
-        self._asked: Future[Job] | None = None
+        self._asking = threading.Thread()
 
     def job(self, *, waits: bool = False) -> Job:
         """What is known; `waits` for an answer."""
-        if not self._asked and (waits or time.monotonic() >= self._next):
-            self._asked, self._next = self._pool.submit(requested, self._number), time.monotonic() + SECONDS
-        if self._asked and (waits or self._asked.done()):
-            self._answer, self._asked = self._asked.result(), None
+        if waits:
+            self._ask()
+        elif not self._asking.is_alive() and time.monotonic() >= self._next:
+            self._next = time.monotonic() + SECONDS
+            self._asking = threading.Thread(target=self._ask, daemon=True)  # Ctrl-C does not wait for it
+            self._asking.start()
         return self._answer
+
+    def _ask(self) -> None:
+        self._answer = requested(self._number)

@@ -23,8 +23,8 @@ STYLES = {"running": "bold green", "finished": "bold green", "stopped": "bold ye
 Row = tuple[str, str]
 
 
-def of(frame: Frame, now: float) -> "RenderableType":
-    """For rich."""
+def of(frame: Frame, now: float, *, live: bool = False) -> "RenderableType":
+    """For rich; `live`: it is shown until the run ends, and moves with every look."""
     from rich.table import Table
     from rich.text import Text
 
@@ -34,6 +34,8 @@ def of(frame: Frame, now: float) -> "RenderableType":
     for label, value in rows(frame, now):
         style = STYLES.get(frame.state, "") if label == "state" else ""
         table.add_row(label, Text(printable(value, LONGEST), style=style))
+    if live:
+        table.add_row("now", Text(f"{_clock(now)}; Ctrl-C ends this display, not the run", style="dim"))
     return table
 
 
@@ -76,19 +78,20 @@ def _job(job: Job, now: float) -> str:
     parts = [f"{job.number}: {state or 'SLURM has not answered yet'}"]
     if job.is_waiting:
         parts += [f"reason {job.reason}"] if job.reason and job.reason != "None" else []
-        parts += [f"expected to start {_start(job.start, now)}"]
+        submitted, start = _seconds(job.submit), _seconds(job.start)
+        parts += [f"submitted {duration(max(0.0, now - submitted))} ago"] if submitted else []
+        parts += [f"expected to start in {duration(max(0.0, start - now))}" if start else "start not known yet"]
     elif job.state and job.state != GONE:
         parts += [f"{job.left} left of its time limit"] if job.left else []
         parts += [f"on {job.nodes}"] if job.nodes else []
     return ", ".join(parts)
 
 
-def _start(start: str, now: float) -> str:
+def _seconds(when: str) -> float | None:
     try:
-        seconds = datetime.fromisoformat(start).timestamp() - now
-    except ValueError:  # N/A
-        return "at a time that SLURM does not know"
-    return f"in {duration(max(0.0, seconds))} ({start})"
+        return datetime.fromisoformat(when).timestamp()
+    except (ValueError, OverflowError):  # N/A
+        return None
 
 
 def _ranks(launch: Mapping[str, Any]) -> str:
@@ -149,6 +152,10 @@ def _slowest(frame: Frame) -> str:
 
 def _event(event: Record) -> str:
     when = number(event, "time")
-    clock = f"{time.strftime('%H:%M:%S', time.localtime(when))}  " if when and 0 <= when < 1e11 else ""
+    clock = f"{_clock(when)}  " if when and 0 <= when < 1e11 else ""
     name = text(event, "event") or text(event, "state")
     return f"{clock}{name}  {one_line(text(event, 'text'), LONGEST)}".rstrip()
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
