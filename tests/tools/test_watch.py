@@ -1,12 +1,11 @@
 """`hvdtrain watch`: what is seen of a run folder, whatever it holds, and of a job."""
 
-import fcntl
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
-import termios
 import time
 from datetime import datetime
 from pathlib import Path
@@ -67,12 +66,6 @@ DRAWN = {
 FAILED = {"state": "failed", "time": NOW, "error": "the loss is nan"}
 
 
-def take_terminal():
-    """In a child: its stdin is the terminal of a session of its own, whose Ctrl-C reaches it."""
-    os.setsid()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
 def write(folder, name, content):
     """A JSON file, or one of JSON lines."""
     lines = [json.dumps(one) for one in content] if isinstance(content, list) else [json.dumps(content)]
@@ -130,8 +123,8 @@ def test_the_exit_code_of_a_run_that_has_ended(status, code, text, run, capsys):
 
 
 LIVE = {  # what happens at the terminal, the exit code, what is seen then
-    "the run fails": (lambda run, terminal: write(run, "status.json", FAILED), 1, b"failed"),
-    "Ctrl-C": (lambda run, terminal: os.write(terminal, b"\x03"), 0, b"running"),
+    "the run fails": (lambda run, _: write(run, "status.json", FAILED), 1, b"failed"),
+    "Ctrl-C": (lambda run, process: process.send_signal(signal.SIGINT), 0, b"running"),
 }
 
 
@@ -140,12 +133,10 @@ def test_a_live_display_ends(happens, code, seen, run):
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "hvdtrain", "watch", str(run)]
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(
-        command, stdin=child, stdout=child, stderr=child, env=environ, preexec_fn=take_terminal
-    ) as process:
+    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ) as process:
         os.close(child)
         written = os.read(parent, 65536)
-        happens(run, parent)
+        happens(run, process)
         try:
             while part := os.read(parent, 65536):
                 written += part
