@@ -135,7 +135,9 @@ def test_a_live_display_ends(happens, code, seen, run):
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ) as process:
         os.close(child)
-        written = os.read(parent, 65536)
+        written = b""
+        while b"last record" not in written:
+            written += os.read(parent, 65536)
         happens(run, process)
         try:
             while part := os.read(parent, 65536):
