@@ -2,10 +2,11 @@
 
 import sys
 
-from hvdtrain import interrupts
+from hvdtrain import interrupts, version
 
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
+    version.answer(sys.argv)
     from hvdtrain.run import greeting
 
     greeting.greet("lightning", sys.argv[1:])

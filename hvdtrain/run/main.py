@@ -30,7 +30,7 @@ from hvdtrain.run.world import World, joined
 def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
     topology, framework = world.topology, framework_of(adapter)
-    recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv)
+    recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv, adapter)
     if topology.is_rank_0:
         trackers.check(options.tracker)
     engine = registry.choose(options.engine, topology.launcher)
