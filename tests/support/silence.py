@@ -1,9 +1,9 @@
-"""How long a command says nothing at a terminal, run by hand: `python tests/support/silence.py --columns 80 -- COMMAND`.
+"""How long a command says nothing at a terminal, by hand: `python tests/support/silence.py --columns 80 -- COMMAND`.
 
 Runs COMMAND in a terminal of its own (tmux) and looks at the screen five times a second. Prints when the first words
-stood there, the longest time in which nothing on the screen changed, the exit code, and the last screen. `--keep FOLDER`
-leaves there a screen of each second, to be looked at. The exit code is 1 where a limit is broken: 1 s to the first
-words, 5 s of silence.
+stood there, the longest time in which nothing on the screen changed, the exit code, and the last screen.
+`--keep FOLDER` leaves there a screen of each second, to be looked at. The exit code is 1 where a limit is broken: 1 s
+to the first words, 5 s of silence.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,12 +35,11 @@ class Seen(NamedTuple):
 class Terminal:
     """A tmux server with one window, which stays when its command has ended."""
 
-    def __init__(self, columns: int, lines: int, command: Sequence[str]) -> None:
-        self.socket = f"silence-{os.getpid()}"
-        options = ["start-server", ";", "set", "-g", "remain-on-exit", "on", ";", "set", "-g", "remain-on-exit-format"]
-        options += ["", ";", "set", "-g", "status", "off", ";"]
-        size = ["new-session", "-d", "-x", str(columns), "-y", str(lines)]
-        self.tmux("-f", "/dev/null", *options, *size, f"{shlex.join(command)}; exit $?")
+    def __init__(self, columns: int, lines: int, command: Sequence[str], folder: Path) -> None:
+        self.socket, self.code = f"silence-{os.getpid()}", folder / "code"
+        shell = f"{shlex.join(command)}; echo $? > {shlex.quote(str(self.code))}; exec sleep infinity"
+        size = ["-x", str(columns), "-y", str(lines)]
+        self.tmux("-f", "/dev/null", "new-session", "-d", *size, shell, ";", "set", "-g", "status", "off")
 
     def tmux(self, *arguments: str) -> str:
         """What tmux prints."""
@@ -52,18 +52,19 @@ class Terminal:
 
     def ended(self) -> int | None:
         """The command's exit code; None while it runs."""
-        dead, code = self.tmux("display-message", "-p", "#{pane_dead}/#{pane_dead_status}").strip().split("/")
-        return int(code) if dead == "1" else None
+        text = self.code.read_text() if self.code.exists() else ""
+        return int(text) if text else None
 
 
 @contextlib.contextmanager
 def terminal(columns: int, lines: int, command: Sequence[str]) -> Iterator[Terminal]:
     """The command in a terminal of that size, until the block ends."""
-    opened = Terminal(columns, lines, command)
-    try:
-        yield opened
-    finally:
-        opened.tmux("kill-server")
+    with tempfile.TemporaryDirectory() as folder:
+        opened = Terminal(columns, lines, command, Path(folder))
+        try:
+            yield opened
+        finally:
+            opened.tmux("kill-server")
 
 
 def watch(columns: int, lines: int, command: Sequence[str], keep: Path | None = None) -> Seen:
@@ -95,10 +96,8 @@ def main() -> int:
         options.keep.mkdir(parents=True, exist_ok=True)
     seen = watch(options.columns, options.lines, options.command, options.keep)
     print(seen.screen)
-    print(
-        f"--\nfirst words after {seen.first_words:.1f} s; longest silence {seen.silence:.1f} s, from {seen.began:.1f} s "
-        f"on; exit code {seen.code}; {options.columns} columns"
-    )
+    print(f"--\nfirst words after {seen.first_words:.1f} s; longest silence {seen.silence:.1f} s, ", end="")
+    print(f"from {seen.began:.1f} s on; exit code {seen.code}; {options.columns} columns")
     return int(seen.first_words > FIRST_WORDS or seen.silence > SILENCE)
 
 
