@@ -127,7 +127,7 @@ class Hooks(Generic[R_co]):
         self.run.world.expect_steps(True)
         self.clocks.begin_step()
         if self.reporter:
-            self.reporter.begin_epoch()
+            self.reporter.begin_epoch(self.progress, self.extent)
         self._logged = time.monotonic()
 
     def after_update(self, lr: float) -> None:
@@ -135,6 +135,8 @@ class Hooks(Generic[R_co]):
         DivergedError, ReplicaError."""
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
         self.checkpointing.stepped()
+        if self.reporter:
+            self.reporter.stepped(progress.step)
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         self.clocks.end_step()
@@ -239,8 +241,8 @@ class Hooks(Generic[R_co]):
         progress.train += totals
         self.run.check_finite(totals, progress.step)
         if self.reporter and totals.count:
-            iteration, seconds = progress.sample // self.extent.global_batch, time.monotonic() - self._logged
-            self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
+            seconds = time.monotonic() - self._logged
+            self.reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds)
         self._logged = time.monotonic()
 
 

@@ -16,6 +16,7 @@ from hvdtrain.run.joining import Joining, Readiness, Serve
 from hvdtrain.run.liveness import Liveness, print_warning
 from hvdtrain.run.monitor import Monitor
 from hvdtrain.run.peers import Peers
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.signals import SignalWatcher
 from hvdtrain.run.slow import SlowWatch
 from hvdtrain.run.stop import StopAgreement
@@ -75,6 +76,7 @@ class World:
         """Waits until every rank is ready to start the collective library. Raises AbortedError where a rank refused,
         WorldError where one did not come. Returns at once where there is no rendezvous."""
         if self.rendezvous:
+            SCREEN.waiting(self.readiness.awaited)
             self.readiness.wait(serve)
 
     def exchange(self, sum_over_ranks: Sum) -> None:
