@@ -158,7 +158,7 @@ def test_train_measures_the_parts_of_a_step(framework, engine):
 def test_allreduce_measures_each_library_and_size():
     results = measured("allreduce", "--rounds", "1", "--sizes", "0.004,1")
     found = {(row["library"], row["bytes"]): row for row in results["found"]}
-    for library in ("Horovod over MPI", "Horovod over Gloo", "torch.distributed, gloo"):
+    for library in ("Horovod over MPI", "Horovod over Gloo", "torch.distributed (gloo)"):
         for size in (4000, 1_000_000):
             row = found[library, size]
             assert row["algorithm_bytes_per_second"] == pytest.approx(size / statistics.median(row["seconds"]))
