@@ -52,9 +52,10 @@ def answer(results: dict[str, Any]) -> measure.Answer:
     rows += [("a copy of the state", measure.summary(results["copies"], 1e3))]
     rows += [("training held up by a checkpoint", measure.summary(results["stalls"], 1e3))]
     ratio = measure.spread(results["ratios"])
+    rounds = measure.rounds(len(results["ratios"]))
     sentence = (
-        f"With a checkpoint every {results['every']} steps a step takes {ratio.median:.4f} times as long "
-        f"({ratio.low:.4f} to {ratio.high:.4f} in {len(results['ratios'])} rounds); 95 of 100 checkpoints hold "
+        f"With a checkpoint every {results['every']} steps a step takes {ratio.median:.3f} times as long "
+        f"({ratio.low:.3f} to {ratio.high:.3f} in {rounds}); 95 of 100 checkpoints hold "
         f"training up for at most {results['stall_over_copy']:.2f} times what a copy of the state takes."
     )
     shown = {"a copy": results["copies"], "held up": results["stalls"]}

@@ -157,7 +157,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
         step, rate = "-", "-"
         if measured.seconds:
             step = measure.summary(measured.seconds, 1e3)
-            rate = f"{measured.batch / statistics.median(measured.seconds):.1f}"
+            rate = measure.rate(measured.batch / statistics.median(measured.seconds))
         else:
             reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason}")
         rows.append((contender.engine, launch, contender.adapter, step, rate))
@@ -172,7 +172,7 @@ def fastest(found: dict[Contender, Measured]) -> str:
         if measured.seconds
     }
     first, *others = sorted(rates, key=lambda name: -rates[name])
-    sentence = f"{first} is fastest with {rates[first]:.1f} examples/s"
+    sentence = f"{first} is fastest with {measure.rate(rates[first])} examples/s"
     for name in dict.fromkeys((others[0], others[-1]) if others else ()):
         sentence += f", {measure.times(rates[first] / rates[name])} {name}"
     return f"{sentence}."

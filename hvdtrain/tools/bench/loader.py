@@ -127,9 +127,9 @@ def answer(results: dict[str, Any], is_generated: bool) -> measure.Answer:
         )
         for name, values in results["images_per_core_second"].items()
     ]
-    header = ("images/s", "per core", f"on {results['cores']} cores", "over torchvision's, per core")
-    speeds = (f"from {name} {measure.times(measure.spread(r).median)}" for name, r in results["ratios"].items())
-    sentence = f"Per core hvdtrain reads images {', '.join(speeds)} torchvision."
+    header = ("images/s", "per core", f"on {results['cores']} cores", "times torchvision's")
+    ratios = (f"{measure.spread(values).median:.2f} ({name})" for name, values in results["ratios"].items())
+    sentence = f"Per core hvdtrain reads {' and '.join(ratios)} times as many images as torchvision."
     if is_generated:
         sentence += " The images are generated: give --data-dir for what real ones give."
     draw = functools.partial(measure.bars, found=results["images_per_core_second"], unit="images/s per core")

@@ -59,9 +59,19 @@ def summary(values: Sequence[float], scale: float = 1.0, digits: int | None = No
     with about four in all."""
     found = [scale * value for value in spread(values)]
     if digits is None:
-        digits = 2 if found[0] < 100 else 1 if found[0] < 1000 else 0
+        digits = 3 if found[0] < 1 else 2 if found[0] < 100 else 1 if found[0] < 1000 else 0
     middle, low, high = (f"{value:.{digits}f}" for value in found)
     return f"{middle} ({low} to {high})"
+
+
+def rounds(number: int) -> str:
+    """`1 round`, `5 rounds`."""
+    return f"{number} round{'s' if number > 1 else ''}"
+
+
+def rate(per_second: float) -> str:
+    """`812.3`, or `12,345`."""
+    return f"{per_second:,.{1 if per_second < 1000 else 0}f}"
 
 
 def times(ratio: float) -> str:
@@ -135,7 +145,13 @@ class Answer:
         OutputError, EngineUnavailable."""
         line = json.dumps({"bench": self.what, **self.results, "machine": machine()}) + "\n"
         to_stdout = str(kept.json) == "-"
-        print(line if to_stdout else "\n".join([*self.table, "", *folded(self.sentence[:1].upper() + self.sentence[1:]), ""]), end="", flush=True)
+        print(
+            line
+            if to_stdout
+            else "\n".join([*self.table, "", *folded(self.sentence[:1].upper() + self.sentence[1:]), ""]),
+            end="",
+            flush=True,
+        )
         if kept.json and not to_stdout:
             save(kept.json, line, "--json a file")
         if kept.output:

@@ -61,7 +61,9 @@ def answer(results: dict[str, Any]) -> measure.Answer:
     ours = measure.spread(ratios["hvdtrain"])
     scatter = "as long as" if ours.low <= 1 <= ours.high else f"{ours.median:.3f} times as long as"
     sentence = f"A step of hvdtrain takes {scatter} the hand-written loop's"
-    sentence += f" (ratio {ours.median:.4f}, {ours.low:.4f} to {ours.high:.4f} in {len(ratios['hvdtrain'])} rounds)."
+    sentence += (
+        f" (ratio {ours.median:.3f}, {ours.low:.3f} to {ours.high:.3f} in {measure.rounds(len(ratios['hvdtrain']))})."
+    )
     draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
     return measure.Answer("overhead", measure.table(HEADER, rows), sentence, results, draw)
 

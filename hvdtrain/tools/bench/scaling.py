@@ -166,7 +166,7 @@ def table(found: Found, batch: int) -> list[str]:
         for ranks, seconds in times.items():
             rate = batch * (ranks if mode == "weak" else 1) / measure.spread(seconds).median
             rows.append(
-                (str(ranks), measure.summary(seconds, 1e3), f"{rate:.2f}", measure.summary(ratios[ranks], 1, 3))
+                (str(ranks), measure.summary(seconds, 1e3), measure.rate(rate), measure.summary(ratios[ranks], 1, 3))
             )
         lines += [""] * bool(lines)
         lines += [f"{mode} scaling, batch {batch} {'a rank' if mode == 'weak' else 'in all'}"]

@@ -71,7 +71,7 @@ def answer(results: dict[str, Any]) -> measure.Answer:
     for name, meaning in MEANS.items():
         if name in times:
             examples = {ALLREDUCE: 0, ONE: batch // results["ranks"]}.get(name, batch)
-            rate = f"{examples / statistics.median(times[name]):.1f}" if examples else ""
+            rate = measure.rate(examples / statistics.median(times[name])) if examples else ""
             rows.append((name, measure.summary(times[name], 1e3), rate, meaning))
     where = f"{results['ranks']} ranks" if results["ranks"] > 1 else "1 rank"
     title = f"{results['recipe']}, {where}, {results['engine']} ({results['framework']}), batch {batch}"
