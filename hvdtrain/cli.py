@@ -15,6 +15,10 @@ COMMANDS = {
     "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and its fix"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
+    "watch": (
+        "hvdtrain.tools.watch",
+        "a run or a SLURM job at the terminal, until it ends: progress, time left",
+    ),
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
     "bench": ("hvdtrain.tools.bench", "measure this machine: step, engines, network, data, scaling"),
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),

@@ -139,7 +139,7 @@ class Hooks(Generic[R_co]):
         self.run.world.expect_steps(True)
         self.clocks.begin_step()
         if self.reporter:
-            self.reporter.begin_epoch()
+            self.reporter.begin_epoch(self.progress, self.extent)
         self._logged = time.monotonic()
 
     def after_update(self, lr: float) -> None:
@@ -150,6 +150,8 @@ class Hooks(Generic[R_co]):
         if not self._made_steps:
             self._made_steps = True
             self.launch.enter("training")
+        if self.reporter:
+            self.reporter.stepped(progress, extent)
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         self.clocks.end_step()
@@ -264,10 +266,10 @@ class Hooks(Generic[R_co]):
         progress.train += totals
         self.run.check_finite(totals, progress.step)
         if self.reporter and totals.count:
-            iteration, seconds = progress.sample // self.extent.global_batch, time.monotonic() - self._logged
+            seconds = time.monotonic() - self._logged
             apart = self.run.identity.checkpoint_bytes / BYTES_A_SECOND
             norm = self.trainer.gradient_norm() if self.launch.is_due("gradient_norm", apart) else None
-            self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds, norm)
+            self.reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm)
         self._logged = time.monotonic()
         self.launch.mark(progress.step)
 

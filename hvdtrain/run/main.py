@@ -23,6 +23,7 @@ from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.folder import ResumePoint, RunFolder
 from hvdtrain.run.options import Options, parse_run
 from hvdtrain.run.run import Run
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.world import World, joined
 
 
@@ -39,6 +40,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     compatibility.check(choice, os.environ)
     if recipe.cache_dir and topology.is_rank_0:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
+    SCREEN.waiting(f"preparing the data set {recipe.dataset}")
     world.busy(f"prepares the data set {recipe.dataset}")
     with world.launch.within("data"):
         dataset = load_dataset(recipe, framework)
@@ -127,6 +129,7 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
         with joined(world, run.framework, run.engine, os.environ):
             keep_memory(run.recipe.device)
             train(run)
+    SCREEN.close()
     return ending.code
 
 

@@ -26,7 +26,7 @@ from hvdtrain.run.run import BaseRun
 from hvdtrain.run.trackers import Trackers
 from hvdtrain.run.world import joined
 
-RESERVED = {"kind", "step", "epoch", "seconds"}
+RESERVED = {"kind", "step", "epoch", "seconds", "time"}
 """Of a record in metrics.jsonl."""
 
 

@@ -20,6 +20,7 @@ from hvdtrain.run.launches import Launch
 from hvdtrain.run.liveness import Liveness, print_warning
 from hvdtrain.run.monitor import Monitor
 from hvdtrain.run.peers import Peers
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.signals import SignalWatcher
 from hvdtrain.run.slow import SlowWatch, columns, slowest
 from hvdtrain.run.stop import StopAgreement
@@ -90,6 +91,7 @@ class World:
         """Waits until every rank is ready to start the collective library. Raises AbortedError where a rank refused,
         WorldError where one did not come. Returns at once where there is no rendezvous."""
         if self.rendezvous:
+            SCREEN.waiting(self.readiness.awaited)
             self.readiness.wait(serve)
 
     def exchange(self, sum_over_ranks: Sum) -> None:

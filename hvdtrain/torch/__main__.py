@@ -5,14 +5,19 @@ from hvdtrain import interrupts, version
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
     version.answer(sys.argv)
+    from hvdtrain.run import greeting
+
+    greeting.greet("torch", sys.argv[1:])
 
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
+from hvdtrain.run.screen import SCREEN
 
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
     prepared.world.launch.enter("import")
+    SCREEN.waiting("importing PyTorch")
     with interrupts.postponed():
         from hvdtrain.run.loop import Loop
         from hvdtrain.torch.opening import engine_of

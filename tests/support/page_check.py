@@ -1,7 +1,7 @@
 """Looks at a report as readers do: `python tests/support/page_check.py REPORT.html FOLDER`, by hand.
 
-Writes screenshots at 390 and 1280 px, light and dark, and a PDF on A4 (its pages as PNG) to FOLDER; prints the size, and
-whether the page holds `http`, scrolls sideways, or breaks a rule of axe-core. Ends with exit code 1 where it does.
+Writes screenshots at 390 and 1280 px, light and dark, and a PDF on A4 (its pages as PNG) to FOLDER. Prints the size,
+and whether the page holds `http`, scrolls sideways, or breaks a rule of axe-core: then with exit code 1.
 
 Needs Chromium, pdftoppm (Debian: chromium, poppler-utils) and Node.js with the packages puppeteer-core and axe-core,
 in a folder that NODE_PATH names: `npm install puppeteer-core axe-core` there. CHROMIUM: another path of the browser.
@@ -48,6 +48,8 @@ def looked_at(page: Path, folder: Path) -> list[str]:
     browser = os.environ.get("CHROMIUM") or shutil.which("chromium") or "chromium"
     command = ["node", "-e", SCRIPT, str(page.resolve()), str(folder.resolve()), browser]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    for old in folder.glob("page-*.png"):
+        old.unlink()
     subprocess.run(["pdftoppm", "-r", "70", "-png", folder / "page.pdf", folder / "page"], check=True)
     text = page.read_text()
     print(f"{len(text.encode()):,} bytes")

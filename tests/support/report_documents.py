@@ -1,4 +1,4 @@
-"""Documents of reports, made by hand: `full()` has something in every section, `hostile()` what must not get through."""
+"""Documents of reports, made by hand: `full()` fills every section, `hostile()` has what must not get through."""
 
 from dataclasses import replace
 
@@ -210,7 +210,7 @@ def curves(rng: np.random.Generator) -> tuple[Curve, ...]:
     x = np.arange(5.0, STEPS + 1, 5)
     loss = 2.3 * np.exp(-x / 330) + 0.012 * (1 + 0.4 * rng.standard_normal(len(x)) ** 2)
     ends = np.arange(1, 11) * float(EPOCH)
-    train, valid = 1 - 0.6 * np.exp(-ends / 400), 0.978 - 0.55 * np.exp(-ends / 420)
+    train, valid = 1 - 0.6 * np.exp(-ends / 400), 0.978 - (0.5 + 0.1 * rng.random()) * np.exp(-ends / 420)
     rate = np.where(x < EPOCH, 0.1 * x / EPOCH, 0.05 * (1 + np.cos(np.pi * (x - EPOCH) / (STEPS - EPOCH))))
     speed = 1284 + 40 * rng.standard_normal(len(x)) - 300 * ((x > 900) & (x < 1010))
     norm = 0.4 + 3 * np.exp(-x / 200) + 0.1 * rng.random(len(x))
@@ -247,7 +247,9 @@ def heat(rng: np.random.Generator, ranks: int = 4, columns: int = 120) -> HeatMa
 def events() -> tuple[Event, ...]:
     """Of two launches."""
     saved = [Event(95 + step / 3.1, "checkpoint", f"checkpoint of step {step}", step) for step in range(110, 901, 110)]
-    again = [Event(240 + step / 3.6, "checkpoint", f"checkpoint of step {step}", step) for step in range(990, 2201, 110)]
+    again = [
+        Event(240 + step / 3.6, "checkpoint", f"checkpoint of step {step}", step) for step in range(990, 2201, 110)
+    ]
     return (
         Event(66.0, "launch", "launch 1 on 4 ranks, job 4711"),
         *saved,

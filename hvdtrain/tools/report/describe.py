@@ -3,7 +3,7 @@
 import numpy as np
 
 from hvdtrain.tools.report.model import Curve, HeatMap, Scaling, Series
-from hvdtrain.tools.report.wording import duration, number, percent, short
+from hvdtrain.tools.report.wording import duration, number, percent, short, step_time
 
 MOST_SERIES = 6
 
@@ -23,8 +23,9 @@ def speedup(scaling: Scaling) -> str:
 def efficiency(scaling: Scaling) -> str:
     """Median and range of each number of ranks, and the farthest prediction."""
     rows = (
-        f"{row.ranks:,} ranks: {percent(row.efficiency[0])} ({percent(row.efficiency[1])} to {percent(row.efficiency[2])})"
+        f"{row.ranks:,} ranks: {percent(middle)} ({percent(low)} to {percent(high)})"
         for row in scaling.rows
+        for middle, low, high in [row.efficiency]
     )
     text = "; ".join(rows) + "."
     if scaling.predicted:
@@ -36,7 +37,7 @@ def efficiency(scaling: Scaling) -> str:
 def communication(scaling: Scaling) -> str:
     """Both parts of the step for each number of ranks."""
     rows = (
-        f"{ranks:,} ranks: {duration(computing)} computing, {duration(communicating)} communicating"
+        f"{ranks:,} ranks: {step_time(computing)} computing, {step_time(communicating)} communicating"
         for ranks, computing, communicating in scaling.communication
     )
     return "; ".join(rows) + "."
@@ -47,7 +48,9 @@ def heat(given: HeatMap) -> str:
     finite = given.seconds[np.isfinite(given.seconds)]
     if not finite.size:
         return "No step time was recorded."
-    text = f"Steps take {duration(finite.min())} to {duration(finite.max())}, in the median {duration(np.median(finite))}."
+    text = (
+        f"Steps take {duration(finite.min())} to {duration(finite.max())}, in the median {duration(np.median(finite))}."
+    )
     slow = [short(given.rows[row], 40) for row in given.slow if 0 <= row < len(given.rows)]
     named = f" Slow: {', '.join(slow[:10])}." if slow else " No rank is slow."
     return text + named

@@ -34,7 +34,7 @@ class Heat:
     png: str
     """Base64."""
     pixels: int
-    """Height."""
+    """Its height on the page."""
     rows: tuple[Row, ...]
     times: tuple[str, ...]
     """At the left, in the middle, at the right."""
@@ -42,6 +42,7 @@ class Heat:
     high: str
     colours: tuple[str, ...]
     """Of the scale, from low to high."""
+    gaps: bool
     left_out: int
     """Rows, the quickest ones."""
 
@@ -67,6 +68,7 @@ def heat(given: HeatMap) -> Heat | None:
         low=duration(low),
         high=duration(high),
         colours=tuple(_hex(colour) for colour in _palette(8)),
+        gaps=not np.isfinite(picture).all(),
         left_out=len(seconds) - len(chosen),
     )
 

@@ -17,15 +17,44 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_POINTS, ALL_POINTS = 400, 10_000
-"""Of a series, and of all pictures: the file stays small."""
-MOST_DRAWN_RUNS = 8
-"""Runs whose own curves are drawn; of more, the comparison's curves say it."""
-MOST_EVENTS = 200
+"""Of a series, and of all pictures: the file stays small. The same below for events' lines and characters of text."""
+MOST_EVENTS, ALL_EVENTS = 200, 500
+MOST_TEXT, ALL_TEXT = 30_000, 40_000
+MOST_WHOLE_RUNS = 8
+"""Runs that are shown in full; of more, the comparison says most."""
 NOTABLE_GROUP = 3
 """Checkpoints in a row that share one line of the list."""
 WORDS = {"good": "Good", "attention": "Attention", "bad": "Problem", "open": "Open"}
 ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "kept": "✓", "broken": "✕", "unknown": "?"}
 UNITS = {"second": 1, "minute": 60, "hour": 3600}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What each run may show, so that the file stays below a megabyte."""
+
+    points: int
+    """Of a series."""
+    events: int
+    text: int
+    """Characters of a recipe, a job script, ..."""
+    whole: bool
+    """Whether each run has its own pictures, recipe and job script."""
+
+    @classmethod
+    def of(cls, document: Document) -> "Limits":
+        """From the number of runs and series."""
+        runs = max(len(document.runs), 1)
+        whole = runs <= MOST_WHOLE_RUNS
+        curves = [curve for run in document.runs if whole for curve in run.curves]
+        curves += document.comparison.curves if document.comparison else ()
+        series = max(sum(len(curve.series) for curve in curves), 1)
+        return cls(
+            points=max(20, min(MOST_POINTS, ALL_POINTS // series)),
+            events=max(10, min(MOST_EVENTS, ALL_EVENTS // runs)),
+            text=max(500, min(MOST_TEXT, ALL_TEXT // runs)),
+            whole=whole,
+        )
 
 
 @dataclass(frozen=True)
@@ -54,11 +83,7 @@ class EventRow:
 
 def render(document: Document) -> str:
     """The whole page. What the document holds of texts is escaped."""
-    curves = [curve for run in document.runs for curve in run.curves]
-    curves += document.comparison.curves if document.comparison else ()
-    series = sum(len(curve.series) for curve in curves)
-    page = _environment().get_template("page.html")
-    return page.render(document=document, most=max(20, min(MOST_POINTS, ALL_POINTS // max(series, 1))))
+    return _environment().get_template("page.html").render(document=document, limits=Limits.of(document))
 
 
 def bars(waterfall: Waterfall) -> list[Bar]:
@@ -121,7 +146,8 @@ def summary(run: RunReport) -> str:
     """The line under the title."""
     origin = run.origin
     ranks = f"{origin.ranks:,} rank{'s' if origin.ranks != 1 else ''}" if origin.ranks else ""
-    hosts = f"{len(origin.hosts):,} hosts" if len(origin.hosts) > 1 else " ".join(origin.hosts)
+    names = list(dict.fromkeys(origin.hosts))
+    hosts = f"{len(names):,} hosts" if len(names) > 1 else "".join(names)
     began = f"began {wording.date(run.began)}" if run.began is not None else ""
     software = " over ".join(wording.short(text, 40) for text in (origin.framework, origin.engine) if text)
     return ", ".join(text for text in (ranks, software, wording.short(hosts, 40), began) if text)
@@ -152,7 +178,7 @@ def _environment() -> "Environment":
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
     )
     environment.filters |= {name: getattr(wording, name) for name in ("duration", "number", "percent", "date", "short")}
-    environment.filters |= {"cut": wording.cut, "energy": energy}
+    environment.filters |= {"cut": wording.cut, "energy": energy, "step_time": wording.step_time}
     environment.globals |= {
         function.__name__: function for function in (bars, event_rows, marks, facts, summary, groups, differs, heat)
     }
@@ -162,8 +188,6 @@ def _environment() -> "Environment":
         "median": statistics.median,
         "WORDS": WORDS,
         "ICONS": ICONS,
-        "MOST_DRAWN_RUNS": MOST_DRAWN_RUNS,
-        "MOST_EVENTS": MOST_EVENTS,
     }
     return environment
 

@@ -4,9 +4,9 @@ Matplotlib draws lines and figures alone. Words from files (names, labels, units
 where nothing interprets them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
@@ -17,6 +17,7 @@ from hvdtrain.tools.report.wording import tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 420, 210
@@ -52,6 +53,8 @@ class Picture:
 
     svg: Markup
     keys: tuple[Key, ...]
+    log: bool = False
+    """Whether its y axis is logarithmic."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,32 @@ class Mark:
     number: int | None
 
 
-def curve(given: Curve, marks: Sequence[Mark], key: str, title: str, most: int) -> Picture | None:
-    """One curve's picture, each series of at most so many points; None where there is no finite point."""
+def span(curves: Sequence[Curve], x_label: str) -> tuple[float, float] | None:
+    """The lowest and highest x of all curves over the same; None where there is no finite point."""
+    every = [series for curve in curves if curve.x_label == x_label for series in curve.series]
+    x = np.concatenate([_finite(series.x, series.y)[0] for each in every for series in [_plain(each)]] or [np.empty(0)])
+    return (float(x.min()), float(x.max())) if x.size else None
+
+
+def curve(
+    given: Curve, marks: Sequence[Mark], key: str, title: str, most: int, over: tuple[float, float] | None
+) -> Picture | None:
+    """One curve's picture over a span of x, each series of at most so many points; None without a finite point."""
     drawn = [_plain(series, most) for series in given.series]
     values = np.concatenate([_finite(series.x, series.y)[1] for series in drawn] or [np.empty(0)])
-    if not values.size:
+    if not values.size or not over:
         return None
     log = given.log and values.min() > 0 and values.max() / values.min() > LOG_RANGE
     figure, axes = _axes()
     for index, series in enumerate(drawn):
         _line(axes, series, index)
-    _span(axes, drawn, values, log)
+    axes.set_xlim(*_range(*over, 0.01))
+    _y_axis(axes, drawn, values, log)
+    _few_ticks(axes.xaxis)
     _mark(axes, marks)
-    keys = tuple(_key(series, index, plain) for index, (series, plain) in enumerate(zip(given.series, drawn)))
-    return Picture(svg.inline(figure, key, title, describe.curve(given)), keys)
+    pairs = zip(given.series, drawn, strict=True)
+    keys = tuple(_key(series, index, plain) for index, (series, plain) in enumerate(pairs))
+    return Picture(svg.inline(figure, key, title, describe.curve(given)), keys, bool(log))
 
 
 def speedup(scaling: Scaling, key: str) -> Picture:
@@ -88,7 +103,9 @@ def speedup(scaling: Scaling, key: str) -> Picture:
     _rank_axis(axes, ranks)
     _log_axis(axes.yaxis, axes.set_yscale, base=2)
     keys = (Key("measured", 0, ""), Key("ideal", -1, _dasharray(2)))
-    return Picture(svg.inline(figure, key, f"Speed-up, {scaling.mode} scaling", describe.speedup(scaling)), keys)
+    return Picture(
+        svg.inline(figure, key, f"Speed-up, {scaling.mode} scaling", describe.speedup(scaling)), keys, log=True
+    )
 
 
 def efficiency(scaling: Scaling, key: str) -> Picture:
@@ -100,7 +117,7 @@ def efficiency(scaling: Scaling, key: str) -> Picture:
     axes.axhline(1, color=svg.SOFT, dashes=DASHES[2], linewidth=1.2)
     _rank_axis(axes, every)
     axes.set_ylim(0, max(1.08, axes.get_ylim()[1]))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     keys.append(Key("ideal", -1, _dasharray(2)))
     text = describe.efficiency(scaling)
     return Picture(svg.inline(figure, key, f"Efficiency, {scaling.mode} scaling", text), tuple(keys))
@@ -109,7 +126,7 @@ def efficiency(scaling: Scaling, key: str) -> Picture:
 def communication(scaling: Scaling, key: str) -> Picture:
     """Seconds of a step spent computing and communicating, a bar for each number of ranks."""
     figure, axes = _axes()
-    ranks, computing, communicating = zip(*scaling.communication)
+    ranks, computing, communicating = zip(*scaling.communication, strict=True)
     places = range(len(ranks))
     axes.bar(places, computing, 0.6, color=svg.SERIES[0])
     axes.bar(places, communicating, 0.6, bottom=computing, color=svg.SERIES[4])
@@ -131,10 +148,10 @@ def _axes() -> tuple["Figure", "Axes"]:
         return figure, figure.add_axes(box)
 
 
-def _plain(series: Series, most: int) -> Series:
+def _plain(series: Series, most: int | None = None) -> Series:
     """Float arrays of at most `most` points, NaN where an axis cannot show one."""
     count = min(len(series.x), len(series.y))
-    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)) if count else slice(0)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most or count)).round().astype(int)) if count else slice(0)
     bounds = [None if bound is None else _shown(bound[:count])[chosen] for bound in (series.low, series.high)]
     return Series(series.label, _shown(series.x)[chosen], _shown(series.y)[chosen], *bounds)
 
@@ -156,14 +173,12 @@ def _line(axes: "Axes", series: Series, index: int) -> None:
     if series.low is not None and series.high is not None:
         axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.2, linewidth=0)
     dashes = DASHES[index % len(DASHES)]
-    options = {"dashes": dashes} if dashes else {}
+    options: Any = {"dashes": dashes} if dashes else {}
     axes.plot(series.x, series.y, color=colour, linewidth=LINE, marker=marker, markersize=3.5, **options)
 
 
-def _span(axes: "Axes", drawn: Sequence[Series], values: np.ndarray, log: bool) -> None:
-    """Sets the axes' ranges, which hold a constant and a single point too, and few, short marks."""
-    x = np.concatenate([_finite(series.x, series.y)[0] for series in drawn])
-    axes.set_xlim(*_range(x.min(), x.max(), 0.01))
+def _y_axis(axes: "Axes", drawn: Sequence[Series], values: np.ndarray, log: bool) -> None:
+    """Sets the range, which holds a constant and a single point too, and few, short marks."""
     bounds = [bound[np.isfinite(bound)] for series in drawn for bound in (series.low, series.high) if bound is not None]
     values = np.concatenate([values, *bounds])
     if log:
@@ -173,7 +188,6 @@ def _span(axes: "Axes", drawn: Sequence[Series], values: np.ndarray, log: bool) 
     else:
         axes.set_ylim(*_range(values.min(), values.max(), 0.06))
         _few_ticks(axes.yaxis)
-    _few_ticks(axes.xaxis)
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:
@@ -184,20 +198,20 @@ def _range(low: float, high: float, margin: float) -> tuple[float, float]:
     return low - margin * (high - low), high + margin * (high - low)
 
 
-def _few_ticks(axis: object) -> None:
+def _few_ticks(axis: "Axis") -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))  # type: ignore[attr-defined]
-    axis.set_major_formatter(lambda value, _: tick(value))  # type: ignore[attr-defined]
+    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(lambda value, _: tick(value))
 
 
-def _log_axis(axis: object, set_scale: object, base: int) -> None:
+def _log_axis(axis: "Axis", set_scale: Callable[..., None], base: int) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    set_scale("log", base=base)  # type: ignore[operator]
-    axis.set_major_locator(LogLocator(base, numticks=7))  # type: ignore[attr-defined]
-    axis.set_minor_locator(NullLocator())  # type: ignore[attr-defined]
-    axis.set_major_formatter(lambda value, _: tick(value))  # type: ignore[attr-defined]
+    set_scale("log", base=base)
+    axis.set_major_locator(LogLocator(base, numticks=11))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: tick(value))
 
 
 def _rank_axis(axes: "Axes", ranks: Sequence[int]) -> None:
@@ -208,17 +222,19 @@ def _rank_axis(axes: "Axes", ranks: Sequence[int]) -> None:
 def _mark(axes: "Axes", marks: Sequence[Mark]) -> None:
     """Draws checkpoints as short marks at the bottom, other events as numbered lines."""
     low, high = axes.get_xlim()
-    inside = [mark for mark in marks if low <= mark.x <= high]
-    ticks = sorted({round((mark.x - low) / (high - low), 3) for mark in inside if mark.number is None})
+    places = [(round((mark.x - low) / (high - low), 3), mark.number) for mark in marks if low <= mark.x <= high]
+    ticks = sorted({place for place, number in places if number is None})
     axes.plot(ticks, [0.02] * len(ticks), "|", color=svg.SOFT, markersize=6, transform=axes.transAxes)
-    for place, label in _labels([((mark.x - low) / (high - low), mark.number) for mark in inside if mark.number]):
-        axes.axvline(low + place * (high - low), color=svg.EVENT, linewidth=1, dashes=(3, 2), zorder=1.5)
-        if label:
-            axes.text(place, 1.02, label, transform=axes.transAxes, ha="center", va="bottom", fontsize=11)
+    numbered = [(place, number) for place, number in places if number]
+    lines = sorted({place for place, _ in numbered})
+    x, y = np.repeat(lines, 3), np.tile((0, 1, np.nan), len(lines))  # one path for all
+    axes.plot(x, y, color=svg.EVENT, linewidth=1, dashes=(3, 2), zorder=1.5, transform=axes.transAxes)
+    for place, label in _labels(numbered):
+        axes.text(place, 1.02, label, transform=axes.transAxes, ha="center", va="bottom", fontsize=11)
 
 
 def _labels(marks: Sequence[tuple[float, int]]) -> Iterator[tuple[float, str]]:
-    """Place and label of each line; those that stand close together share the first one's: `3-5`."""
+    """Where each label stands, and its text; lines that are close together share the first one's: `3-5`."""
     groups: list[list[tuple[float, int]]] = []
     for mark in sorted(marks):
         if groups and mark[0] - groups[-1][0][0] < NEAR:
@@ -228,7 +244,6 @@ def _labels(marks: Sequence[tuple[float, int]]) -> Iterator[tuple[float, str]]:
     for group in groups:
         numbers = sorted(number for _, number in group)
         yield group[0][0], str(numbers[0]) if len(group) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        yield from ((place, "") for place, _ in group[1:])
 
 
 def _key(series: Series, index: int, drawn: Series) -> Key:
@@ -261,8 +276,8 @@ def _predicted(axes: "Axes", scaling: Scaling) -> Iterator[Key]:
 def _published(axes: "Axes", scaling: Scaling) -> Iterator[Key]:
     for index, (name, points) in enumerate(scaling.published, start=2):
         if points:
-            gpus, shares = zip(*points)
+            gpus, shares = zip(*points, strict=True)
             place = index % len(svg.SERIES)
-            style = {"marker": "^", "markersize": 4, "linewidth": 1.2, "dashes": DASHES[3]}
+            style: Any = {"marker": "^", "markersize": 4, "linewidth": 1.2, "dashes": DASHES[3]}
             axes.plot(gpus, shares, color=svg.SERIES[place], **style)
             yield Key(name, place, _dasharray(3))

@@ -6,8 +6,8 @@ page's own font; Matplotlib lays it out as DejaVu Sans, which is wider than most
 
 import io
 import re
-import xml.etree.ElementTree as ElementTree  # noqa: S405 - of what Matplotlib has written
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from markupsafe import Markup
 
@@ -21,7 +21,7 @@ SERIES = tuple(f"#abc01{number}" for number in range(6))
 VARIABLES = {INK: "ink", SOFT: "soft", GRID: "line", EVENT: "event"} | {
     colour: f"s{number}" for number, colour in enumerate(SERIES)
 }
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 12,
     "axes.edgecolor": SOFT,

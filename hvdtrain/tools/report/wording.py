@@ -15,17 +15,12 @@ def duration(seconds: float) -> str:
     """As `85 ms`, `12.3 s`, `4 min 5 s`, `1 h 23 min`, `3 d 4 h`."""
     if not math.isfinite(seconds):
         return "unknown"
-    if seconds < 0:
-        return f"-{duration(-seconds)}"
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
-    if seconds < MINUTE - 0.05:
-        return f"{seconds:.1f} s"
-    if round(seconds) < HOUR:
-        return "{} min {} s".format(*divmod(round(seconds), MINUTE))
-    if round(seconds / MINUTE) < 2 * DAY / MINUTE:
-        return "{} h {} min".format(*divmod(round(seconds / MINUTE), 60))
-    return "{} d {} h".format(*divmod(round(seconds / HOUR), 24))
+    return f"-{_duration(-seconds)}" if seconds < 0 else _duration(seconds)
+
+
+def step_time(seconds: float) -> str:
+    """Four digits of it, as `1.043 s`, `318.2 ms`: steps differ by little."""
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(1000 * seconds)} ms"
 
 
 def number(value: float) -> str:
@@ -82,3 +77,15 @@ def cut(text: str, most: int = 30_000) -> str:
 def _shown(character: str) -> str:
     plain = character.isprintable() or character in BLANKS or unicodedata.category(character) == "Zs"
     return character if plain else repr(character)[1:-1]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
+    if seconds < MINUTE - 0.05:
+        return f"{seconds:.1f} s"
+    if round(seconds) < HOUR:
+        return "{} min {} s".format(*divmod(round(seconds), MINUTE))
+    if round(seconds / MINUTE) < 2 * DAY / MINUTE:
+        return "{} h {} min".format(*divmod(round(seconds / MINUTE), 60))
+    return "{} d {} h".format(*divmod(round(seconds / HOUR), 24))

@@ -13,7 +13,9 @@ import pytest
 import report_folders
 
 from hvdtrain import cli
-from hvdtrain.tools.report import assemble
+from hvdtrain.terminal import Status
+from hvdtrain.tools import report
+from hvdtrain.tools.report import assemble, page, text
 from hvdtrain.tools.report.lines import LONGEST_LINE
 
 FILES = ("status.json", "recipe.yaml", "plan.json", "metrics.jsonl", "launches.jsonl")
@@ -96,9 +98,9 @@ def numbers(number):
     return change
 
 
-def texts(text):
+def texts(shown):
     """Every number of every record is a text."""
-    return of_each(lambda path: changed(path, lambda record: every_number(record, text)), LINES)
+    return of_each(lambda path: changed(path, lambda record: every_number(record, shown)), LINES)
 
 
 def huge_line(folder):
@@ -223,27 +225,23 @@ def whole(tmp_path_factory):
     return folder
 
 
-def reported(folder, capsys) -> dict:
+def reported(folder) -> dict:
     """The report in every format; the values."""
-    for form in ("md", "json"):
-        assert cli.main(["report", str(folder), "--format", form]) == 0
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        assert all(letter.isprintable() or letter == "\n" for letter in printed.out)
-    values = json.loads(printed.out, parse_constant=pytest.fail)
-    assert cli.main(["report", str(folder), "--output", str(folder.parent / "page.html")]) == 0
-    capsys.readouterr()
-    return values["runs"][0]
+    document = report.document_of(report.Options(runs=(folder,)), Status(""))
+    markdown, values = text.markdown(document), text.to_json(document)
+    assert all(letter.isprintable() or letter == "\n" for letter in markdown)
+    assert page.render(document)
+    return json.loads(values, parse_constant=pytest.fail)["runs"][0]
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_folder_is_reported(name, whole, tmp_path, capsys):
+def test_a_damaged_folder_is_reported(name, whole, tmp_path):
     if name == "files that nobody may read" and IS_ROOT:
         pytest.skip("root may read all: run it as another user")
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     DAMAGES[name](folder)
-    found = reported(folder, capsys)
+    found = reported(folder)
     assert found["verdict"]["headline"]
     assert SPEAK.get(name, "") in "\n".join(found["missing"])
     if found["waterfall"]:
@@ -251,8 +249,8 @@ def test_a_damaged_folder_is_reported(name, whole, tmp_path, capsys):
         assert parts == pytest.approx(found["waterfall"]["wall_seconds"], rel=1e-6)
 
 
-def test_a_whole_folder_lacks_nothing(whole, capsys):
-    assert reported(whole, capsys)["missing"] == []
+def test_a_whole_folder_lacks_nothing(whole):
+    assert reported(whole)["missing"] == []
 
 
 @pytest.mark.parametrize("name", ["status.json", "plan.json"])
@@ -260,8 +258,8 @@ def test_odd_json(name, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     path = tmp_path / "run" / name
     good = json.loads(path.read_text())
-    for text in odd_json.texts(good, 40):
-        path.write_text(text, errors="surrogatepass")
+    for odd in odd_json.texts(good, 40):
+        path.write_text(odd, errors="surrogatepass")
         assert assemble.run_report(tmp_path / "run").verdict.headline
 
 
@@ -272,8 +270,8 @@ def test_odd_lines(name, whole, tmp_path):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     kinds = {record["kind"]: record for record in records}
     for record in kinds.values():
-        odd = "".join(text + "\n" for text in odd_json.texts(record, 150))
-        path.write_text("".join(json.dumps(each) + "\n" for each in kinds.values()) + odd, errors="surrogatepass")
+        lines = "".join(odd + "\n" for odd in odd_json.texts(record, 150))
+        path.write_text("".join(json.dumps(each) + "\n" for each in kinds.values()) + lines, errors="surrogatepass")
         assert assemble.run_report(tmp_path / "run").verdict.headline
 
 

@@ -84,6 +84,14 @@ TABLE = {
         ],
         {"start": 3, "import": 12, "first step": 4, "training": 10, "lost work": 1 + 2 + 3},
     ),
+    "resumed, then from an older checkpoint, as the newest was damaged": (
+        [
+            *(launch(), phases(50, 5), phases(80, 8), phases(90, 9)),
+            *(launch(T + 16, 80), phases(85, 1)),
+            *(launch(T + 24, 50), end("finished", 100, 5)),
+        ],
+        {"start": 3, "import": 12, "first step": 4, "training": 10, "lost work": 4 + 3},
+    ),
     "queued again: each queue by itself": (
         [
             *(launch(T + 10, job=JOB), job(0, 10), phases(50, 5)),

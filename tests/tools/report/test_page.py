@@ -1,0 +1,323 @@
+"""The report's page: whole, small, without addresses, and deaf to what its texts would like to be."""
+
+import re
+import time
+import warnings
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import report_documents as documents
+
+from hvdtrain.tools.report import page
+from hvdtrain.tools.report.model import Curve, Event, HeatMap, Part, Series, Waterfall
+
+MEGABYTE = 1 << 20
+VOID = {"meta", "img", "br", "hr", "input", "link", "line", "rect", "circle", "path", "use"}
+SECTIONS = (
+    *("Trained to the end", "Key numbers", "Where the time went", "Curves", "Step time by rank", "Events", "Scaling"),
+    *("Energy", "What it was", "What could not be read"),
+)
+TEXT_CONTRAST, PICTURE_CONTRAST = 4.5, 3.0
+
+
+class Reader(HTMLParser):
+    """What a browser would see: elements, texts, and tags that do not match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.wrong, self.ids, self.elements, self.texts = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        self.wrong += self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.ids += [value for name, value in attributes if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag in VOID:
+            return
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def headings(self):
+        return [int(tag[1]) for tag, _ in self.elements if re.fullmatch("h[1-6]", tag)]
+
+    def text(self):
+        return " ".join(" ".join(text for tag, text in self.texts if tag not in {"style", "script"}).split())
+
+
+@pytest.fixture(scope="module")
+def pages():
+    """Each document's page, rendered once."""
+    made = {name: getattr(documents, name)() for name in ("full", "several", "empty", "hostile")}
+    return {name: page.render(document) for name, document in made.items()}
+
+
+NAMES = pytest.mark.parametrize("name", ["full", "several", "empty", "hostile"])
+
+
+@NAMES
+def test_it_is_one_small_file_without_a_script_or_an_address(pages, name):
+    assert len(pages[name].encode()) <= MEGABYTE
+    assert "http" not in pages[name]
+    found = Reader(pages[name])
+    assert not {tag for tag, _ in found.elements} & {"script", "link", "iframe", "object", "embed", "base"}
+    for _, attributes in found.elements:
+        assert not [key for key in attributes if key.startswith("on")]
+        for key in ("href", "src"):
+            assert (attributes.get(key) or "#").startswith(("#", "data:image/png"))
+
+
+@NAMES
+def test_its_tags_match_and_its_ids_are_there_once(pages, name):
+    found = Reader(pages[name])
+    assert not found.wrong
+    assert len(found.ids) == len(set(found.ids))
+    links = [attributes["href"][1:] for tag, attributes in found.elements if tag == "a"]
+    assert set(links) <= set(found.ids)
+
+
+@NAMES
+def test_headings_come_in_order(pages, name):
+    levels = Reader(pages[name]).headings()
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+@NAMES
+def test_every_picture_says_in_words_what_it_shows(pages, name):
+    found = Reader(pages[name])
+    for tag, attributes in found.elements:
+        if tag == "img":
+            assert len(attributes["alt"]) > 20
+        if tag == "svg" and attributes.get("aria-hidden") != "true":
+            assert attributes["role"] == "img"
+            assert set(attributes["aria-labelledby"].split()) <= set(found.ids)
+    words = [text for tag, text in found.texts if tag in {"title", "desc"}]
+    assert all(text.strip() for text in words)
+
+
+@NAMES
+def test_every_table_has_a_caption_and_scopes(pages, name):
+    found = Reader(pages[name])
+    tags = [tag for tag, _ in found.elements]
+    assert tags.count("table") == tags.count("caption")
+    assert all("scope" in attributes for tag, attributes in found.elements if tag == "th")
+
+
+def test_every_section_is_there_in_order(pages):
+    found = Reader(pages["full"])
+    text, headings = found.text(), [words.strip() for tag, words in found.texts if tag == "h2" and words.strip()]
+    assert [heading.partition(":")[0] for heading in headings] == list(SECTIONS)
+    for words in (
+        *("Validation accuracy 0.9778, expected 0.97", "Look at node2", "✓ kept World", "10 min 14 s", "71 %"),
+        *("rule linear", "rank 3 on node2", "8 checkpoints", "Goyal et al.", "Cray pm_counters", "whole nodes"),
+        *("python -m hvdtrain.torch digits --epochs 10 --seed 7", "#SBATCH --nodes=2", "line 812 is torn"),
+    ):
+        assert words in text
+
+
+def test_several_runs_stand_side_by_side(pages):
+    text = Reader(pages["several"]).text()
+    assert text.index("Verdicts") < text.index("Comparison") < text.index("Key numbers")
+    assert "0.9766 ± 0.0014" in text
+    assert "2.14.1" in text
+
+
+def test_what_is_not_there_is_said(pages):
+    text = Reader(pages["empty"]).text()
+    for words in ("recorded no phases", "No metrics were recorded", "Step times by rank were not recorded"):
+        assert words in text
+    assert "Not measured" in text
+    assert "Events" not in text
+    assert "nan" not in text.lower().split()
+
+
+def test_texts_of_files_are_shown_as_they_are(pages):
+    found = Reader(pages["hostile"])
+    assert documents.SCRIPT in found.text()
+    assert "{{ 7 * 7 }}" in found.text()
+    assert "\\x1b[31m\\u202e\\ud800" in found.text()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e\ud800]", pages["hostile"])
+    assert any(documents.SCRIPT[:10] in text for tag, text in found.texts if tag == "desc")
+    assert any(documents.SCRIPT[:10] in text for tag, text in found.texts if tag == "title")
+    assert any(documents.SCRIPT[:10] in attributes.get("alt", "") for _, attributes in found.elements)
+    assert any(documents.SCRIPT[:10] in attributes.get("aria-label", "") for _, attributes in found.elements)
+
+
+def test_the_same_document_gives_the_same_page(pages):
+    assert page.render(documents.full()) == pages["full"]
+
+
+def test_no_document_is_none():
+    document = replace(documents.empty(), runs=())
+    assert "There is no run to report on" in page.render(document)
+
+
+def test_a_sweep_needs_no_run():
+    document = replace(documents.full(), runs=(), title="sweep")
+    found = Reader(page.render(document))
+    assert not found.wrong
+    assert "Two ranks share the batch" in found.text()
+
+
+def _series(x, y, **bounds):
+    return Series("loss", np.array(x, dtype=float), np.array(y, dtype=float), **bounds)
+
+
+NONE, INF = float("nan"), float("inf")
+SERIES = {
+    "empty": _series([], []),
+    "one point": _series([5], [0.1]),
+    "all NaN": _series([1, 2, 3], [NONE] * 3),
+    "an infinity": _series([1, 2, 3], [1.0, INF, 2.0]),
+    "only infinities": _series([1, 2], [INF, -INF]),
+    "constant": _series([1, 2, 3], [7.0] * 3),
+    "constant zero": _series([0, 0, 0], [0.0] * 3),
+    "huge steps": _series([1e17, 2e17, 1e18], [1, 2, 3]),
+    "huge": _series([1, 2, 3], [1e308, -1e308, 1]),
+    "tiny": _series([1, 2, 3], [1e-320, 5e-324, 0]),
+    "negative on a log axis": _series([1, 2, 3], [-1, 1e-9, 1e9]),
+    "no order": _series([3, 1, 2], [1, 2, 3]),
+    "step is NaN": _series([NONE, 1], [1, 2]),
+    "lengths differ": _series([1, 2, 3], [1, 2]),
+    "a band of NaN": _series([1, 2], [1, 2], low=np.full(2, NONE), high=np.array([INF, 3])),
+    "integers": Series("loss", np.arange(3), np.array([1, 2, 3])),
+    "long": _series(range(10_000), np.linspace(3, 1, 10_000)),
+}
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("name", SERIES)
+def test_any_series_is_drawn_without_a_warning(name, log, capfd):
+    run = documents.empty().runs[0]
+    curve = Curve("Loss", "step", "loss", (SERIES[name],), log=log)
+    events = tuple(Event(step, "resume", "again", step) for step in (0, 1, 2, 10**18))
+    document = replace(documents.empty(), runs=(replace(run, curves=(curve,), events=events),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rendered = page.render(document)
+    assert not Reader(rendered).wrong
+    nothing = name in {"empty", "all NaN", "only infinities"}
+    assert ("Nothing to draw" in rendered) == nothing
+    drawn = " ".join(re.findall(r' (?:d|x|y|transform)="([^"]*)"', rendered))
+    assert not re.search("nan|inf", drawn)
+    assert capfd.readouterr().err == ""
+
+
+def test_points_that_are_not_finite_are_counted():
+    curve = Curve("Loss", "step", "loss", (SERIES["an infinity"],))
+    run = replace(documents.empty().runs[0], curves=(curve,))
+    assert "1 of 3 points are not finite" in page.render(replace(documents.empty(), runs=(run,)))
+
+
+HEATS = {
+    "nothing": HeatMap(np.empty(0), (), np.empty((0, 0)), {}),
+    "all NaN": HeatMap(np.arange(3.0), ("a", "b"), np.full((2, 3), NONE), {}),
+    "one sample": HeatMap(np.array([5.0]), ("a", "b"), np.ones((2, 1)), {1: "slow"}),
+    "times go back": HeatMap(np.array([5.0, 1.0]), ("a",), np.ones((1, 2)), {}),
+    "infinite": HeatMap(np.arange(2.0), ("a",), np.array([[INF, 1.0]]), {}),
+}
+
+
+@pytest.mark.parametrize("name", HEATS)
+def test_any_heat_map_is_drawn_without_a_warning(name):
+    run = replace(documents.empty().runs[0], heat=HEATS[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rendered = page.render(replace(documents.empty(), runs=(run,)))
+    assert ("data:image/png" in rendered) == (name not in {"nothing", "all NaN"})
+
+
+def test_of_many_ranks_the_slow_ones_are_shown():
+    rows, columns = 1000, 300
+    seconds = np.random.default_rng(0).uniform(0.1, 0.101, (rows, columns))
+    heat = HeatMap(np.arange(columns) * 1.0, tuple(f"rank {n}" for n in range(rows)), seconds, {777: "slow in reading"})
+    rendered = page.render(replace(documents.empty(), runs=(replace(documents.empty().runs[0], heat=heat),)))
+    assert "936 quickest of 1000 rows" in " ".join(rendered.split())
+    assert re.search(r'class="slow">rank 777', rendered)
+    assert len(rendered) < 60_000
+
+
+@pytest.mark.parametrize("count", [1, page.MOST_WHOLE_RUNS, 64])
+def test_long_reports_stay_below_a_megabyte(count):
+    heat = documents.heat(np.random.default_rng(0), 64, 300)
+    events = tuple(Event(number, "slow", "rank 3 is slow" * 20, number) for number in range(400))
+    document = documents.several(count)
+    origin = replace(document.runs[0].origin, recipe="key: 1\n" * 4000, job_script="x" * 10**6)
+    runs = tuple(replace(run, origin=origin, events=events, heat=heat) for run in document.runs)
+    size = len(page.render(replace(document, runs=runs)).encode())
+    assert size <= MEGABYTE
+
+
+def test_parts_of_the_time_are_steps_that_add_up():
+    bars = page.bars(documents.waterfall())
+    assert sum(bar.share for bar in bars) == pytest.approx(1, abs=0.01)
+    for before, after in pairwise(bars):
+        assert after.left == pytest.approx(before.left + before.width)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, NONE, INF])
+def test_a_part_of_no_length_harms_nothing(seconds):
+    bars = page.bars(Waterfall(0.0, (Part("queue", seconds),), None))
+    assert (bars[0].left, bars[0].width) == (0.0, 0.0)
+
+
+def test_checkpoints_in_a_row_share_a_line_and_have_no_number():
+    events = documents.events()
+    rows = page.event_rows(events)
+    assert [row.number for row in rows] == [1, None, 2, 3, 4, 5, None, 6, None, 7]
+    assert [row.count for row in rows if row.number is None] == [8, 5, 7]
+    curve = documents.run().curves[0]
+    numbered = {mark.number: mark.x for mark in page.marks(events, curve) if mark.number}
+    assert numbered == {2: 905, 3: 905, 4: 880, 5: 880, 6: 1440, 7: 2200}
+
+
+def test_events_stand_on_an_axis_of_time_too():
+    curve = Curve("Loss", "minutes", "loss", ())
+    assert [mark.x for mark in page.marks([Event(90.0, "lost", "")], curve)] == [1.5]
+    assert page.marks([Event(90.0, "lost", "", 3)], Curve("Loss", "epoch", "loss", ())) == []
+
+
+def test_colours_of_text_and_pictures_stand_out_on_light_and_dark(pages):
+    for scheme in re.findall(r":root \{([^}]*--paper[^}]*)\}", pages["empty"]):
+        colours = dict(re.findall(r"--(\w+): (#\w+)", scheme))
+        for paper in ("paper", "panel"):
+            for name in ("ink", "soft", "link", "good", "attention", "bad", "open"):
+                assert _contrast(colours[name], colours[paper]) >= TEXT_CONTRAST, name
+        for name in ("event", *(f"s{number}" for number in range(6))):
+            assert _contrast(colours[name], colours["paper"]) >= PICTURE_CONTRAST, name
+
+
+def _contrast(one, other):
+    """As WCAG 2 defines it."""
+    brightness = sorted(map(_brightness, (one, other)))
+    return (brightness[1] + 0.05) / (brightness[0] + 0.05)
+
+
+def _brightness(colour):
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    shares = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return sum(weight * share for weight, share in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_a_page_takes_seconds_at_most():
+    began = time.process_time()
+    page.render(documents.full())
+    assert time.process_time() - began < 2
