@@ -15,14 +15,11 @@ COMMANDS = {
     "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and its fix"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
-    "watch": (
-        "hvdtrain.tools.watch",
-        "a run or a SLURM job at the terminal, until it ends: progress, time left",
-    ),
+    "watch": ("hvdtrain.tools.watch", "a run or a SLURM job at the terminal: progress, time left"),
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
     "bench": ("hvdtrain.tools.bench", "measure this machine: step, engines, network, data, scaling"),
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
-    "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy, scaling"),
+    "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy"),
     "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
 }
 

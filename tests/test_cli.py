@@ -64,6 +64,7 @@ def test_help_imports_nothing_heavy(python):
     done = python("-c", code)
     assert done.stdout.startswith(HELP)
     assert done.stdout.endswith("\n0\n")
+    assert max(map(len, done.stdout.splitlines())) <= 80
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
     third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorflow"}
     assert "hvdtrain" in loaded
