@@ -14,6 +14,10 @@ COMMANDS = {
     "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and the command that fixes it"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
+    "watch": (
+        "hvdtrain.tools.watch",
+        "a run or a SLURM job at the terminal, until it ends: progress, time left",
+    ),
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
     "bench": (
         "hvdtrain.tools.bench",

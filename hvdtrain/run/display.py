@@ -31,9 +31,7 @@ def display(launcher: str) -> Display:
     return "lines" if found == "bar" and os.environ.get("TERM", "dumb") == "dumb" else found
 
 
-def display_of(
-    launcher: str, is_terminal: bool, environ: Mapping[str, str], pid: int, proc: Path = PROC
-) -> Display:
+def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid: int, proc: Path = PROC) -> Display:
     """That of process `pid`; `is_terminal`: its own stdout is one."""
     parents = above(pid, MOST_ABOVE, proc)[1:]
     names = [name_of(arguments_of(parent, proc)) for parent in parents]
@@ -44,9 +42,11 @@ def display_of(
     end = _stdout(launchers[-1] if launchers else pid, proc)
     if launchers and _is_terminal(end):
         return "lines"
-    if "slurmstepd" in names and end.startswith(("pipe:", "/dev/pts/")):
-        return _through_srun(environ, proc)
-    if launcher != "alone" and not launchers:  # it runs on another host
+    if launcher == "alone":
+        return "file"
+    if "slurmstepd" in names:
+        return _through_srun(environ, proc) if end.startswith(("pipe:", "/dev/pts/")) else "file"
+    if not launchers:  # it runs on another host
         return _of_job(environ)
     return "file"
 
@@ -101,7 +101,7 @@ def _job_of(pid: int, proc: Path) -> str | None:
 
 def _stdout(pid: int, proc: Path) -> str:
     try:
-        return os.readlink(proc / str(pid) / "fd" / "1")
+        return str((proc / str(pid) / "fd" / "1").readlink())
     except OSError:
         return ""
 

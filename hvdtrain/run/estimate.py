@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdtrain.core.progress import Extent, Progress
@@ -20,7 +21,6 @@ class Ahead:
 
     total: int | None
     """Steps of the run; None of a loop that names no end."""
-    epochs: int | None
     in_epoch: int
     """Steps left of this epoch."""
     an_epoch: int
@@ -34,35 +34,38 @@ class Ahead:
         if extent.max_steps is not None:
             total = min(total, extent.max_steps)
         endless = total > MOST_STEPS
-        epochs = None if extent.epochs > MOST_STEPS else extent.epochs
-        return cls(None if endless else total, epochs, min(in_epoch, total - progress.step), an_epoch)
+        return cls(None if endless else total, min(in_epoch, total - progress.step), an_epoch)
 
 
 class Estimate:
     """The clock of a run's steps and of the pauses between its epochs, which are validations and checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._valid_batches = 0.0
         self._made = 0
         self._step_seconds = 0.0
         self._pause: float | None = None
-        self._since = time.monotonic()
+        self._since = clock()
         self._step = self._epoch_ends = 0
         self.ahead: Ahead | None = None
 
-    def begin_epoch(self, step: int, ahead: Ahead, valid_batches: float = 0.0) -> None:
-        """An epoch begins after `step` steps. `valid_batches`: how many global batches its validation reads, which tells
-        its time for as long as none was measured."""
-        self._valid_batches = valid_batches
-        now = time.monotonic()
-        if self.ahead:
+    def begin_epoch(self, step: int) -> None:
+        """An epoch begins after `step` steps."""
+        now = self._clock()
+        if self._made:
             self._pause = now - self._since
-        self.ahead, self._since = ahead, now
-        self._step, self._epoch_ends = step, step + ahead.in_epoch
+        self._step, self._since, self.ahead = step, now, None
+
+    def expect(self, ahead: Ahead, valid_batches: float = 0.0) -> None:
+        """What is left from now on. The epoch's validation reads `valid_batches` global batches, which gives its time
+        for as long as none was measured."""
+        self.ahead, self._valid_batches = ahead, valid_batches
+        self._epoch_ends = self._step + ahead.in_epoch
 
     def stepped(self, step: int) -> None:
         """That many steps are made."""
-        now = time.monotonic()
+        now = self._clock()
         self._made += 1
         seconds = now - self._since
         # The first one also compiles: it counts only until there is another.
@@ -88,12 +91,12 @@ class Estimate:
     @property
     def running(self) -> float:
         """Seconds in this step, or in this pause."""
-        return time.monotonic() - self._since
+        return self._clock() - self._since
 
     @property
     def is_slow(self) -> bool:
-        """Whether this step takes so long that a person wonders."""
-        return self.running > max(2.0, 2 * self._step_seconds)
+        """Whether this step or pause takes so long that a person wonders."""
+        return self.running > max(2.0, 0.0 if self.is_in_pause else 2 * self._step_seconds)
 
     def seconds_left(self) -> float | None:
         """Until the run's end; None where no step is measured, or where nobody knows the end."""

@@ -136,7 +136,7 @@ class Hooks(Generic[R_co]):
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
         self.checkpointing.stepped()
         if self.reporter:
-            self.reporter.stepped(progress.step)
+            self.reporter.stepped(progress, extent)
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         self.clocks.end_step()

@@ -1,5 +1,6 @@
 """From the command line to the first framework import, and from an error to an exit code: what all adapters share."""
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -101,6 +102,11 @@ def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dat
 
 def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
+    with contextlib.closing(SCREEN):
+        return _main(adapter, argv, train)
+
+
+def _main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     try:
         world = begin(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
     except HvdtrainError as error:
@@ -111,7 +117,6 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
         with joined(world, run.framework, run.engine, os.environ):
             keep_memory(run.recipe.device)
             train(run)
-    SCREEN.close()
     return ending.code
 
 

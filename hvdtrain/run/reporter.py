@@ -64,13 +64,16 @@ class Reporter:
     def begin_epoch(self, progress: Progress, extent: Extent) -> None:
         """The first or next epoch begins, or what is left of it."""
         self._epoch_began = time.monotonic()
-        self._estimate.begin_epoch(progress.step, Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
+        self._estimate.begin_epoch(progress.step)
+        self._expect(progress, extent)
         self._training.epoch, self._training.is_ending = progress.epoch + 1, False
         self._screen.show(self._training)
 
-    def stepped(self, step: int) -> None:
-        """That many updates are made."""
-        self._estimate.stepped(step)
+    def stepped(self, progress: Progress, extent: Extent) -> None:
+        """An update is made."""
+        self._estimate.stepped(progress.step)
+        if not self._estimate.ahead:
+            self._expect(progress, extent)
 
     def steps(
         self,
@@ -138,6 +141,10 @@ class Reporter:
         self._jsonl.flush()
         for line in self._trackers.add({"epoch": epoch, **metrics}, step):
             self.note(line)
+
+    def _expect(self, progress: Progress, extent: Extent) -> None:
+        if extent.global_batch:  # a loop of one's own may name it only with the epoch's batches
+            self._estimate.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
 
     def _where(self, step: int, epoch: int) -> str:
         total = self._estimate.ahead and self._estimate.ahead.total

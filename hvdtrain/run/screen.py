@@ -49,7 +49,8 @@ class Wait:
 
     def line(self) -> str:
         text = self._text if isinstance(self._text, str) else self._text()
-        return f"{text} ({time.monotonic() - self._since:.0f} s)"
+        seconds = int(time.monotonic() - self._since)
+        return f"{text} ({seconds} s)" if seconds else text
 
 
 class Screen:

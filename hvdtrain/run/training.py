@@ -27,8 +27,9 @@ class Training:
     def bar(self, width: int) -> str:
         """Step of total, percent, a bar, and the rest."""
         step, total = self.estimate.step, self._total
-        ends = [f"{step}/{total} {step / total:4.0%}" if total else f"step {step}", *self._left()]
-        parts = [*ends, *self._rest()]
+        where = f"{step}/{total} {step / total:4.0%}" if total else f"step {step}"
+        ends = [where, *self._left(), *self._running()]
+        parts = [*ends, f"epoch {self.epoch}", *self._numbers]
         room = width - sum(map(len, parts)) - 2 * len(parts)
         if total and room >= SHORTEST_BAR:
             parts.insert(len(ends), _bar(step / total, min(room, BAR)))
@@ -38,7 +39,7 @@ class Training:
         """The same in words."""
         step, total = self.estimate.step, self._total
         where = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
-        return ", ".join([where, *self._rest(), *self._left()])
+        return ", ".join([where, f"epoch {self.epoch}", *self._numbers, *self._running(), *self._left()])
 
     @property
     def _total(self) -> int | None:
@@ -47,9 +48,6 @@ class Training:
     def _left(self) -> list[str]:
         left = self.estimate.seconds_left()
         return [] if left is None else [f"{duration(left)} left"]
-
-    def _rest(self) -> list[str]:
-        return [f"epoch {self.epoch}", *self._numbers, *self._running()]
 
     def _running(self) -> list[str]:
         """What takes its time, and for how long so far."""
@@ -65,5 +63,5 @@ class Training:
 
 def _bar(share: float, width: int) -> str:
     done = int(share * width)
-    full, empty = "━─" if "utf" in (sys.stdout.encoding or "").lower() else "#-"
+    full, empty = "━─" if "utf" in (getattr(sys.__stdout__, "encoding", None) or "").lower() else "#-"
     return full * done + empty * (width - done)
