@@ -150,18 +150,19 @@ def measure_all(
 
 
 def table(found: dict[Contender, Measured]) -> list[str]:
-    """The figures, and below them why an engine has none."""
+    """The figures, and below them why an engine has none, or what it is good for."""
     rows, reasons = [], []
     for contender, measured in found.items():
-        launch = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
         step, rate = "-", "-"
         if measured.seconds:
             step = measure.summary(measured.seconds, 1e3)
             rate = measure.rate(measured.batch / statistics.median(measured.seconds))
         else:
             reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason}")
-        rows.append((contender.engine, launch, contender.adapter, step, rate))
-    return [*measure.table(("engine", "launch", "with", "step, ms", "examples/s"), rows), *reasons]
+        rows.append((contender.engine, contender.launcher, contender.adapter, step, rate))
+    good_for = {contender.engine: ENGINES[contender.engine].good_for for contender, it in found.items() if it.seconds}
+    figures = measure.table(("engine", "launch", "with", "step, ms", "examples/s"), rows)
+    return [*figures, *reasons, "", *measure.table(("engine", "good for"), good_for.items())]
 
 
 def fastest(found: dict[Contender, Measured]) -> str:

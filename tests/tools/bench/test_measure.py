@@ -150,3 +150,14 @@ def test_other_ranks_show_nothing(tmp_path, monkeypatch):
             show(f"of rank {rank}")
         assert (tmp_path / "now").exists() == (rank == 0)
     assert (tmp_path / "now").read_text() == "of rank 0"
+
+
+def test_the_table_of_engines_fits_80_columns():
+    found = {
+        Contender("tensorflow", "parameter-server", 16): Measured([second / 1000 for second in LONG], 65536),
+        Contender("lightning", "dataparallel", 2): Measured([], reason="DeviceError: it needs at least 2 devices " * 3),
+    }
+    lines = engines.table(found)
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split()[:2] == ["engine", "launch"]
+    assert lines[-1].startswith("parameter-server  workers of unequal speed")
