@@ -92,7 +92,7 @@ def _share_the_node(case: Case) -> bool:
 def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
     """A task is a rank, and a rank drives a GPU: certain for Horovod, and wherever there are several tasks or nodes."""
     tasks = step.tasks_per_node
-    if not tasks or tasks == gpus:
+    if not tasks or tasks == gpus or "ntasks-per-gpu" in step.options:
         return
     given = _ntasks(step.own) or _ntasks(step.options)
     line = given.line if given else step.line

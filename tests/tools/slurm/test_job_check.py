@@ -198,6 +198,17 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             "leave it out: the launcher sets it for each rank",
         ),
     ),
+    "a variable of an option that is not given": (
+        "module load",
+        "export WORKERS=$SLURM_GPUS\nmodule load",
+        Finding(
+            10,
+            "$SLURM_GPUS may be empty",
+            "SLURM sets it only where --gpus is given, in the script or to sbatch",
+            "#SBATCH --gpus=N",
+            note=True,
+        ),
+    ),
     "fixed port": ("module load", "export MASTER_PORT=29500\nmodule load", port(10, "a fixed port", TAKEN)),
     "fixed endpoint": (SRUN, f"{SRUN} --rdzv_endpoint=$HOST:29500", port(12, "a fixed port", TAKEN)),
     "fixed endpoint in quotes": (SRUN, f"{SRUN} '--rdzv-endpoint $HOST:13245'", port(12, "a fixed port", TAKEN)),
