@@ -316,14 +316,14 @@ def test_variables_in_variables_end():
 
 
 HOSTILE = {
-    "steps in text": "srun bash -c 'torchrun a.py; bash -c \"x y z\"'\n" * 8000,
-    "long values": 'A="' + "x " * 1900 + '"\n' + "srun $A python a.py\n" * 20_000,
-    "values in values": 'A="$A $A"\n' + 'B="$A$A$A"\n' * 9000 + "srun $B train.py\n" * 9000,
-    "nested values": "A=$(" * 40_000 + ")" * 40_000,
-    "exported functions": "f() { a; }\nexport -f f\n" * 9000 + "srun -n4 bash -c f\n" * 5000,
+    "steps in text": "srun bash -c 'torchrun a.py; bash -c \"x y z\"'\n" * 2500,
+    "long values": 'A="' + "x " * 1900 + '"\n' + "srun $A python a.py\n" * 6000,
+    "values in values": 'A="$A $A"\n' + 'B="$A$A$A"\n' * 3000 + "srun $B train.py\n" * 3000,
+    "nested values": "A=$(" * 12_000 + ")" * 12_000,
+    "exported functions": "f() { a; }\nexport -f f\n" * 4000 + "srun -n4 bash -c f\n" * 3000,
     "brackets": "srun bash -c '" + "${a $(( $( " * 30_000 + "'\n",
-    "resources": "#SBATCH --gres=" + "gpu:a:1," * 30_000 + "\n" + "srun python a.py\n" * 14_000,
-    "tests of ranks": "[ x $SLURM_PROCID ]; " * 20_000 + "\nsrun -n 8 python x.py",
+    "resources": "#SBATCH --gres=" + "gpu:a:1," * 30_000 + "\n" + "srun python a.py\n" * 5000,
+    "tests of ranks": "[ x $SLURM_PROCID ]; " * 8000 + "\nsrun -n 8 python x.py",
     "words": "srun " + "a " * 200_000,
 }
 
@@ -332,4 +332,4 @@ HOSTILE = {
 def test_a_script_is_understood_in_time_with_its_length(commands):
     started = time.process_time()
     check(f"#!/bin/bash\n#SBATCH -N 2\n{commands}"[: job_check.MOST_BYTES])
-    assert time.process_time() - started < 3
+    assert time.process_time() - started < 2
