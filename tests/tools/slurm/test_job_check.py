@@ -493,6 +493,19 @@ ELSEWHERE = {  # a script, what is replaced in it, by what, its site, the findin
             note=True,
         ),
     ),
+    "one process for several GPUs": (
+        "#!/bin/bash\n#SBATCH --gres=gpu:1 -c 8\npython train.py\n",
+        "gpu:1",
+        "gpu:2",
+        None,
+        Finding(
+            3,
+            "1 process, 2 GPUs",
+            "it uses one, unless it starts a process for each, or spreads its model over them",
+            "torchrun --standalone --nproc-per-node=2",
+            note=True,
+        ),
+    ),
     "torchrun on one of two nodes": (
         TORCHRUN,
         "srun bash -c",
