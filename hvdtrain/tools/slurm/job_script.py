@@ -4,7 +4,6 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from os.path import basename
 
 from hvdtrain.tools.slurm import bash
 
@@ -137,7 +136,7 @@ def _supervised(words: tuple[str, ...]) -> tuple[str, ...]:
 
 def program(call: Sequence[str]) -> str:
     """The program's name without its folder."""
-    return basename(call[0])
+    return call[0].rpartition("/")[2]
 
 
 def words_of(line: str) -> list[str]:

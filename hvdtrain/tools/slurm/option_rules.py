@@ -7,9 +7,8 @@ from hvdtrain.tools.slurm.case import Case, Finding, Rule
 from hvdtrain.tools.slurm.job_script import SBATCH
 from hvdtrain.tools.slurm.sites import TIME
 
-ALMOST_SBATCH = re.compile(r"\s*#\s*[SBATCH]{5,7}[ \t:]*-")
-PROSE = re.compile(r"\s*#\s+sbatch\b")  # how to submit it
-SPACED = re.compile(r"#[ \t]+SBATCH\b")
+MISTYPED = re.compile(r"\s*#[SBATCH]{5,7}[ \t:]*-")
+SWITCHED_OFF = re.compile(r"#[ \t]+SBATCH[ \t:]*-|#sbatch[ \t]+-")
 UNFILLED = "; SLURM fills in no variables in #SBATCH"
 WHOLE = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}
 MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu"}
@@ -35,9 +34,9 @@ def _directives(case: Case) -> Iterator[Finding]:
             if line > first:
                 why = f"SLURM reads options only above the first command, line {first}: this one is ignored"
                 yield Finding(line, "#SBATCH after the first command", why, "move the line above it")
-        elif ALMOST_SBATCH.match(text.upper()) and line < first and not PROSE.match(text):
+        elif line < first and (MISTYPED.match(text) or SWITCHED_OFF.match(text)):
             why = "only a line that begins with exactly #SBATCH and a space is an option; this one is a comment"
-            wrong, switched_off = f"{text.split('-')[0].strip()!r} is not #SBATCH", bool(SPACED.match(text))
+            wrong, switched_off = f"{text.split('-')[0].strip()!r} is not #SBATCH", bool(SWITCHED_OFF.match(text))
             yield Finding(line, wrong, why, _corrected(text), note=switched_off)
 
 

@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import basename
 
 from hvdtrain.tools.slurm.bash import WRAPPERS, unquoted
 from hvdtrain.tools.slurm.job_script import WORDS, program
@@ -60,9 +59,11 @@ RUNS_TORCH = re.compile(r"torch\.distributed\.(run|launch)|torch\.distributed\.e
 TOOLS = re.compile(
     r"(pip|venv|virtualenv|ensurepip|json|http|zipfile|compileall|site|ipykernel|pytest|ray|tensorboard)(\..*)?"
 )
+# Names of Python programs that prepare or look at something.
 NOT_TRAINING = re.compile(
-    r"(?:^|[-_.])(?:pre_?process(?:ing)?|prepare|download|convert|tokeni[sz]e|upload|sync|install|setup|test_import|"
-    r"generate|datagen|extract|compute)(?:[-_.]|$)"
+    r"(?:^|[-_.])(?:pre_?process(?:ing)?|prepare|download|convert|tokeni[sz]e|upload|sync|install|setup|generate|datagen|"
+    r"extract|pre_?compute|compute|build|create|make|merge|average|consolidat\w+|(?:re)?encode|serve|server|validat(?:e|or)|"
+    r"visuali[sz]e|plot)(?:[-_.]|$)"
 )
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]{0,200}))?\}|(\w+))")
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -128,7 +129,7 @@ def trains(words: Sequence[str], functions: Mapping[str, str], by_launcher: bool
         return None
     unseen = None
     for i, word in enumerate(words):
-        name = basename(word)
+        name = word.rpartition("/")[2]
         text = functions.get(name) or (_shell_text(words[i:]) if name in SHELLS else None)
         if text is not None:
             return _in_text(text, functions, nested)
@@ -168,7 +169,7 @@ def _is_script(word: str) -> bool:
 
 def kind_of(words: Sequence[str]) -> str | None:
     """The kind of program that these words start with; `tool` for a Python that trains nothing; None for any other."""
-    name = basename(words[0])
+    name = words[0].rpartition("/")[2]
     if PYTHON.fullmatch(name):
         return _kind_of_python(words)
     if name == "accelerate" and tuple(words[1:2]) != ("launch",):
@@ -189,7 +190,7 @@ def _kind_of_python(words: Sequence[str]) -> str:
         return "accelerate"
     if name.startswith("deepspeed."):
         return "deepspeed"
-    return "tool" if TOOLS.fullmatch(name) or NOT_TRAINING.search(name or basename(rest[0])) else "python"
+    return "tool" if TOOLS.fullmatch(name) or NOT_TRAINING.search(name or rest[0].rpartition("/")[2]) else "python"
 
 
 def _without_options(words: Sequence[str]) -> Iterator[str]:

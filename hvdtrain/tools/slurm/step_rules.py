@@ -12,6 +12,7 @@ from hvdtrain.untrusted import whole_number
 OURS = re.compile(r"\bhvdtrain\.(torch|tensorflow|lightning)")
 ONE_GPU_A_RANK = re.compile(r"hvdtrain|horovod|hvd")
 NAMES_RANKS = re.compile(r"--(?:node[-_]?|machine[-_])?rank\b|--dist[-_]url|--process[-_]id")
+STARTS_OTHERS = re.compile(r"gpus?\b|device|nproc|world|ddp|parallel|distributed|strategy", re.IGNORECASE)
 SRUN_CPUS = re.compile("SRUN_CPUS_PER_TASK=")
 DEVICES = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
 USES_GPUS = re.compile(r"--nv\b|nvidia-smi|\bcuda\b|\bnccl\b|\bCUDA_|\bNCCL_|\b--rocm\b")
@@ -65,6 +66,8 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
             yield from _torchruns(case, step, gpus)
         elif step.launcher and gpus:
             yield from _ranks_and_gpus(step, gpus)
+        elif gpus and gpus > 1 and case.job.nodes == case.job.tasks_per_node == 1:
+            yield from _one_process(step, gpus)
 
 
 def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
@@ -92,7 +95,7 @@ def _share_the_node(case: Case) -> bool:
 def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
     """A task is a rank, and a rank drives a GPU: certain for Horovod, and wherever there are several tasks or nodes."""
     tasks = step.tasks_per_node
-    if not tasks or tasks == gpus:
+    if not tasks or tasks == gpus or "ntasks-per-gpu" in step.options:
         return
     given = _ntasks(step.own) or _ntasks(step.options)
     line = given.line if given else step.line
@@ -107,6 +110,14 @@ def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
     yield Finding(line, wrong, why, f"{where} {right}", note=note)
 
 
+def _one_process(step: Step, gpus: int) -> Iterator[Finding]:
+    """A program started without a launcher: it may start a rank for each GPU, or use them all itself."""
+    if not STARTS_OTHERS.search(" ".join(step.program.words)):
+        why = "it uses one, unless it starts a process for each, or spreads its model over them"
+        instead = f"torchrun --standalone --nproc-per-node={gpus}"
+        yield Finding(step.line, f"1 process, {gpus} GPUs", why, instead, note=True)
+
+
 def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
     """mpirun -np against the GPUs of the job; horovodrun's hosts."""
     words = step.call
@@ -116,6 +127,12 @@ def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
         outcome = "some would have to share one" if ranks > gpus * step.nodes else "GPUs would idle, and cost"
         wrong, why = f"{_counted(ranks, 'rank')}, {gpus * step.nodes} GPUs", f"one rank drives one GPU: {outcome}"
         yield Finding(step.line, wrong, why, f"{step.launcher} -np {gpus * step.nodes}", note=ranks == 1)
+    tasks = step.nodes * step.tasks_per_node if step.nodes and step.tasks_per_node else None
+    if step.launcher.startswith("mpi") and ranks and tasks and ranks > tasks:
+        why = "mpirun has as many slots as the job has tasks: it may refuse to start more"
+        yield Finding(
+            step.line, f"{ranks} ranks, {_counted(tasks, 'task')}", why, f"#SBATCH --ntasks={ranks}", note=True
+        )
     if step.launcher == "horovodrun" and (step.nodes or 1) > 1 and not any(map(HOSTS.match, words)):
         why = "without a list of hosts horovodrun starts all ranks on the job's first node"
         yield Finding(step.line, "horovodrun without -H", why, "srun, or horovodrun -H HOST:GPUS,...")

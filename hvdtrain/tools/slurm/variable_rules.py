@@ -16,6 +16,13 @@ FIXED_PORT = re.compile(
 JOB = r"\$?\{?SLURM_JOB_?ID\b"
 PORT_OVERFLOWS = re.compile(rf"(?:\d\s*\+\s*|MASTER_PORT=){JOB}(?!:)\}}?(?!\}}|\s*%)|{JOB}\}}?\s*\+\s*\d")
 LAST_DIGITS = re.compile(rf"{JOB}:\s*-\d")
+SETS = {
+    "SLURM_GPUS": "gpus",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+    "SLURM_GPUS_PER_TASK": "gpus-per-task",
+    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+}
+SET_BY_OPTION = re.compile(rf"\$\{{?({'|'.join(SETS)})(?![\w:]|-)")
 PORT = "$((10000 + SLURM_JOB_ID % 10000))"
 SAME = "every rank would have the same number"
 
@@ -43,6 +50,18 @@ def _rank_variables(case: Case) -> Iterator[Finding]:
         if found_in and (step.nodes or 1) > 1 and not step.numbers_ranks:
             why, instead = "every node would have the same number", "--rdzv-backend=c10d, which needs no number"
             yield Finding(step.line, found_in[0], why, instead)
+
+
+def _unset(case: Case) -> Iterator[Finding]:
+    """Variables that SLURM sets only where their option is given."""
+    given = {option.name for option in case.script.options}
+    told = set(case.script.shell.values)
+    for line, found in case.searched(SET_BY_OPTION):
+        name = found[1]
+        if name not in told and SETS[name] not in given:
+            told.add(name)
+            why = f"SLURM sets it only where --{SETS[name]} is given, in the script or to sbatch"
+            yield Finding(line, f"${name} may be empty", why, f"#SBATCH --{SETS[name]}=N", note=True)
 
 
 def _has_one_task(case: Case) -> bool:
@@ -85,4 +104,4 @@ def _cuts_job_id(part: str) -> bool:
     return bool(job and re.compile("tail -c|cut -c").search(part, job.end()))
 
 
-RULES: tuple[Rule, ...] = (_rank_variables, _ports)
+RULES: tuple[Rule, ...] = (_rank_variables, _unset, _ports)

@@ -1,8 +1,11 @@
 """Somebody's job script: what it starts that trains, what of that is a mistake, and what is advice only."""
 
+import time
+
 import pytest
 
 from hvdtrain.tools import slurm
+from hvdtrain.tools.slurm import job_check
 from hvdtrain.tools.slurm.job_check import check, findings_of, read, report
 from hvdtrain.tools.slurm.job_script import read as read_script
 from hvdtrain.tools.slurm.steps import training_steps
@@ -117,6 +120,12 @@ RIGHT = {  # options, commands: neither mistake nor advice
     "a rank that is tested": ("-N 1 -n 4 --gres=gpu:4", f'if [ "$SLURM_PROCID" -eq 0 ]; then echo a; fi\n{PYTHON}'),
     "components": ("-N 1 -n 1", f"#SBATCH hetjob\n#SBATCH -N 2 -n 8 --gres=gpu:4\n{PYTHON}"),
     "how to submit it": ("-N 1 -n 4 --gres=gpu:4\n# sbatch --nodes=2 job.sh", PYTHON),
+    "one process that starts the others": ("-N 1 -c 8 --gres=gpu:4", "python train.py --gpus 4"),
+    "tasks that share a GPU": ("-n 2 --ntasks-per-gpu=2 --gres=gpu:l40s:1", PYTHON),
+    "prose that looks like an option": ("-N 1 -n 4 --gres=gpu:4\n# Batch-size 4\n##SBATCH -N 2", PYTHON),
+    "a variable of an option that is given": ("-N 1 -n 4 --gpus-per-node=4", f"N=$SLURM_GPUS_PER_NODE\n{PYTHON}"),
+    "a variable with another value": ("-N 1 -n 4 --gres=gpu:4", f"N=${{SLURM_GPUS:-4}}\n{PYTHON}"),
+    "a variable of the script's own": ("-N 1 -n 4 --gres=gpu:4", f"SLURM_GPUS=4; N=$SLURM_GPUS\n{PYTHON}"),
     "no GPU anywhere": ("-N 2 -n 4", PYTHON),
     "a batch array": ("--array=0-9 -c 4", "python train.py --seed $SLURM_ARRAY_TASK_ID"),
 }
@@ -150,6 +159,13 @@ STEPS = {  # options, commands: the mistakes, the advice
         "horovodrun -np 8 python a.py",
         ["horovodrun without -H"],
         [],
+    ),
+    "one process": ("-N 1 -c 8 --gres=gpu:4", "python a.py", [], ["1 process, 4 GPUs"]),
+    "mpirun with more ranks than tasks": (
+        "-N 2 -c 8 --gpus-per-node=4",
+        "mpirun -n 8 python a.py",
+        [],
+        ["8 ranks, 2 tasks"],
     ),
     "mpirun with too few": ("-N 2 -c 8 --gres=gpu:4", "mpirun -np 2 python a.py", ["2 ranks, 8 GPUs"], []),
     "several torchruns": ("-N 2 -n 8 --gres=gpu:4", TORCHRUN, ["4 torchruns a node"], []),
@@ -216,6 +232,12 @@ STEPS = {  # options, commands: the mistakes, the advice
         [],
         ["'# SBATCH' is not #SBATCH"],
     ),
+    "an option in small letters": (
+        "-N 1 -n 4 --gres=gpu:4\n#sbatch -N 2",
+        PYTHON,
+        [],
+        ["'#sbatch' is not #SBATCH"],
+    ),
     "a mistyped option": ("-N 1 -n 4 --gres=gpu:4\n#SBACTH -N 2", PYTHON, ["'#SBACTH' is not #SBATCH"], []),
     "no GPU is requested": ("-N 1 -c 8", "module load cuda\npython a.py", [], ["no GPU is requested"]),
 }
@@ -236,6 +258,10 @@ UNSEEN = {  # commands: what was read
     "tools in Python": (
         "python -m pip install x; python -m venv v\nconda install python=3.9 accelerate",
         "it runs python, conda",
+    ),
+    "preparation in Python": (
+        "python prepare_data.py\nsrun python -m tools.preprocess x",
+        "it runs python, srun python",
     ),
     "a script": ("srun bash train.sh", "it starts bash train.sh, which cannot be seen into"),
     "a script of a launcher": ("mpirun -np 4 ./train.sh a", "it starts train.sh a, which cannot be seen into"),
@@ -295,3 +321,23 @@ def test_mistakes_come_before_advice(tmp_path, capsys):
 def test_variables_in_variables_end():
     doubled = "\n".join(f'A{n}="$A{n + 1}$A{n + 1}$A{n + 1}"' for n in range(40))
     assert training_steps(read_script(job("-N 1", f'A="$A $A"\n{doubled}\nsrun python $A $A0 train.py')))
+
+
+HOSTILE = {
+    "steps in text": "srun bash -c 'torchrun a.py; bash -c \"x y z\"'\n" * 2500,
+    "long values": 'A="' + "x " * 1900 + '"\n' + "srun $A python a.py\n" * 6000,
+    "values in values": 'A="$A $A"\n' + 'B="$A$A$A"\n' * 3000 + "srun $B train.py\n" * 3000,
+    "nested values": "A=$(" * 12_000 + ")" * 12_000,
+    "exported functions": "f() { a; }\nexport -f f\n" * 4000 + "srun -n4 bash -c f\n" * 3000,
+    "brackets": "srun bash -c '" + "${a $(( $( " * 30_000 + "'\n",
+    "resources": "#SBATCH --gres=" + "gpu:a:1," * 30_000 + "\n" + "srun python a.py\n" * 5000,
+    "tests of ranks": "[ x $SLURM_PROCID ]; " * 8000 + "\nsrun -n 8 python x.py",
+    "words": "srun " + "a " * 200_000,
+}
+
+
+@pytest.mark.parametrize("commands", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_script_is_understood_in_time_with_its_length(commands):
+    started = time.process_time()
+    check(f"#!/bin/bash\n#SBATCH -N 2\n{commands}"[: job_check.MOST_BYTES])
+    assert time.process_time() - started < 2
