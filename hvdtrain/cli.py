@@ -5,22 +5,21 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from hvdtrain import version
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.untrusted import one_line, quoted
 
 COMMANDS = {
     "plan": ("hvdtrain.tools.plan", "the resolved plan of a recipe on N ranks, without running it"),
     "build": ("hvdtrain.tools.build", "build Horovod against this environment's frameworks, and prove it"),
-    "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and the command that fixes it"),
+    "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and its fix"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
+    "watch": ("hvdtrain.tools.watch", "a run or a SLURM job at the terminal: progress, time left"),
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
-    "bench": (
-        "hvdtrain.tools.bench",
-        "measure this machine: the step, the engines, the network, the data, how it scales",
-    ),
+    "bench": ("hvdtrain.tools.bench", "measure this machine: step, engines, network, data, scaling"),
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
-    "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy, scaling"),
+    "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy"),
     "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
 }
 
@@ -32,7 +31,7 @@ HELP = """usage: python -m hvdtrain COMMAND [flags]
 commands:
 {commands}
 
-COMMAND --help lists its flags."""
+COMMAND --help lists its flags; --version shows what is installed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(commands="\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())))
         return 0 if argv else 2
     name, *rest = argv
+    if name == "--version":
+        print(version.line())
+        return 0
     if name not in COMMANDS:
-        print(f"unknown command {quoted(name)}; commands: {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(_unknown(name), file=sys.stderr)
         return 2
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
@@ -53,3 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HvdtrainError as error:
         print(f"{type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return error.exit_code
+
+
+def _unknown(name: str) -> str:
+    from hvdtrain.core import recipe, wording
+
+    meant = wording.closest(name, [*COMMANDS, "train"], wording.COMMAND_SYNONYMS)
+    if meant == "train" or name.partition(":")[0] in recipe.known():
+        chosen = "RECIPE" if meant == "train" else name
+        return (
+            f"unknown command {quoted(name)}; to train: python -m hvdtrain.torch {chosen} (or tensorflow, lightning)."
+        )
+    hint = f" Did you mean {meant}?" if meant else ""
+    return f"unknown command {quoted(name)}.{hint} Commands: {', '.join(COMMANDS)}."

@@ -4,21 +4,30 @@ In a file or a pipe nothing of it appears.
 """
 
 import sys
+import threading
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+SILENCE = 3.0
+"""Seconds after which a status of lines prints another."""
+LOOKS = 0.25
+
 
 class Status:
     """A spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
 
-    Nothing where stderr is no terminal. What the block prints stands above it.
+    Nothing where stderr is no terminal. What the block prints stands above it. With `as_lines`, for a launcher that
+    passes lines on to a terminal, it is a line on stderr wherever the text has been the same, or is new, for 3 s.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, as_lines: bool = False) -> None:
         self._text = text
+        self._as_lines = as_lines
+        self._ended = threading.Event()
         self._progress: Progress | None = None
 
     def update(self, text: str) -> None:
@@ -35,23 +44,48 @@ class Status:
             print(line, flush=True)
 
     def __enter__(self) -> "Status":
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-            from rich.table import Column
-
-            description = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-            console = Console(stderr=True)
-            self._progress = Progress(
-                SpinnerColumn(), description, TimeElapsedColumn(), console=console, transient=True, expand=True
-            )
+        if self._as_lines:
+            threading.Thread(target=self._print_lines, name="status", daemon=True).start()
+        elif sys.stderr.isatty():
+            self._progress = _progress()
+        if self._progress:
             self._progress.add_task(self._text, total=None)
             self._progress.start()
+            self._progress.console.show_cursor(True)  # a process that is killed could not give it back
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
         if self._progress:
             self._progress.stop()
             self._progress = None
+
+    def _print_lines(self) -> None:
+        began = time.monotonic()
+        print(self._text, file=sys.stderr, flush=True)
+        printed = began
+        while not self._ended.wait(LOOKS):
+            if (now := time.monotonic()) - printed >= SILENCE:
+                print(f"{self._text} ({now - began:.0f} s)", file=sys.stderr, flush=True)
+                printed = now
+
+
+def _progress() -> "Progress | None":
+    """What draws the line on stderr; None where rich is missing, as on a machine with few packages."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+    except ImportError:
+        return None
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        expand=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )

@@ -1,6 +1,10 @@
 """Fixtures that several test files share."""
 
+import os
+
 import pytest
+
+os.environ.setdefault("HVDTRAIN_REPORT", "off")  # a second or two of each run; tests of the report switch it on
 
 pytest_plugins = ["core_fixtures", "rerun"]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hvdtrain.core.recipe import Recipe
+from hvdtrain import __version__
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.options import Options, parse_run
 
@@ -39,9 +39,10 @@ commands:
 """
 USAGE = f"""usage: {PROG} RECIPE [flags]
 
-recipes: cifar100, cscs, digits, imagenet, linear, synthetic; an entry of one, as cifar100:bs256; or a file ending in \
-.yaml
-flags:   {PROG} RECIPE --help lists them, with the recipe's values
+recipes: cifar100, cscs, digits, imagenet, linear, synthetic;
+         an entry of one, as cifar100:bs256; or a file ending in .yaml
+flags:   {PROG} RECIPE --help
+         lists those that the recipe can use, with its values
 """
 
 
@@ -63,6 +64,7 @@ def test_help_imports_nothing_heavy(python):
     done = python("-c", code)
     assert done.stdout.startswith(HELP)
     assert done.stdout.endswith("\n0\n")
+    assert max(map(len, done.stdout.splitlines())) <= 80
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
     third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorflow"}
     assert "hvdtrain" in loaded
@@ -87,8 +89,26 @@ COMMANDS = {  # argv: exit code, how stdout begins, stderr
     "help": (["--help"], 0, HELP, ""),
     "-h": (["-h"], 0, HELP, ""),
     "nothing": ([], 2, HELP, ""),
-    "unknown command": (["pln"], 2, "", r"unknown command 'pln'; commands: plan, build, .*\.\n"),
-    "unknown flag": (["--ranks"], 2, "", r"unknown command '--ranks'; commands: plan, build, .*\.\n"),
+    "misspelt command": (
+        ["pln"],
+        2,
+        "",
+        r"unknown command 'pln'\. Did you mean plan\? Commands: plan, build, .*\.\n",
+    ),
+    "unknown command": (["--ranks"], 2, "", r"unknown command '--ranks'\. Commands: plan, build, .*\.\n"),
+    "command to train": (
+        ["trian", "digits"],
+        2,
+        "",
+        r"unknown command 'trian'; to train: python -m hvdtrain.torch RECIPE \(or tensorflow, lightning\)\.\n",
+    ),
+    "recipe for a command": (
+        ["digits"],
+        2,
+        "",
+        r"unknown command 'digits'; to train: python -m hvdtrain.torch digits \(or tensorflow, lightning\)\.\n",
+    ),
+    "version": (["--version"], 0, f"hvdtrain {__version__} (", ""),
     "unknown recipe": (
         ["plan", "lineer"],
         2,
@@ -107,32 +127,39 @@ COMMANDS = {  # argv: exit code, how stdout begins, stderr
         ["plan", "linear", "--ranks"],
         2,
         "",
-        r"RecipeError: --ranks must be a whole number of at least 1, got ''\.\n",
+        r"RecipeError: --ranks needs a value; --help lists the flags\.\n",
     ),
     "no ranks": (
         ["plan", "linear", "--ranks", "0"],
         2,
         "",
-        r"RecipeError: --ranks must be a whole number of at least 1, got '0'\.\n",
+        r"RecipeError: --ranks must be greater than 0, got '0'; --help lists the flags\.\n",
     ),
     "ranks in superscript": (
         ["plan", "linear", "--ranks=²"],
         2,
         "",
-        r"RecipeError: --ranks must be a whole number of at least 1, got '²'\.\n",
+        r"RecipeError: --ranks must be a whole number, got '²'; --help lists the flags\.\n",
     ),
-    "plan's help": (["plan", "-h"], 0, "--ranks N           the number of ranks to plan for (default: 1)", ""),
+    "plan's help": (["plan", "-h"], 0, USAGE.replace("hvdtrain.torch", "hvdtrain plan").rstrip(), ""),
+    "plan without a recipe": (["plan"], 2, "usage: python -m hvdtrain plan RECIPE [flags]", ""),
     "plan of an unknown framework": (
         ["plan", "linear", "--framework", "jax"],
         2,
         "",
-        r"RecipeError: --framework must be torch or tensorflow, got 'jax'\.\n",
+        r"RecipeError: --framework must be 'torch' or 'tensorflow', got 'jax'; --help lists the flags\.\n",
     ),
     "plan of a framework that is missing": (
         ["-c", NO_TORCH, "plan", "cscs:vgg16-synthetic"],
         2,
         "",
         r"EngineUnavailable: model vgg16 needs PyTorch; install it: pip install hvdtrain\[torch\]\n",
+    ),
+    "plan without data or a framework": (
+        ["-c", NO_TORCH, "plan", "imagenet", "--ranks", "8"],
+        0,
+        "recipe      imagenet: resnet50",
+        "",
     ),
     "plan of ours without a framework": (
         ["-c", NO_TORCH, "plan", "synthetic:tiny"],
@@ -190,6 +217,10 @@ REFUSED = {
         "linear --batch_sise=3",
         f"unknown flag '--batch_sise'. Did you mean --batch-size? See {PROG} linear --help.",
     ),
+    "the field's word": (
+        "linear --leraning_rate 3",
+        f"unknown flag '--leraning_rate'. Did you mean --base-lr? See {PROG} linear --help.",
+    ),
     "like none": ("linear --zzz", f"unknown flag '--zzz'. See {PROG} linear --help."),
     "an argument too many": ("linear --nesterov True", f"'True' belongs to no flag; see {PROG} linear --help."),
     "fraction": ("linear --epochs 1.5", "--epochs must be a whole number, got '1.5'; --help lists the flags."),
@@ -243,16 +274,23 @@ def test_usage_without_a_recipe(argv, code, capsys):
     assert capsys.readouterr() == (USAGE, "")
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_lists_every_flag_with_the_recipes_values(flag, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse_run(PROG, ["cifar100:bs2048", flag])
-    out = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0
-    listed = {re.sub("-", "_", name) for name in re.findall(r"--([a-z0-9-]+)", out)}
-    assert set(Recipe.model_fields) - {"name"} <= listed | {"base_lr"}
-    assert {"output", "resume", "engine", "lr", "base_lr"} <= listed
-    assert "(default: 2048)" in out
+VERSION = """
+import sys
+sys.argv = ["prog", "--version"]
+import runpy
+try:
+    runpy.run_module(f"hvdtrain.{framework}", run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code
+print(*{"numpy", "pydantic", "torch", "tensorflow"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "lightning"])
+def test_the_version_is_known_without_a_framework(framework, python):
+    done = python("-c", f"framework = {framework!r}{VERSION}")
+    assert re.fullmatch(rf"hvdtrain {re.escape(__version__)} \(.+\)\n", done.stdout)
+    assert done.stderr.strip() == ""
 
 
 BAD_RECIPE = ["none", "lineer"]

@@ -6,10 +6,16 @@ same rules, with the same messages.
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import io
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
@@ -19,6 +25,7 @@ from pydantic_core import PydanticUndefined
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.wording import closest
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable, quoted
 
@@ -58,6 +65,18 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a help shows its flags."""
+
+    groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Title -> names of flags; those in none stand first."""
+    hidden: Collection[str] = ()
+    """Flags that are read, and not shown."""
+    metavars: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What stands for a flag's value, where its type says too much."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Given:
     """The arguments given for a flag: one, or a list's."""
 
@@ -70,49 +89,135 @@ def given(
     argv: Sequence[str],
     defaults: Mapping[str, Any],
     description: str = "",
+    layout: Layout | None = None,
 ) -> dict[str, Any]:
     """The values of the flags that argv gives; the help shows `defaults` in place of the fields' own."""
     _check_values(fields, argv)
+    layout = layout or Layout()
     shown = {name: defaults.get(name, field.default) for name, field in fields.items()}
-    typed = [_typed(name, field, shown[name]) for name, field in fields.items()]
-    flags = dataclasses.make_dataclass("Flags", typed, kw_only=True)
+    left_out = layout.hidden if {"-h", "--help"} & set(argv) else ()
+    typed = {name: _typed(name, fields[name], shown[name], layout) for name in fields if name not in left_out}
+    page = _Page()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(page):
             values, unknown = tyro.cli(  # type: ignore[var-annotated]
-                flags, prog=prog, description=description, args=list(argv), return_unknown_args=True
+                _grouped(typed, layout.groups),
+                prog=prog,
+                description=DESCRIPTION,
+                args=list(argv),
+                return_unknown_args=True,
             )
     except SystemExit as stop:
         if stop.code in {0, None}:
+            _show(page.getvalue(), description)
             raise
         required = " ".join(name.upper() for name, field in fields.items() if field.is_required())
         raise RecipeError(f"{required} must be given; see {prog} --help.") from None
     if unknown:
         raise _unknown(unknown[0], list(fields), prog)
-    changed = {name: value for name, value in vars(values).items() if value is not shown[name]}
+    changed = {name: value for name, value in _flat(values) if value is not shown[name]}
     return {
         key: _value(key, fields[key], value) if isinstance(value, _Given) else value for key, value in changed.items()
     }
 
 
-def _typed(name: str, field: FieldInfo, default: Any) -> tuple[str, Any, Any]:
-    """The flag's name, type and default for tyro, which parses the values of switches only."""
+ARG: Any = type(tyro.conf.arg())
+DESCRIPTION = "[description]"
+"""What stands for it in tyro's page: tyro would not break its lines."""
+
+
+class _Page(io.StringIO):
+    """What tyro prints, with the colours of the terminal that it is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._terminal = sys.stdout
+
+    def isatty(self) -> bool:
+        return self._terminal.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._terminal.encoding
+
+
+def _show(page: str, description: str) -> None:
+    """Prints tyro's page; a reader such as `head` may leave early."""
+    width = min(100, shutil.get_terminal_size().columns)
+    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    usage, _, rest = page.partition("\n")
+    usage = re.sub(r"\[.*?\]", lambda flag: flag[0].replace(" ", "\xa0"), usage)
+    paragraphs = "\n\n".join(map(fill, inspect.cleandoc(description).split("\n\n")))
+    try:
+        print(
+            fill(usage, subsequent_indent="       ").replace("\xa0", " "),
+            rest.replace(DESCRIPTION, paragraphs),
+            sep="\n",
+            end="",
+            flush=True,
+        )
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still flushes when it ends
+
+
+Typed = tuple[str, Any, Any]
+"""A flag's name, type and default, as dataclasses.make_dataclass takes them."""
+
+
+def _grouped(typed: Mapping[str, Typed], groups: Mapping[str, Sequence[str]]) -> type:
+    """A dataclass of the flags, for tyro: each group one of its own, inside."""
+    apart = {name for names in groups.values() for name in names}
+    inside: list[Typed] = []
+    for index, (title, names) in enumerate(groups.items()):
+        group = dataclasses.make_dataclass("Group", [typed[name] for name in names if name in typed], kw_only=True)
+        marks = tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help="")
+        inside.append((f"group_{index}", Annotated[(group, *marks)], dataclasses.field(default_factory=group)))
+    return dataclasses.make_dataclass(
+        "Flags", [*(one for name, one in typed.items() if name not in apart), *inside], kw_only=True
+    )
+
+
+def _flat(values: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of each flag, those in groups too."""
+    for name, value in vars(values).items():
+        if name.startswith("group_"):
+            yield from vars(value).items()
+        else:
+            yield name, value
+
+
+def _typed(name: str, field: FieldInfo, default: Any, layout: Layout) -> Typed:
+    """The flag for tyro, which parses the values of switches only."""
     marks = list(field.metadata)
     if field.description:
         marks.append(tyro.conf.arg(help=field.description, aliases=ALIASES.get(name)))
+    if tyro.conf.UseAppendAction not in marks:
+        marks = [_with_default_text(mark) for mark in marks]
     if field.annotation is not bool and tyro.conf.UseAppendAction not in marks:
-        marks.append(ARGUMENTS if _is_mapping(field) else _unparsed(field.annotation))
+        marks.append(ARGUMENTS if _is_mapping(field) else _unparsed(field.annotation, layout.metavars.get(name)))
     annotation = Annotated[(field.annotation, *marks)] if marks else field.annotation
     if default is PydanticUndefined:
         return name, annotation, dataclasses.field()
     return name, annotation, dataclasses.field(default_factory=lambda: default)
 
 
-def _unparsed(annotation: Any) -> PrimitiveConstructorSpec[Any]:
+def _with_default_text(mark: Any) -> Any:
+    return dataclasses.replace(mark, help_behavior_hint=_default_text) if isinstance(mark, ARG) else mark
+
+
+def _default_text(label: str) -> str:
+    """What the help says of a flag that is left out; nothing where its text says it."""
+    return "" if label in {"", "None", "'{}'"} else f"(default: {label})"
+
+
+def _unparsed(annotation: Any, metavar: str | None) -> PrimitiveConstructorSpec[Any]:
     """tyro's spec of the annotation, whose value is a _Given."""
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     assert isinstance(spec, PrimitiveConstructorSpec)
+    own = re.sub(r"^\[(.+) \[\1 \.\.\.\]\]$", r"\1 ...", spec.metavar.removeprefix("{None}|").replace("{None,", "{"))
     return dataclasses.replace(
         spec,
+        metavar=metavar or own,
         choices=None,
         instance_from_str=lambda given: _Given(given[0] if spec.nargs == 1 else given),
         is_instance=lambda value: True,
@@ -155,9 +260,9 @@ def _unknown(argument: str, names: list[str], prog: str) -> RecipeError:
     if not argument.startswith("-"):
         return RecipeError(f"{quoted(argument)} belongs to no flag; see {prog} --help.")
     flag = argument.partition("=")[0]
-    known = [name.replace("_", "-") for name in names]
-    near = recipes.nearest(flag.lstrip("-").replace("_", "-"), known).replace("mean ", "mean --")
-    return RecipeError(f"unknown flag {quoted(flag)}.{near} See {prog} --help.")
+    near = closest(flag.lstrip("-"), names)
+    hint = f" Did you mean --{near.replace('_', '-')}?" if near else ""
+    return RecipeError(f"unknown flag {quoted(flag)}.{hint} See {prog} --help.")
 
 
 def _value(name: str, field: FieldInfo, given: _Given) -> Any:

@@ -35,7 +35,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
             found = getattr(inside, part)
         except AttributeError:
             where = getattr(inside, "__file__", None) or module_name
-            near = nearest(part, [public for public in dir(inside) if not public.startswith("_")])
+            near = nearest(part, [public for public in dir(inside) if not public.startswith("_")], synonyms=())
             raise RecipeError(f"{key} {path}: {where} has no {quoted(part)}.{near}") from None
     if not callable(found):
         raise RecipeError(f"{key} {path} must be callable, got an object of type {type(found).__name__}.")

@@ -31,6 +31,7 @@ class Plan:
     steps_per_epoch: int
     total_steps: int
     parameters: int
+    """Trainable ones; 0 where not counted."""
     schedule: Schedule
     flops: int | None = None
     """Of one example forward; None where not counted."""
@@ -107,20 +108,30 @@ class Plan:
         micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
         capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
         return [
-            f"recipe      {r.name}: {r.model} ({self.parameters:,} parameters) on {r.dataset}, "
-            f"{self.train_examples:,} examples to train, {self.valid_examples:,} to validate",
+            f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
+            f"{self.train_examples:,} examples to train, {_counted(self.valid_examples, 'to validate')}",
             f"batch       {self.global_batch} = {self.size} ranks x {self._local_batches()}{micro}",
             f"steps       {self.steps_per_epoch} an epoch"
             + (f" ({left_out} examples left out, others each epoch)" if left_out else "")
             + f", {r.epochs} epochs, {self.total_steps} in all{capped}",
             f"LR          {self._lr_line()}",
-            f"precision   {r.precision}; gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
-            f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB",
-            f"memory      {self.state_bytes / 2**20:,.1f} MiB a rank for weights, gradients and the optimizer's state; "
-            "what the layers keep for the backward pass comes on top; rank 0's host holds one checkpoint more, "
-            f"{self.checkpoint_bytes / 2**20:,.1f} MiB, from its first checkpoint on",
+            f"precision   {r.precision}" + (f"; {self._gradients_text()}" if self.parameters else ""),
+            *([self._memory_line()] if self.parameters else []),
             *([] if self.flops is None else [self._flops_line(self.flops)]),
         ]
+
+    def _gradients_text(self) -> str:
+        return (
+            f"gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
+            f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB"
+        )
+
+    def _memory_line(self) -> str:
+        return (
+            f"memory      {self.state_bytes / 2**20:,.1f} MiB a rank for weights, gradients and the optimizer's state; "
+            "what the layers keep for the backward pass comes on top; rank 0's host holds one checkpoint more, "
+            f"{self.checkpoint_bytes / 2**20:,.1f} MiB, from its first checkpoint on"
+        )
 
     def _flops_line(self, forward: int) -> str:
         step = 3 * forward * self.global_batch
@@ -153,6 +164,10 @@ class Plan:
             "plateau": f"x{r.lr_factor:g} after {r.plateau_patience} epochs without a better validation loss",
         }[r.lr_schedule]
         return f"{peak}; {warmup}{decay}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number else f"an unknown number {'' if what.startswith('to ') else 'of '}{what}"
 
 
 def _scaled(flops: int) -> str:

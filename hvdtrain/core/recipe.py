@@ -38,6 +38,7 @@ Side = Annotated[int, Field(gt=0, le=4096)]
 Text = Annotated[str, Field(max_length=LONGEST_NAME)]
 Paths = Annotated[dict[Text, Text], Field(max_length=100)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Figures = Annotated[dict[Text, Annotated[float, Field(strict=True)]], Field(max_length=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
 
 
@@ -154,6 +155,9 @@ class Recipe(BaseModel):
     )
     keep_checkpoints: Number = Field(2, description="newest ones kept, besides the best")
     guard_every_steps: Number = Field(100, description="steps between two comparisons of the replicas")
+    expected: Figures = Field(
+        {}, description="validation metrics that the recipe is known to reach, as valid_acc1=0.978; the report compares"
+    )
 
 
 def known() -> list[str]:
@@ -340,7 +344,7 @@ def _first_line(error: ValidationError) -> str:
 
 def _check_together(recipe: Recipe) -> None:
     r = recipe
-    for text in (r.name, str(r.data_dir or ""), str(r.cache_dir or "")):
+    for text in (r.name, str(r.data_dir or ""), str(r.cache_dir or ""), *r.expected):
         _check_name(text)
     if (r.batch_size is None) == (r.batch_size_per_rank is None):
         raise RecipeError(

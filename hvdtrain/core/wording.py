@@ -1,10 +1,110 @@
 """What a message says of a broken rule, and of a name that is close to a known one."""
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.untrusted import LONGEST
+
+MOST_NAMES = 200
+NEAR, VERY_NEAR = 0.75, 0.85
+"""difflib's ratios of a slip of the hand in a known name, and in one of the many synonyms. Two neighbours exchanged in
+a word of five letters are 0.8."""
+SHORTEST = 3
+"""Letters: of shorter words any two are near."""
+SYNONYMS = (
+    "base_lr lr learning_rate initial_lr init_lr lr_init start_lr peak_lr max_lr starting_learning_rate",
+    "batch_size batch bs batchsize global_batch global_batch_size train_batch_size total_batch_size batches",
+    "batch_size_per_rank local_batch local_batch_size per_gpu_batch_size per_device_batch_size micro_batch_size "
+    "per_device_train_batch_size batch_size_per_gpu batch_size_per_device batch_per_gpu batch_per_rank",
+    "base_batch_size reference_batch_size base_batch",
+    "accumulation_steps accumulation gradient_accumulation gradient_accumulation_steps grad_accum accum_steps "
+    "accumulate_grad_batches grad_accumulation micro_batches accum",
+    "epochs epoch n_epochs num_epochs nepochs max_epochs num_train_epochs total_epochs train_epochs",
+    "max_steps steps n_steps num_steps total_steps train_steps iterations iters max_iters max_iterations num_iters "
+    "max_updates",
+    "seed random_seed manual_seed rng_seed random_state",
+    "lr_rule lr_scaling scale_lr lr_scale linear_scaling auto_scale_lr",
+    "warmup_epochs warmup warm_up lr_warmup lr_warmup_epochs num_warmup_epochs warmup_steps",
+    "lr_schedule scheduler lr_scheduler lr_scheduler_type schedule sched lr_policy lr_decay decay_schedule",
+    "lr_milestones milestones lr_steps decay_epochs lr_decay_epochs lr_step_epochs lr_drop",
+    "lr_factor gamma lr_gamma lr_decay_rate decay_factor decay_rate lr_step_gamma",
+    "plateau_patience plateau patience lr_patience",
+    "optimizer opt optim optimiser solver",
+    "optimizer_args opt_args optimizer_kwargs optim_args optimizer_params betas beta1 beta2 eps",
+    "weight_decay wd decay l2 weightdecay regularization l2_reg",
+    "ema_decay ema model_ema polyak weight_average",
+    "label_smoothing smoothing smooth label_smooth",
+    "clip_norm grad_clip clip_grad clip_gradients gradient_clip gradient_clip_val max_grad_norm clip_grad_norm "
+    "gradient_clipping max_norm clip",
+    "precision amp fp16 bf16 fp32 mixed_precision half float16 bfloat16 dtype use_amp autocast",
+    "batch_norm sync_bn sync_batchnorm syncbn bn batchnorm sync_batch_norm norm",
+    "channels_last nhwc memory_format",
+    "fused_optimizer fused apex fused_adam fused_sgd",
+    "cudnn_benchmark benchmark cudnn",
+    "compile torch_compile jit torchcompile",
+    "xla jit_compile use_xla",
+    "data_on_device resident data_on_gpu cache_on_device",
+    "device gpu cpu cuda use_cuda no_cuda use_gpu accelerator",
+    "workers num_workers n_workers nworkers dataloader_num_workers loader_workers data_workers num_threads",
+    "compression fp16_allreduce gradient_compression compress grad_compression fp16_compression",
+    "reduction adasum use_adasum reduce_op allreduce op",
+    "fusion_threshold_mb fusion_threshold fusion bucket_cap_mb bucket_size",
+    "cycle_time_ms cycle_time cycle",
+    "horovod_timeline timeline timeline_filename",
+    "profile profiler profiling trace prof",
+    "log_every_steps log_interval log_every log_steps print_freq log_freq logging_steps log_every_n_steps print_every "
+    "log_every_n_iter disp_freq",
+    "checkpoint_every_epochs save_interval save_every save_freq checkpoint_every ckpt_every save_epochs",
+    "checkpoint_every_steps checkpoint_steps save_steps save_every_steps checkpoint_interval ckpt_steps",
+    "keep_checkpoints save_total_limit max_to_keep save_top_k keep num_checkpoints keep_last",
+    "mtbf_hours mtbf",
+    "guard_every_steps guard guard_every check_replicas",
+    "expected target target_accuracy expected_accuracy",
+    "model arch architecture network net model_name backbone model_arch",
+    "model_args model_kwargs model_params",
+    "stem conv1",
+    "dataset dataset_name data_set",
+    "dataset_args dataset_kwargs data_args",
+    "collate collate_fn",
+    "loss criterion loss_fn objective loss_function",
+    "metrics metric",
+    "data_dir data root data_path data_root dataset_dir dataset_path train_dir datadir data_folder input_dir "
+    "imagenet_dir",
+    "cache_dir cache scratch local_cache stage_in",
+    "train_crop crop crop_size train_crop_size random_crop",
+    "valid_resize val_resize val_resize_size resize_size",
+    "valid_crop val_crop val_crop_size center_crop eval_crop",
+    "image_size img_size imgsize input_size image_shape resolution",
+    "classes num_classes n_classes nclasses nb_classes",
+    "examples num_examples n_examples num_samples n_samples samples train_size",
+    "output output_dir out out_dir outdir run_dir save_dir log_dir logdir folder workdir work_dir checkpoint_dir",
+    "resume resume_from resume_from_checkpoint ckpt checkpoint ckpt_path load_checkpoint restart load continue",
+    "engine backend strategy distributed_backend dist_backend distributed_strategy",
+    "devices gpus gpu_ids device_ids",
+    "tracker logger log_to report_to tensorboard wandb mlflow",
+    "insecure_rendezvous insecure",
+    "ranks np n_ranks num_ranks num_proc nproc world_size n_gpus num_gpus gpus",
+    "nodes num_nodes n_nodes nnodes",
+    "framework lib library backend",
+)
+"""What the field calls the same key or flag, a line each: the first word that is known is meant."""
+COMMAND_SYNONYMS = (
+    "plan dry_run dryrun show resolve explain",
+    "build install compile setup make",
+    "doctor check diagnose health info env verify",
+    "convert export import translate",
+    "slurm sbatch job submit script jobscript",
+    "supervise supervisor restart requeue guard",
+    "bench benchmark benchmarks perf measure profile time",
+    "pack shard shards webdataset tfrecord prepare",
+    "predict extrapolate estimate forecast",
+    "watch tail follow top status progress monitor",
+    "report summary summarize html results compare",
+    "train training fit run torch tensorflow pytorch lightning keras start launch trainer",
+)
+"""The same of commands."""
 
 RULES = {  # pydantic's name of a broken rule: the text of our message after "must"
     "int_type": "be a whole number",
@@ -36,15 +136,38 @@ def rule(error: Mapping[str, Any]) -> str:
     return RULES.get(error["type"], "be valid ({error})").format(error=error["msg"], **error.get("ctx", {}))
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """' Did you mean X?' for the closest of the known names, or nothing."""
-    close = closest(name, known)
+def nearest(name: str, known: Sequence[str], synonyms: Sequence[str] = SYNONYMS) -> str:
+    """' Did you mean X?' for the known name that a person meant, or nothing."""
+    close = closest(name, known, synonyms)
     return f" Did you mean {close}?" if close else ""
 
 
-def closest(name: str, known: list[str]) -> str | None:
-    """The closest of the known names; None where none is close."""
-    # Comparing takes the product of the lengths, for each of the names.
-    short = [one for one in known[:200] if len(one) <= LONGEST]
-    close = difflib.get_close_matches(name, short, n=1, cutoff=0.5) if len(name) <= LONGEST else []
-    return close[0] if close else None
+def closest(name: str, known: Sequence[str], synonyms: Sequence[str] = SYNONYMS) -> str | None:
+    """The known name that a person meant: the same letters, a synonym, or a slip of the hand in either. None where none
+    is near."""
+    if len(name) > LONGEST:  # comparing takes the product of the lengths, for each of the names
+        return None
+    own = {_plain(one): one for one in reversed(known[:MOST_NAMES]) if len(one) <= LONGEST}
+    others = {word: own[target] for word, target in _targets(own, synonyms).items() if word not in own}
+    word = _plain(name)
+    return own.get(word) or others.get(word) or _like(word, own, NEAR) or _like(word, others, VERY_NEAR)
+
+
+def _plain(name: str) -> str:
+    """Its letters and digits alone: of batch-size, batch_size and BatchSize the same."""
+    return re.sub(r"[_\W]", "", name).lower()
+
+
+def _targets(known: Collection[str], synonyms: Sequence[str]) -> dict[str, str]:
+    """Of each line that has a known word: every word -> the first known one."""
+    targets: dict[str, str] = {}
+    for line in synonyms:
+        words = [_plain(word) for word in line.split()]
+        target = next((word for word in words if word in known), None)
+        targets |= {word: target for word in words if target and word not in targets}
+    return targets
+
+
+def _like(word: str, names: Mapping[str, str], cutoff: float) -> str | None:
+    long = [one for one in names if len(one) >= SHORTEST] if len(word) >= SHORTEST else []
+    return next((names[near] for near in difflib.get_close_matches(word, long, 1, cutoff)), None)

@@ -88,6 +88,9 @@ class Replica:
         (loss, count), self._seen = now - self._seen, now
         return Totals(float(loss), float(count))
 
+    def gradient_norm(self) -> None:
+        """Keras's own train_step keeps no gradients."""
+
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)  # type: ignore[arg-type]
 

@@ -2,18 +2,25 @@
 
 import sys
 
-from hvdtrain import interrupts
+from hvdtrain import interrupts, version
 
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
+    version.answer(sys.argv)
+    from hvdtrain.run import greeting
+
+    greeting.greet("lightning", sys.argv[1:])
 
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
+from hvdtrain.run.screen import SCREEN
 
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
+    prepared.world.launch.enter("import")
+    SCREEN.waiting("importing Lightning")
     try:
         with interrupts.postponed():
             import lightning.pytorch  # noqa: F401
@@ -24,6 +31,7 @@ def train(prepared: Run) -> None:
     with interrupts.postponed():
         from hvdtrain.lightning.train import train as train_with_lightning
 
+    prepared.world.launch.enter("rendezvous")
     train_with_lightning(prepared)
 
 

@@ -1,11 +1,15 @@
-"""The shell in which horovodrun waits for mpirun. A signal to horovodrun reaches this shell alone: it dies, and mpirun
-trains on with all ranks, so the ranks look out for its end."""
+"""The processes above a rank; among them the shell in which horovodrun waits for mpirun.
+
+A signal to horovodrun reaches this shell alone: it dies, and mpirun trains on with all ranks, so the ranks look out for
+its end.
+"""
 
 import contextlib
 import os
 import select
 from pathlib import Path
 
+PROC = Path("/proc")
 MOST_ABOVE = 4
 """Processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
 
@@ -45,21 +49,21 @@ def is_launcher_shell(arguments: list[str]) -> bool:
     return Path(shell).name == "sh" and len(rest) >= 2 and rest[0] == "-c" and rest[1].startswith("mpirun ")
 
 
-def above(pid: int) -> list[int]:
+def above(pid: int, most: int = MOST_ABOVE, proc: Path = PROC) -> list[int]:
     """The process and those above it on this host, the nearest first."""
     found: list[int] = []
-    while pid > 1 and len(found) < MOST_ABOVE:
+    while pid > 1 and len(found) < most:
         found.append(pid)
         try:  # the name, in parentheses, may hold anything
-            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            pid = int((proc / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             break
     return found
 
 
-def arguments_of(pid: int) -> list[str]:
+def arguments_of(pid: int, proc: Path = PROC) -> list[str]:
     """What a process was started with; nothing where it may not be read."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return (proc / f"{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []

@@ -13,7 +13,7 @@ from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedErr
 from hvdtrain.launch import rendezvous, slurm_job
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.run import folder as folders
-from hvdtrain.run import outcome
+from hvdtrain.run import outcome, reports
 from hvdtrain.run.folder import RunFolder
 from hvdtrain.run.liveness import print_error
 from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
@@ -63,6 +63,7 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        self.world.energy.close()
         try:
             if isinstance(error, HvdtrainError):
                 self.code = self._fail(error)
@@ -75,11 +76,24 @@ class Ending:
                 fault = error is not None and not isinstance(error, SystemExit)
                 if fault:
                     self._record(type(error).__name__, str(error), 1)
+                    self._ended("failed", f"{type(error).__name__}: {error}")
+                else:
+                    self.world.launch.end("finished" if self.world.launch.is_finished else "stopped")
                 self.world.leave(f"{type(error).__name__}: {error}" if fault else None)
         except BaseException as another:
             self.world.leave(f"{type(another).__name__}: {another}")
             raise
+        self.world.launch.close()
+        if self.folder:
+            reports.write(self.folder.path, os.environ, ended_well=error is None)
         return bool(self.code)
+
+    def _ended(self, state: folders.State, text: str) -> None:
+        """The run's status and the launch's last record."""
+        if self.folder:
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                self.folder.write_status(state, error=text)
+        self.world.launch.end(state, untrusted.one_line(text))
 
     def _record(self, kind: str, text: str, code: int, **more: object) -> None:
         """Why rank 0 ends, for a supervisor."""
@@ -89,12 +103,13 @@ class Ending:
     def _interrupted(self) -> int:
         if self.topology.is_rank_0:
             print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        self._ended("stopped", "interrupted")
         self.world.leave("interrupted", 128 + signal.SIGINT)
         return 128 + signal.SIGINT
 
     def _fail(self, error: HvdtrainError) -> int:
+        state: folders.State = "stopped" if isinstance(error, StoppedError) else "failed"
         if self.folder:
-            state: folders.State = "stopped" if isinstance(error, StoppedError) else "failed"
             with contextlib.suppress(OSError):  # the disk may be what failed
                 self.folder.write_status(state, error=str(error))
         stop = self.world.stop
@@ -108,12 +123,15 @@ class Ending:
         )
         # Before training, a host's first rank reports for the host; later, a damaged file may be one rank's alone.
         topology = self.topology
-        reports = topology.is_rank_0 or (not error.everywhere and (self.began or topology.local_rank == 0))
-        if reports and not error.reported:
+        reports_error = topology.is_rank_0 or (not error.everywhere and (self.began or topology.local_rank == 0))
+        if reports_error and not error.reported:
             print_error(topology, type(error), untrusted.one_line(error))
+        if isinstance(error, StoppedError):
+            self.world.launch.event("signal", str(error))
         if topology.is_rank_0 and isinstance(error, StoppedError):
             _requeue(self.world)  # before the farewell: srun ends rank 0 as soon as another rank has ended
-        if not reports:
+        self.world.launch.end(state, untrusted.one_line(error))
+        if not reports_error:
             self.world.wait_for_rank_0()
         self.world.leave(str(error), error.exit_code)
         return error.exit_code
@@ -129,4 +147,5 @@ def _requeue(world: World) -> None:
         message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
     else:
         message = slurm_job.requeue(job_id)
+    world.launch.event("requeue", message)
     print(message, file=sys.stderr, flush=True)

@@ -132,6 +132,11 @@ class Readiness:
         if is_rank_0:
             self._report_all_ready(serve)
 
+    def awaited(self) -> str:
+        """For whom rank 0 waits, for a person."""
+        # Without the lock: whoever holds it may print, and then waits for the display, which calls this.
+        return f"waiting for {self.peers.awaited() or 'the other ranks'}"
+
     def busy(self, text: str) -> None:
         """Reports to the other ranks why this one lets them wait, as in "copies the data": they then wait on, while
         this process lives."""

@@ -38,6 +38,8 @@ class Liveness:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.on_found: Callable[[int, str, str], None] = lambda rank, host, why: None
         self.on_vanished: Callable[[], None] = lambda: None
+        self.on_named: Callable[[str, int, str], None] = lambda kind, rank, text: None
+        """Called with each warning of a rank: slow or stuck, which rank, and the text."""
         self.in_steps = False
         """Whether this rank now looks after every step whether to stop."""
         self.is_ending = False

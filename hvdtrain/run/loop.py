@@ -18,6 +18,10 @@ from hvdtrain.run.clocks import Clocks, Waiting
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
 
+BYTES_A_SECOND = 2e7
+"""Of the state of which rank 0 reads the gradients for their norm: a hundredth of what a slow processor can read, so
+that it takes no part of the time that could be measured."""
+
 
 class Engine(Waiting, Protocol):
     """What the loop needs of a collective library. Every rank calls the same methods in the same order."""
@@ -78,6 +82,10 @@ class Replica(Protocol):
     def totals(self) -> Totals:
         """Of this rank's examples since the last call."""
 
+    def gradient_norm(self) -> float | None:
+        """Of the averaged gradients of the last update, before they are clipped; None where it is not known.
+        TensorFlow's is that of the first update after the call before."""
+
     def average_statistics(self) -> None:
         """BatchNorm's running statistics become their mean over the ranks."""
 
@@ -110,8 +118,11 @@ class Hooks(Generic[R_co]):
 
     def __init__(self, run: BaseRun, trainer: R_co, extent: Extent) -> None:
         self.run, self.extent = run, extent
-        self.trainer, self.engine = trainer, trainer.engine
+        self.trainer, self.engine, self.launch = trainer, trainer.engine, run.world.launch
         self.progress = self._begin()
+        self.launch.step, self._made_steps = self.progress.step, False
+        if run.folder:
+            self.launch.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.intervals, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
@@ -124,10 +135,11 @@ class Hooks(Generic[R_co]):
 
     def begin_epoch(self) -> None:
         self.checkpointing.pause()
+        self.launch.enter("training" if self._made_steps else "first_step")
         self.run.world.expect_steps(True)
         self.clocks.begin_step()
         if self.reporter:
-            self.reporter.begin_epoch()
+            self.reporter.begin_epoch(self.progress, self.extent)
         self._logged = time.monotonic()
 
     def after_update(self, lr: float) -> None:
@@ -135,6 +147,11 @@ class Hooks(Generic[R_co]):
         DivergedError, ReplicaError."""
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
         self.checkpointing.stepped()
+        if not self._made_steps:
+            self._made_steps = True
+            self.launch.enter("training")
+        if self.reporter:
+            self.reporter.stepped(progress, extent)
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         self.clocks.end_step()
@@ -150,8 +167,10 @@ class Hooks(Generic[R_co]):
             self.write_checkpoint(None)
         if last:
             self.run.world.expect_steps(False)
+            self.launch.enter("validation")
         if stopping and not last:
-            self.checkpointing.wait()
+            with self.launch.within("checkpoint"):
+                self.checkpointing.wait()
             raise self.run.world.stopped(progress.step)
         self.clocks.begin_step()
 
@@ -168,6 +187,7 @@ class Hooks(Generic[R_co]):
         self._log(lr)
         self.trainer.average_statistics()
         self.run.world.expect_steps(False)
+        self.launch.enter("validation")
 
     def check_replicas(self) -> None:
         """Raises ReplicaError where the weights differ between devices or ranks."""
@@ -175,12 +195,17 @@ class Hooks(Generic[R_co]):
         guard.check_devices(marks, step, self.run.devices)
         ranks = self.engine.rank, self.engine.size
         guard.check_replicas(marks[0], step, ranks, self.run.topology.host, self.engine.sum)
+        self.launch.replica_checks += 1
 
     def write_checkpoint(self, valid_score: float | None) -> None:
         """Copies the whole state, on rank 0, and begins to write it beside training. Raises OutputError of the
         checkpoint before, which it waits for."""
         state, step = self.trainer.state, self.progress.step
-        if news := self.checkpointing.write(step, state, lambda: self._metadata(valid_score)):
+        self.launch.mark(step, always=True)
+        self.launch.event("checkpoint", f"checkpoint of step {step}", step=step)
+        with self.launch.within("checkpoint"):
+            news = self.checkpointing.write(step, state, lambda: self._metadata(valid_score))
+        if news:
             self.note(news)
 
     def note(self, text: str) -> None:
@@ -201,7 +226,9 @@ class Hooks(Generic[R_co]):
 
     def finish(self) -> None:
         """Reports that the run has come to its end, its last checkpoint being whole. Raises OutputError."""
+        self.launch.enter("checkpoint")
         self.checkpointing.wait()
+        self.launch.enter("end")
         self.run.finish(self.reporter, self.progress.step)
 
     def close(self, error: type[BaseException] | None) -> None:
@@ -239,9 +266,12 @@ class Hooks(Generic[R_co]):
         progress.train += totals
         self.run.check_finite(totals, progress.step)
         if self.reporter and totals.count:
-            iteration, seconds = progress.sample // self.extent.global_batch, time.monotonic() - self._logged
-            self.reporter.steps(progress.step, progress.epoch + 1, iteration, totals, lr, seconds)
+            seconds = time.monotonic() - self._logged
+            apart = self.run.identity.checkpoint_bytes / BYTES_A_SECOND
+            norm = self.trainer.gradient_norm() if self.launch.is_due("gradient_norm", apart) else None
+            self.reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm)
         self._logged = time.monotonic()
+        self.launch.mark(progress.step)
 
 
 class Loop(Hooks[R_co]):

@@ -1,5 +1,6 @@
 """From the command line to the first framework import, and from an error to an exit code: what all adapters share."""
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -18,17 +19,19 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.run import folder as folders
 from hvdtrain.run import outcome, trackers
+from hvdtrain.run.about import Launched
 from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.folder import ResumePoint, RunFolder
 from hvdtrain.run.options import Options, parse_run
 from hvdtrain.run.run import Run
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.world import World, joined
 
 
 def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
     topology, framework = world.topology, framework_of(adapter)
-    recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv)
+    recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv, adapter)
     if topology.is_rank_0:
         trackers.check(options.tracker)
     engine = registry.choose(options.engine, topology.launcher)
@@ -38,14 +41,16 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     compatibility.check(choice, os.environ)
     if recipe.cache_dir and topology.is_rank_0:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
+    SCREEN.waiting(f"preparing the data set {recipe.dataset}")
     world.busy(f"prepares the data set {recipe.dataset}")
-    dataset = load_dataset(recipe, framework)
+    with world.launch.within("data"):
+        dataset = load_dataset(recipe, framework)
     world.busy("")
     replicas = len(own_devices) if engine.replicas else 1
     local_batches = 1 if engine.asynchronous else topology.size * replicas
     plan = plans.make(recipe, local_batches, dataset, networks.of(recipe, framework, dataset))
     connect(world, engine)
-    folder, resume = _open_folder(plan, framework, options, world)
+    folder, resume = _open_folder(plan, framework, engine.name, options, world)
     identity = folders.identity_of(plan, framework)
     return Run(
         identity,
@@ -63,17 +68,32 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
 
 
 def _open_folder(
-    plan: Plan, framework: Framework, options: Options, world: World
+    plan: Plan, framework: Framework, engine: str, options: Options, world: World
 ) -> tuple[RunFolder | None, ResumePoint]:
     """Rank 0's run folder and resume point; nothing elsewhere."""
     if not world.topology.is_rank_0:
         return None, ResumePoint()
     folder, resume = folders.open_run(plan, world.topology, framework, options.output, options.resume)
-    world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
+    record_launch(world, folder, framework, engine, resume)
     ranks = world.topology.size
     fewer = [size for size in range(1, ranks) if plan.size == ranks and plan.may_have(size)]
     outcome.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, fewer=fewer)
     return folder, resume
+
+
+def record_launch(world: World, folder: RunFolder, framework: Framework, engine: str, resume: ResumePoint) -> None:
+    """On rank 0: from now on the folder has the launch's records, and its status where a rank is lost."""
+    launch = world.launch
+    launched = Launched(folder.path, world.topology, framework, engine, resume.step, launch.clock)
+    launch.open(folder.path, launched.records)
+    if resume.checkpoint:
+        launch.event("resume", f"resumes from the checkpoint of step {resume.step}", step=resume.step)
+
+    def lost(reason: str) -> None:
+        launch.event("lost", reason)
+        folder.write_status("failed", error=reason)
+
+    world.liveness.on_lost = lost
 
 
 def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dataset:
@@ -99,6 +119,11 @@ def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dat
 
 def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
+    with contextlib.closing(SCREEN):
+        return _main(adapter, argv, train)
+
+
+def _main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     try:
         world = begin(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
     except HvdtrainError as error:
@@ -106,6 +131,7 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
     with Ending(world) as ending:
         run = prepare(adapter, argv, world)
         ending.began, ending.folder = True, run.folder
+        world.launch.enter("rendezvous")
         with joined(world, run.framework, run.engine, os.environ):
             keep_memory(run.recipe.device)
             train(run)

@@ -13,6 +13,7 @@ from hvdtrain.untrusted import printable
 
 LONGEST_TEXT = 1000
 MOST_ADDRESSES = 8
+MOST_COUNTERS = 64
 NONCE_DIGITS, PROOF_DIGITS = 32, 64
 
 
@@ -31,6 +32,8 @@ Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator
 Name = Annotated[str, StringConstraints(max_length=255, pattern=r"^[\w.:-]+$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Bytes = Annotated[float, Field(gt=0, lt=2**53, allow_inf_nan=False)]
+CounterKey = Annotated[str, StringConstraints(pattern=r"^[a-z_]{1,20}:[\w-]{1,100}$")]
+Joules = Annotated[float, Field(ge=0, lt=2**53, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 Signal = Annotated[int, AfterValidator(_requests_stop)]
@@ -124,6 +127,13 @@ class Times(Message):
     traffic: Annotated[tuple[Traffic, ...], Field(max_length=MOST_ADDRESSES)] = ()
 
 
+class Energy(Message):
+    """Joules that each counter the sender sees has counted since its process began."""
+
+    kind: Literal["energy"] = "energy"
+    joules: Annotated[dict[CounterKey, Joules], Field(max_length=MOST_COUNTERS)]
+
+
 class StackRequest(Message):
     """No step has ended for a while: where does the receiver stand?"""
 
@@ -199,7 +209,9 @@ class Lost(Message):
     code: ExitCode
 
 
-_FromRank = Ready | Busy | Heartbeat | Times | Stack | ProcessState | StopRequest | StopAcknowledged | Left | Failed
+_FromRank = (
+    Ready | Busy | Heartbeat | Times | Energy | Stack | ProcessState | StopRequest | StopAcknowledged | Left | Failed
+)
 _FromRank0 = AllReady | Busy | Heartbeat | StackRequest | ProcessRequest | StopAt | Left | Failed | Lost
 HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
 IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)

@@ -8,6 +8,7 @@ from typing import Any
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.admission import Admission
 from hvdtrain.run.ancestors import LauncherShell
+from hvdtrain.run.energy import EnergyWatch
 from hvdtrain.run.joining import Readiness
 from hvdtrain.run.liveness import Liveness
 from hvdtrain.run.messages import Message
@@ -30,9 +31,10 @@ class Monitor:
         watcher: SignalWatcher,
         stuck: StuckWatch,
         slow: SlowWatch,
+        energy: EnergyWatch,
     ) -> None:
         self.liveness, self.admission, self.readiness, self.stop = liveness, admission, readiness, stop
-        self.watcher, self.stuck, self.slow = watcher, stuck, slow
+        self.watcher, self.stuck, self.slow, self.energy = watcher, stuck, slow, energy
         self.peers, self.topology = liveness.peers, liveness.topology
         self.farewell: Message | None = None
         """This rank's last message, for ranks that come late too."""
@@ -119,6 +121,8 @@ class Monitor:
                 self.stop.requested(message.signal, f" at {peer.name}")
             case messages.Times():
                 self.slow.reported(peer.rank, message)
+            case messages.Energy():
+                self.energy.reported(peer.endpoint.label, message.joules)
             case messages.Stack():
                 self.stuck.answered(peer, message)
             case messages.ProcessState():

@@ -12,6 +12,7 @@ from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.run import guard
 from hvdtrain.run.run import Run
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.world import World
 
 
@@ -33,6 +34,7 @@ AnEngine = TypeVar("AnEngine", bound=Opened)
 
 def setup_of(run: Run, *, fuses: bool = False) -> Setup:
     """What the run's engine is opened with."""
+    SCREEN.waiting(f"starting {ENGINES[run.engine].title} with {run.topology.size} ranks")
     timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
     return Setup(run.recipe, run.topology, run.devices, endpoints(run.world), timeline, fuses)
 
@@ -49,6 +51,8 @@ def joined(world: World, name: str, engine: AnEngine, rank: int, size: int) -> I
     try:
         guard.check_world(world.topology, rank, size, ENGINES[name].title)
         world.exchange(engine.sum)
+        world.launch.enter("model")
+        SCREEN.waiting("building the model")
         yield engine
     except Exception as error:
         if not engine.is_lost(error):

@@ -1,17 +1,21 @@
 """The command line of a run: `RECIPE [flags]` -> a recipe and the options around it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines import registry
 from hvdtrain.errors import RecipeError
+from hvdtrain.run import layout
 from hvdtrain.untrusted import printable
 
 if TYPE_CHECKING:
@@ -43,10 +47,33 @@ class Options:
     )
 
 
-def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
+OPTIONS = flags.fields_of(Options)
+
+
+def parse_run(prog: str, argv: Sequence[str], adapter: Adapter | None = None) -> tuple[Recipe, Options]:
     """RECIPE and flags (dash or underscore) -> the validated recipe and the options.
 
-    Prints the help and exits on -h. Raises RecipeError, in one line, for anything that breaks a rule.
+    The help, which exits on -h, leaves out what the recipe and the adapter cannot use. Raises RecipeError, in one line,
+    for anything that breaks a rule.
+    """
+    name, given = parse_flags(prog, argv, OPTIONS, adapter)
+    options = Options(**{key: given.pop(key) for key in OPTIONS if key in given})
+    if "none" in options.tracker and len(options.tracker) > 1:
+        raise RecipeError(f"--tracker none stands alone, got {' '.join(options.tracker)}; drop none or the others.")
+    return recipes.load(name, given), options
+
+
+def parse_flags(
+    prog: str,
+    argv: Sequence[str],
+    own: Mapping[str, FieldInfo],
+    adapter: Adapter | None = None,
+    groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    hidden: Collection[str] = (),
+) -> tuple[str, dict[str, Any]]:
+    """RECIPE and flags -> the recipe's name, and the values of the flags: those of the recipe's keys, and `own`.
+
+    The help has the `groups` first, and none that is `hidden`. Raises RecipeError.
     """
     if not argv or argv[0] in {"-h", "--help"}:
         print(usage(prog))
@@ -57,20 +84,18 @@ def parse_run(prog: str, argv: Sequence[str]) -> tuple[Recipe, Options]:
         raise RecipeError(f"the recipe comes first, got {first!r}; as in: {prog} {recipes.known()[0]} {first}")
     name, *rest = argv
     base = recipes.load(name)
-    of_recipe = {key: field for key, field in Recipe.model_fields.items() if key != "name"}
+    of_recipe = {key: field for key, field in Recipe.model_fields.items() if key not in {"name", *own}}
     defaults = {key: getattr(base, key) for key in of_recipe}
-    of_options = flags.fields_of(Options)
-    given = flags.given({**of_options, **of_recipe}, f"{prog} {name}", rest, defaults)
-    options = Options(**{key: given.pop(key) for key in of_options if key in given})
-    if "none" in options.tracker and len(options.tracker) > 1:
-        raise RecipeError(f"--tracker none stands alone, got {' '.join(options.tracker)}; drop none or the others.")
-    return recipes.load(name, given), options
+    shown = layout.of(base, adapter, groups, hidden)
+    return name, flags.given({**own, **of_recipe}, f"{prog} {name}", rest, defaults, layout.description(shown), shown)
 
 
 def usage(prog: str) -> str:
     """The help of a run without a recipe."""
     return (
         f"usage: {prog} RECIPE [flags]\n\n"
-        f"recipes: {', '.join(recipes.known())}; an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
-        f"flags:   {prog} RECIPE --help lists them, with the recipe's values"
+        f"recipes: {', '.join(recipes.known())};\n"
+        "         an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
+        f"flags:   {prog} RECIPE --help\n"
+        "         lists those that the recipe can use, with its values"
     )

@@ -19,14 +19,14 @@ from hvdtrain.run import guard, outcome, trackers
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.main import connect
+from hvdtrain.run.main import connect, record_launch
 from hvdtrain.run.opening import Opened
 from hvdtrain.run.reporter import Events, OwnReporter, Reporter
 from hvdtrain.run.run import BaseRun
 from hvdtrain.run.trackers import Trackers
 from hvdtrain.run.world import joined
 
-RESERVED = {"kind", "step", "epoch", "seconds"}
+RESERVED = {"kind", "step", "epoch", "seconds", "time"}
 """Of a record in metrics.jsonl."""
 
 
@@ -96,7 +96,7 @@ def open_own(
     if ending.topology.is_rank_0:
         folder = hold(path)
         resume = resume_point(folder, identity)
-        ending.world.liveness.on_lost = lambda reason: folder.write_status("failed", error=reason)
+        record_launch(ending.world, folder, framework, engine, resume)
         outcome.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=about["ranks"])
     ending.began, ending.folder = True, folder
     return OwnRun(identity, intervals, engine, (), folder, resume, ending.world, program, trackers=names)

@@ -185,6 +185,13 @@ class Peers:
         absent = [str(rank) for rank in range(1, self.topology.size) if rank not in self.came]
         return f"rank {', '.join(absent[:8])} of {self.topology.size} did not come"
 
+    def awaited(self) -> str:
+        """On rank 0, for a person: which ranks are not ready yet, and what keeps them."""
+        coming = [str(rank) for rank in range(1, self.topology.size) if rank not in self.came]
+        late = [peer for peer in self.ranks() if not peer.ready]
+        come = [f"rank {', '.join(coming[:8])}{', ...' if coming[8:] else ''} to come"] if coming else []
+        return ", ".join(come + [f"{peer.name}{f', which {peer.busy}' if peer.busy else ''}" for peer in late[:3]])
+
     def ranks(self) -> list[Peer]:
         """Those who have proved to be one."""
         return [peer for peer in self.connections if peer.rank >= 0]

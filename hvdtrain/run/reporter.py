@@ -1,5 +1,7 @@
 """The reports of a run: a log for people, metrics.jsonl for programs, TensorBoard events for curves."""
 
+# A log line's words are Horovod's tutorial's, whose readers take the last of them with `grep "Avg img/sec"`.
+
 import contextlib
 import json
 import math
@@ -9,9 +11,13 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from hvdtrain import files, untrusted
+from hvdtrain.core.progress import Extent, Progress
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import OutputError, StoppedError
+from hvdtrain.run.estimate import Ahead, Estimate, duration
+from hvdtrain.run.screen import Screen
 from hvdtrain.run.trackers import Trackers
+from hvdtrain.run.training import Training
 
 LINE_LIMIT = 1 << 16
 
@@ -38,39 +44,58 @@ class Reporter:
         events: Events | None,
         first_step: int,
         *,
-        bar_steps: int | None = None,
+        valid_examples: int = 0,
+        screen: Screen | None = None,
         trackers: Trackers | None = None,
     ) -> None:
-        """Appends to the run's files from `first_step` on; `bar_steps` shows a progress bar over so many."""
+        """Appends to the run's files from `first_step` on. `screen`: where the lines go, and how training goes on."""
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
         self._trackers = trackers or Trackers()
-        self._bar = _Bar(bar_steps, first_step) if bar_steps is not None else None
+        self._screen, self._valid_examples = screen or Screen(), valid_examples
+        self._estimate = Estimate()
+        self._training = Training(self._estimate)
         self._epoch_began = time.monotonic()
 
     def note(self, text: str) -> None:
         """One line of the log."""
-        if self._bar:
-            self._bar.print(f"INFO - {text}")
-        else:
-            print(f"INFO - {text}", flush=True)
+        self._screen.print(f"INFO - {text}")
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, progress: Progress, extent: Extent) -> None:
+        """The first or next epoch begins, or what is left of it."""
         self._epoch_began = time.monotonic()
+        self._estimate.begin_epoch(progress.step)
+        self._expect(progress, extent)
+        self._training.epoch, self._training.is_ending = progress.epoch + 1, False
+        self._screen.show(self._training)
 
-    def steps(self, step: int, epoch: int, iteration: int, totals: Totals, lr: float, seconds: float) -> None:
-        """The steps since the last call: totals over all ranks and the seconds they took.
+    def stepped(self, progress: Progress, extent: Extent) -> None:
+        """An update is made."""
+        self._estimate.stepped(progress.step)
+        if not self._estimate.ahead:
+            self._expect(progress, extent)
 
-        `epoch` and `iteration` count from 1 in the log, as the tutorial's do.
-        """
+    def steps(
+        self,
+        step: int,
+        epoch: int,
+        totals: Totals,
+        lr: float,
+        seconds: float,
+        gradient_norm: float | None = None,
+    ) -> None:
+        """The steps since the last call: totals over all ranks and the seconds they took. `epoch` counts from 1."""
         rate = totals.count / seconds
-        self._write("step", step, epoch, loss=totals.mean_loss, lr=lr, examples_per_second=rate)
+        values = {"loss": totals.mean_loss, "lr": lr, "examples_per_second": rate}
+        if gradient_norm is not None:
+            values["gradient_norm"] = gradient_norm
+            self._scalar("gradient_norm", gradient_norm, step)
+        self._write("step", step, epoch, **values)
         self._scalar("loss/step", totals.mean_loss, step)
         self._scalar("learning_rate", lr, step)
-        if self._bar:
-            self._bar.advance(step, f"epoch {epoch}  loss {totals.mean_loss:.4f}  lr {lr:.4g}  {rate:.1f} img/s")
-        else:
-            self.note(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate:.1f}")
+        self._training.logged(totals.mean_loss, lr, rate)
+        if self._screen.display != "bar":
+            self.note(f"{self._where(step, epoch)}, Loss: {totals.mean_loss:.4f}, {self._pace(lr)}img/sec: {rate:.1f}")
 
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """The end of an epoch: totals over all ranks."""
@@ -78,6 +103,7 @@ class Reporter:
         metrics = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
         self._scalar("loss/train", train.mean_loss, step)
         self._scalar("loss/valid", valid.mean_loss, step)
+        self._training.is_ending = True
         self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
         self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
         means = {"train": train.means, "valid": valid.means}
@@ -87,6 +113,7 @@ class Reporter:
                 metrics[f"{split}_{name}"] = means[split][name]
                 self._scalar(f"{name}/{split}", means[split][name], step)
             self.note(", ".join(f"{split} {name}={means[split][name]:.4f}" for split in splits))
+        metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
         self._draw(lambda events: events.flush())
 
@@ -95,8 +122,7 @@ class Reporter:
         self._draw(lambda events: events.close())
         for line in self._trackers.close(state):
             self.note(line)
-        if self._bar:
-            self._bar.close()
+        self._screen.waiting("ending")
         with contextlib.suppress(OSError):  # a full disk has stopped the run already
             self._jsonl.close()
 
@@ -110,10 +136,23 @@ class Reporter:
     def _write(self, kind: str, step: int, epoch: int, **metrics: float) -> None:
         # JSON has no NaN, which a diverged validation is.
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._jsonl.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **numbers}) + "\n")
+        record = {"kind": kind, "step": step, "epoch": epoch, **numbers, "time": round(time.time(), 3)}
+        self._jsonl.write(json.dumps(record) + "\n")
         self._jsonl.flush()
         for line in self._trackers.add({"epoch": epoch, **metrics}, step):
             self.note(line)
+
+    def _expect(self, progress: Progress, extent: Extent) -> None:
+        if extent.global_batch:  # a loop of one's own may name it only with the epoch's batches
+            self._estimate.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
+
+    def _where(self, step: int, epoch: int) -> str:
+        total = self._estimate.ahead and self._estimate.ahead.total
+        return f"Epoch: {epoch}, Step: {step}/{total}" if total else f"Epoch: {epoch}, Step: {step}"
+
+    def _pace(self, lr: float) -> str:
+        left = self._estimate.seconds_left()
+        return f"LR: {lr:.4g}, " + (f"Time left: {duration(left)}, " if left is not None else "") + "Avg "
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
         self._draw(lambda events: events.add_scalar(tag, value, step))
@@ -131,12 +170,22 @@ class Reporter:
 class OwnReporter(Reporter):
     """The log of a loop of one's own, which has metrics of its own."""
 
-    def steps(self, step: int, epoch: int, iteration: int, totals: Totals, lr: float, seconds: float) -> None:
+    def steps(
+        self,
+        step: int,
+        epoch: int,
+        totals: Totals,
+        lr: float,
+        seconds: float,
+        gradient_norm: float | None = None,
+    ) -> None:
         rate, values = totals.count / seconds, {"loss": totals.mean_loss, **totals.means}
+        if gradient_norm is not None:
+            values["gradient_norm"] = gradient_norm
         for name, value in values.items():
             self._scalar(f"{name}/step", value, step)
         self._scalar("learning_rate", lr, step)
-        self.note(f"Epoch: {epoch}, Iteration: {iteration}, {_listed(values)}, Avg examples/sec: {rate:.1f}")
+        self.note(f"{self._where(step, epoch)}, {_listed(values)}, {self._pace(lr)}examples/sec: {rate:.1f}")
         self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
 
     def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
@@ -151,28 +200,6 @@ class OwnReporter(Reporter):
 
 def _listed(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name}: {value:.5g}" for name, value in values.items())
-
-
-class _Bar:
-    """A rich progress bar over all steps of the run."""
-
-    def __init__(self, total: int, done: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-        )
-        self._task = self._progress.add_task("", total=total, completed=done)
-        self._progress.start()
-
-    def advance(self, step: int, text: str) -> None:
-        self._progress.update(self._task, completed=step, description=text)
-
-    def print(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False)
-
-    def close(self) -> None:
-        self._progress.stop()
 
 
 def _reopen(path: Path, first_step: int) -> IO[str]:

@@ -1,6 +1,5 @@
 """A run: everything an adapter needs to train, and what of it rank 0 writes down."""
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.run import trackers
 from hvdtrain.run.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.run.reporter import Events, Reporter
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.trackers import Trackers
 from hvdtrain.run.world import World
 
@@ -82,6 +82,7 @@ class BaseRun:
         """Rank 0's last lines of the log."""
         if reporter and self.folder:
             self.folder.write_status("finished", step=step)
+            self.world.launch.is_finished = True
             reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
 
     def _start_trackers(self, folder: Path) -> Trackers:
@@ -116,7 +117,5 @@ class Run(BaseRun):
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}
 
     def _opened(self, folder: Path, events: Events | None, step: int, to_trackers: Trackers) -> Reporter:
-        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
-        live = sys.stdout.isatty() and self.topology.launcher != "mpirun"
-        bar_steps = self.plan.total_steps if live else None
-        return Reporter(folder, events, step, bar_steps=bar_steps, trackers=to_trackers)
+        valid = self.plan.valid_examples
+        return Reporter(folder, events, step, valid_examples=valid, screen=SCREEN, trackers=to_trackers)

@@ -10,7 +10,7 @@ import bisect
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,6 +126,35 @@ def _is_slow(own: float, others: float, least: float, waited: float) -> bool:
     return own >= FACTOR * others and longer >= least and waited >= EXPLAINED * longer
 
 
+def slowest(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> list[int]:
+    """The rank of each host that works longest in a step. `hosts`: the first rank of each rank's host."""
+    found: dict[int, int] = {}
+    for rank, own in sorted(times.items()):
+        best = found.setdefault(hosts.get(rank, rank), rank)
+        if _working(own) > _working(times[best]):
+            found[hosts.get(rank, rank)] = rank
+    return sorted(found.values())
+
+
+def columns(times: Iterable[messages.Times]) -> dict[str, list[float | None]]:
+    """What each waits for its batch, computes, and waits for other ranks, in seconds of a step: for a record."""
+    rows = list(times)
+    return {
+        "reading": [_rounded(each.reading) for each in rows],
+        "computing": [_rounded(each.rest - (each.waiting or 0.0)) for each in rows],
+        "waiting": [_rounded(each.waiting) for each in rows],
+    }
+
+
+def _working(times: messages.Times) -> float:
+    """Seconds of a step without those in which other ranks are waited for."""
+    return (times.reading or 0.0) + times.rest - (times.waiting or 0.0)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
 def _median(seconds: Iterable[float | None]) -> float | None:
     known = [each for each in seconds if each is not None]
     return statistics.median(known) if known else None
@@ -148,6 +177,8 @@ class SlowWatch:
         self._reported = 0.0
         self._times: dict[int, messages.Times] = {}
         """What each rank has reported since they were compared last."""
+        self.on_times: Callable[[Mapping[int, messages.Times]], None] = lambda times: None
+        """On rank 0, called with what every rank has reported."""
         self._found: deque[set[tuple[int, Cause]]] = deque(maxlen=OF)
         """Who was slow, the last times."""
         self._named: set[tuple[int, Cause]] = set()
@@ -155,10 +186,10 @@ class SlowWatch:
     def step_begins(self) -> None:
         """This rank begins to read the next step's batch, or another loop than ours does."""
         now = time.monotonic()
-        self.is_measuring = self.topology.size > 1 and now - self._measured >= SAMPLED
+        self.is_measuring = now - self._measured >= SAMPLED
         if self.is_measuring:
             self._began = now
-            if self._connections is None:
+            if self._connections is None and self.topology.size > 1:
                 self._connections = links.connections()
 
     def step_ended(self, reading: float | None, waiting: float | None) -> None:
@@ -178,12 +209,14 @@ class SlowWatch:
 
     def _report(self, now: float) -> None:
         reading, rest, waiting = zip(*self._steps, strict=True)
-        before, self._connections = self._connections or {}, links.connections()
+        before = self._connections or {}
+        if self.topology.size > 1:
+            self._connections = links.connections()
         times = messages.Times(
             reading=_median(reading),
             rest=statistics.median(rest),
             waiting=_median(waiting),
-            traffic=links.traffic(before, self._connections, self.made),
+            traffic=links.traffic(before, self._connections or {}, self.made),
         )
         self.made = 0
         self._steps.clear()
@@ -195,7 +228,11 @@ class SlowWatch:
                 self.peers.send(times)
 
     def _compare(self) -> None:
-        found = [*slow_ranks(self._times), *slow_networks(self._times, self._hosts())]
+        self.on_times(self._times)
+        if self.topology.size == 1:
+            self._times = {}
+            return
+        found = [*slow_ranks(self._times), *slow_networks(self._times, self.hosts())]
         slow = {(each.rank, each.cause): each for each in found}
         self._times = {}
         self._found.append(set(slow))
@@ -204,7 +241,7 @@ class SlowWatch:
                 self._named.add(which)
                 self._name(each)
 
-    def _hosts(self) -> dict[int, int]:
+    def hosts(self) -> dict[int, int]:
         """Of each rank, the first one of its host."""
         own = Endpoint(self.topology.host, self.topology.node or 0, self.topology.local_rank)
         labels = {0: own.label} | {peer.rank: peer.endpoint.label for peer in self.peers.ranks()}
@@ -213,4 +250,6 @@ class SlowWatch:
 
     def _name(self, slow: Slow) -> None:
         host = {0: f"rank 0 on {self.topology.host}", **{peer.rank: peer.name for peer in self.peers.ranks()}}
-        print_warning(self.topology, f"{host.get(slow.rank, f'rank {slow.rank}')} is {slow}.")
+        text = f"{host.get(slow.rank, f'rank {slow.rank}')} is {slow}."
+        print_warning(self.topology, text)
+        self.liveness.on_named("slow", slow.rank, text)

@@ -154,6 +154,7 @@ class StuckWatch:
             given_up = f"after {timeouts.SILENCE:.0f} seconds without an answer it is given up"
             text = f"{begins}, and it does not answer: {DOES[seen.state]}{line}; {given_up}."
         print_warning(self.topology, text)
+        self.liveness.on_named("stuck", rank, text)
 
     def _report_recovered(self, now: float) -> None:
         if self._named:

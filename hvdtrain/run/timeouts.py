@@ -9,6 +9,7 @@ HEARTBEAT = 2.0  # between two messages that only show that a rank lives
 UNREACHABLE = 20.0  # without an answer from a host's kernel after which its ranks are given up
 SILENCE = 60.0  # without a message of a rank, in steps: C code that holds Python's lock silences its thread too
 TIMES = 1.0  # between two reports of how long a rank's steps take
+ENERGY = 10.0  # between two readings of energy counters
 STALLED = 5.0  # without the end of a step after which ranks are asked where they stand
 STACKS = 2.0  # between two such requests
 STUCK = 12.0  # that others wait for a rank before it is named: with the above within 30 seconds

@@ -1,8 +1,10 @@
 """The interface of training to the other ranks: how they join, live, stop together and leave."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
 from hvdtrain.core.sharing import Sum
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
@@ -11,15 +13,21 @@ from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, own_endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.admission import Admission
+from hvdtrain.run.energy import EnergyWatch
 from hvdtrain.run.handshake import Handshake
 from hvdtrain.run.joining import Joining, Readiness, Serve
+from hvdtrain.run.launches import Launch
 from hvdtrain.run.liveness import Liveness, print_warning
 from hvdtrain.run.monitor import Monitor
 from hvdtrain.run.peers import Peers
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.signals import SignalWatcher
-from hvdtrain.run.slow import SlowWatch
+from hvdtrain.run.slow import SlowWatch, columns, slowest
 from hvdtrain.run.stop import StopAgreement
 from hvdtrain.run.stuck import StuckWatch
+
+MOST_RANKS = 256
+"""Of which each one's step time is recorded, of more the slowest of each host."""
 
 # MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too, whose provider
 # "sockets" hangs in one of two MPI_Init on several hosts.
@@ -44,7 +52,14 @@ class World:
         self.readiness = Readiness(self.liveness, admission)
         self._stuck = StuckWatch(self.liveness, handshake.endpoint)
         self.slow = SlowWatch(self.liveness)
-        self._monitor = Monitor(self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow)
+        self.launch = Launch()
+        self.liveness.on_named = lambda kind, rank, text: self.launch.event(kind, text, rank=rank)
+        self.slow.on_times = self._record_times
+        self.energy = EnergyWatch(self.liveness, handshake.endpoint.label, os.environ)
+        self.energy.on_totals = self._record_energy
+        self._monitor = Monitor(
+            self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow, self.energy
+        )
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -62,6 +77,7 @@ class World:
             self._handshake.process = self._stuck.stacks.open(alone=self.topology.local_size == 1)
         self.joining.connect()
         self._monitor.start()
+        self.energy.start()
 
     def connect_at(self, rendezvous: Rendezvous) -> None:
         """Where the launcher named no host: the ranks connect at this rendezvous. Raises WorldError."""
@@ -75,6 +91,7 @@ class World:
         """Waits until every rank is ready to start the collective library. Raises AbortedError where a rank refused,
         WorldError where one did not come. Returns at once where there is no rendezvous."""
         if self.rendezvous:
+            SCREEN.waiting(self.readiness.awaited)
             self.readiness.wait(serve)
 
     def exchange(self, sum_over_ranks: Sum) -> None:
@@ -122,6 +139,22 @@ class World:
                 raise self.liveness.aborted()
             if self.stop.step is not None and self.stops_at(self.stop.step):
                 raise self.stopped(self.stop.step)
+
+    def hosts(self) -> list[str]:
+        """Each rank's host, once all have joined; where there are many ranks, each host once."""
+        known = {0: self.topology.host, **{peer.rank: peer.endpoint.host for peer in self.peers.ranks()}}
+        hosts = [known.get(rank, "unknown") for rank in range(self.topology.size)]
+        return hosts if len(hosts) <= MOST_RANKS else list(dict.fromkeys(hosts))
+
+    def _record_times(self, times: Mapping[int, messages.Times]) -> None:
+        if not self.launch.is_due("ranks"):
+            return
+        shown = sorted(times) if len(times) <= MOST_RANKS else slowest(times, self.slow.hosts())
+        self.launch.record("ranks", step=self.launch.step, of=shown, **columns(times[rank] for rank in shown))
+
+    def _record_energy(self, totals: Mapping[str, Any]) -> None:
+        if self.launch.is_due("energy") or self.energy.is_closing:
+            self.launch.record("energy", **totals)
 
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
         """Sends a farewell, or with what message and exit code this rank fails; releases signals and connections."""

@@ -1,23 +1,31 @@
 import sys
 
-from hvdtrain import interrupts
+from hvdtrain import interrupts, version
 
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
+    version.answer(sys.argv)
+    from hvdtrain.run import greeting
+
+    greeting.greet("tensorflow", sys.argv[1:])
 
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
+from hvdtrain.run.screen import SCREEN
 from hvdtrain.tensorflow.banner import without_banner
 
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
+    prepared.world.launch.enter("import")
+    SCREEN.waiting("importing TensorFlow")
     with without_banner(), interrupts.postponed():
         from hvdtrain.run.loop import Loop
         from hvdtrain.tensorflow.engines.replication import replication_of
         from hvdtrain.tensorflow.opening import engine_of
         from hvdtrain.tensorflow.trainer import Trainer
 
+    prepared.world.launch.enter("rendezvous")
     with engine_of(prepared) as engine:
         if replication_of(engine).serves:
             prepared.world.serve_rank_0()

@@ -1,5 +1,6 @@
 """What is measured while a run trains: sums kept on the devices, and TensorFlow's profiler."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import RecipeError
-from hvdtrain.tensorflow.variables import add
+from hvdtrain.tensorflow.variables import add, put
 
 Metric = tuple[tf.Tensor, tf.Tensor]
 """A sum, and how many were added up."""
@@ -59,6 +60,30 @@ class Meter:
                 f"the metrics must have the same names in every step, got {', '.join(names) or 'none'} after "
                 f"{', '.join(self._names) or 'none'}."
             )
+
+
+class GradientNorm:
+    """The common norm of an update's gradients, of the first update after each `take`."""
+
+    def __init__(self) -> None:
+        with tf.device("CPU:0"):  # a condition that lies on a GPU would be waited for in every step
+            self._is_wanted = tf.Variable(False, trainable=False)
+            self._norm = tf.Variable(float("nan"), trainable=False)
+
+    def measure(self, gradients: list[tf.Tensor]) -> None:
+        """Within a graph: notes their norm, if it is wanted."""
+
+        def note() -> None:
+            put(self._norm, tf.cast(tf.linalg.global_norm(gradients), tf.float32))
+            put(self._is_wanted, tf.constant(False))
+
+        tf.cond(self._is_wanted, note, lambda: None)
+
+    def take(self) -> float | None:
+        """The last one that was noted; None before. From now on the next one is wanted."""
+        norm = float(self._norm.numpy())
+        self._is_wanted.assign(True)
+        return None if math.isnan(norm) else norm
 
 
 class Trace:

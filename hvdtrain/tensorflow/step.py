@@ -11,8 +11,8 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow import models, optimizers, variables
 from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.engines import Engine
-from hvdtrain.tensorflow.engines.replication import Replication, graph
-from hvdtrain.tensorflow.meter import Meter, Seen
+from hvdtrain.tensorflow.engines.replication import OneReplica, Replication, graph
+from hvdtrain.tensorflow.meter import GradientNorm, Meter, Seen
 from hvdtrain.tensorflow.objective import Objective, examples_in
 from hvdtrain.tensorflow.sgd import Scaler, clipped, zeros_like
 
@@ -35,6 +35,7 @@ class Step:
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(replication.copies)
             self.objective = Objective(recipe, dataset)
+            self._norm = GradientNorm() if type(replication) is OneReplica else None
             self._gathered = zeros_like(self.weights) if recipe.accumulation_steps > 1 else []
         self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
         self._update, self._add = replication.replicate(self._make_update), replication.replicate(self._add_gradients)
@@ -128,7 +129,13 @@ class Step:
         if self.ema:
             self.ema.update()
 
+    def gradient_norm(self) -> float | None:
+        """Of the first update after the call before; None of replicas that tf.distribute keeps."""
+        return self._norm.take() if self._norm else None
+
     def _descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        if self._norm:
+            self._norm.measure(gradients)
         clip = self.recipe.clip_norm
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
 

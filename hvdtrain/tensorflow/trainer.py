@@ -75,6 +75,9 @@ class Trainer:
     def totals(self) -> Totals:
         return self.step.meter.take()
 
+    def gradient_norm(self) -> float | None:
+        return self.step.gradient_norm()
+
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine, self.replication.copies)
 

@@ -17,6 +17,8 @@ from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.run import checkpoint
 from hvdtrain.run import folder as folders
 from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.terminal import Status
+from hvdtrain.untrusted import printable
 
 Named = tuple[str, np.ndarray]
 
@@ -43,13 +45,15 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Writes the new run folder and prints the command that continues from it. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain convert", argv)
-    state, damaged = checkpoint.newest(options.run / "checkpoints")
+    with Status(f"reading the newest checkpoint of {printable(str(options.run))}"):
+        state, damaged = checkpoint.newest(options.run / "checkpoints")
     print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
     if state is None:
         raise CheckpointError(f"{options.run} holds no whole checkpoint; give the folder of a run that wrote one.")
     run = options.run.resolve() if options.run.name in {"", ".."} else options.run
     target = options.output or run.with_name(f"{run.name}-{options.to}")
-    _write(options.run, target, converted(state, options.to))
+    with Status(f"converting step {state.meta['step']} for {options.to}"):
+        _write(options.run, target, converted(state, options.to))
     print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
     command = ["python", "-m", f"hvdtrain.{options.to}", str(target / "recipe.yaml"), "--output", str(target)]
     print(f"continue with: {shlex.join(command)}")

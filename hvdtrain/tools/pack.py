@@ -5,11 +5,11 @@ Read on a parallel file system, a million small files cost a million openings an
 
 import io
 import itertools
-import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -26,9 +26,13 @@ from hvdtrain.datasets.imagenet import Encoded, opened, rgb
 from hvdtrain.datasets.packed import shards
 from hvdtrain.datasets.packed.containers import CONTAINERS, Name
 from hvdtrain.errors import OutputError
+from hvdtrain.terminal import Status
+from hvdtrain.tools.rank_status import hidden
+from hvdtrain.untrusted import printable
 
 THREADS = 16  # more than processors: a parallel file system is waited for
 CHUNK = 256
+INTERVAL = 0.25  # seconds between two counts that are shown
 SUFFIXES = {"JPEG": "jpg"}
 
 
@@ -61,33 +65,37 @@ class Sample(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Packs both splits. Raises RecipeError, DataError for a damaged image, OutputError."""
-    pack(flags.parse(Options, "python -m hvdtrain pack", argv))
+    options = flags.parse(Options, "python -m hvdtrain pack", argv)
+    with Status(f"finding the images of {printable(str(options.source))}") as status:
+        written = pack(options, status.update)
+    print(f"{options.dest}: {written}")
     return 0
 
 
-def pack(options: Options) -> None:
-    """Writes the whole set beside DEST, then renames it: a folder DEST is a whole set."""
+def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
+    """Writes the whole set beside DEST, then renames it: a folder DEST is a whole set. What was written, for the user;
+    `show` shows how many images are packed so far."""
     dataset = datasets.load("imagenet", data_dir=options.source)
     try:
         if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
             raise OutputError(f"{options.dest} is there already: remove it, or name a new folder.")
         files.make_folder(options.dest.parent)
         with files.new_folder(options.dest.absolute()) as folder:
-            written = _write(folder, dataset, options)
+            written = _write(folder, dataset, options, show)
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(f"{options.dest} cannot be written ({reason}): free space, or name another folder.") from None
-    print(f"{options.dest}: {written}")
+    return written
 
 
-def _write(folder: Path, dataset: datasets.Dataset, options: Options) -> str:
+def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Callable[[str], None]) -> str:
     """Both splits and their index into the folder; what was written, for the user."""
     splits, classes = dict[str, tuple[dict[str, int], NDArray[np.void]]](), tuple[str, ...]()
     for name, split in (("train", dataset.train), ("val", dataset.valid)):
         assert isinstance(split, Encoded)
         classes = split.classes
         order = np.random.default_rng([options.seed, len(splits)]).permutation(len(split))
-        images = _counted(name, len(split), _images(split, order, options.resize, options.quality))
+        images = _counted(_images(split, order, options.resize, options.quality), name, len(split), show)
         splits[name] = _write_split(folder, name, images, len(split), options)
     np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, splits))
     counts = " and ".join(f"{len(entries):,} images in {len(lengths)} shards" for lengths, entries in splits.values())
@@ -154,13 +162,18 @@ def _shrunk(image: Image.Image, side: int, quality: int) -> bytes:
     return written.getvalue()
 
 
-def _counted(split: str, count: int, images: Iterator[Sample]) -> Iterator[Sample]:
-    """The images, and on a terminal a line that counts them."""
-    began = printed = time.monotonic()
+def _counted(images: Iterator[Sample], split: str, count: int, show: Callable[[str], None]) -> Iterator[Sample]:
+    """The images; `show` shows how many, and the time left."""
+    began = shown = time.monotonic()
     for number, image in enumerate(images, 1):
         yield image
-        now = time.monotonic()
-        if sys.stderr.isatty() and (now - printed > 0.5 or number == count):
-            printed = now
-            line = f"\r{split}: {number:,} of {count:,} images, {number / (now - began):,.0f} a second "
-            print(line, end="\n" if number == count else "", file=sys.stderr, flush=True)
+        if (now := time.monotonic()) - shown > INTERVAL:
+            shown = now
+            show(progress(split, number, count, now - began))
+
+
+def progress(split: str, number: int, count: int, seconds: float) -> str:
+    """`train: 1,200 of 4,000 images, 300 a second, 0:00:09 left`, after so many seconds."""
+    rate = number / seconds
+    left = timedelta(seconds=round((count - number) / rate))
+    return f"{split}: {number:,} of {count:,} images, {rate:,.0f} a second, {left} left"

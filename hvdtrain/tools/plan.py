@@ -1,54 +1,127 @@
-"""`python -m hvdtrain plan RECIPE [--ranks N] [--framework F] [flags]`: the plan of a run, without running it."""
+"""`python -m hvdtrain plan RECIPE [flags]`: the plan of a run, without running it and without its data."""
 
+import dataclasses
 import os
-import re
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from hvdtrain.core import network, plan
+import pydantic
+from pydantic import Field
+
+from hvdtrain.core import flags, network, plan
+from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
-from hvdtrain.errors import HvdtrainError, RecipeError
+from hvdtrain.core.network import Network
+from hvdtrain.core.own_code import is_path
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.datasets import Dataset, published
+from hvdtrain.datasets.published import SIZES, Blank
+from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.run.main import load_dataset
-from hvdtrain.run.options import parse_run
-from hvdtrain.untrusted import one_line, quoted
+from hvdtrain.run.options import OPTIONS, parse_flags, usage
+from hvdtrain.untrusted import one_line, printable
 
-FRAMEWORKS: dict[str, Framework] = {"torch": "torch", "tensorflow": "tensorflow"}
-HELP = """--ranks N           the number of ranks to plan for (default: 1)
---framework F       torch or tensorflow (default: what the model is of, torch where both have it)
-beside these, the flags of a run:
-"""
+PROG = "python -m hvdtrain plan"
+Number = Annotated[int, Field(gt=0, le=10**9)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Options:
+    """What to plan for."""
+
+    ranks: Number = Field(1, description="the number of ranks to plan for")
+    framework: Literal["torch", "tensorflow"] | None = Field(
+        None, description="what trains; left out: what the model is of, torch where both have it"
+    )
+    examples: Number | None = Field(
+        None, description="plan for so many training examples; left out: those of the data set"
+    )
+    valid_examples: Number | None = Field(None, description="plan for so many validation examples")
+
+
+OWN = flags.fields_of(Options)
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises HvdtrainError."""
-    rest, count = _take("ranks", list(argv))
-    if count is not None and not re.fullmatch("0*[1-9][0-9]{0,8}", count):
-        raise RecipeError(f"--ranks must be a whole number of at least 1, got {quoted(count)}.")
-    rest, name = _take("framework", rest)
-    if name is not None and name not in FRAMEWORKS:
-        raise RecipeError(f"--framework must be torch or tensorflow, got {quoted(name)}.")
-    if {"-h", "--help"} & set(rest):
-        print(HELP)
-    recipe, _ = parse_run("python -m hvdtrain plan", rest)
+    if {"-h", "--help"} & set(argv[:1]) or not argv:
+        print(f"{usage(PROG)};\n         those of a run, and of plan alone:\n\n{_own_flags()}")
+        return 0 if argv else 2
+    recipe, options = _parsed(argv)
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before the user's code imports Keras
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    framework = FRAMEWORKS[name] if name else network.framework_of(recipe)
-    dataset = load_dataset(recipe, framework)
-    size, of_recipe = int(count or 1), network.of(recipe, framework, dataset)
-    made = plan.make(recipe, size, dataset, of_recipe)  # before what takes longer
-    try:
-        of_recipe = network.with_flops(of_recipe, recipe, framework, dataset)
-    except HvdtrainError as error:
-        print("\n".join([*made.lines(), f"FLOPs       not counted: {one_line(error)}"]))
-        return 0
-    print("\n".join(plan.make(recipe, size, dataset, of_recipe).lines()))
+    framework = options.framework or network.framework_of(recipe)
+    dataset, notes = _dataset(recipe, framework, options)
+    of_recipe, more = _network(recipe, framework, dataset)
+    made = plan.make(recipe, options.ranks, dataset, of_recipe)  # before what takes longer
+    if of_recipe.parameters:
+        made, flops = _with_flops(made, of_recipe, framework, dataset)
+        more += flops
+    print("\n".join([*made.lines(), *more, *notes]))
     return 0
 
 
-def _take(flag: str, argv: list[str]) -> tuple[list[str], str | None]:
-    """argv without `--flag VALUE` (or --flag=VALUE), and the value; None where it is left out."""
-    for index, argument in enumerate(argv):
-        name, equals, value = argument.partition("=")
-        if name == f"--{flag}":
-            value = value if equals else (argv[index + 1] if index + 1 < len(argv) else "")
-            return argv[:index] + argv[index + (1 if equals else 2) :], value
-    return argv, None
+def _with_flops(made: Plan, of_recipe: Network, framework: Framework, dataset: Dataset) -> tuple[Plan, list[str]]:
+    alone = made.recipe.model_copy(update={"workers": 0})  # two examples need no processes that read
+    try:
+        counted = network.with_flops(of_recipe, alone, framework, dataset)
+    except HvdtrainError as error:
+        return made, [f"FLOPs       not counted: {one_line(error)}"]
+    return dataclasses.replace(made, flops=counted.flops), []
+
+
+def _own_flags() -> str:
+    return "\n".join(f"  --{name.replace('_', '-')}\n      {field.description}" for name, field in OWN.items())
+
+
+def _parsed(argv: Sequence[str]) -> tuple[Recipe, Options]:
+    name, given = parse_flags(
+        PROG, _recipe_first(argv), {**OPTIONS, **OWN}, groups={"plan": tuple(OWN)}, hidden=OPTIONS
+    )
+    options = Options(**{key: given.pop(key) for key in OWN if key in given})
+    of_recipe = {key: value for key, value in given.items() if key not in OPTIONS}
+    if options.examples and recipes.load(name, of_recipe).dataset == "synthetic":
+        of_recipe["examples"] = options.examples
+    return recipes.load(name, of_recipe), options
+
+
+def _recipe_first(argv: Sequence[str]) -> list[str]:
+    """The flags of plan may stand before the recipe."""
+    rest, leading = list(argv), list[str]()
+    while rest and rest[0].startswith("--") and rest[0].partition("=")[0][2:].replace("-", "_") in OWN:
+        count = 1 if "=" in rest[0] else 2
+        leading, rest = leading + rest[:count], rest[count:]
+    return [*rest[:1], *leading, *rest[1:]]
+
+
+def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Dataset, list[str]]:
+    """The data set, or what is known of it, and the lines that say so."""
+    notes = []
+    if is_path(recipe.dataset) and options.examples:
+        dataset = Dataset(recipe.dataset, Blank(options.examples), Blank(options.valid_examples or 0), None, (), (), ())
+        return dataset, [f"data        {recipe.dataset} is not read: --examples is given"]
+    if why := published.missing(recipe.dataset, recipe.data_dir):
+        dataset = published.load(recipe.dataset, recipe.train_crop)
+        train, valid, classes = SIZES[recipe.dataset]
+        sizes = "" if options.examples else f"{train:,} examples to train, {valid:,} to validate, "
+        notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{classes:,} classes"]
+    else:
+        # Neither copied to this node nor decoded.
+        dataset = load_dataset(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}), framework)
+    if options.examples and recipe.dataset != "synthetic":
+        train_split = Blank(options.examples, dataset.sample_shape)
+        dataset = dataclasses.replace(dataset, train=train_split, shards=(), items=())
+    if options.valid_examples:
+        dataset = dataclasses.replace(dataset, valid=Blank(options.valid_examples, dataset.sample_shape))
+    return dataset, notes
+
+
+def _network(recipe: Recipe, framework: Framework, dataset: Dataset) -> tuple[Network, list[str]]:
+    """The network; of unknown size, with a line that says so, where that takes an example that is not there."""
+    try:
+        return network.of(recipe, framework, dataset), []
+    except DataError as error:
+        if not isinstance(dataset.train, Blank):
+            raise
+        return Network(0, has_batch_norm=True), [f"parameters  not counted: {one_line(error)}"]

@@ -1,21 +1,29 @@
 import sys
 
-from hvdtrain import interrupts
+from hvdtrain import interrupts, version
 
 if __name__ == "__main__":  # before the imports, which take a while
     interrupts.listen()
+    version.answer(sys.argv)
+    from hvdtrain.run import greeting
+
+    greeting.greet("torch", sys.argv[1:])
 
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
+from hvdtrain.run.screen import SCREEN
 
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
+    prepared.world.launch.enter("import")
+    SCREEN.waiting("importing PyTorch")
     with interrupts.postponed():
         from hvdtrain.run.loop import Loop
         from hvdtrain.torch.opening import engine_of
         from hvdtrain.torch.trainer import Trainer
 
+    prepared.world.launch.enter("rendezvous")
     with engine_of(prepared) as engine:
         Loop(prepared, Trainer(prepared, engine)).train()
 

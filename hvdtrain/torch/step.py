@@ -1,6 +1,6 @@
 """One update of the weights, plain, compiled or as one CUDA graph. Needs PyTorch and NumPy, and no more."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,19 @@ def autocast(recipe: "Recipe", device: torch.device) -> AbstractContextManager[A
     return torch.autocast(device.type, DTYPES[recipe.precision]) if mixed else NOTHING
 
 
+def norm_of(parameters: Iterable[torch.Tensor]) -> float | None:
+    """The common norm of the parameters' gradients; None where there is none, as after zero_grad().
+
+    Examples:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> (3 * weight[0] + 4 * weight[1]).backward()
+        >>> norm_of([weight])
+        5.0
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    return float(nn.utils.get_total_norm(gradients)) if gradients else None
+
+
 class Step:
     """One rank's updates: its network, optimizer and loss scale, and the way from micro-batches to new weights.
 
@@ -90,6 +103,8 @@ class Step:
             self.objective.module(model), optimizers.make(recipe, model, lr, fused)
         )
         self._parameters = list(model.parameters())
+        self._norm: torch.Tensor | None = None
+        """Of the gradients before they were clipped."""
         # Of what lies where the engine has put it.
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.update: Callable[[list[Any]], list[Seen]] = self._update
@@ -122,7 +137,7 @@ class Step:
             self._fill_gradients()
             if self.recipe.clip_norm:
                 self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
+                self._norm = nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             if self.ema:
@@ -153,6 +168,10 @@ class Step:
         """A micro-batch's part of the mean over the global batch. An operation that changes nothing costs two."""
         weight = self._weight(examples)
         return loss if weight == micro_batches == 1 else loss * weight / micro_batches
+
+    def gradient_norm(self) -> float | None:
+        """Of the last update's averaged gradients, before they were clipped; None before the first one."""
+        return norm_of(self._parameters) if self._norm is None else float(self._norm)
 
     def evaluate(self, batch: Any) -> Seen:
         """What is to be reported of a validation batch."""

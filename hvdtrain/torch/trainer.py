@@ -20,7 +20,7 @@ from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.opening import is_one_graph
 from hvdtrain.torch.profiling import Profiler
 from hvdtrain.torch.state import State
-from hvdtrain.torch.step import Step, autocast, unwatched
+from hvdtrain.torch.step import Step, autocast, norm_of, unwatched
 
 
 class Replica:
@@ -40,6 +40,9 @@ class Replica:
 
     def totals(self) -> Totals:
         return self.meter.take()
+
+    def gradient_norm(self) -> float | None:
+        return norm_of(self.model.parameters())
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)
@@ -92,6 +95,9 @@ class Trainer(Replica):
         if self.profiler:
             for line in self.profiler.step():
                 self._note(line)
+
+    def gradient_norm(self) -> float | None:
+        return self.step.gradient_norm()
 
     def validate(self) -> Totals:
         """Totals of this rank's part: no example twice or padded."""

@@ -81,7 +81,7 @@ def no_progress(job):
     never = (*LINEAR, "--checkpoint-every-steps", 100_000, "--epochs", 100_000, "--checkpoint-every-epochs", 100_000)
     job.submit(script(trains("gloo", recipe=never), nodes=2))
     for start in (1, 2, 3):
-        job.until(lambda start=start: job.log.count("Epoch: 1, Iteration: 9") == start, "trains")
+        job.until(lambda start=start: job.log.count("Epoch: 1, Step: 9") == start, "trains")
         job.kill_rank(start % 2)
     return job.ended()
 

@@ -207,6 +207,12 @@ def test_dump_and_load_keep_every_value(mine):
     assert load(mine(text)) == loaded.model_copy(update={"name": "mine.yaml"})
 
 
+def test_a_shipped_recipe_expects_what_this_project_measured():
+    named = [name for name in shipped_entries() if load(name).expected]
+    assert named == ["digits:default"]
+    assert load("digits").expected == {"valid_acc1": 0.978}
+
+
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         load("linear").epochs = 3
@@ -242,8 +248,20 @@ VALUES = {
     "milestone 0": ({"lr_milestones": [0]}, "each of lr_milestones must be greater than 0, got 0."),
     "number for a path": ({"data_dir": 3}, "data_dir must be a path, got 3."),
     "misspelt key": ({"epocs": 3}, "unknown key 'epocs'. Did you mean epochs?"),
+    "the field's word for a key": ({"learning_rate": 3}, "unknown key 'learning_rate'. Did you mean base_lr?"),
     "key like no other": ({"zzz": 3}, "unknown key 'zzz'."),
     "key that is a number": ({3: 4}, "unknown key '3'."),
+    "figure that is none": ({"expected": {"valid_acc1": "high"}}, "each of expected must be a number, got 'high'."),
+    "endless figure": (
+        {"expected": {"valid_acc1": float("inf")}},
+        "each of expected must be a finite number, got inf.",
+    ),
+    "figure without a name": ({"expected": {1: 0.5}}, "each of expected must be text, got 1."),
+    "name that no terminal shows": (
+        {"expected": {"acc\x1b": 0.5}},
+        "a name must have up to 4096 characters, all printable, got 'acc\\x1b'.",
+    ),
+    "figures without names": ({"expected": 0.5}, "expected must map names to values, got 0.5."),
     "factor of 1": ({"lr_factor": 1}, "lr_factor must be less than 1, got 1."),
 }
 
@@ -349,7 +367,7 @@ NAMES = {
     ),
     "path out of the folder": (
         "../recipes/linear",
-        "unknown recipe '../recipes/linear'. Did you mean linear? "
+        "unknown recipe '../recipes/linear'. "
         "Recipes: cifar100, cscs, digits, imagenet, linear, synthetic; or give a file ending in .yaml.",
     ),
     "misspelt entry": (

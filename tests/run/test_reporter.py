@@ -4,6 +4,8 @@ import json
 import os
 import re
 import resource
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,15 @@ import pytest
 from event_files import scalars
 from tensorboardX import SummaryWriter
 
+from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.core.sharding import shard
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import OutputError
-from hvdtrain.run.reporter import Reporter
+from hvdtrain.run.reporter import OwnReporter, Reporter
 
 PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
 VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
+EXTENT = OwnSampling(10, 800, 1, epochs=2)
 
 
 def writer(folder: Path, first_step: int) -> SummaryWriter:
@@ -80,12 +84,15 @@ def test_what_is_handed_to_the_sum_is_one_array_of_doubles():
 
 def test_the_log_of_a_classifier(reporter, capsys):
     log = reporter()
-    log.begin_epoch()
-    log.steps(80, 2, 80, Totals(4.0, 68.02), 0.1, 0.1)
+    log.begin_epoch(Progress(78, 1), EXTENT)
+    log.stepped(Progress(79, 1, 10), EXTENT)
+    log.stepped(Progress(80, 1, 20), EXTENT)
+    log.steps(80, 2, Totals(4.0, 68.02), 0.1, 0.1)
     log.epoch(80, 2, PASSED, VALID)
     log.note("finished")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "INFO - Epoch: 2, Iteration: 80, Avg img/sec: 680.2"
+    line = "INFO - Epoch: 2, Step: 80/158, Loss: 0.0588, LR: 0.1, Time left: 0 s, Avg img/sec: 680.2"
+    assert lines[0] == line  # whose last word is the images/s, as in Horovod's tutorial
     assert re.fullmatch(r"INFO - Time taken for epoch 2 is \d+\.\d sec", lines[1])
     assert lines[2:] == [
         "INFO - train loss=3.75000, valid loss=1.25000",
@@ -99,7 +106,8 @@ def test_a_regression_has_no_accuracy(reporter, capsys, tmp_path):
     log.epoch(10, 1, Totals(30.0, 8.0), Totals(5.0, 4.0))
     log.close()
     assert "acc1" not in capsys.readouterr().out
-    assert set(records(tmp_path)[0]) == {"kind", "step", "epoch", "seconds", "train_loss", "valid_loss"}
+    about = {"kind", "step", "epoch", "seconds", "time", "train_examples", "valid_examples"}
+    assert set(records(tmp_path)[0]) == {*about, "train_loss", "valid_loss"}
     assert set(scalars(tmp_path)) == {"loss/train", "loss/valid"}
 
 
@@ -112,9 +120,11 @@ def test_a_metric_of_the_validation_alone(reporter, capsys, tmp_path):
 
 def test_metrics_jsonl(reporter, tmp_path):
     log = reporter()
-    log.steps(20, 1, 20, PASSED, 0.125, 2.0)
+    log.steps(20, 1, PASSED, 0.125, 2.0)
     log.epoch(40, 1, PASSED, VALID)
     step, epoch = records(tmp_path)  # written at once, not when the run ends
+    now = time.time()
+    assert all(now - 10 < record.pop("time") <= now for record in (step, epoch))
     assert step == {"kind": "step", "step": 20, "epoch": 1, "loss": 3.75, "lr": 0.125, "examples_per_second": 4.0}
     assert epoch.pop("seconds") >= 0
     assert epoch == {
@@ -125,7 +135,33 @@ def test_metrics_jsonl(reporter, tmp_path):
         "valid_loss": 1.25,
         "train_acc1": 0.75,
         "valid_acc1": 0.75,
+        "train_examples": 8,
+        "valid_examples": 4,
     }
+
+
+def test_a_gradient_norm_is_written_where_it_is_known(reporter, tmp_path):
+    log = reporter()
+    log.steps(20, 1, PASSED, 0.125, 2.0, gradient_norm=1.5)
+    log.close()
+    assert records(tmp_path)[0]["gradient_norm"] == 1.5
+    assert scalars(tmp_path)["gradient_norm"] == [(20, 1.5)]
+
+
+def test_the_log_of_a_loop_of_ones_own(tmp_path, capsys):
+    log = OwnReporter(tmp_path, writer(tmp_path, 0), 0)
+    log.begin_epoch(Progress(), OwnSampling(0, 0, 1))  # what they are is known with the batches
+    log.stepped(Progress(1, 0, 10), OwnSampling(10, 100, 1, epochs=sys.maxsize))
+    log.steps(1, 1, PASSED, 0.1, 2.0)
+    log.begin_epoch(Progress(1, 0, 10), OwnSampling(0, 0, 1, epochs=2))
+    log.stepped(Progress(2, 0, 20), OwnSampling(10, 100, 1, epochs=2))
+    log.steps(2, 1, PASSED, 0.1, 2.0, gradient_norm=1.5)
+    log.close()
+    known = "Epoch: 1, Step: 2/20, loss: 3.75, acc1: 0.75, gradient_norm: 1.5, LR: 0.1, Time left: 0 s, Avg"
+    assert capsys.readouterr().out.splitlines() == [
+        "INFO - Epoch: 1, Step: 1, loss: 3.75, acc1: 0.75, LR: 0.1, Avg examples/sec: 4.0",
+        f"INFO - {known} examples/sec: 4.0",
+    ]
 
 
 def test_a_diverged_validation_is_null_in_json(reporter, tmp_path):
@@ -155,7 +191,7 @@ def test_a_resumed_run_drops_what_it_makes_again(text, first_step, stay, reporte
         (tmp_path / "metrics.jsonl").write_bytes(text.encode("latin-1"))
     log = reporter(first_step=first_step)
     assert [record["step"] for record in records(tmp_path)] == stay
-    log.steps(first_step + 20, 1, 1, PASSED, 0.1, 1.0)
+    log.steps(first_step + 20, 1, PASSED, 0.1, 1.0)
     assert [record["step"] for record in records(tmp_path)] == [*stay, first_step + 20]
 
 
@@ -191,7 +227,7 @@ def test_what_is_no_file_is_refused(make, reporter, tmp_path):
 
 def test_tensorboard_tags_steps_and_values(reporter, tmp_path):
     log = reporter()
-    log.steps(20, 1, 20, PASSED, 0.125, 2.0)
+    log.steps(20, 1, PASSED, 0.125, 2.0)
     log.epoch(40, 1, PASSED, VALID)
     log.close()
     assert scalars(tmp_path) == {
@@ -202,15 +238,3 @@ def test_tensorboard_tags_steps_and_values(reporter, tmp_path):
         "acc1/train": [(40, 0.75)],
         "acc1/valid": [(40, 0.75)],
     }
-
-
-def test_a_progress_bar_shows_the_notes_and_ends(tmp_path, make_plan, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    log = Reporter(tmp_path, writer(tmp_path, 5), 5, bar_steps=make_plan().total_steps)
-    log.steps(7, 1, 7, PASSED, 0.1, 2.0)
-    log.note("[not markup] 1/2")
-    log.close()
-    out = capsys.readouterr().out
-    assert "INFO - [not markup] 1/2" in out
-    assert " 7/1500 " in out
-    assert "epoch 1  loss 3.7500  lr 0.1  4.0 img/s" in out

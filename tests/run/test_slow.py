@@ -134,7 +134,7 @@ def test_a_host_is_its_first_rank():
     peers = Peers(Topology(0, 4, 0, 2, 0, "nid1", "srun", None))
     endpoints = [Endpoint("nid1", 0, 1), Endpoint("nid2", 1, 0), Endpoint("nid2", 1, 1)]
     peers.connections = [Peer(None, 0, 0, rank, endpoint) for rank, endpoint in enumerate(endpoints, 1)]
-    assert SlowWatch(Liveness(peers))._hosts() == {0: 0, 1: 0, 2: 2, 3: 2}
+    assert SlowWatch(Liveness(peers)).hosts() == {0: 0, 1: 0, 2: 2, 3: 2}
 
 
 def test_noise_is_no_alarm(capsys):

@@ -173,7 +173,9 @@ class StoppingWorld(World):
 @pytest.fixture
 def hooks(folder):
     """A run's hooks, over one rank that trains nothing."""
-    engine = SimpleNamespace(rank=0, size=1, device="cpu", notes=(), broadcast=lambda _, meta: meta, sum=np.asarray)
+    engine = SimpleNamespace(
+        rank=0, size=1, device="cpu", notes=(), waited=None, broadcast=lambda _, meta: meta, sum=np.asarray
+    )
     trainer = SimpleNamespace(
         engine=engine,
         state=Live(),

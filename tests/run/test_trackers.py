@@ -20,10 +20,10 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
-from hvdtrain.run import trackers
+from hvdtrain.run import about, trackers
 from hvdtrain.run.options import parse_run
 from hvdtrain.run.reporter import Reporter
-from hvdtrain.run.trackers import Trackers, process
+from hvdtrain.run.trackers import Trackers
 
 PACED = Path(__file__).parents[1] / "support" / "paced.py"
 HOUSE = str(Path(trackers.__file__).parents[3])
@@ -453,13 +453,13 @@ def test_no_library_is_imported_into_the_training(python):
 def test_the_git_commit_of_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert process.git_commit() is None
+    assert about.git_commit() is None
     who = ["-c", "user.name=x", "-c", "user.email=x@x"]
     for words in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "x"]):
         subprocess.run(["git", *words], check=True)
     (tmp_path / "new").write_text("")
-    found = process.git_commit()
+    found = about.git_commit()
     assert re.fullmatch("[0-9a-f]{40}", found["commit"])
     assert found["dirty"] is False
     subprocess.run(["git", "add", "new"], check=True)
-    assert process.git_commit() == {**found, "dirty": True}
+    assert about.git_commit() == {**found, "dirty": True}

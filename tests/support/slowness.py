@@ -122,12 +122,12 @@ def slowed(cluster: Minicluster, rank: int, cause: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def training(cluster: Minicluster, engine: str) -> Iterator[Run]:
+def training(cluster: Minicluster, engine: str, *argv: str, **environ: str) -> Iterator[Run]:
     """A run that has made some steps."""
     folder = cluster.folder / f"run-{time.monotonic_ns()}"
     nodes(cluster, None)  # else libraries take half a minute to load
     train = (sys.executable, "-m", "hvdtrain.torch", "slow.yaml", "--engine", engine, "--log-every-steps", 1)
-    with cluster.started("srun", f"-N{NODES}", f"-n{NODES}", *train, "--output", folder) as ranks:
+    with cluster.started("srun", f"-N{NODES}", f"-n{NODES}", *train, *argv, "--output", folder, **environ) as ranks:
         run = Run(cluster, ranks, folder)
         run.wait_for(1)
         nodes(cluster, PROCESSORS)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow_programs import horovod
 
 from hvdtrain.tensorflow.engines.clock import Clock
+from hvdtrain.tensorflow.meter import GradientNorm
 
 
 def slept(seconds: float, tensor: tf.Tensor) -> tf.Tensor:
@@ -74,11 +75,26 @@ def set_back() -> float:
     return clock.seconds
 
 
+def norms() -> list[float | None]:
+    """What is noted of each of five updates, where the first and the third are followed by a request."""
+    norm, found = GradientNorm(), []
+
+    @tf.function(autograph=False)
+    def update(x: tf.Tensor) -> None:
+        norm.measure([3 * x, 4 * x])
+
+    for number in range(1, 6):
+        update(tf.constant([float(number)]))
+        found += [norm.take()] if number in {1, 3, 5} else []
+    return found
+
+
 if __name__ == "__main__":
     found = {
         "in a graph": measured(lambda step: tf.function(step, autograph=False)),
         "eagerly": measured(lambda step: step),
         "waited for": waited_for(),
         "set back": set_back(),
+        "norms": norms(),
     }
     print(json.dumps(found))

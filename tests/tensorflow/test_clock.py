@@ -35,3 +35,7 @@ def test_the_clock_waits_for_all_gradients_and_no_average_for_the_clock(found):
 
 def test_a_system_clock_that_is_set_back_takes_no_time_away(found):
     assert found["set back"] == 0.0
+
+
+def test_the_gradients_norm_is_that_of_the_first_update_after_a_request(found):
+    assert found["norms"] == [None, 10.0, 20.0]

@@ -52,14 +52,36 @@ try:
     counted("cscs:vgg16", False, dataset="imagenet", train_crop=176, data_dir=sys.argv[1])
 except RecipeError as error:
     found["refused"] = str(error)
+
+import contextlib, io, pathlib
+from hvdtrain.tools import plan
+os.chdir(sys.argv[1])
+pathlib.Path("nets.py").write_text(sys.argv[2])
+with contextlib.redirect_stdout(io.StringIO()) as page:
+    keys = ["--model", "nets:Net", "--dataset", "not.there:data", "--loss", "mse", "--examples", "300"]
+    plan.main(["linear", *keys, "--framework", "tensorflow"])
+found["plan"] = page.getvalue().splitlines()
 print(json.dumps(found))
+"""
+UNBUILT = """
+import keras
+
+class Net(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.layer(x)
 """
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     images = write_tree(tmp_path_factory.mktemp("images"))
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(images)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(images), UNBUILT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -92,3 +114,12 @@ def test_crops_of_two_sizes_are_refused(found):
     assert found["refused"] == (
         "model vgg16 takes images of one size in TensorFlow: train_crop and valid_crop must be equal, got 176 and 224."
     )
+
+
+def test_a_plan_without_the_example_that_a_network_is_built_by(found):
+    assert found["plan"][0] == (
+        "recipe      linear: nets:Net (an unknown number of parameters) on not.there:data, 300 examples to train, an "
+        "unknown number to validate"
+    )
+    assert "parameters  not counted: there is no example to look at" in found["plan"]
+    assert not any(line.startswith("memory") for line in found["plan"])

@@ -257,3 +257,14 @@ def test_a_wrong_flag_is_refused(tmp_path, flags, message):
     with pytest.raises(RecipeError) as refusal:
         pack.main([str(tmp_path), str(tmp_path / "dest"), *flags])
     assert str(refusal.value) == message
+
+
+def test_the_images_so_far_and_the_time_left_are_shown():
+    assert pack.progress("train", 1200, 4000, 4.0) == "train: 1,200 of 4,000 images, 300 a second, 0:00:09 left"
+
+
+def test_how_far_it_is_can_be_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack, "INTERVAL", 0)
+    seen = []
+    pack.pack(pack.Options(write_tree(tmp_path / "tree", 2, 1), tmp_path / "packed"), seen.append)
+    assert [line.partition(",")[0] for line in seen[:2]] == ["train: 1 of 4 images", "train: 2 of 4 images"]

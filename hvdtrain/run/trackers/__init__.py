@@ -6,12 +6,10 @@ into rank 0: it writes lines of JSON to a pipe and never waits for it.
 
 import contextlib
 import fcntl
-import importlib.metadata
 import importlib.util
 import json
 import math
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -24,6 +22,7 @@ from typing import Any
 from hvdtrain import files
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.topology import Topology
+from hvdtrain.run import about
 
 MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Trackers that are processes, and the module that each needs. Its extra has the tracker's name."""
@@ -31,7 +30,6 @@ CLOSE_SECONDS = 10.0
 STOP_SECONDS = 3.0
 """For a run that a signal or an error ends: the launcher may not wait."""
 QUEUE_BYTES = 1 << 20
-LIBRARIES = ("hvdtrain", "torch", "tensorflow", "tensorflow-cpu", "lightning", "keras", "horovod", "numpy")
 
 
 def check(names: Sequence[str]) -> None:
@@ -53,16 +51,8 @@ def metadata(topology: Topology, framework: str, engine: str, **trained: Any) ->
         "ranks": topology.size,
         "hosts": math.ceil(topology.size / topology.local_size),
         "job_id": topology.job_id,
-        "versions": _versions(),
+        "versions": about.versions(),
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 class Trackers:

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain import files
+from hvdtrain.run.about import git_commit
 from hvdtrain.untrusted import one_line
 
-GIT_SECONDS = 5
 LAST_SECONDS = 30
 """After the training's end, whoever ended it."""
 SAVE_SECONDS = 1.0
@@ -158,20 +157,3 @@ def _records(parent: int) -> Iterator[dict[str, Any]]:
             return
         *lines, unread = (unread + read).split(b"\n")
         yield from map(json.loads, lines)
-
-
-def git_commit() -> dict[str, Any] | None:
-    """Commit of the current folder, and whether files that git knows have changed since; None outside of git."""
-
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
-        return done.stdout.strip()
-
-    try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -4,11 +4,11 @@ Algorithm bandwidth is bytes / seconds; bus bandwidth is that times 2 (N - 1) / 
 from its slowest link, whatever N. Source: nccl-tests, doc/PERFORMANCE.md.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
 import tyro
@@ -17,7 +17,9 @@ from pydantic import Field
 from hvdtrain.core import flags
 from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.launch.topology import discover
+from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure, ranks
+from hvdtrain.tools.rank_status import Show
 from hvdtrain.untrusted import quoted
 
 if TYPE_CHECKING:
@@ -66,12 +68,27 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if discover(os.environ).size > 1:
         ranks.become([WORKER, *argv])
+    with Status("bench allreduce") as status:
+        found = _over_both(options, argv, status.update)
+    if not found:
+        return 1
+    answer(found, options.ranks).conclude(options)
+    return 0
+
+
+def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
+    """Starts ranks for each round and each of Horovod's ways; one that fails is left out, and reported so."""
     found: Found = {}
     ways = dict(WAYS)
     for number in range(options.rounds):
         for way, flag in list(ways.items()) if number % 2 == 0 else reversed(list(ways.items())):
+            program = [WORKER, *argv, "--rounds", "1"]
+
+            def in_round(text: str, title: str = f"round {number + 1} of {options.rounds}, over {way}") -> None:
+                show(f"{title}: {text}")
+
             try:
-                now = ranks.launch([WORKER, *argv, "--rounds", "1"], "horovod", options.ranks, flag)
+                now = ranks.launch(program, "horovod", options.ranks, flag, show=in_round)
             except EngineUnavailable as error:
                 print(f"Horovod over {way} is left out: {error}", file=sys.stderr, flush=True)
                 del ways[way]
@@ -79,10 +96,7 @@ def main(argv: Sequence[str]) -> int:
             for library, sizes in now.items():
                 for size, seconds in sizes.items():
                     found.setdefault(library, {}).setdefault(int(size), []).extend(seconds)
-    if not found:
-        return 1
-    report(found, options.ranks, options.output)
-    return 0
+    return found
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -97,20 +111,34 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
     return size / seconds * 2 * (ranks - 1) / ranks
 
 
-def report(found: Found, size: int, output: Path | None) -> None:
-    """Prints the table for `size` ranks, and all of it as JSON."""
-    print(f"allreduce over {size} ranks; algorithm and bus bandwidth in MB/s (10^6 bytes)")
-    print(f"{'library':24}{'MB':>9}{'ms':>32}{'algorithm':>11}{'bus':>9}")
-    rows: list[dict[str, Any]] = []
+def answer(found: Found, size: int) -> measure.Answer:
+    """The table for `size` ranks, and which library is fastest."""
+    rows, figures = [], []
     for library, sizes in found.items():
         for length, seconds in sizes.items():
             middle = measure.spread(seconds).median
             bus = bus_bandwidth(length, middle, size)
-            ms = measure.summary(seconds, 1e3)
-            print(f"{library:24}{length / MB:9.3f}{ms:>32}{length / middle / MB:11.1f}{bus / MB:9.1f}")
+            rates = (f"{length / middle / MB:.1f}", f"{bus / MB:.1f}")
+            rows.append((library, f"{length / MB:.4g}", measure.summary(seconds, 1e3), *rates))
             row = {"library": library, "bytes": length, "seconds": seconds}
-            rows.append({**row, "algorithm_bytes_per_second": length / middle, "bus_bytes_per_second": bus})
-    measure.conclude("allreduce", {"ranks": size, "found": rows}, lambda axes: draw(axes, found, size), output)
+            figures.append({**row, "algorithm_bytes_per_second": length / middle, "bus_bytes_per_second": bus})
+    title = f"allreduce over {size} ranks; algorithm and bus bandwidth in MB/s (10^6 bytes)"
+    table = [title, *measure.table(("library", "MB", "ms", "algorithm", "bus"), rows)]
+    results = {"ranks": size, "found": figures}
+    return measure.Answer("allreduce", table, fastest(found), results, lambda axes: draw(axes, found, size))
+
+
+def fastest(found: Found) -> str:
+    """The fastest library at the smallest and at the largest size, as a sentence."""
+    sizes = sorted({size for of_library in found.values() for size in of_library})
+    return "; ".join(map(functools.partial(_fastest_at, found), dict.fromkeys((sizes[-1], sizes[0])))) + "."
+
+
+def _fastest_at(found: Found, size: int) -> str:
+    seconds = {library: measure.spread(sizes[size]).median for library, sizes in found.items() if size in sizes}
+    first, *others = sorted(seconds, key=seconds.__getitem__)
+    at = f"at {size / MB:.4g} MB {first} is fastest"
+    return f"{at}, {measure.times(seconds[others[0]] / seconds[first])} {others[0]}" if others else at
 
 
 def draw(axes: "Axes", found: Mapping[str, Mapping[int, Sequence[float]]], ranks: int) -> None:

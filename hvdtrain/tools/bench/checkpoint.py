@@ -1,5 +1,6 @@
 """`bench checkpoint`: what checkpoints beside training cost it, and how long one holds a step up."""
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,14 @@ from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.errors import RecipeError
+from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure, ranks
+
+KINDS = {
+    "none": "a step, no checkpoints",
+    "checkpoints": "a step, with checkpoints",
+    "copies": "a step, with copies in their place",
+}
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -32,19 +40,27 @@ def main(argv: Sequence[str]) -> int:
         raise RecipeError(f"--steps must be a multiple of --every {options.every}, got {options.steps}.")
     numbers = map(str, (options.rounds, options.every, options.steps))
     program = ["hvdtrain.tools.bench.workers.checkpoint", options.framework, options.recipe, *numbers]
-    results = ranks.launch(program, "horovod", options.ranks)
-    results |= figures(results)
-    for kind, seconds in results["step_seconds"].items():
-        print(f"{kind:12}{measure.summary(seconds, 1e3)} ms a step")
-    print(f"with checkpoints / without: {measure.summary(results['ratios'], 1, 4)}, {options.rounds} rounds")
-    print(f"a copy of the state: {measure.summary(results['copies'], 1e3)} ms")
-    print(
-        f"a checkpoint holds training up for {measure.summary(results['stalls'], 1e3)} ms; the 95th percentile of "
-        f"{len(results['stalls'])} is {results['stall_over_copy']:.2f} copies"
+    with Status("bench checkpoint") as status:
+        results = ranks.launch(program, "horovod", options.ranks, show=status.update)
+    answer(results | figures(results)).conclude(options)
+    return 0
+
+
+def answer(results: dict[str, Any]) -> measure.Answer:
+    """The steps of each kind, a copy of the state, and how long a checkpoint holds training up."""
+    rows = [(KINDS[kind], measure.summary(seconds, 1e3)) for kind, seconds in results["step_seconds"].items()]
+    rows += [("a copy of the state", measure.summary(results["copies"], 1e3))]
+    rows += [("training held up by a checkpoint", measure.summary(results["stalls"], 1e3))]
+    ratio = measure.spread(results["ratios"])
+    rounds = measure.rounds(len(results["ratios"]))
+    sentence = (
+        f"With a checkpoint every {results['every']} steps a step takes {ratio.median:.3f} times as long "
+        f"({ratio.low:.3f} to {ratio.high:.3f} in {rounds}); 95 of 100 checkpoints hold "
+        f"training up for at most {results['stall_over_copy']:.2f} times what a copy of the state takes."
     )
     shown = {"a copy": results["copies"], "held up": results["stalls"]}
-    measure.conclude("checkpoint", results, lambda axes: measure.bars(axes, shown, "ms", 1e3), options.output)
-    return 0
+    draw = functools.partial(measure.bars, found=shown, unit="ms", scale=1e3)
+    return measure.Answer("checkpoint", measure.table(("", "ms"), rows), sentence, results, draw)
 
 
 def figures(results: dict[str, Any]) -> dict[str, Any]:

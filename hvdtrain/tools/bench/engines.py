@@ -1,5 +1,6 @@
 """`bench engines`: every engine's step time on this machine, each in runs of its own, one engine after the other."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -21,7 +22,9 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure
+from hvdtrain.tools.rank_status import Show
 from hvdtrain.untrusted import printable, read_bytes
 
 WARM_UP = 3  # steps
@@ -131,31 +134,49 @@ def reason(printed: str) -> str:
     return printable((printed.strip().splitlines() or ["it ended without output"])[-1], 500)
 
 
-def measure_all(chosen: Sequence[Contender], recipe: str, rounds: int, steps: int) -> dict[Contender, Measured]:
+def measure_all(
+    chosen: Sequence[Contender], recipe: str, rounds: int, steps: int, show: Show
+) -> dict[Contender, Measured]:
     """Every contender once a round, interleaved; who fails once is left out of the rounds to come."""
     found = {contender: Measured([]) for contender in chosen}
     for number in range(rounds):
         for contender, before in found.items():
             if before.reason:
                 continue
-            print(f"round {number + 1}: {contender.adapter} {contender.engine}", file=sys.stderr, flush=True)
+            show(measure.titled(f"{contender.adapter} {contender.engine}", number + 1, rounds))
             now = run(contender, recipe, steps)
             found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
     return found
 
 
 def table(found: dict[Contender, Measured]) -> list[str]:
-    """The figures as lines of a Markdown table."""
-    lines = ["| engine | launch | with | step, ms | examples/s | good for |", "|---|---|---|---|---|---|"]
+    """The figures, and below them why an engine has none, or what it is good for."""
+    rows, reasons = [], []
     for contender, measured in found.items():
-        launch = contender.launcher + (f" x {contender.ranks}" if contender.launcher != "python" else "")
         step, rate = "-", "-"
         if measured.seconds:
-            step = measure.summary(measured.seconds, 1e3, 0)
-            rate = f"{measured.batch / statistics.median(measured.seconds):.1f}"
-        good_for = ENGINES[contender.engine].good_for if not measured.reason else measured.reason
-        lines.append(f"| `{contender.engine}` | {launch} | {contender.adapter} | {step} | {rate} | {good_for} |")
-    return lines
+            step = measure.summary(measured.seconds, 1e3)
+            rate = measure.rate(measured.batch / statistics.median(measured.seconds))
+        else:
+            reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason}")
+        rows.append((contender.engine, contender.launcher, contender.adapter, step, rate))
+    good_for = {contender.engine: ENGINES[contender.engine].good_for for contender, it in found.items() if it.seconds}
+    figures = measure.table(("engine", "launch", "with", "step, ms", "examples/s"), rows)
+    return [*figures, *reasons, "", *measure.table(("engine", "good for"), good_for.items())]
+
+
+def fastest(found: dict[Contender, Measured]) -> str:
+    """The engine of most examples a second, against the next and the last, as a sentence."""
+    rates = {
+        f"{contender.adapter} {contender.engine}": measured.batch / statistics.median(measured.seconds)
+        for contender, measured in found.items()
+        if measured.seconds
+    }
+    first, *others = sorted(rates, key=lambda name: -rates[name])
+    sentence = f"{first} is fastest with {measure.rate(rates[first])} examples/s"
+    for name in dict.fromkeys((others[0], others[-1]) if others else ()):
+        sentence += f", {measure.times(rates[first] / rates[name])} {name}"
+    return f"{sentence}."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -164,15 +185,17 @@ def main(argv: Sequence[str]) -> int:
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)
-    found = measure_all(chosen, options.recipe, options.rounds, options.steps)
-    print("\n".join(table(found)))
+    with Status("bench engines") as status:
+        found = measure_all(chosen, options.recipe, options.rounds, options.steps, status.update)
     results = [
         {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
         for c, m in found.items()
     ]
     times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}
     if not times:
+        print("\n".join(table(found)))
         return 1
     everything = {"recipe": options.recipe, "ranks": options.ranks, "engines": results}
-    measure.conclude("engines", everything, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
+    measure.Answer("engines", table(found), fastest(found), everything, draw).conclude(options)
     return 0

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,9 @@ import tyro
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure
+from hvdtrain.tools.rank_status import Show, hidden
 from hvdtrain.untrusted import quoted
 
 WORKER = "hvdtrain.tools.bench.workers.torch_ladder"
@@ -36,15 +38,18 @@ WITHOUT = [[], ["graph"], ["compile"], ["compile", "graph"]]
 # Seconds a rung may take, and those kept back for the last one, which trains.
 SHORTEST, LIMIT, COMPILE_LIMIT, TRAIN_RESERVE = 5, 45, 130, 190
 
+LONGEST = max(map(len, RUNGS))
+TITLES = ("rung", "images/s", "range", "1 batch", "GiB", "matmul")
+ROW = f"{{:{LONGEST}}}{{:>9}}{{:>6}}{{:>8}}{{:>5}}{{:>7}}"
+
 Found = dict[str, Any]
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
-class Options:
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(measure.Kept):
     """Measures every rung of the ladder on one GPU, and trains cifar100:fast to its end."""
 
     data: Annotated[Path, tyro.conf.arg(help="folder that holds cifar-100-python")]
-    output: Annotated[Path | None, tyro.conf.arg(help="JSON file for all figures", metavar="FILE")] = None
     device: Annotated[Literal["cuda", "cpu"], tyro.conf.arg(help="cpu: a trial of the program, tiny")] = "cuda"
     seconds: Annotated[float, tyro.conf.arg(help="for everything")] = 470.0
     rungs: Annotated[str, tyro.conf.arg(help="some of them, by comma; fast is also trained", metavar="NAME,NAME")] = (
@@ -57,31 +62,32 @@ def main(argv: Sequence[str]) -> int:
     options: Options = flags.parse(Options, "python -m hvdtrain bench ladder", argv)
     if wrong := [name for name in options.rungs.split(",") if name not in RUNGS]:
         raise RecipeError(f"--rungs must be some of {', '.join(RUNGS)}; got {quoted(wrong[0])}.")
-    found = climb(options)
-    if options.output:
-        measure.save(options.output, json.dumps(found, indent=1) + "\n")
+    with Status("bench ladder") as status:
+        report = hidden if str(options.json) == "-" else status.print
+        found = climb(options, status.update, report)
+    answer(found).conclude(options)
     return 0
 
 
-def climb(options: Options) -> Found:
+def climb(options: Options, show: Show = hidden, report: Callable[[str], None] = print) -> Found:
     """All rungs, one after the other, each reported as it ends. Raises EngineUnavailable."""
     compiled = {name: recipes.load(f"cifar100:{name}").compile for name in options.rungs.split(",")}
     deadline = time.monotonic() + options.seconds
+    show("looking at the GPU")
     machine = started(options, "machine", [], 60)
     if "error" in machine:
         raise EngineUnavailable(f"no measurement is possible: {machine['error']}")
-    for name, value in machine.items():
-        print(f"{name:22}{value}", flush=True)
-    print(f"\n{'rung':46}{'images/s':>10}{'spread':>16}{'one batch':>11}{'GiB':>7}{'of matmul':>10}", flush=True)
+    report("\n".join([*(f"{name:22}{value}" for name, value in machine.items()), "", ROW.format(*TITLES)]))
     rungs: dict[str, Found] = {}
     usable = 0
-    for name, compiles in compiled.items():
+    for number, (name, compiles) in enumerate(compiled.items(), 1):
         left = deadline - time.monotonic() - (0 if name == TRAINED else TRAIN_RESERVE)
         limit = left if name == TRAINED else min(COMPILE_LIMIT if compiles else LIMIT, left)
         ends = time.monotonic() + limit
         for without in WITHOUT[usable:] if compiles else [[]]:
+            show(f"rung {number} of {len(compiled)}: {labelled(name, without)}")
             rungs[name] = {**started(options, name, without, ends - time.monotonic()), "without": without}
-            report(name, rungs[name], without, machine)
+            report("\n".join(row(labelled(name, without), rungs[name], machine)))
             if rungs[name].get("images_per_second") or ends - time.monotonic() < SHORTEST:
                 break
         if compiles:  # what failed once, or has not ended, is not tried again
@@ -115,30 +121,48 @@ def last_line(log: Path) -> str:
     return (errors or lines or ["it printed nothing"])[-1][:200]
 
 
-def report(name: str, found: Found, without: list[str], machine: Found) -> None:
-    """Prints a rung's line, and the result of its training."""
-    label = f"{name} (without {' and '.join(without)})" if without else name
+def labelled(name: str, without: list[str]) -> str:
+    """`fast (without compile)`."""
+    return f"{name} (without {' and '.join(without)})" if without else name
+
+
+def row(label: str, found: Found, machine: Found) -> list[str]:
+    """A rung's line; a label or an error that is too long for it has lines of its own."""
     if not found.get("images_per_second"):
-        print(f"{label:46} failed: {found['error']}", flush=True)
-        return
+        return measure.folded(f"{label} failed: {found['error']}")
     rate = measure.spread(found["images_per_second"])
-    of_matmul = f"{rate.median * found['flops_per_image'] / machine['matmul_flops']:.1%}"
-    spread = f"{rate.low:,.0f}-{rate.high:,.0f}"
+    reach = max(rate.high - rate.median, rate.median - rate.low) / rate.median
+    of_matmul = rate.median * found["flops_per_image"] / machine["matmul_flops"]
     alone = f"{found['one_batch']:,.0f}" if "one_batch" in found else ""
-    print(f"{label:46}{rate.median:10,.0f}{spread:>16}{alone:>11}{found['peak_gib']:7.1f}{of_matmul:>10}", flush=True)
-    if "epochs" in found:
-        _report_training(found)
+    cells = (f"{rate.median:,.0f}", f"±{reach:.0%}", alone, f"{found['peak_gib']:.1f}", f"{of_matmul:.1%}")
+    above, label = ([label], "") if len(label) > LONGEST else ([], label)
+    return [*above, ROW.format(label, *cells)]
 
 
-def _report_training(found: Found) -> None:
+def answer(found: Found) -> measure.Answer:
+    """The training's result, and how much faster the last rung is than the first."""
+    rates = {name: rung["images_per_second"] for name, rung in found["rungs"].items() if rung.get("images_per_second")}
+    sentence = "No rung could be measured."
+    if rates:
+        first, *_, last = [*rates, *rates]
+        ratio = measure.spread(rates[last]).median / measure.spread(rates[first]).median
+        sentence = f"{last} trains {measure.times(ratio)} {first}." if last != first else f"Only {first} was measured."
+    fast = found["rungs"].get(TRAINED, {})
+    lines = ["", *trained(fast)] if fast.get("images_per_second") and "epochs" in fast else []
+    return measure.Answer("ladder", lines, sentence, found, lambda axes: measure.bars(axes, rates, "images/s"))
+
+
+def trained(found: Found) -> list[str]:
+    """What the training reached, and when."""
     compiling, best = found["first_steps_seconds"], max(epoch["accuracy"] for epoch in found["epochs"])
     last = found["epochs"][-1]
-    print(f"\ntrained {len(found['epochs'])} epochs: validation accuracy {last['accuracy']:.4f}, best {best:.4f}")
-    print(
-        f"wall time {last['seconds']:.1f} s with every validation, {compiling:.1f} s of it the first, compiling steps"
-    )
     reached = [epoch["seconds"] for epoch in found["epochs"] if epoch["accuracy"] >= found["target"]]
+    when = f"{found['target']:.0%} was not reached{': ' + found['error'] if 'error' in found else ''}"
     if reached:
-        print(f"{found['target']:.0%} after {reached[0]:.1f} s, {reached[0] - compiling:.1f} s without the first steps")
-    else:
-        print(f"{found['target']:.0%} was not reached{': ' + found['error'] if 'error' in found else ''}")
+        when = f"{found['target']:.0%} after {reached[0]:.1f} s, {reached[0] - compiling:.1f} s without the first steps"
+    return [
+        f"trained {len(found['epochs'])} epochs: validation accuracy {last['accuracy']:.4f}, best {best:.4f}",
+        f"wall time {last['seconds']:.1f} s with every validation",
+        f"{compiling:.1f} s of it the first, compiling steps",
+        *measure.folded(when),
+    ]

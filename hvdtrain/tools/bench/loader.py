@@ -11,15 +11,13 @@ in the system's memory after the first round, so that no disk is measured. Where
 the shards too, on the processor.
 """
 
+import functools
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pydantic
@@ -30,8 +28,9 @@ from pydantic import Field
 from hvdtrain.core import flags
 from hvdtrain.datasets.packed import shards
 from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.terminal import Status
 from hvdtrain.tools import pack
-from hvdtrain.tools.bench import measure
+from hvdtrain.tools.bench import measure, ranks
 
 WORKER = "hvdtrain.tools.bench.workers.torch_loading"
 GENERATED = 256
@@ -60,22 +59,22 @@ def main(argv: Sequence[str]) -> int:
     """Measures in a process of its own; the exit code. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain bench loader", argv)
     _check(options)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.data_dir or generated(Path(scratch, "images"))
-        packed = options.packed or Path(scratch, "packed")
-        if not options.packed:
-            pack.pack(pack.Options(folder, packed))
-        kept = Path(scratch, "found.json")
-        numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
-        command = [sys.executable, "-m", WORKER, *map(str, (folder, packed, kept, *numbers))]
-        if code := subprocess.run(command, check=False).returncode:
-            return code
-        results = json.loads(kept.read_text())
+    with tempfile.TemporaryDirectory() as scratch, Status("bench loader") as status:
+        results = _measured(options, Path(scratch), status)
     results["data"] = str(options.data_dir or f"generated, {SIZE[0]} x {SIZE[1]}")
-    _report(results, options.data_dir is None)
-    per_core = results["images_per_core_second"]
-    measure.conclude("loader", results, lambda axes: measure.bars(axes, per_core, "images/s per core"), options.output)
+    answer(results, options.data_dir is None).conclude(options)
     return 0
+
+
+def _measured(options: Options, scratch: Path, status: Status) -> dict[str, Any]:
+    """What the process that reads found. Raises HvdtrainError."""
+    status.update(f"generating {GENERATED} images")
+    folder = options.data_dir or generated(scratch / "images")
+    packed = options.packed or scratch / "packed"
+    if not options.packed:
+        pack.pack(pack.Options(folder, packed), status.update)
+    numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
+    return ranks.launch([WORKER, *map(str, (folder, packed, *numbers))], "local", 1, show=status.update)
 
 
 def _check(options: Options) -> None:
@@ -117,11 +116,21 @@ def processor_seconds() -> float:
     return sum(used[pid] for pid in mine) * TICK
 
 
-def _report(results: dict, is_generated: bool) -> None:
-    for name, values in results["images_per_core_second"].items():
-        wall = measure.summary(results["images_per_second"][name], digits=0)
-        print(f"{name:12}{measure.summary(values, digits=0)} images/s per core; {wall} on {results['cores']} cores")
-    for name, values in results["ratios"].items():
-        print(f"{name} / torchvision, per core: {measure.summary(values)}")
+def answer(results: dict[str, Any], is_generated: bool) -> measure.Answer:
+    """Images/s of each reader, and hvdtrain's over torchvision's."""
+    rows = [
+        (
+            name,
+            measure.summary(values),
+            measure.summary(results["images_per_second"][name]),
+            measure.summary(results["ratios"][name]) if name in results["ratios"] else "1",
+        )
+        for name, values in results["images_per_core_second"].items()
+    ]
+    header = ("images/s", "per core", f"on {results['cores']} cores", "times torchvision's")
+    ratios = (f"{measure.spread(values).median:.2f} ({name})" for name, values in results["ratios"].items())
+    sentence = f"Per core hvdtrain reads {' and '.join(ratios)} times as many images as torchvision."
     if is_generated:
-        print("The images are generated: give --data-dir for what real ones give.")
+        sentence += " The images are generated: give --data-dir for what real ones give."
+    draw = functools.partial(measure.bars, found=results["images_per_core_second"], unit="images/s per core")
+    return measure.Answer("loader", measure.table(header, rows), sentence, results, draw)

@@ -1,11 +1,16 @@
-"""What every benchmark shares: interleaved rounds, the median and the spread, JSON and a plot."""
+"""What every benchmark shares: interleaved rounds, the median and the spread, and the answer.
 
+That is a table and a sentence for people, JSON and a plot.
+"""
+
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,11 +20,13 @@ from pydantic import Field
 
 from hvdtrain import files
 from hvdtrain.errors import EngineUnavailable, OutputError
+from hvdtrain.tools.rank_status import hidden
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_RANKS = 16_384
+WIDTH = 80
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 """Of rounds, steps, images."""
 RankCount = Annotated[int, Field(ge=1, le=MOST_RANKS)]
@@ -31,6 +38,7 @@ class Kept:
     """The flags by which a benchmark keeps what it found."""
 
     output: Annotated[Path | None, tyro.conf.arg(help="folder for the figures as JSON and as a plot (PNG)")] = None
+    json: Annotated[Path | None, tyro.conf.arg(help="file for the figures; -: print them alone", metavar="FILE")] = None
 
 
 class Spread(NamedTuple):
@@ -46,22 +54,68 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def summary(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
-    """`12.30 (12.01 to 13.40)`: the spread of the values times `scale`."""
-    middle, low, high = (f"{scale * value:.{digits}f}" for value in spread(values))
+def summary(values: Sequence[float], scale: float = 1.0, digits: int | None = None) -> str:
+    """`12.30 (12.01 to 13.40)`: the spread of the values times `scale`, with so many digits behind the point; left out:
+    with about four in all."""
+    found = [scale * value for value in spread(values)]
+    if digits is None:
+        digits = 3 if found[0] < 1 else 2 if found[0] < 100 else 1 if found[0] < 1000 else 0
+    middle, low, high = (f"{value:.{digits}f}" for value in found)
     return f"{middle} ({low} to {high})"
 
 
-def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """What each gives, once a round, interleaved, every other round backwards; rounds of warm-up are not kept."""
+def rounds(number: int) -> str:
+    """`1 round`, `5 rounds`."""
+    return f"{number} round{'s' if number > 1 else ''}"
+
+
+def rate(per_second: float) -> str:
+    """`812.3`, or `12,345`."""
+    return f"{per_second:,.{1 if per_second < 1000 else 0}f}"
+
+
+def times(ratio: float) -> str:
+    """`1.8 times as fast as`, or `as fast as` where that is about the same."""
+    return f"{ratio:.1f} times as fast as" if ratio >= 1.05 else "as fast as"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns: words to the left, figures to the right."""
+    columns = list(zip(header, *rows, strict=True))
+    padded = []
+    for title, *cells in columns:
+        width = max(map(len, (title, *cells)))
+        is_words = not any(cell[:1].isdigit() for cell in cells)
+        padded.append([cell.ljust(width) if is_words else cell.rjust(width) for cell in (title, *cells)])
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], float]],
+    rounds: int,
+    warm_up: int = 1,
+    show: Callable[[str], None] = hidden,
+) -> dict[str, list[float]]:
+    """What each gives, once a round, interleaved, every other round backwards; rounds of warm-up are not kept.
+
+    `show` shows the title of each measurement as it begins.
+    """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(warm_up + rounds):
         for name in names if number % 2 == 0 else reversed(names):
+            show(titled(name, number + 1 - warm_up, rounds))
             value = contenders[name]()
             if number >= warm_up:
                 found[name].append(value)
     return found
+
+
+def titled(name: str, number: int, rounds: int) -> str:
+    """`round 2 of 5: NAME`; the number is below 1 in warm-up."""
+    if number < 1:
+        return f"warm-up: {name}"
+    return f"round {number} of {rounds}: {name}" if rounds > 1 else name
 
 
 def bars(axes: "Axes", found: Mapping[str, Sequence[float]], unit: str, scale: float = 1.0) -> None:
@@ -75,25 +129,48 @@ def bars(axes: "Axes", found: Mapping[str, Sequence[float]], unit: str, scale: f
     axes.set_xlabel(unit)
 
 
-def conclude(what: str, results: Mapping[str, Any], draw: Callable[["Axes"], None], output: Path | None) -> None:
-    """Prints the results as one line of JSON, this machine's beside them; in the folder `output`, where one is given,
-    leaves them as WHAT.json and what `draw` draws as WHAT.png. Raises OutputError, EngineUnavailable."""
-    line = json.dumps({"bench": what, **results, "machine": machine()})
-    print(line)
-    if output is None:
-        return
-    save(output / f"{what}.json", line + "\n")
-    plot(draw, output / f"{what}.png")
-    print(f"{output / what}.json, {output / what}.png")
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a benchmark found: a table and a sentence for people, the figures for programs."""
+
+    what: str
+    table: Sequence[str]
+    sentence: str
+    results: Mapping[str, Any]
+    draw: Callable[["Axes"], None]
+
+    def conclude(self, kept: Kept) -> None:
+        """Prints the table and the sentence, or with --json - the figures alone; leaves the figures, this machine's
+        versions beside them, in the file of --json, and as WHAT.json and WHAT.png in the folder of --output. Raises
+        OutputError, EngineUnavailable."""
+        line = json.dumps({"bench": self.what, **self.results, "machine": machine()}) + "\n"
+        to_stdout = str(kept.json) == "-"
+        print(
+            line
+            if to_stdout
+            else "\n".join([*self.table, "", *folded(self.sentence[:1].upper() + self.sentence[1:]), ""]),
+            end="",
+            flush=True,
+        )
+        if kept.json and not to_stdout:
+            save(kept.json, line, "--json a file")
+        if kept.output:
+            save(kept.output / f"{self.what}.json", line)
+            plot(self.draw, kept.output / f"{self.what}.png")
 
 
-def save(path: Path, text: str) -> None:
+def folded(text: str) -> list[str]:
+    """Lines of at most 80 characters; a line break stays."""
+    return [line for part in text.split("\n") for line in textwrap.wrap(part, WIDTH, break_on_hyphens=False)]
+
+
+def save(path: Path, text: str, remedy: str = "--output a folder") -> None:
     """Writes a file of figures, and its folder where there is none. Raises OutputError."""
     try:
         files.make_folder(path.parent)
         files.write(path, text)
     except OSError as error:
-        raise OutputError(f"{path.parent}: {error.strerror}; give --output a folder that can be written.") from None
+        raise OutputError(f"{path.parent}: {error.strerror}; give {remedy} that can be written.") from None
 
 
 def plot(draw: Callable[["Axes"], None], path: Path) -> None:

@@ -1,5 +1,6 @@
 """`bench overhead`: hvdtrain's step beside that of a hand-written loop, in the same processes."""
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import Field
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import RecipeError
+from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure, ranks
 
 # What the hand-written loops do and leave out.
@@ -18,6 +20,8 @@ HAND_WRITTEN = {
     "compression": "none", "reduction": "average", "channels_last": False, "xla": False, "max_steps": None,
     "checkpoint_every_steps": None, "ema_decay": None, "compile": False, "data_on_device": False, "profile": False,
 }  # fmt: skip
+
+HEADER = ("loop", "ms a step", "over the hand-written loop's")
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -41,18 +45,27 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     worker = f"hvdtrain.tools.bench.workers.{options.framework}_overhead"
     program = [worker, options.recipe, str(options.rounds), options.engine]
-    results = ranks.launch(program, options.engine, options.ranks)
-    _report(results["step_seconds"], results["ratios"])
-    times = results["step_seconds"]
-    measure.conclude("overhead", results, lambda axes: measure.bars(axes, times, "ms a step", 1e3), options.output)
+    with Status("bench overhead") as status:
+        results = ranks.launch(program, options.engine, options.ranks, show=status.update)
+    answer(results).conclude(options)
     return 0
 
 
-def _report(step_seconds: dict[str, list[float]], ratios: dict[str, list[float]]) -> None:
-    for name, seconds in step_seconds.items():
-        print(f"{name:13} {measure.summary(seconds, 1e3)} ms a step")
-    for name, of_rounds in ratios.items():
-        print(f"{name} / hand-written: {measure.summary(of_rounds, 1, 4)}, {len(of_rounds)} rounds")
+def answer(results: dict[str, Any]) -> measure.Answer:
+    """The loops' steps and hvdtrain's over the hand-written one's."""
+    times, ratios = results["step_seconds"], results["ratios"]
+    rows = [
+        (name, measure.summary(seconds, 1e3), measure.summary(ratios[name], digits=4) if name in ratios else "1")
+        for name, seconds in times.items()
+    ]
+    ours = measure.spread(ratios["hvdtrain"])
+    scatter = "as long as" if ours.low <= 1 <= ours.high else f"{ours.median:.3f} times as long as"
+    sentence = f"A step of hvdtrain takes {scatter} the hand-written loop's"
+    sentence += (
+        f" (ratio {ours.median:.3f}, {ours.low:.3f} to {ours.high:.3f} in {measure.rounds(len(ratios['hvdtrain']))})."
+    )
+    draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
+    return measure.Answer("overhead", measure.table(HEADER, rows), sentence, results, draw)
 
 
 def _check(options: Options) -> None:

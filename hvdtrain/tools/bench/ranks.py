@@ -1,47 +1,88 @@
-"""Ranks that measure: started on this machine, or by the launcher of this process; and what rank 0 found."""
+"""Ranks that measure: started on this machine, or by the launcher of this process; what rank 0 does, and found.
 
+Rank 0 of ranks that were started here writes what it does into a file, which the process that started them reads.
+"""
+
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
+from hvdtrain.launch.topology import Topology
 from hvdtrain.tools.bench.engines import reason
+from hvdtrain.tools.rank_status import Show, hidden, shown
 
 KEPT = "HVDTRAIN_BENCH_KEPT"
+NOW = "HVDTRAIN_BENCH_NOW"
+WORKERS = "hvdtrain.tools.bench.workers"
+INTERVAL = 0.25
+"""Seconds between two looks at what rank 0 does."""
+_IMPORTS = contextlib.ExitStack()
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
 
 
-def launch(program: Sequence[str], engine: str, ranks: int, *flags: str) -> dict[str, Any]:
+def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: Show) -> dict[str, Any]:
     """Starts `python -m program` on so many local ranks and waits; what rank 0 kept.
 
     `flags` are for horovodrun. Raises EngineUnavailable with what the ranks printed where they fail.
     """
     with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder, "kept.json")
-        done = subprocess.run(
-            [*_launcher(engine, ranks, flags), "-m", *program],
-            env={**QUIET, **os.environ, KEPT: str(kept)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode or not kept.exists():
-            raise EngineUnavailable(reason(done.stdout))
+        kept, now = Path(folder, "kept.json"), Path(folder, "now")
+        show(f"starting {ranks} ranks" if ranks > 1 else "starting the process that measures")
+        command = [*_launcher(engine, ranks, flags), "-m", *program]
+        code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
+        if code or not kept.exists():
+            raise EngineUnavailable(reason(printed))
         try:
             found: dict[str, Any] = json.loads(kept.read_text())
         except (ValueError, RecursionError):
             raise EngineUnavailable(
-                f"the ranks left figures that cannot be read; they printed: {reason(done.stdout)}"
+                f"the ranks left figures that cannot be read; they printed: {reason(printed)}"
             ) from None
         return found
+
+
+def follow(command: Sequence[str], environ: Mapping[str, str], now: Path, show: Show) -> tuple[int, str]:
+    """Runs a command and shows what stands in the file `now`; its exit code and what it printed."""
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    printed, _ = process.communicate(timeout=INTERVAL)
+                    return process.returncode, printed
+                if now.exists() and (text := now.read_text()):
+                    show(text)
+        except BaseException:
+            process.kill()
+            raise
+
+
+@contextlib.contextmanager
+def showing(topology: Topology) -> Iterator[Show]:
+    """On every rank: what shows its argument as that which the ranks do now, for the person who started them."""
+    _IMPORTS.close()
+    if NOW not in os.environ:
+        with shown(topology, "preparing") as at_terminal:
+            yield at_terminal
+    elif topology.is_rank_0:
+        path = Path(os.environ[NOW])
+
+        def show(text: str) -> None:
+            path.write_text(text)
+
+        show("preparing")
+        yield show
+    else:
+        yield hidden
 
 
 def _launcher(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
@@ -58,7 +99,12 @@ def _launcher(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
 def become(program: Sequence[str]) -> NoReturn:
     """Continues as that program, in the same process: as the rank that a launcher has started."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", *program], {**QUIET, **os.environ})
+    os.execve(sys.executable, [sys.executable, "-m", WORKERS, *program], {**QUIET, **os.environ})
+
+
+def show_imports(topology: Topology) -> None:
+    """Shows that the libraries are imported, until `showing` begins."""
+    _IMPORTS.enter_context(shown(topology, "importing the libraries"))
 
 
 def keep(found: dict[str, Any]) -> bool:

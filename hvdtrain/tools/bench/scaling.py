@@ -23,8 +23,10 @@ from hvdtrain.errors import EngineUnavailable, RecipeError, TrainingError
 from hvdtrain.launch import pmi
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.topology import discover
+from hvdtrain.terminal import Status
 from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure
+from hvdtrain.tools.rank_status import Show, hidden
 from hvdtrain.untrusted import quoted, whole_number
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     if options.site:
         script = job(options, options.site)
-        print(slurm.submit(script) if options.submit else script, end="\n" if options.submit else "")
+        print(_submitted(script) if options.submit else script, end="\n" if options.submit else "")
         return 0
     if discover(os.environ).size > 1:
         raise RecipeError("bench scaling starts its ranks itself; call it once, without srun, mpirun or torchrun.")
@@ -106,7 +108,8 @@ def main(argv: Sequence[str]) -> int:
     modes: list[Mode] = ["weak", "strong"] if options.mode == "both" else [options.mode]
     if "strong" in modes and batch < ranks[-1]:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
-    found = _measure(options, modes, ranks, batch)
+    with Status("bench scaling") as status:
+        found = _measure(options, modes, ranks, batch, status.update)
     allocation = Allocation.of(os.environ)
     results = {
         "recipe": options.recipe,
@@ -119,9 +122,14 @@ def main(argv: Sequence[str]) -> int:
         **found,
         "efficiency": {mode: efficiencies(mode, times) for mode, times in found.items()},
     }
-    print("\n".join(table(found, batch)))
-    measure.conclude("scaling", results, lambda axes: draw(axes, found), options.output)
+    shown, draws = table(found, batch), functools.partial(draw, found=found)
+    measure.Answer("scaling", shown, sentence(found), results, draws).conclude(options)
     return 0
+
+
+def _submitted(script: str) -> str:
+    with Status("giving the job to SLURM (sbatch)"):
+        return slurm.submit(script)
 
 
 def numbers(flag: str, text: str) -> list[int]:
@@ -150,19 +158,35 @@ def efficiencies(mode: str, times: Mapping[int, Sequence[float]]) -> dict[int, l
 
 
 def table(found: Found, batch: int) -> list[str]:
-    """The figures as lines of Markdown tables."""
-    lines = []
+    """The figures, a table for each mode."""
+    lines: list[str] = []
     for mode, times in found.items():
         ratios = efficiencies(mode, times)
-        scope = f"{batch} a rank" if mode == "weak" else f"{batch} in all"
-        lines += [f"{mode} scaling, batch {scope}", "", "| ranks | step, ms | examples/s | efficiency |"]
-        lines.append("|---|---|---|---|")
+        rows = []
         for ranks, seconds in times.items():
             rate = batch * (ranks if mode == "weak" else 1) / measure.spread(seconds).median
-            cells = (measure.summary(seconds, 1e3, 1), f"{rate:.2f}", measure.summary(ratios[ranks], 1, 3))
-            lines.append(f"| {ranks} | {' | '.join(cells)} |")
-        lines.append("")
+            rows.append(
+                (str(ranks), measure.summary(seconds, 1e3), measure.rate(rate), measure.summary(ratios[ranks], 1, 3))
+            )
+        lines += [""] * bool(lines)
+        lines += [f"{mode} scaling, batch {batch} {'a rank' if mode == 'weak' else 'in all'}"]
+        lines += measure.table(("ranks", "step, ms", "examples/s", "efficiency"), rows)
     return lines
+
+
+def sentence(found: Found) -> str:
+    """How fast a rank is among the most ranks, against one of the fewest."""
+    every = next(iter(found.values()))
+    fewest, most = min(every), max(every)
+    if most == fewest:
+        return f"Only {_ranks(fewest)} measured: give more --ranks to see how it scales."
+    middle = {mode: measure.spread(efficiencies(mode, times)[most]).median for mode, times in found.items()}
+    rates = " and ".join(f"{efficiency:.0%} ({mode} scaling)" for mode, efficiency in middle.items())
+    return f"On {_ranks(most)} each works at {rates} of a rank's speed on {_ranks(fewest)}."
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def draw(axes: "Axes", found: Found) -> None:
@@ -182,8 +206,7 @@ def draw(axes: "Axes", found: Found) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
     axes.set_ylim(bottom=0)
-    one = f"{every[0]} rank{'s' if every[0] > 1 else ''}"
-    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {one} / %")
+    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {_ranks(every[0])} / %")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")
 
@@ -229,17 +252,16 @@ def _batch(options: Options) -> int:
     return batch
 
 
-def _measure(options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int) -> Found:
+def _measure(options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int, show: Show = hidden) -> Found:
     """Every number of ranks once a round; one rank alone is the same in both modes, and measured once."""
     settings = {f"{mode} {n}": (n, batch * (n if mode == "weak" else 1)) for mode in modes for n in ranks}
     kinds = list(dict.fromkeys(settings.values()))
-    contenders = {
-        f"{n} rank{'s' if n > 1 else ''}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds
-    }
+    contenders = {f"{_ranks(n)}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds}
     seconds = measure.interleaved(
         {name: functools.partial(_run, options, name, *kind) for name, kind in contenders.items()},
         options.rounds,
         warm_up=0,
+        show=show,
     )
     of_kind = {kind: seconds[name] for name, kind in contenders.items()}
     return {mode: {n: of_kind[settings[f"{mode} {n}"]] for n in ranks} for mode in modes}
@@ -247,7 +269,6 @@ def _measure(options: Options, modes: Sequence[Mode], ranks: Sequence[int], batc
 
 def _run(options: Options, name: str, ranks: int, batch: int) -> float:
     """Seconds of a step of one run: the median of those after the warm-up. Raises TrainingError where it fails."""
-    print(name, file=sys.stderr, flush=True)
     allocation = Allocation.of(os.environ)
     with tempfile.TemporaryDirectory(dir=Path.cwd() if allocation else None, prefix="scaling-") as folder:
         command = launch_command(options, ranks, allocation) + run_flags(options, ranks, batch, Path(folder, "run"))

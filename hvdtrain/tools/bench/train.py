@@ -1,9 +1,9 @@
 """`bench train`: the numbers that show what limits a training: a step's pieces, interleaved in one run."""
 
+import functools
 import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -11,17 +11,18 @@ import tyro
 
 from hvdtrain.core import flags
 from hvdtrain.launch.topology import discover
+from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure, ranks
 
 FULL, SYNTHETIC, IO_ONLY = "full", "synthetic", "io-only"
 ALONE, ONE, ALLREDUCE = "no-communication", "one-rank", "communication"
 MEANS = {
-    FULL: "read, compute, communicate: the run as it is",
-    SYNTHETIC: "the same batch again and again, nothing read",
-    IO_ONLY: "read and put on the device, nothing computed",
-    ALONE: "read and compute, each rank by itself",
-    ONE: "the same, one rank while the others rest",
-    ALLREDUCE: "the allreduce of the gradients' bytes alone",
+    FULL: "the run as it is",
+    SYNTHETIC: "nothing is read",
+    IO_ONLY: "nothing is computed",
+    ALONE: "each rank by itself",
+    ONE: "one rank, the others rest",
+    ALLREDUCE: "the gradients' allreduce",
 }
 PROG = "python -m hvdtrain bench train"
 RUN = ("digits",)
@@ -49,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     if discover(os.environ).size > 1:
         ranks.become(program)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
-    report(ranks.launch(program, engine, options.ranks), options.output)
+    with Status("bench train") as status:
+        results = ranks.launch(program, engine, options.ranks, show=status.update)
+    answer(results).conclude(options)
     return 0
 
 
@@ -60,25 +63,27 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return options, list(argv[end + 1 :]) or list(RUN)
 
 
-def report(results: dict[str, Any], output: Path | None) -> None:
-    """Prints the numbers with their meanings, and all of it as JSON."""
+def answer(results: dict[str, Any]) -> measure.Answer:
+    """The figures with their meanings, and what limits the step."""
     times: dict[str, list[float]] = results["step_seconds"]
     batch = results["global_batch"]
-    print(f"{results['recipe']}, {results['ranks']} ranks, {results['engine']} ({results['framework']}), batch {batch}")
-    print(f"{'':18}{'ms a step':>34}{'examples/s':>12}")
+    rows = []
     for name, meaning in MEANS.items():
         if name in times:
             examples = {ALLREDUCE: 0, ONE: batch // results["ranks"]}.get(name, batch)
-            rate = f"{examples / statistics.median(times[name]):.1f}" if examples else ""
-            print(f"{name:18}{measure.summary(times[name], 1e3):>34}{rate:>12}  {meaning}")
+            rate = measure.rate(examples / statistics.median(times[name])) if examples else ""
+            rows.append((name, measure.summary(times[name], 1e3), rate, meaning))
+    where = f"{results['ranks']} ranks" if results["ranks"] > 1 else "1 rank"
+    title = f"{results['recipe']}, {where}, {results['engine']} ({results['framework']}), batch {batch}"
     sentence, ratio = limit(times)
-    print(sentence)
     results = {**results, "of_the_slowest_part": ratio}
     if ONE in times:
         results["efficiency"] = ratios = efficiency(times)
-        together, by_itself = (measure.summary(ratios[name]) for name in (FULL, ALONE))
-        print(f"efficiency: a rank is {together} as fast as one rank alone, {by_itself} where none communicates")
-    measure.conclude("train", results, lambda axes: measure.bars(axes, times, "ms a step", 1e3), output)
+        together, by_itself = (f"{statistics.median(ratios[name]):.0%}" for name in (FULL, ALONE))
+        sentence += f"; among the others a rank is {together} as fast as alone, {by_itself} where none communicates"
+    table = measure.table(("case", "ms a step", "examples/s", "what it is"), rows)
+    draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
+    return measure.Answer("train", [*measure.folded(title), *table], f"{sentence}.", results, draw)
 
 
 def limit(times: dict[str, list[float]]) -> tuple[str, float]:
@@ -89,7 +94,7 @@ def limit(times: dict[str, list[float]]) -> tuple[str, float]:
     pieces = {"reading": middle[IO_ONLY], "computing": computing, "communication": middle.get(ALLREDUCE, 0.0)}
     slowest = max(pieces, key=pieces.__getitem__)
     ratio = middle[FULL] / pieces[slowest]
-    return f"{slowest} limits: a step takes {ratio:.2f} of what that alone takes", ratio
+    return f"{slowest} limits: a step takes {ratio:.2f} times what that alone takes", ratio
 
 
 def efficiency(times: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -10,24 +10,27 @@ from pathlib import Path
 def main(argv: Sequence[str]) -> int:
     """Builds, installs and proves Horovod as the flags request. Raises BuildError where that fails."""
     from hvdtrain.core import flags
+    from hvdtrain.terminal import Status
     from hvdtrain.tools.build.plan import Options, describe, plan
     from hvdtrain.tools.build.probe import probe
     from hvdtrain.tools.build.run import run
 
     options = flags.parse(Options, "python -m hvdtrain build", argv)
     options = dataclasses.replace(options, wheel_dir=wheel_dir(options.wheel_dir, os.environ))
-    it = plan(probe(os.environ), options, wheel_dir(None, os.environ))
-    if options.print:
-        print(describe(it))
-        return 0
     started = time.monotonic()
+    with Status("looking at the frameworks, MPI and compilers here") as status:
+        it = plan(probe(os.environ), options, wheel_dir(None, os.environ))
+        if options.print:
+            status.print(describe(it))
+            return 0
 
-    def report(line: str) -> None:
-        print(f"{time.monotonic() - started:5.0f} s  {line}", flush=True)
+        def report(line: str) -> None:
+            status.print(f"{time.monotonic() - started:5.0f} s  {line}")
+            status.update(line)
 
-    print(f"Horovod for {', '.join(it.frameworks)}; MPI: {it.mpi_is}; GPU: {it.gpu}", flush=True)
-    run(it, os.environ, report)
-    report(f"ready: {it.version}")
+        status.print(f"Horovod for {', '.join(it.frameworks)}; MPI: {it.mpi_is}; GPU: {it.gpu}")
+        run(it, os.environ, report, status.update)
+        report(f"ready: {it.version}")
     return 0
 
 

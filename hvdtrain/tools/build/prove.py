@@ -18,7 +18,9 @@ SECONDS = 240  # two cold imports of TensorFlow on two busy cores take about 40
 REPORTED = {"torch": "PyTorch", "tensorflow": "TensorFlow", "mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
 
 
-def prove(plan: BuildPlan, environ: Mapping[str, str], report: Callable[[str], None]) -> None:
+def prove(
+    plan: BuildPlan, environ: Mapping[str, str], report: Callable[[str], None], show: Callable[[str], None]
+) -> None:
     """Raises BuildError where the report lacks the requested GPU library, or an allreduce does not come out right."""
     horovodrun = str(Path(plan.python).parent / "horovodrun")
     environ = _rank_environment(environ)
@@ -28,6 +30,7 @@ def prove(plan: BuildPlan, environ: Mapping[str, str], report: Callable[[str], N
         for controller in plan.controllers:
             command = [horovodrun, f"--{controller}", "-np", str(RANKS), plan.python]
             command += ["-m", "hvdtrain.tools.build.allreduce", framework]
+            show(f"proving: allreduce of {RANKS} ranks, {framework} over {controller}")
             code, output = _run(command, environ)
             check(framework, controller, code, output)
             report(f"allreduce of {RANKS} ranks: {framework} over {controller}")

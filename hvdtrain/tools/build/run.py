@@ -18,9 +18,12 @@ from hvdtrain import lock
 from hvdtrain.tools.build import cache, patching
 from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
 from hvdtrain.tools.build.prove import prove
+from hvdtrain.tools.rank_status import hidden
 from hvdtrain.errors import BuildError
 
 Report = Callable[[str], None]
+Show = Callable[[str], None]
+"""Shows what is done now, where nothing is reported yet."""
 
 # What stands in a failed command's log -> what to do about it; the first that is found is printed.
 REMEDIES = (
@@ -49,7 +52,7 @@ WAITS = "another build of the same wheel is under way; waiting for it"
 RELEVANT = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re.IGNORECASE)
 
 
-def run(plan: BuildPlan, environ: Mapping[str, str], report: Report) -> None:
+def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show = hidden) -> None:
     """Leaves the plan's wheel in the cache, installed and proved; quick where all that has been done.
 
     Raises BuildError, in one line with the log's path, for whatever goes wrong.
@@ -63,7 +66,7 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Report) -> None:
             (plan.own / "build.log").open("a") as log,
         ):
             log.write(f"\n==== {time.ctime()}: {plan.version}\n")
-            _all_steps(plan, _Steps(environ, log, report))
+            _all_steps(plan, _Steps(environ, log, report, show))
     except OSError as error:
         raise _of_the_system(error, plan.wheel.parent) from None
 
@@ -71,10 +74,11 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Report) -> None:
 class _Steps:
     """Runs commands for one build: their output into the log, their names to the user."""
 
-    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Report) -> None:
+    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Report, show: Show = hidden) -> None:
         self.environ = dict(environ)
         self.log = log
         self.report = report
+        self.show = show
 
     def run(self, command: Command, work: Path, environment: tuple[tuple[str, str], ...] = ()) -> None:
         """Raises BuildError when the command fails, with the line of its output that explains most."""
@@ -94,11 +98,13 @@ class _Steps:
             raise _failure(command, process.returncode, Path(self.log.name), started)
 
     def _follow(self, process: subprocess.Popen[str]) -> None:
-        """Copies output into the log and reports every tenth of Ninja's [12/80]."""
+        """Copies output into the log, shows Ninja's [12/80] and reports every tenth of it."""
         reported = 0
         for line in process.stdout or ():
             self.log.write(line)
             found = re.match(r"\s*\[(\d+)/(\d+)\]", line)
+            if found:
+                self.show(f"compiled {found[1]} of {found[2]} files")
             if found and (tenth := 10 * int(found[1]) // int(found[2])) > reported:
                 reported = tenth
                 self.report(f"compiled {found[1]} of {found[2]}")
@@ -120,7 +126,7 @@ def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
             proved.unlink(missing_ok=True)
             (work / plan.wheel.name).write_bytes(wheel)
             steps.run(plan.install, work)
-    prove(plan, steps.environ, steps.report)
+    prove(plan, steps.environ, steps.report, steps.show)
     proved.touch()
     if plan.wheel.parent != plan.own:
         digest = hashlib.sha256(wheel).hexdigest()

@@ -1,5 +1,6 @@
 """`python -m hvdtrain doctor`: what was found, what was expected, and the command that fixes it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,8 +16,10 @@ from hvdtrain.launch import mpi
 from hvdtrain.launch.topology import discover
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.tools.doctor import gather, host, launch, machine, report, software, world
+from hvdtrain.tools.doctor.checking import Checking
 from hvdtrain.tools.doctor.expected import EXPECTED
 from hvdtrain.tools.doctor.findings import Check, Findings, Rank, Step, count
+from hvdtrain.tools.rank_status import shown
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -34,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
 
     options = flags.parse(Options, "python -m hvdtrain doctor", argv)
     started = time.monotonic()
-    findings = gather_findings(os.environ)
+    with shown(discover(os.environ), "looking at this machine") as show:
+        findings = gather_findings(os.environ, Checking(show))
     if findings is None:
         return 0
     checks = judge(findings)
@@ -57,16 +61,18 @@ def judge(findings: Findings) -> list[Check]:
     return sorted(checks, key=lambda check: [*groups, "traps", "step"].index(check.group))
 
 
-def gather_findings(environ: Mapping[str, str]) -> Findings | None:
+def gather_findings(environ: Mapping[str, str], checking: Checking | None = None) -> Findings | None:
     """All there is to judge, on rank 0; None on the other ranks, which only send theirs."""
+    checking = checking or Checking()
     topology = discover(environ)
     mine = host.rank(topology, environ)
     step = host.step(topology, environ)
     framework = _to_join_with(step)
     others = [name for name in FRAMEWORK_WHEELS if name != framework]
     with ThreadPoolExecutor() as pool:
-        installed = pool.submit(gather.software, environ, others) if topology.is_rank_0 else None
-        joined = gather.live(framework, dataclasses.asdict(mine), environ) if framework else gather.Joined()
+        installed = pool.submit(gather.software, environ, others, checking) if topology.is_rank_0 else None
+        with checking(f"allreduce of the ranks ({framework})") if framework else contextlib.nullcontext():
+            joined = gather.live(framework, dataclasses.asdict(mine), environ) if framework else gather.Joined()
     if installed is None:
         return None
     found = installed.result()

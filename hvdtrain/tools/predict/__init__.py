@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from hvdtrain.core import flags
+from hvdtrain.terminal import Status
 from hvdtrain.tools.predict import report
 from hvdtrain.tools.predict.task import Options, task_of
 
@@ -13,12 +14,14 @@ PROG = "python -m hvdtrain predict"
 def main(argv: Sequence[str]) -> int:
     """Prints the forecast. Raises RecipeError, OutputError, EngineUnavailable."""
     options: Options = flags.parse(Options, PROG, argv)
-    task = task_of(options)
-    forecast = task.model.forecast(task.ranks)
-    if options.json:
-        print(json.dumps(report.to_json(task, forecast)))
-    else:
-        print("\n".join([*report.table(task, forecast), "", *report.remarks(task, forecast)]))
+    with Status("fitting the model of a step"):
+        task = task_of(options)
+        forecast = task.model.forecast(task.ranks)
+        if options.json:
+            lines = [json.dumps(report.to_json(task, forecast))]
+        else:
+            lines = [*report.table(task, forecast), "", *report.remarks(task, forecast)]
+    print("\n".join(lines))
     if options.picture:
         from hvdtrain.tools.bench.measure import plot
 

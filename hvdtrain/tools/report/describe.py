@@ -3,7 +3,7 @@
 import numpy as np
 
 from hvdtrain.tools.report.model import Curve, HeatMap, Scaling, Series
-from hvdtrain.tools.report.wording import duration, number, percent, short
+from hvdtrain.tools.report.wording import duration, number, percent, short, step_time
 
 MOST_SERIES = 6
 
@@ -37,7 +37,7 @@ def efficiency(scaling: Scaling) -> str:
 def communication(scaling: Scaling) -> str:
     """Both parts of the step for each number of ranks."""
     rows = (
-        f"{ranks:,} ranks: {duration(computing)} computing, {duration(communicating)} communicating"
+        f"{ranks:,} ranks: {step_time(computing)} computing, {step_time(communicating)} communicating"
         for ranks, computing, communicating in scaling.communication
     )
     return "; ".join(rows) + "."

@@ -178,7 +178,7 @@ def _environment() -> "Environment":
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
     )
     environment.filters |= {name: getattr(wording, name) for name in ("duration", "number", "percent", "date", "short")}
-    environment.filters |= {"cut": wording.cut, "energy": energy}
+    environment.filters |= {"cut": wording.cut, "energy": energy, "step_time": wording.step_time}
     environment.globals |= {
         function.__name__: function for function in (bars, event_rows, marks, facts, summary, groups, differs, heat)
     }

@@ -65,17 +65,28 @@ class Mark:
     number: int | None
 
 
-def curve(given: Curve, marks: Sequence[Mark], key: str, title: str, most: int) -> Picture | None:
-    """One curve's picture, each series of at most so many points; None where there is no finite point."""
+def span(curves: Sequence[Curve], x_label: str) -> tuple[float, float] | None:
+    """The lowest and highest x of all curves over the same; None where there is no finite point."""
+    every = [series for curve in curves if curve.x_label == x_label for series in curve.series]
+    x = np.concatenate([_finite(series.x, series.y)[0] for each in every for series in [_plain(each)]] or [np.empty(0)])
+    return (float(x.min()), float(x.max())) if x.size else None
+
+
+def curve(
+    given: Curve, marks: Sequence[Mark], key: str, title: str, most: int, over: tuple[float, float] | None
+) -> Picture | None:
+    """One curve's picture over a span of x, each series of at most so many points; None without a finite point."""
     drawn = [_plain(series, most) for series in given.series]
     values = np.concatenate([_finite(series.x, series.y)[1] for series in drawn] or [np.empty(0)])
-    if not values.size:
+    if not values.size or not over:
         return None
     log = given.log and values.min() > 0 and values.max() / values.min() > LOG_RANGE
     figure, axes = _axes()
     for index, series in enumerate(drawn):
         _line(axes, series, index)
-    _span(axes, drawn, values, log)
+    axes.set_xlim(*_range(*over, 0.01))
+    _y_axis(axes, drawn, values, log)
+    _few_ticks(axes.xaxis)
     _mark(axes, marks)
     pairs = zip(given.series, drawn, strict=True)
     keys = tuple(_key(series, index, plain) for index, (series, plain) in enumerate(pairs))
@@ -137,10 +148,10 @@ def _axes() -> tuple["Figure", "Axes"]:
         return figure, figure.add_axes(box)
 
 
-def _plain(series: Series, most: int) -> Series:
+def _plain(series: Series, most: int | None = None) -> Series:
     """Float arrays of at most `most` points, NaN where an axis cannot show one."""
     count = min(len(series.x), len(series.y))
-    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)) if count else slice(0)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most or count)).round().astype(int)) if count else slice(0)
     bounds = [None if bound is None else _shown(bound[:count])[chosen] for bound in (series.low, series.high)]
     return Series(series.label, _shown(series.x)[chosen], _shown(series.y)[chosen], *bounds)
 
@@ -166,10 +177,8 @@ def _line(axes: "Axes", series: Series, index: int) -> None:
     axes.plot(series.x, series.y, color=colour, linewidth=LINE, marker=marker, markersize=3.5, **options)
 
 
-def _span(axes: "Axes", drawn: Sequence[Series], values: np.ndarray, log: bool) -> None:
-    """Sets the axes' ranges, which hold a constant and a single point too, and few, short marks."""
-    x = np.concatenate([_finite(series.x, series.y)[0] for series in drawn])
-    axes.set_xlim(*_range(x.min(), x.max(), 0.01))
+def _y_axis(axes: "Axes", drawn: Sequence[Series], values: np.ndarray, log: bool) -> None:
+    """Sets the range, which holds a constant and a single point too, and few, short marks."""
     bounds = [bound[np.isfinite(bound)] for series in drawn for bound in (series.low, series.high) if bound is not None]
     values = np.concatenate([values, *bounds])
     if log:
@@ -179,7 +188,6 @@ def _span(axes: "Axes", drawn: Sequence[Series], values: np.ndarray, log: bool) 
     else:
         axes.set_ylim(*_range(values.min(), values.max(), 0.06))
         _few_ticks(axes.yaxis)
-    _few_ticks(axes.xaxis)
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:

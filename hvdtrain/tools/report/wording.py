@@ -18,6 +18,11 @@ def duration(seconds: float) -> str:
     return f"-{_duration(-seconds)}" if seconds < 0 else _duration(seconds)
 
 
+def step_time(seconds: float) -> str:
+    """Four digits of it, as `1.043 s`, `318.2 ms`: steps differ by little."""
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(1000 * seconds)} ms"
+
+
 def number(value: float) -> str:
     """Four digits of it, as `0.9778`, `1e-05`, `12,346`."""
     if not math.isfinite(value):

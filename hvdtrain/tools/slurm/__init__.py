@@ -16,7 +16,8 @@ from hvdtrain.core.recipe import nearest
 from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.launch import pmi
 from hvdtrain.tools.slurm import bash
-from hvdtrain.tools.slurm.job_check import LONGEST, MOST_BYTES, Finding, check, report
+from hvdtrain.tools.slurm.case import Finding
+from hvdtrain.tools.slurm.job_check import LONGEST, MOST_BYTES, findings_of, read, report
 from hvdtrain.tools.slurm.sites import SITES, TIME, Site, table
 from hvdtrain.untrusted import printable, read_bytes
 from hvdtrain.untrusted import quoted as shown
@@ -204,8 +205,9 @@ def _check(path: Path, name: str | None) -> int:
         raise JobError(f"--check must name a job script that can be read, got {path}: {reason}.") from None
     why, instead = "bash cannot read the script to its end", "correct it, until this prints nothing: bash -n FILE"
     refused = [Finding(line, printable(message, LONGEST), why, instead) for line, message in bash.syntax_errors(text)]
-    findings = sorted([*check(text, site), *refused], key=lambda finding: finding.line)
-    print(report(str(path), findings))
+    case = read(text, site)
+    findings = sorted([*findings_of(case), *refused], key=lambda finding: finding.line)
+    print(report(str(path), findings, case))
     return int(any(not finding.note for finding in findings))
 
 

@@ -1,12 +1,14 @@
 """A script as bash reads it: its commands, its text without comments, and the line of a syntax error."""
 
+import bisect
+import itertools
 import os
 import re
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +26,10 @@ REFUSED = re.compile(
 MOST_NESTED = 16  # commands in substitutions of one another
 CHUNK = 2**16  # bytes
 KINDS = {"command", "comment", "raw_string", "ansi_c_string", "heredoc_redirect", "redirected_statement"}
-KINDS |= {"function_definition"}
+KINDS |= {"function_definition", "variable_assignment"}
+MOST_OF_A_VALUE = 4000  # bytes of what a variable is set to, or of a function, that are kept
+SILENT = {"echo", "printf"}
+DEFAULT = re.compile(r"\$\{(\w+):=([^{}]{1,200})\}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Script:
     expanded: str = ""
     comments: tuple[int, ...] = ()  # the lines in which one begins
     unread: int | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)
 
 
 def read(text: str) -> Script:
@@ -69,16 +76,21 @@ def read(text: str) -> Script:
         behind[command.id] = late
     bare = _blanked(data, found["comment"])
     bodies = _quoted_bodies(data, found["heredoc_redirect"])
-    literal = [*found["raw_string"], *found["ansi_c_string"], *bodies, *elsewhere]
+    printed = [node for node in found["command"] if _name(data, node) in SILENT]
+    literal = [*found["raw_string"], *found["ansi_c_string"], *bodies, *elsewhere, *printed]
     expanded = re.sub(rb"\\[^\n]", b"  ", _blanked(bare, literal))
+    starts = [node.start_byte for node in elsewhere]
+    ends = list(itertools.accumulate((node.end_byte for node in elsewhere), max))
     commands = (
         Command(node.start_point.row + 1, words)
         for node in found["command"]
-        if not any(it.start_byte <= node.start_byte < it.end_byte for it in elsewhere)
-        and (words := _words(data, node, behind.get(node.id, [])))
+        if not _is_within(node.start_byte, starts, ends) and (words := _words(data, node, behind.get(node.id, [])))
     )
     lines = tuple(node.start_point.row + 1 for node in found["comment"])
-    return Script(tuple(commands), bare.decode(errors="replace"), expanded.decode(errors="replace"), lines)
+    functions = {_name(data, node): _head(data, node).partition("{")[2] for node in elsewhere}
+    values = _values(bare, found["variable_assignment"], source)
+    text_of_job, filled_in = bare.decode(errors="replace"), expanded.decode(errors="replace")
+    return Script(tuple(commands), text_of_job, filled_in, lines, values=values, functions=functions)
 
 
 def syntax_errors(text: str) -> list[tuple[int, str]]:
@@ -138,6 +150,32 @@ def _nodes(root: "Node") -> "Iterator[Node]":
             nested += node.type == "command"
         if nested <= MOST_NESTED:
             stack += [(child, nested) for child in reversed(node.children)]
+
+
+def _is_within(position: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
+    """Whether it lies in one of these nodes, which are in order; `ends` is the furthest end up to each."""
+    before = bisect.bisect_right(starts, position)
+    return before > 0 and position < ends[before - 1]
+
+
+def _values(data: bytes, assignments: "Iterable[Node]", source: str) -> dict[str, str]:
+    """What variables are set to; none where a number has several values."""
+    values = {found[1]: unquoted(found[2]) for found in DEFAULT.finditer(source)}
+    changed = set()
+    for node in assignments:
+        name, value = _name(data, node), node.child_by_field_name("value")
+        text = _head(data, value).replace("\\\n", " ") if value else ""
+        text = text.strip("()") if value and value.type == "array" else unquoted(text)
+        if any(child.type == "+=" for child in node.children):
+            text = f"{values.get(name, '')} {text}"[:MOST_OF_A_VALUE]
+        elif name in values and text != values[name] and text.isdecimal():
+            changed.add(name)
+        values[name] = text
+    return {name: value for name, value in values.items() if name not in changed}
+
+
+def _head(data: bytes, node: "Node") -> str:
+    return data[node.start_byte : min(node.end_byte, node.start_byte + MOST_OF_A_VALUE)].decode(errors="replace")
 
 
 def _name(data: bytes, function: "Node") -> str:

@@ -1,23 +1,28 @@
 """A job script as SLURM and bash read it: its #SBATCH options and its commands, with their line numbers."""
 
 import re
-from collections import ChainMap, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hvdtrain.tools.slurm import bash
-from hvdtrain.tools.slurm.sites import Site
-from hvdtrain.untrusted import whole_number
 
 SHORT = {
     "-A": "account",
+    "-B": "extra-node-info",
     "-C": "constraint",
+    "-D": "chdir",
+    "-F": "nodefile",
     "-G": "gpus",
     "-J": "job-name",
+    "-L": "licenses",
+    "-M": "clusters",
     "-N": "nodes",
-    "-D": "chdir",
+    "-S": "core-spec",
+    "-T": "threads",
+    "-a": "array",
     "-c": "cpus-per-task",
+    "-d": "dependency",
     "-e": "error",
     "-i": "input",
     "-m": "distribution",
@@ -25,16 +30,33 @@ SHORT = {
     "-o": "output",
     "-p": "partition",
     "-q": "qos",
+    "-r": "relative",
     "-t": "time",
     "-w": "nodelist",
     "-x": "exclude",
 }
+ALIASES = {"tasks-per-node": "ntasks-per-node", "tasks": "ntasks", "cpu_bind": "cpu-bind"}
 # Long options whose value may be a word of its own; of any other the next word is the program.
-VALUED = {*SHORT.values(), "ntasks-per-node", "gres", "mem", "mpi", "gpus-per-node", "gpus-per-task", "cpu-bind"}
-TRAINS = re.compile(r"\b(?:python|torchrun|hvdtrain)|\.(?:py|sh)\b|\$@")
+VALUED = {*SHORT.values(), *ALIASES, *ALIASES.values()}
+VALUED |= {"ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-tres", "threads-per-core", "hint"}
+VALUED |= {
+    "gres",
+    "gpus-per-node",
+    "gpus-per-task",
+    "gpus-per-socket",
+    "cpus-per-gpu",
+    "gpu-bind",
+    "cpu-bind",
+    "signal",
+}
+VALUED |= {"mem", "mem-per-cpu", "mem-per-gpu", "mem-bind", "mpi", "export", "comment", "reservation", "open-mode"}
+VALUED |= {"container-image", "container-mounts", "container-name", "container-workdir", "container-env", "container"}
+VALUED |= {"gres-flags", "jobid", "het-group", "epilog", "prolog", "task-prolog", "task-epilog", "begin"}
+VALUED |= {"mail-type", "mail-user", "switches", "network", "gpu-freq", "cpu-freq", "time-min", "tmp", "wckey"}
 WORDS = re.compile(r"""(?:[^\s"'\\]+|\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*')+""", re.DOTALL)
 SUPERVISE = ("-m", "hvdtrain", "supervise")
 SBATCH = re.compile(r"#SBATCH\s")
+HETEROGENEOUS = re.compile(r"#SBATCH\s+(?:hetjob|packjob)\b")
 
 
 @dataclass(frozen=True)
@@ -59,59 +81,10 @@ class JobScript:
         """The last one of that name."""
         return next((option for option in reversed(self.options) if option.name == name), None)
 
-
-@dataclass(frozen=True)
-class Step:
-    """One srun that trains, with its options over the job's."""
-
-    line: int
-    call: tuple[str, ...]
-    own: Mapping[str, Option]
-    options: Mapping[str, Option]
-
-    def text(self, name: str) -> str | None:
-        """That option's value."""
-        return self.options[name].value if name in self.options else None
-
-    def number(self, name: str) -> int | None:
-        """That option's value, where it is a whole number."""
-        return whole_number(self.text(name) or "")
-
     @property
-    def nodes(self) -> int:
-        """How many nodes, 1 where no option sets it."""
-        return max(1, self.number("nodes") or 1)
-
-    @property
-    def tasks_per_node(self) -> int | None:
-        """Tasks of a node; None where they are not the same on each."""
-        if "ntasks" in self.options and ("ntasks" in self.own or "ntasks-per-node" not in self.options):
-            tasks = self.number("ntasks")
-            return tasks // self.nodes if tasks and tasks % self.nodes == 0 else None
-        return self.number("ntasks-per-node") if "ntasks-per-node" in self.options else 1
-
-    @property
-    def is_torchrun(self) -> bool:
-        """Whether each of its tasks starts the ranks of a node itself."""
-        return any(re.search(r"torchrun|torch\.distributed\.(run|launch)", word) for word in self.call)
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether it is no MPI program: torchrun's, or one that reads TF_CONFIG."""
-        return self.is_torchrun or any("TF_CONFIG" in word for word in self.call)
-
-    def gpus_per_node(self, site: Site | None) -> int | None:
-        """GPUs of a node; None where that cannot be known, 0 where none are requested."""
-        if gres := self.text("gres"):
-            counts = [re.fullmatch(r"(?:gres/)?gpu(?::[a-z]\w*)?(?::(\d{1,9}))?", part) for part in gres.split(",")]
-            return sum(int(found[1] or 1) for found in counts if found)
-        for name in ("gpus-per-node", "gpus", "gpus-per-task"):
-            if found := re.fullmatch(r"(?:\w+:)?(\d{1,9})", self.text(name) or ""):
-                times = (self.tasks_per_node or 0) if name == "gpus-per-task" else 1
-                return int(found[1]) * times // (self.nodes if name == "gpus" else 1) or None
-        if site is None:
-            return None
-        return 0 if site.gres else site.gpus
+    def is_heterogeneous(self) -> bool:
+        """Whether the job has components, each of its own nodes and tasks."""
+        return any(HETEROGENEOUS.match(line) for line in self.lines[: self.first - 1])
 
 
 def read(text: str) -> JobScript:
@@ -122,24 +95,11 @@ def read(text: str) -> JobScript:
         option
         for number, line in enumerate(lines[: first - 1], 1)
         if SBATCH.match(line)
-        for option in options_of(_words(line)[1:], number)
+        for option in options_of(words_of(line)[1:], number)
     ]
     shell = bash.read(text)
     commands = tuple(replace(command, words=_supervised(command.words)) for command in shell.commands)
     return JobScript(lines, tuple(options), first, replace(shell, commands=commands))
-
-
-def training_steps(script: JobScript) -> tuple[Step, ...]:
-    """The steps that start Python or a script; not those that copy files or look at the machine."""
-    job = {option.name: option for option in script.options}
-    steps = []
-    for command in script.shell.commands:
-        if program(command.words) == "srun" and TRAINS.search(" ".join(program_of(command.words))):
-            own = {option.name: option for option in options_of(command.words[1:], command.line)}
-            steps.append(
-                Step(command.line, command.words, own, ChainMap(own, job))
-            )  # not copied for each of many steps
-    return tuple(steps)
 
 
 def options_of(words: Sequence[str], line: int) -> list[Option]:
@@ -158,6 +118,7 @@ def _split(words: Sequence[str], line: int) -> tuple[list[Option], list[str]]:
         word = rest.popleft()
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
+            name = ALIASES.get(name, name)
         else:
             name, equals, value = SHORT.get(word[:2], word[1:]), word[2:], word[2:]
         if not equals and name in VALUED and rest:
@@ -175,10 +136,10 @@ def _supervised(words: tuple[str, ...]) -> tuple[str, ...]:
 
 def program(call: Sequence[str]) -> str:
     """The program's name without its folder."""
-    return Path(call[0]).name
+    return call[0].rpartition("/")[2]
 
 
-def _words(line: str) -> list[str]:
+def words_of(line: str) -> list[str]:
     """The words of an #SBATCH line as sbatch splits them, without their quotes; by spaces where a quote never ends."""
     # Python's shlex does the same, in a time that grows with the square of a word's length.
     text = line.partition(" #")[0]

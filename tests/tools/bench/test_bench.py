@@ -57,10 +57,10 @@ def test_the_figures_of_checkpoints():
 @needs_torch
 def test_checkpoints_are_measured(tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "bench", "checkpoint", "--recipe", "linear", "--ranks", "1"]
-    command += ["--rounds", "2", "--every", "5", "--steps", "15"]
+    command += ["--rounds", "2", "--every", "5", "--steps", "15", "--json", "-"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)
     assert len(result["stalls"]) == len(result["copies"]) == 2 * 3
     assert all(len(seconds) == 2 for seconds in result["step_seconds"].values())
     assert list(tmp_path.iterdir()) == []  # its checkpoints are gone
@@ -117,16 +117,17 @@ def test_efficiency_is_the_speed_of_one_rank_that_is_left():
 
 
 def measured(*arguments):
-    """The results that a benchmark prints last."""
+    """The results that a benchmark prints, and nothing else."""
+    what, *others = arguments
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", "bench", *arguments],
+        [sys.executable, "-m", "hvdtrain", "bench", what, "--json", "-", *others],
         check=False,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return json.loads(done.stdout)
 
 
 @pytest.mark.launched
@@ -158,7 +159,7 @@ def test_train_measures_the_parts_of_a_step(framework, engine):
 def test_allreduce_measures_each_library_and_size():
     results = measured("allreduce", "--rounds", "1", "--sizes", "0.004,1")
     found = {(row["library"], row["bytes"]): row for row in results["found"]}
-    for library in ("Horovod over MPI", "Horovod over Gloo", "torch.distributed, gloo"):
+    for library in ("Horovod over MPI", "Horovod over Gloo", "torch.distributed (gloo)"):
         for size in (4000, 1_000_000):
             row = found[library, size]
             assert row["algorithm_bytes_per_second"] == pytest.approx(size / statistics.median(row["seconds"]))
@@ -182,18 +183,20 @@ def test_sizes_that_are_none(sizes):
 @pytest.mark.slow
 @needs_torch
 @needs_horovod
-def test_engines_are_measured_side_by_side():
+def test_engines_are_measured_side_by_side(tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "bench", "engines", "--framework", "torch", "--recipe", "linear"]
-    done = subprocess.run(
-        [*command, "--rounds", "1", "--steps", "3"], capture_output=True, text=True, check=True, timeout=280
-    )
-    *table, line = done.stdout.splitlines()
-    found = {f"{row['adapter']} {row['engine']}": row for row in json.loads(line)["engines"]}
+    command += ["--rounds", "1", "--steps", "3", "--json", tmp_path / "engines.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    rows = json.loads((tmp_path / "engines.json").read_text())["engines"]
+    found = {f"{row['adapter']} {row['engine']}": row for row in rows}
     trained = {name for name, row in found.items() if row["step_seconds"]}
     assert trained >= {"torch horovod", "torch local", "torch ddp"}
     assert found["torch modelparallel"]["reason"].startswith("DeviceError: Linear has 1 layers to split")
     assert found["torch dataparallel"]["reason"].startswith("DeviceError: engine dataparallel needs at least 2 devices")
-    assert len(table) == len(found) + 2
+    table = done.stdout.splitlines()[: 1 + len(found)]
+    assert [line.split()[0] for line in table[1:]] == [row["engine"] for row in rows]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stderr == ""
 
 
 OWN = """
@@ -257,9 +260,10 @@ def test_overhead_of_the_users_own_network_and_data(recipe, more, tmp_path):
     (tmp_path / "own_of_bench.py").write_text(OWN)
     (tmp_path / "own.yaml").write_text(OWN_RECIPE)
     command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", recipe, "--rounds", "2", *more]
+    command += ["--json", "-"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)
     assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
     assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
 
@@ -311,7 +315,9 @@ def test_overhead_measures_both_loops(framework, tmp_path):
     command += ["--framework", framework, "--ranks", ranks, "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     result = json.loads((tmp_path / "overhead.json").read_text())
-    assert json.loads(done.stdout.splitlines()[-2]) == result
+    header, ours, hand_written, _, sentence, *_ = done.stdout.splitlines()
+    assert [line.split()[0] for line in (header, ours, hand_written)] == ["loop", "hvdtrain", "hand-written"]
+    assert sentence.startswith("A step of hvdtrain takes ")
     assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
     assert result["framework"] == framework
     assert result["ratio"]["hvdtrain"] > 0

@@ -62,7 +62,7 @@ def bare(tmp_path):
 def test_it_climbs_on_a_bare_machine(bare, tmp_path):
     write(tmp_path / cifar100.FOLDER, *(pickle.dumps(batch(n)) for n in (40, 24)))
     output, rungs = tmp_path / "ladder.json", ["bs256", "fast"]
-    argv = ["--data", tmp_path, "--device", "cpu", "--output", output, "--rungs", ",".join(rungs)]
+    argv = ["--data", tmp_path, "--device", "cpu", "--json", output, "--rungs", ",".join(rungs)]
     ended = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "bench", "ladder", *argv],
         env=bare,
@@ -80,25 +80,28 @@ def test_it_climbs_on_a_bare_machine(bare, tmp_path):
     assert len(fast["epochs"]) == 2 and fast["without"] == ["compile"]
     refused = "compile needs a compiler, and no-compiler is not in PATH; apt-get install g++, or set CXX, or drop "
     refused += "compile."
-    assert ended.stdout.count(f"failed: hvdtrain.errors.EngineUnavailable: {refused}") == 2
+    assert " ".join(ended.stdout.split()).count(f"failed: hvdtrain.errors.EngineUnavailable: {refused}") == 2
     assert "\nfast (without compile) " in ended.stdout
+    assert max(map(len, ended.stdout.splitlines())) <= 80
     assert "trained 2 epochs: validation accuracy " in ended.stdout
 
 
-def printed(capsys, name, found, without=()):
-    ladder.report(name, found, list(without), MACHINE)
-    return capsys.readouterr().out.splitlines()
+def test_a_rungs_line():
+    (line,) = ladder.row("bs256", {**RATES, "one_batch": 12000.0}, MACHINE)
+    assert line.split() == ["bs256", "10,000", "±10%", "12,000", "3.2", "10.0%"]
 
 
-def test_a_rungs_line(capsys):
-    (line,) = printed(capsys, "bs256", {**RATES, "one_batch": 12000.0})
-    assert line.split() == ["bs256", "10,000", "9,000-11,000", "12,000", "3.2", "10.0%"]
+def test_a_rung_of_a_long_name_fits_80_columns():
+    label = ladder.labelled(ladder.RUNGS[-2], ["compile", "graph"])
+    above, line = ladder.row(label, {**RATES, "one_batch": 12000.0}, MACHINE)
+    assert above == f"{ladder.RUNGS[-2]} (without compile and graph)"
+    assert max(map(len, (above, line, ladder.ROW.format(*ladder.TITLES)))) <= 80
 
 
-def test_a_failed_rungs_line(capsys):
-    (line,) = printed(capsys, "bs256", {"error": "torch.OutOfMemoryError: CUDA out of memory."}, ["graph"])
-    assert line.startswith("bs256 (without graph)   ")
-    assert line.endswith("    failed: torch.OutOfMemoryError: CUDA out of memory.")
+def test_a_failed_rungs_line():
+    found = {"error": "torch.OutOfMemoryError: CUDA out of memory."}
+    (line,) = ladder.row(ladder.labelled("bs256", ["graph"]), found, MACHINE)
+    assert line == "bs256 (without graph) failed: torch.OutOfMemoryError: CUDA out of memory."
 
 
 EPOCHS = [{"seconds": s, "accuracy": accuracy} for s, accuracy in ((60.0, 0.5), (90.0, 0.751), (120.0, 0.75))]
@@ -110,9 +113,9 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize(("epochs", "more", "last"), TRAININGS.values(), ids=TRAININGS)
-def test_a_trainings_lines(capsys, epochs, more, last):
+def test_a_trainings_lines(epochs, more, last):
     found = {**RATES, "epochs": epochs, "target": 0.75, "first_steps_seconds": 40.0, **more}
-    assert printed(capsys, "fast", found)[-1] == last
+    assert ladder.answer({"rungs": {"bs256": RATES, "fast": found}}).table[-1] == last
 
 
 def children(results_of):

@@ -29,15 +29,16 @@ def torchvision():
 
 
 @pytest.mark.slow
-def test_readers_are_measured_interleaved(sets, torchvision):
+def test_readers_are_measured_interleaved(sets, torchvision, tmp_path):
     tree, packed = sets
     flags = ["--data-dir", tree, "--packed", packed, "--workers", 1, "--pictures", 6, "--batch-size", 4]
     command = [sys.executable, "-m", "hvdtrain", "bench", "loader", *flags, "--crop", 32, "--rounds", 2]
+    command += ["--json", tmp_path / "found.json"]
     done = subprocess.run(map(str, command), cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    *lines, last = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["shards", "folder", "torchvision", "shards", "folder"]
-    results = json.loads(last)
+    *table, _, _ = done.stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["images/s", "shards", "folder", "torchvision"]
+    results = json.loads((tmp_path / "found.json").read_text())
     assert (results["data"], results["workers"], results["crop"]) == (str(tree), 1, 32)
     for key in ("images_per_core_second", "images_per_second"):
         assert {name: len(values) for name, values in results[key].items()} == {

@@ -52,23 +52,33 @@ def test_a_rank_alone_is_measured_once_for_both_modes(monkeypatch):
     assert found == {"weak": {1: [1, 1], 2: [2, 2]}, "strong": {1: [1, 1], 2: [2, 2]}}
 
 
+BOTH = {"weak": {1: [1.0], 2: [1.25]}, "strong": {1: [1.0], 2: [0.625]}}
+
+
 def test_the_table():
-    assert scaling.table({"weak": {1: [1.0], 2: [1.25]}, "strong": {1: [1.0], 2: [0.625]}}, 16) == [
+    assert scaling.table(BOTH, 16) == [
         "weak scaling, batch 16 a rank",
-        "",
-        "| ranks | step, ms | examples/s | efficiency |",
-        "|---|---|---|---|",
-        "| 1 | 1000.0 (1000.0 to 1000.0) | 16.00 | 1.000 (1.000 to 1.000) |",
-        "| 2 | 1250.0 (1250.0 to 1250.0) | 25.60 | 0.800 (0.800 to 0.800) |",
+        "ranks             step, ms  examples/s              efficiency",
+        "    1  1000 (1000 to 1000)        16.0  1.000 (1.000 to 1.000)",
+        "    2  1250 (1250 to 1250)        25.6  0.800 (0.800 to 0.800)",
         "",
         "strong scaling, batch 16 in all",
-        "",
-        "| ranks | step, ms | examples/s | efficiency |",
-        "|---|---|---|---|",
-        "| 1 | 1000.0 (1000.0 to 1000.0) | 16.00 | 1.000 (1.000 to 1.000) |",
-        "| 2 | 625.0 (625.0 to 625.0) | 25.60 | 0.800 (0.800 to 0.800) |",
-        "",
+        "ranks                step, ms  examples/s              efficiency",
+        "    1     1000 (1000 to 1000)        16.0  1.000 (1.000 to 1.000)",
+        "    2  625.0 (625.0 to 625.0)        25.6  0.800 (0.800 to 0.800)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        pytest.param(BOTH, "On 2 ranks each works at 80% (weak scaling) and 80% (strong scaling) of ", id="both"),
+        pytest.param({"weak": {2: [1.0], 4: [2.0]}}, "On 4 ranks each works at 50% (weak scaling) of ", id="weak"),
+        pytest.param({"weak": {2: [1.0]}}, "Only 2 ranks measured: give more --ranks to see how it scales.", id="one"),
+    ],
+)
+def test_the_sentence(found, sentence):
+    assert scaling.sentence(found).startswith(sentence)
 
 
 def test_the_picture():

@@ -18,6 +18,7 @@ CASES = {
         float("inf"): "unknown",
         float("nan"): "unknown",
     },
+    wording.step_time: {1.0432: "1.043 s", 0.31817: "318.2 ms", 0.0: "0 ms"},
     wording.number: {0.97781: "0.9778", 12345.6: "12,346", 1e-5: "1e-05", float("inf"): "not finite"},
     wording.tick: {0.05: "0.05", 1e-5: "1e-5", 25_000.0: "25k", 1.5e6: "1.5M", 2000.0: "2000", 1e20: "1e20", 0.0: "0"},
     wording.percent: {0.714: "71 %", 0.0123: "1.2 %", float("nan"): "unknown"},

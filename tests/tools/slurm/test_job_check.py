@@ -7,9 +7,11 @@ import pytest
 from hvdtrain.errors import JobError
 from hvdtrain.tools import slurm
 from hvdtrain.tools.slurm import bash
-from hvdtrain.tools.slurm.job_check import RULES, Finding, case_of, check
-from hvdtrain.tools.slurm.job_script import read, training_steps
+from hvdtrain.tools.slurm.case import Finding, case_of
+from hvdtrain.tools.slurm.job_check import RULES, check
+from hvdtrain.tools.slurm.job_script import read
 from hvdtrain.tools.slurm.sites import SITES
+from hvdtrain.tools.slurm.steps import training_steps
 
 GOOD = """\
 #!/bin/bash
@@ -51,7 +53,7 @@ def rank_variable(line: int, name: str) -> Finding:
 
 
 def port(line: int, wrong: str, why: str) -> Finding:
-    return Finding(line, wrong, why, PORT)
+    return Finding(line, wrong, why, PORT, note=why == TAKEN)
 
 
 TAKEN = "two jobs that share a node, or a job that starts again, find it taken"
@@ -122,6 +124,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             "no --cpus-per-task",
             "each task gets one CPU, for training and for loading data",
             "#SBATCH --cpus-per-task=24",
+            note=True,
         ),
     ),
     "SRUN_CPUS_PER_TASK missing": (
@@ -130,8 +133,9 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
         Finding(
             11,
             "SRUN_CPUS_PER_TASK is not set",
-            "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task would get one CPU",
+            "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU",
             'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+            note=True,
         ),
     ),
     "SRUN_CPUS_PER_TASK in a comment": (
@@ -140,8 +144,9 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
         Finding(
             12,
             "SRUN_CPUS_PER_TASK is not set",
-            "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task would get one CPU",
+            "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU",
             'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+            note=True,
         ),
     ),
     "no srun": (
@@ -193,6 +198,17 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             "leave it out: the launcher sets it for each rank",
         ),
     ),
+    "a variable of an option that is not given": (
+        "module load",
+        "export WORKERS=$SLURM_GPUS\nmodule load",
+        Finding(
+            10,
+            "$SLURM_GPUS may be empty",
+            "SLURM sets it only where --gpus is given, in the script or to sbatch",
+            "#SBATCH --gpus=N",
+            note=True,
+        ),
+    ),
     "fixed port": ("module load", "export MASTER_PORT=29500\nmodule load", port(10, "a fixed port", TAKEN)),
     "fixed endpoint": (SRUN, f"{SRUN} --rdzv_endpoint=$HOST:29500", port(12, "a fixed port", TAKEN)),
     "fixed endpoint in quotes": (SRUN, f"{SRUN} '--rdzv-endpoint $HOST:13245'", port(12, "a fixed port", TAKEN)),
@@ -240,6 +256,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             "'# SBATCH' is not #SBATCH",
             "only a line that begins with exactly #SBATCH and a space is an option; this one is a comment",
             "#SBATCH --mem=64G",
+            note=True,
         ),
     ),
     "typo in #SBATCH": (
@@ -310,6 +327,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
                 "srun -n 4",
                 "the job has 8 tasks; the step would leave some of them idle, or not start",
                 "srun without -n takes all tasks of the job",
+                note=True,
             ),
             Finding(12, "2 tasks a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "srun --ntasks=8"),
         ],
@@ -317,12 +335,16 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
     "tasks that contradict": (
         "#SBATCH --nodes=2\n",
         "#SBATCH --nodes=2\n#SBATCH --ntasks=4\n",
-        Finding(
-            3,
-            "--ntasks=4, but 2 x 4 tasks a node",
-            "where both are given SLURM takes --ntasks, and --ntasks-per-node is an upper limit only",
-            "#SBATCH --ntasks=8, or leave --ntasks out",
-        ),
+        [
+            Finding(
+                3,
+                "--ntasks=4, but 2 x 4 tasks a node",
+                "where both are given SLURM takes --ntasks, and --ntasks-per-node is an upper limit only",
+                "#SBATCH --ntasks=8, or leave --ntasks out",
+                note=True,
+            ),
+            Finding(3, "2 tasks a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "#SBATCH --ntasks=8"),
+        ],
     ),
     "memory": (
         "#SBATCH --requeue",
@@ -458,16 +480,42 @@ ELSEWHERE = {  # a script, what is replaced in it, by what, its site, the findin
         None,
         port(7, "a fixed port", TAKEN),
     ),
+    "no GPUs of no known site": (
+        TORCHRUN,
+        "#SBATCH --gpus-per-node=a100:4\n",
+        "",
+        None,
+        Finding(
+            5,
+            "no GPU is requested",
+            "most sites give a job only the GPUs it requests",
+            "#SBATCH --gres=gpu:4",
+            note=True,
+        ),
+    ),
+    "one process for several GPUs": (
+        "#!/bin/bash\n#SBATCH --gres=gpu:1 -c 8\npython train.py\n",
+        "gpu:1",
+        "gpu:2",
+        None,
+        Finding(
+            3,
+            "1 process, 2 GPUs",
+            "it uses one, unless it starts a process for each, or spreads its model over them",
+            "torchrun --standalone --nproc-per-node=2",
+            note=True,
+        ),
+    ),
     "torchrun on one of two nodes": (
         TORCHRUN,
         "srun bash -c",
-        "torchrun a.py #",
+        "torchrun --nproc-per-node=4 a.py #",
         None,
         Finding(
             6,
             "torchrun without srun",
             "the job's script runs once, on its first node; only srun starts all tasks on all nodes",
-            "srun torchrun a.py ...",
+            "srun torchrun --nproc-per-node=4 a.py ...",
         ),
     ),
 }
@@ -601,6 +649,7 @@ def test_a_script_that_bash_refuses(new, line, message, tmp_path, capsys):
     path.write_text(GOOD.replace(SRUN, new))
     assert slurm.main(["--check", str(path)]) == 1
     assert capsys.readouterr().out.splitlines() == [
+        "To fix:",
         f"{path}:{line}: {message}",
         "    why      bash cannot read the script to its end",
         "    instead  correct it, until this prints nothing: bash -n FILE",
@@ -619,7 +668,7 @@ def test_a_site_is_not_guessed():
 
 @pytest.mark.parametrize("command", ["python -m hvdtrain.torch linear", "torchrun --standalone train.py"])
 def test_one_task_needs_no_srun(command):
-    assert check(f"#!/bin/bash\n#SBATCH --gres=gpu:1\n{command}\n") == []
+    assert check(f"#!/bin/bash\n#SBATCH --gres=gpu:1 -c 8\n{command}\n") == []
 
 
 def test_the_lines_of_commands():
@@ -641,10 +690,12 @@ def test_the_findings_on_the_command_line(python, tmp_path):
     assert (
         done.stdout
         == f"""\
+To fix:
 {path}:3: 8 tasks a node, 4 GPUs
     why      one task, that is one rank, drives one GPU: some would have to share one
     instead  #SBATCH --ntasks-per-node=4
-{path}:11: note: no --requeue
+To consider:
+{path}:11: no --requeue
     why      at its time limit hvdtrain could not save a checkpoint and come back by itself
     instead  #SBATCH --requeue
 1 to fix, 1 to consider.

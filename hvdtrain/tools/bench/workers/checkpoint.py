@@ -30,6 +30,7 @@ from hvdtrain.run.run import Run
 from hvdtrain.run.world import World
 from hvdtrain.tools.bench import measure, ranks
 from hvdtrain.tools.bench.workers import overhead
+from hvdtrain.tools.rank_status import Show
 
 
 class Blocks(Loop[Trainer]):
@@ -84,19 +85,23 @@ def main(framework: str, recipe_name: str, rounds: int, every: int, steps: int) 
         identity = folders.identity_of(plan, framework)  # type: ignore[arg-type]
         engine = "horovod" if topology.size > 1 else "local"
         run = Run(identity, recipe, engine, (), of_run, folders.ResumePoint(), World(topology), recipe, dataset, plan)
-        with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
-            found = _measure(run, framework, rounds, every, steps)
+        with (
+            ranks.showing(topology) as show,
+            Path(folder, "log").open("w") as log,
+            contextlib.redirect_stdout(log),
+        ):
+            found = _measure(run, framework, rounds, every, steps, show)
     if topology.is_rank_0:
         ranks.keep({"framework": framework, "recipe": recipe.name, "ranks": topology.size, "every": every, **found})
 
 
-def _measure(run: Run, framework: str, rounds: int, every: int, steps: int) -> dict[str, Any]:
+def _measure(run: Run, framework: str, rounds: int, every: int, steps: int, show: Show) -> dict[str, Any]:
     opening, trainer = (importlib.import_module(f"hvdtrain.{framework}.{name}") for name in ("opening", "trainer"))
     engine = opening.open_engine(run)
     loop = Blocks(run, trainer.Trainer(run, engine), every)
     loop.block("checkpoints", every)
     contenders = {kind: lambda kind=kind: loop.block(kind, steps) for kind in ("none", "checkpoints", "copies")}
-    seconds = measure.interleaved(contenders, rounds)
+    seconds = measure.interleaved(contenders, rounds, show=lambda title: show(f"{title}, {steps} steps"))
     of_ranks = {kind: (engine.sum(np.array(own)) / engine.size).tolist() for kind, own in seconds.items()}
     in_warm_up = 1 + steps // every, steps // every
     loop.close(None)

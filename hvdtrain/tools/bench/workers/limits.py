@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,10 +14,12 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from hvdtrain.core.progress import Progress
+from hvdtrain.launch.topology import discover
 from hvdtrain.run import main as runs
 from hvdtrain.run.ending import end
 from hvdtrain.run.run import Run
 from hvdtrain.tools.bench import measure, ranks, train
+from hvdtrain.tools.rank_status import Show
 
 MicroBatches = list[Any]
 
@@ -51,23 +54,28 @@ SidesOf = Callable[[Run], contextlib.AbstractContextManager[Sides]]
 def main(adapter: Literal["torch", "tensorflow"], sides_of: SidesOf) -> NoReturn:
     """One rank of `bench train`, with its command line."""
     options, of_run = train.parse(sys.argv[1:])
-    with tempfile.TemporaryDirectory() as folder:
-        argv = [*of_run, "--output", f"{folder}/run"]
-        code = runs.main(adapter, argv, lambda run: _measure(run, sides_of, options))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until_shown:
+        show = until_shown.enter_context(ranks.showing(discover(os.environ)))
+
+        def measure_and_report(run: Run) -> None:
+            results = _measure(run, sides_of, options, show)
+            until_shown.close()
+            if run.topology.is_rank_0 and not ranks.keep(results):
+                train.answer(results).conclude(options)
+
+        code = runs.main(adapter, [*of_run, "--output", f"{folder}/run"], measure_and_report)
     end(code)
 
 
-def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
-    """Measures on every rank; rank 0 reports."""
+def _measure(run: Run, sides_of: SidesOf, options: train.Options, show: Show) -> dict[str, Any]:
+    """Measures on every rank; what was found."""
     with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
         timed = {
             name: _mean_of_ranks(time, sides)
             for name, time in _contenders(run, sides, min(options.steps, run.plan.steps_per_epoch)).items()
         }
-        seconds = measure.interleaved(timed, options.rounds)
-    if not run.topology.is_rank_0:
-        return
-    results = {
+        seconds = measure.interleaved(timed, options.rounds, show=show)
+    return {
         "framework": run.framework,
         "engine": run.engine,
         "recipe": run.recipe.name,
@@ -76,8 +84,6 @@ def _measure(run: Run, sides_of: SidesOf, options: train.Options) -> None:
         "gradient_bytes": sides.gradient_bytes,
         "step_seconds": seconds,
     }
-    if not ranks.keep(results):
-        train.report(results, options.output)
 
 
 def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float | None]]:

@@ -26,7 +26,8 @@ from hvdtrain.run.loop import Loop, Trainer
 from hvdtrain.run.main import keep_memory, load_dataset
 from hvdtrain.run.run import Run
 from hvdtrain.run.world import World
-from hvdtrain.tools.bench import ranks
+from hvdtrain.tools.bench import measure, ranks
+from hvdtrain.tools.rank_status import Show
 
 Steps = Iterator[None]
 """A loop that trains without end, and yields after every step."""
@@ -70,18 +71,25 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
             of_run, _ = folders.open_run(plan, topology, framework, Path(folder, "run"), "never")
         identity = folders.identity_of(plan, framework)
         run = Run(identity, recipe, engine, (), of_run, folders.ResumePoint(), World(topology), recipe, dataset, plan)
-        with Path(folder, "log").open("w") as log, contextlib.redirect_stdout(log):
-            seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch)
+        with (
+            ranks.showing(topology) as show,
+            Path(folder, "log").open("w") as log,
+            contextlib.redirect_stdout(log),
+        ):
+            seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch, show)
     if topology.is_rank_0:
         ranks.keep(_results(run, {name: times[1:] for name, times in seconds.items()}))
 
 
-def _measure(loops: Loops, size: int, rounds: int, steps: int) -> dict[str, list[float]]:
+def _measure(loops: Loops, size: int, rounds: int, steps: int, show: Show) -> dict[str, list[float]]:
     """Seconds of a step, averaged over the ranks and over the steps of each round."""
     pair = {"hvdtrain": loops.ours, "hand-written": loops.hand_written}
     seconds: dict[str, list[float]] = {name: [] for name in pair}
 
     def step_both() -> None:
+        done, step = divmod(len(seconds["hvdtrain"]), steps)
+        if step == 0:
+            show(measure.titled(f"{steps} steps of each loop", done, rounds - 1))
         for name in sorted(pair, reverse=bool(len(seconds["hvdtrain"]) % 2)):
             began = time.perf_counter()
             next(pair[name])

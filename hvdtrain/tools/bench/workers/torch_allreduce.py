@@ -17,6 +17,7 @@ from hvdtrain.run.ending import end
 from hvdtrain.run.liveness import print_error
 from hvdtrain.run.world import World, joined
 from hvdtrain.tools.bench import allreduce, measure, ranks
+from hvdtrain.tools.rank_status import Show
 from hvdtrain.untrusted import one_line
 
 MOST_REPEATS = 20
@@ -35,8 +36,8 @@ def main(argv: list[str]) -> int:
         options = allreduce.parse(argv)
         if not world.rendezvous:
             world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
-        with joined(world, "torch", "horovod", os.environ):
-            found = _measure(options, topology)
+        with ranks.showing(topology) as show, joined(world, "torch", "horovod", os.environ):
+            found = _measure(options, topology, show)
     except HvdtrainError as error:
         if topology.is_rank_0:
             print_error(topology, type(error), one_line(error))
@@ -44,20 +45,25 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     world.leave()
     if topology.is_rank_0 and not ranks.keep(found):
-        allreduce.report(found, topology.size, options.output)
+        allreduce.answer(found, topology.size).conclude(options)
     return 0
 
 
-def _measure(options: allreduce.Options, topology: Topology) -> allreduce.Found:
+def _measure(options: allreduce.Options, topology: Topology, show: Show) -> allreduce.Found:
     reducers, device = _reducers(options, topology)
     found: allreduce.Found = {}
     for size in options.byte_sizes:
         tensor = torch.zeros(size // 4, device=device)  # zeros stay zeros, whatever is added how often
         timed = {name: functools.partial(_seconds, reduce, tensor) for name, reduce in reducers.items()}
-        for name, values in measure.interleaved(timed, options.rounds, warm_up=1).items():
+        of_size = functools.partial(_show_with, show, f"{size / allreduce.MB:.4g} MB")
+        for name, values in measure.interleaved(timed, options.rounds, show=of_size).items():
             found.setdefault(name, {})[size] = values
     dist.destroy_process_group()
     return found
+
+
+def _show_with(show: Show, size: str, title: str) -> None:
+    show(f"{title}, {size}")
 
 
 def _reducers(options: allreduce.Options, topology: Topology) -> tuple[dict[str, Reduce], torch.device]:
@@ -80,7 +86,7 @@ def _reducers(options: allreduce.Options, topology: Topology) -> tuple[dict[str,
     controller = "NCCL" if index is not None else "MPI" if hvd.mpi_enabled() else "Gloo"
     reducers: dict[str, Reduce] = {
         f"Horovod over {controller}": lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum, name="bench"),
-        f"torch.distributed, {backend}": dist.all_reduce,
+        f"torch.distributed ({backend})": dist.all_reduce,
     }
     for name, reduce in reducers.items():
         ones = torch.ones(1000, device=device)

@@ -1,6 +1,5 @@
 """The process of `bench loader`: hvdtrain's readers and torchvision's, interleaved."""
 
-import json
 import os
 import sys
 import time
@@ -16,16 +15,18 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Request
 from hvdtrain.datasets import DRAWS, dali
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.topology import discover
 from hvdtrain.run.main import load_dataset
-from hvdtrain.tools.bench import measure
+from hvdtrain.tools.bench import measure, ranks
 from hvdtrain.tools.bench.loader import TICK, processor_seconds
+from hvdtrain.tools.rank_status import Show
 from hvdtrain.torch.data import Loader, Pair
 
 Epoch = Callable[[], Iterable[Pair]]
 
 
-def main(folder: Path, packed: Path, kept: Path, workers: int, batch: int, images: int, crop: int, rounds: int) -> None:
-    """Measures and leaves the figures as JSON in `kept`."""
+def main(show: Show, folder: Path, packed: Path, workers: int, batch: int, images: int, crop: int, rounds: int) -> None:
+    """Measures and keeps the figures."""
     torch.set_num_threads(1)
     loaders: dict[str, dict[str, Any]] = {"shards": {"data_dir": packed}, "folder": {"data_dir": folder}}
     if dali.is_installed():
@@ -44,7 +45,7 @@ def main(folder: Path, packed: Path, kept: Path, workers: int, batch: int, image
         return once
 
     contenders: dict[str, Callable[[], float]] = {name: measured(name) for name in epochs}
-    found = measure.interleaved(contenders, rounds)
+    found = measure.interleaved(contenders, rounds, show=show)
     ratios = {
         name: [one / theirs for one, theirs in zip(found[name], found["torchvision"], strict=True)] for name in loaders
     }
@@ -57,7 +58,7 @@ def main(folder: Path, packed: Path, kept: Path, workers: int, batch: int, image
         "batch_size": batch,
         "crop": crop,
     }
-    kept.write_text(json.dumps(results))
+    ranks.keep(results)
 
 
 def ours(where: dict[str, Any], workers: int, batch: int, images: int, crop: int) -> Epoch:
@@ -102,10 +103,10 @@ def torchvisions(folder: Path, workers: int, batch: int, images: int, crop: int)
 
 
 if __name__ == "__main__":
-    _, *paths, workers, batch, images, crop, rounds = sys.argv
-    folder, packed, kept = map(Path, paths)
+    folder, packed, *numbers = sys.argv[1:]
     try:
-        main(folder, packed, kept, int(workers), int(batch), int(images), int(crop), int(rounds))
+        with ranks.showing(discover({})) as show:
+            main(show, Path(folder), Path(packed), *map(int, numbers))
     except HvdtrainError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

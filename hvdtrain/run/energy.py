@@ -1,0 +1,221 @@
+"""Energy counters of nodes and GPUs: each is read by the ranks that see it, and counted once.
+
+Sources: Cray's pm_counters, of a whole node; RAPL, of processors and their memory, for whoever may read it; NVML and
+amdsmi, of GPUs. All count joules since some time before; what a run used is a difference.
+"""
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdtrain.run import messages, timeouts
+from hvdtrain.run.liveness import Liveness
+
+CLOSE_SECONDS = 2.0
+
+
+class Counter(Protocol):
+    """One counter of energy."""
+
+    key: str
+    """SOURCE:DEVICE, the same for every process of the host."""
+
+    def joules(self) -> float:
+        """Since the counter was made. Raises OSError and what its library raises."""
+
+
+class PmCounter:
+    """Cray's counter of a node: a file that holds `12345 J 1700000000000000 us`."""
+
+    key = "pm_counters:node"
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._first = self._read()
+
+    def joules(self) -> float:
+        return self._read() - self._first
+
+    def _read(self) -> float:
+        return float(self._file.read_text().split()[0])
+
+
+class RaplCounter:
+    """A RAPL zone's counter of microjoules, which begins anew at max_energy_range_uj."""
+
+    def __init__(self, zone: Path) -> None:
+        self.key = f"rapl:{zone.name.replace(':', '-')}"
+        self._file = zone / "energy_uj"
+        self._range = int((zone / "max_energy_range_uj").read_text())
+        self._last, self._sum = self._read(), 0
+
+    def joules(self) -> float:
+        now = self._read()
+        self._sum += now - self._last if now >= self._last else now + self._range - self._last
+        self._last = now
+        return self._sum / 1e6
+
+    def _read(self) -> int:
+        return int(self._file.read_text())
+
+
+class GpuCounter:
+    """A GPU's counter, as a function that gives joules."""
+
+    def __init__(self, key: str, read: Callable[[], float]) -> None:
+        self.key, self._read = key, read
+        self._first = read()
+
+    def joules(self) -> float:
+        return self._read() - self._first
+
+
+def node_counters(sys: Path = Path("/sys")) -> list[Counter]:
+    """What counts a host's energy, for one process of the host."""
+    cray = sys / "cray/pm_counters/energy"
+    zones = [zone for zone in sorted((sys / "class/powercap").glob("intel-rapl:*")) if _is_counted(zone)]
+    return _made([*([lambda: PmCounter(cray)] if cray.exists() else []), *(_of_zone(zone) for zone in zones)])
+
+
+def _of_zone(zone: Path) -> Callable[[], Counter]:
+    return lambda: RaplCounter(zone)
+
+
+def _is_counted(zone: Path) -> bool:
+    """Whether it is a processor, or memory beside one; not a part of a processor, nor the whole board."""
+    with contextlib.suppress(OSError):
+        name = (zone / "name").read_text().strip()
+        return name.startswith("package") or name == "dram"
+    return False
+
+
+def gpu_counters(environ: Mapping[str, str]) -> list[Counter]:
+    """Of the GPUs that this process may use; none where their library is not installed, or cannot count."""
+    return [*_nvidia(environ.get("CUDA_VISIBLE_DEVICES")), *_amd(environ.get("ROCR_VISIBLE_DEVICES"))]
+
+
+def _nvidia(visible: str | None) -> list[Counter]:
+    with contextlib.suppress(Exception):  # of a driver
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        by_name = {str(index): handle for index, handle in enumerate(handles)}
+        by_name |= {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
+        chosen = handles if visible is None else [by_name[name] for name in visible.split(",") if name in by_name]
+        return _made(_of_nvidia(nvml, handle) for handle in chosen)
+    return []
+
+
+def _of_nvidia(nvml: Any, handle: Any) -> Callable[[], Counter]:
+    return lambda: GpuCounter(
+        f"nvml:{nvml.nvmlDeviceGetUUID(handle)}", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+    )
+
+
+def _amd(visible: str | None) -> list[Counter]:
+    with contextlib.suppress(Exception):  # of a driver
+        smi = importlib.import_module("amdsmi")
+        smi.amdsmi_init()
+        handles = list(smi.amdsmi_get_processor_handles())
+        wanted = range(len(handles)) if visible is None else [int(one) for one in visible.split(",") if one.isdigit()]
+        return _made(_of_amd(smi, handles[index]) for index in wanted if index < len(handles))
+    return []
+
+
+def _of_amd(smi: Any, handle: Any) -> Callable[[], Counter]:
+    def joules() -> float:
+        count = smi.amdsmi_get_energy_count(handle)
+        return float(count["energy_accumulator"] * count["counter_resolution"] / 1e6)
+
+    return lambda: GpuCounter(f"amdsmi:{smi.amdsmi_get_gpu_device_uuid(handle)}", joules)
+
+
+def _made(makers: Iterable[Callable[[], Counter]]) -> list[Counter]:
+    """Those counters that can be read: RAPL's only by root on most hosts."""
+    made = []
+    for make in makers:
+        with contextlib.suppress(Exception):
+            made.append(make())
+    return made
+
+
+class Book:
+    """Rank 0's: what each counter of each host has last shown."""
+
+    def __init__(self) -> None:
+        self._joules: dict[tuple[str, str], float] = {}
+
+    def enter(self, host: str, joules: Mapping[str, float]) -> None:
+        """What a process of that host has read: a counter that several see is one."""
+        for key, value in joules.items():
+            self._joules[host, key] = max(value, self._joules.get((host, key), 0.0))
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """By source: the joules of all hosts, and how many hosts those are."""
+        hosts: dict[str, set[str]] = {}
+        joules: dict[str, float] = {}
+        for (host, key), value in self._joules.items():
+            source = key.partition(":")[0]
+            hosts.setdefault(source, set()).add(host)
+            joules[source] = joules.get(source, 0.0) + value
+        return {
+            "joules": {name: round(value, 3) for name, value in joules.items()},
+            "nodes": {name: len(of) for name, of in hosts.items()},
+        }
+
+
+class EnergyWatch:
+    """Reads this process's counters now and then, in a thread, and hands them to rank 0; on rank 0, keeps all."""
+
+    def __init__(self, liveness: Liveness, host: str, environ: Mapping[str, str], sys: Path = Path("/sys")) -> None:
+        """`host`: what rank 0 knows this rank's host by."""
+        self.liveness, self.topology, self.host = liveness, liveness.topology, host
+        self.book = Book()
+        self.on_totals: Callable[[Mapping[str, Any]], None] = lambda totals: None
+        """On rank 0, called with what all hosts have used so far."""
+        self._environ, self._sys = environ, sys
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="energy", daemon=True)
+
+    def start(self) -> None:
+        """Begins to read, where there is a counter."""
+        self._thread.start()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this process reads its counters for the last time."""
+        return self._closing.is_set()
+
+    def close(self) -> None:
+        """Reads once more, and ends."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def reported(self, host: str, joules: Mapping[str, float]) -> None:
+        """On rank 0: a process of that host has read its counters."""
+        self.book.enter(host, joules)
+        self.on_totals(self.book.totals())
+
+    def _work(self) -> None:
+        of_node = node_counters(self._sys) if self.topology.local_rank == 0 else []
+        counters = [*of_node, *gpu_counters(self._environ)]
+        while counters:
+            is_last = self._closing.wait(timeouts.ENERGY)
+            self._read(counters)
+            if is_last:
+                break
+
+    def _read(self, counters: list[Counter]) -> None:
+        joules = {}
+        for counter in counters[: messages.MOST_COUNTERS]:
+            with contextlib.suppress(Exception):  # of a driver: the last value stays
+                joules[counter.key] = counter.joules()
+        with self.liveness.changed:
+            if self.topology.is_rank_0:
+                self.reported(self.host, joules)
+            else:
+                self.liveness.peers.send(messages.Energy(joules=joules))

@@ -1,0 +1,171 @@
+"""launches.jsonl: what each launch of a run spends its time on, and what happens in it; for reports.
+
+Rank 0 writes it, from a thread: neither training nor the failure detector waits for a file system. A launch is one
+process of rank 0, from its begin to its end; the records of a launch follow its first one, of the kind "launch".
+"""
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+NAME = "launches.jsonl"
+Phase = Literal[
+    "start", "data", "import", "rendezvous", "model", "first_step", "training", "validation", "checkpoint", "end"
+]
+SHORTEST = 5.0
+"""Seconds between two records of one kind that come again and again."""
+PART = 0.01
+"""Of the time since the launch began, that lies between two such records: a run of days has some hundreds of them."""
+CLOSE_SECONDS = 5.0
+
+
+class Launch:
+    """The clock of this process, which is in one phase at each moment; on rank 0, the records too.
+
+    Every rank has one; without a file, records are dropped. Any thread may record; phases are the training thread's.
+    """
+
+    def __init__(self, age: float | None = None) -> None:
+        """`age`: seconds since the launch began; left out: since the process did."""
+        self._began = time.monotonic() - (process_age() if age is None else age)
+        self._seconds: dict[str, float] = {}
+        self._phase: Phase = "start"
+        self._since = self._began
+        self._again: dict[str, float] = {}
+        """When each kind of record that comes again and again is due next."""
+        self._records: queue.SimpleQueue[Mapping[str, Any] | None] | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = False
+        self.step = 0
+        """Updates that the run has made."""
+        self.is_finished = False
+        """Whether the run has come to its end."""
+        self.replica_checks = 0
+        """How often the replicas were compared, and were equal."""
+
+    @property
+    def clock(self) -> float:
+        """Seconds since this process began."""
+        return time.monotonic() - self._began
+
+    @property
+    def phase(self) -> Phase:
+        """What this process now spends its time on."""
+        return self._phase
+
+    def enter(self, phase: Phase) -> None:
+        """From now on time is spent on `phase`."""
+        now = time.monotonic()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    @contextlib.contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """The block's time is spent on `phase`, then again on what it was."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase so far; their sum is `clock`."""
+        self.enter(self._phase)
+        return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
+
+    def open(self, folder: Path, about: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
+        """Begins to write, on rank 0. `about` gives the first records, in the writing thread: it may take its time.
+        Where this process has trained another run before, this one's launch begins now."""
+        if self._records:
+            self.close()
+            self.__init__(0.0)  # type: ignore[misc]
+        self._records = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_write, args=(folder / NAME, about, self._records), name="launches", daemon=True
+        )
+        self._thread.start()
+
+    def is_due(self, kind: str, shortest: float = SHORTEST) -> bool:
+        """Whether a record that comes again and again is to be written now; the next one is due later then, `shortest`
+        seconds at least."""
+        now = self.clock
+        if self._records is None or now < self._again.get(kind, 0.0):
+            return False
+        self._again[kind] = now + max(shortest, PART * now)
+        return True
+
+    def mark(self, step: int, *, always: bool = False) -> None:
+        """So many updates are made; writes now and then, or `always`, where the time went so far."""
+        self.step = step
+        if self.is_due("phases") or (always and self._records):
+            self.record("phases", step=step, phases=self.phases())
+
+    def event(self, kind: str, text: str, **more: Any) -> None:
+        """Something happened: resume, checkpoint, slow, stuck, lost, signal, requeue."""
+        self.record("event", event=kind, **{"step": self.step, "text": text, **more})
+
+    def record(self, kind: str, **values: Any) -> None:
+        """One line; `clock` and `time` are added."""
+        if self._records and not self._ended:
+            now = {"clock": round(self.clock, 4), "time": round(time.time(), 3)}
+            self._records.put({"kind": kind, **now, **values})
+
+    def end(self, state: str, text: str = "") -> None:
+        """The last record; another one's end adds nothing."""
+        values = {"state": state, "step": self.step, "text": text, "replica_checks": self.replica_checks}
+        self.record("end", **values, phases=self.phases())
+        self._ended = True
+
+    def close(self) -> None:
+        """Waits a little until all is written."""
+        if self._records and self._thread:
+            self._records.put(None)
+            self._thread.join(CLOSE_SECONDS)
+
+
+def process_age() -> float:
+    """For how many seconds this process has run, by Linux's clock ticks."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The name in parentheses may hold spaces; proc(5) counts the fields behind it from 3.
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    return 0.0
+
+
+def _write(
+    path: Path,
+    about: Callable[[], Iterator[Mapping[str, Any]]],
+    records: "queue.SimpleQueue[Mapping[str, Any] | None]",
+) -> None:
+    """The thread's work. A disk that fails loses reports, no training."""
+    with contextlib.suppress(OSError):
+        # Do not follow or wait: it may be somebody else's link or pipe.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(path, flags, 0o666)
+        try:
+            _end_line(file)
+            for record in about():
+                _append(file, record)
+            for record in iter(records.get, None):
+                _append(file, record)
+        finally:
+            os.close(file)
+
+
+def _end_line(file: int) -> None:
+    """A killed launch's last line may be unfinished."""
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        os.write(file, b"\n")
+
+
+def _append(file: int, record: Mapping[str, Any]) -> None:
+    os.write(file, json.dumps(record, separators=(",", ":")).encode() + b"\n")

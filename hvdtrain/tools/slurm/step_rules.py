@@ -1,0 +1,264 @@
+"""What is wrong with the steps of a job script: how they are started, on how many tasks, GPUs and CPUs."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from hvdtrain.launch import pmi
+from hvdtrain.tools.slurm.case import Case, Finding, Rule
+from hvdtrain.tools.slurm.job_script import Option, program
+from hvdtrain.tools.slurm.steps import BY_MPI, Step
+from hvdtrain.untrusted import whole_number
+
+OURS = re.compile(r"\bhvdtrain\.(torch|tensorflow|lightning)")
+ONE_GPU_A_RANK = re.compile(r"hvdtrain|horovod|hvd")
+NAMES_RANKS = re.compile(r"--(?:node[-_]?|machine[-_])?rank\b|--dist[-_]url|--process[-_]id")
+STARTS_OTHERS = re.compile(r"gpus?\b|device|nproc|world|ddp|parallel|distributed|strategy", re.IGNORECASE)
+SRUN_CPUS = re.compile("SRUN_CPUS_PER_TASK=")
+DEVICES = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
+USES_GPUS = re.compile(r"--nv\b|nvidia-smi|\bcuda\b|\bnccl\b|\bCUDA_|\bNCCL_|\b--rocm\b")
+HOSTS = re.compile(
+    r"-H|-?-host(s|file|name)?|--hostfile|--host-discovery-script|-hostfile|-machinefile|--no_ssh|--launcher"
+)
+OTHER_LAUNCHERS = {"ssh", "pdsh", "clush", "parallel", "ray", "dask", "dask-mpi", "spark-submit", "pbsdsh"}
+NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
+ONCE = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
+
+
+def _task_counts(case: Case) -> Iterator[Finding]:
+    """--ntasks against nodes x tasks a node, and srun -n against both."""
+    job = case.job
+    per_node, tasks, nodes = job.number("ntasks-per-node"), job.number("ntasks"), job.nodes
+    promised = per_node * nodes if per_node and nodes else None
+    if tasks and promised and tasks != promised and "nodes" in job.options:
+        yield Finding(
+            job.options["ntasks"].line,
+            f"--ntasks={tasks}, but {nodes} x {per_node} tasks a node",
+            "where both are given SLURM takes --ntasks, and --ntasks-per-node is an upper limit only",
+            f"#SBATCH --ntasks={promised}, or leave --ntasks out",
+            note=True,
+        )
+    total = tasks or promised
+    for step in case.trainings:
+        own = step.own.get("ntasks")
+        asked = whole_number(own.value) if own else None
+        if (
+            own
+            and asked
+            and total
+            and asked != total
+            and not {"nodes", "exclusive", "exact", "overlap"} & step.own.keys()
+        ):
+            why = f"the job has {total} tasks; the step would leave some of them idle, or not start"
+            instead = "srun without -n takes all tasks of the job"
+            yield Finding(step.line, f"srun -n {own.value}", why, instead, note=asked < total)
+
+
+def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
+    """One rank a GPU; one torchrun a node."""
+    for step in case.trainings:
+        gpus = step.gpus_per_node(case.site)
+        if gpus == 0:
+            request = f"#SBATCH --gres=gpu:{case.site.gpus if case.site else 1}"
+            yield Finding(step.line, "no GPU is requested", "SLURM gives a job only the GPUs it requests", request)
+        elif step.launcher in BY_MPI:
+            yield from _by_mpi(step, gpus)
+        elif step.is_torchrun:
+            yield from _torchruns(case, step, gpus)
+        elif step.launcher and gpus:
+            yield from _ranks_and_gpus(step, gpus)
+        elif gpus and gpus > 1 and case.job.nodes == case.job.tasks_per_node == 1:
+            yield from _one_process(step, gpus)
+
+
+def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
+    """torchrun and its like: one on each node, with a rank for each GPU."""
+    name, ranks, tasks = step.program.kind, step.ranks_per_node, step.tasks_per_node
+    given = _ntasks(step.own) or _ntasks(step.options)
+    if step.launcher == "srun" and tasks and tasks > 1 and ranks != 1:
+        why = f"{name} starts the ranks of its node itself: {tasks} of them start {tasks} times as many"
+        line = given.line if given else step.line
+        yield Finding(line, f"{tasks} {name}s a node", why, "#SBATCH --ntasks-per-node=1")
+    elif step.launcher == "srun" and tasks and tasks > 1 and gpus:
+        yield from _ranks_and_gpus(step, gpus)
+    elif ranks and gpus and ranks != gpus and not _share_the_node(case):
+        outcome = "GPUs would idle, and cost" if ranks < gpus else "some would have to share one"
+        wrong = f"{_counted(ranks, 'rank')} a node, {_counted(gpus, 'GPU')}"
+        flag = f"--nproc-per-node={gpus}" if name == "torchrun" else f"{gpus} ranks a node"
+        yield Finding(step.line, wrong, f"one rank drives one GPU: {outcome}", f"{name} {flag}")
+
+
+def _share_the_node(case: Case) -> bool:
+    """Whether trainings run side by side."""
+    return any(program(command.words) == "wait" for command in case.script.shell.commands)
+
+
+def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
+    """A task is a rank, and a rank drives a GPU: certain for Horovod, and wherever there are several tasks or nodes."""
+    tasks = step.tasks_per_node
+    if not tasks or tasks == gpus or "ntasks-per-gpu" in step.options:
+        return
+    given = _ntasks(step.own) or _ntasks(step.options)
+    line = given.line if given else step.line
+    words = " ".join(step.program.words)
+    outcome = "GPUs would idle, and cost" if tasks < gpus else "some would have to share one"
+    right = f"--ntasks={gpus * (step.nodes or 1)}" if given and given.name == "ntasks" else f"--ntasks-per-node={gpus}"
+    where = "srun" if given and given.name in step.own else "#SBATCH"
+    may_start_others = tasks == 1 and not ONE_GPU_A_RANK.search(words)
+    note = may_start_others and bool(step.nodes == 1 or NAMES_RANKS.search(words))
+    wrong, unless = f"{_counted(tasks, 'task')} a node, {_counted(gpus, 'GPU')}", ", unless it starts the others itself"
+    why = f"one task, that is one rank, drives one GPU{unless if note else ''}: {outcome}"
+    yield Finding(line, wrong, why, f"{where} {right}", note=note)
+
+
+def _one_process(step: Step, gpus: int) -> Iterator[Finding]:
+    """A program started without a launcher: it may start a rank for each GPU, or use them all itself."""
+    if not STARTS_OTHERS.search(" ".join(step.program.words)):
+        why = "it uses one, unless it starts a process for each, or spreads its model over them"
+        instead = f"torchrun --standalone --nproc-per-node={gpus}"
+        yield Finding(step.line, f"1 process, {gpus} GPUs", why, instead, note=True)
+
+
+def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
+    """mpirun -np against the GPUs of the job; horovodrun's hosts."""
+    words = step.call
+    after = (words[i + 1] for i, word in enumerate(words[:-1]) if word in {"-n", "-np", "--np", "--num-proc"})
+    ranks = whole_number(next(after, ""))
+    if gpus and ranks and step.nodes and ranks != gpus * step.nodes:
+        outcome = "some would have to share one" if ranks > gpus * step.nodes else "GPUs would idle, and cost"
+        wrong, why = f"{_counted(ranks, 'rank')}, {gpus * step.nodes} GPUs", f"one rank drives one GPU: {outcome}"
+        yield Finding(step.line, wrong, why, f"{step.launcher} -np {gpus * step.nodes}", note=ranks == 1)
+    tasks = step.nodes * step.tasks_per_node if step.nodes and step.tasks_per_node else None
+    if step.launcher.startswith("mpi") and ranks and tasks and ranks > tasks:
+        why = "mpirun has as many slots as the job has tasks: it may refuse to start more"
+        yield Finding(
+            step.line, f"{ranks} ranks, {_counted(tasks, 'task')}", why, f"#SBATCH --ntasks={ranks}", note=True
+        )
+    if step.launcher == "horovodrun" and (step.nodes or 1) > 1 and not any(map(HOSTS.match, words)):
+        why = "without a list of hosts horovodrun starts all ranks on the job's first node"
+        yield Finding(step.line, "horovodrun without -H", why, "srun, or horovodrun -H HOST:GPUS,...")
+
+
+def _ntasks(options: Mapping[str, Option]) -> Option | None:
+    """The first of them that sets the number of tasks."""
+    return min((options[name] for name in NTASKS if name in options), key=lambda option: option.line, default=None)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
+def _no_gpu(case: Case) -> Iterator[Finding]:
+    """GPUs that nothing requests, where the script uses some."""
+    requests = any("gpu" in option.value or "gpu" in option.name for option in case.script.options)
+    requests = requests or any("gpu" in word for step in case.steps for word in step.call)
+    if case.site or requests or case.is_exclusive or case.script.option("gres"):
+        return
+    for step in case.trainings[:1]:
+        if step.is_torchrun or USES_GPUS.search(case.script.shell.text):
+            why = "most sites give a job only the GPUs it requests"
+            yield Finding(step.line, "no GPU is requested", why, "#SBATCH --gres=gpu:4", note=True)
+
+
+def _cpus(case: Case) -> Iterator[Finding]:
+    """CPUs a task against the node's, and srun's way of learning them."""
+    exported = next((line for line, _ in case.searched(SRUN_CPUS)), None)
+    alike = set()
+    for step in case.trainings:
+        option, tasks, cpus = step.options.get("cpus-per-task"), step.tasks_per_node, step.number("cpus-per-task")
+        unset = "cpus-per-task" not in step.own and (exported is None or exported > step.line)
+        if option is None and _takes_one_cpu(case, step) and "none" not in alike:
+            alike.add("none")
+            usual = f"--cpus-per-task={case.site.cpus // case.site.gpus}" if case.site else "--cpus-per-task=N"
+            why = "each task gets one CPU, for training and for loading data"
+            yield Finding(step.line, "no --cpus-per-task", why, f"#SBATCH {usual}", note=True)
+        elif option and unset and cpus != 1 and step.launcher == "srun" and not (case.is_exclusive or "srun" in alike):
+            alike.add("srun")
+            yield Finding(
+                step.line,
+                "SRUN_CPUS_PER_TASK is not set",
+                "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU",
+                'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+                note=True,
+            )
+        tasks = min(tasks, step.gpus_per_node(case.site) or tasks) if tasks else None  # what is right once that is
+        if option and cpus and tasks and case.site and tasks * cpus > case.site.cpus:
+            why = f"a node of {case.site.title} has {case.site.cpus} CPUs to give: the job is refused or waits forever"
+            fit = max(1, case.site.cpus // tasks)
+            yield Finding(option.line, f"{tasks} tasks x {cpus} CPUs", why, f"#SBATCH --cpus-per-task={fit}")
+
+
+def _takes_one_cpu(case: Case, step: Step) -> bool:
+    """Whether nothing gives it more: a whole node, CPUs for each GPU, or the tasks of a job that starts only one."""
+    given = any(name in step.options for name in ("cpus-per-gpu", "ntasks-per-socket", "extra-node-info"))
+    tasks = case.job.tasks_per_node
+    return not (given or case.is_exclusive or (not step.launcher and tasks != 1))
+
+
+def _no_launcher(case: Case) -> Iterator[Finding]:
+    """A training started as one process, or on one node, of several."""
+    job, commands = case.job, case.script.shell.commands
+    launched = any(step.launcher for step in case.steps) or any(program(it.words) in OTHER_LAUNCHERS for it in commands)
+    launched = launched or any(program(it.words) == "srun" and OTHER_LAUNCHERS & set(it.words) for it in commands)
+    for step in case.trainings:
+        words, kind = step.program.words, step.program.kind
+        is_ours = OURS.search(" ".join(words)) and not (job.nodes == 1 and job.tasks_per_node == 1)
+        if step.launcher or (launched and not is_ours):
+            continue
+        if kind == "deepspeed" and (job.nodes or 1) > 1:
+            if not any(map(HOSTS.match, words)):
+                why = "without a list of hosts deepspeed starts ranks on the job's first node only"
+                yield Finding(step.line, "deepspeed without --hostfile", why, "deepspeed --hostfile=FILE, or srun")
+        elif is_ours or (job.nodes or 1) > 1 or (kind == "python" and _is_for_ranks(job, case)):
+            name = program(words)
+            yield Finding(step.line, f"{name} without srun", ONCE, f"srun {' '.join(words[:3])} ...")
+
+
+def _is_for_ranks(job: Step, case: Case) -> bool:
+    """Whether the job's tasks are ranks: as many as GPUs. Others are a way to request CPUs."""
+    tasks = job.tasks_per_node
+    return job.nodes == 1 and bool(tasks and tasks > 1 and tasks == job.gpus_per_node(case.site))
+
+
+def _devices(case: Case) -> Iterator[Finding]:
+    """A list of GPUs shorter than the tasks of a node."""
+    tasks = max((step.tasks_per_node or 0 for step in case.trainings if step.launcher), default=0)
+    for line, found in case.searched(DEVICES):
+        visible = len(found[1].strip(",").split(","))
+        if tasks > visible:
+            why = f"{tasks} tasks of a node would share {_counted(visible, 'GPU')}"
+            yield Finding(line, found[0], why, "leave it out: SLURM sets it to the GPUs of the job")
+
+
+def _plugin(case: Case) -> Iterator[Finding]:
+    """srun's PMI plugin, without which an MPI program is a world of its own."""
+    for step in case.trainings:
+        option = step.own.get("mpi")
+        uses_mpi = any("hvdtrain" in word or "horovod" in word for word in step.call) and not step.is_wrapped
+        usual = case.site.mpi if case.site else "pmix"
+        if option and not pmi.NAMES.fullmatch(option.value):
+            why = "SLURM's own plugins are pmix, pmi2, cray_shasta, none"
+            yield Finding(step.line, f"srun --mpi={option.value}", why, "see: srun --mpi=list", note=True)
+        elif uses_mpi and usual and option is None and step.launcher == "srun":
+            why = "where the site's default is not the MPI's own, every rank would be rank 0 of 1"
+            yield Finding(step.line, "srun without --mpi", why, f"srun --mpi={usual}", note=True)
+
+
+def _comes_back(case: Case) -> Iterator[Finding]:
+    """What hvdtrain needs to resume after the time limit."""
+    ours = [step for step in case.trainings if step.launcher and any("hvdtrain" in word for word in step.call)]
+    for name, option in (("signal", "--signal=USR2@120"), ("requeue", "--requeue")) if ours else ():
+        if case.script.option(name) is None:
+            why = "at its time limit hvdtrain could not save a checkpoint and come back by itself"
+            yield Finding(ours[0].line, f"no --{name}", why, f"#SBATCH {option}", note=True)
+
+
+RULES: tuple[Rule, ...] = (
+    _task_counts,
+    _tasks_and_gpus,
+    _no_gpu,
+    _cpus,
+    _no_launcher,
+    _devices,
+    _plugin,
+    _comes_back,
+)

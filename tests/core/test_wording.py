@@ -1,0 +1,112 @@
+"""What a message suggests for a name that nobody knows: the field's synonyms, slips of the hand, and never another."""
+
+import pytest
+
+from hvdtrain.core import flags
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.wording import COMMAND_SYNONYMS, SYNONYMS, closest
+from hvdtrain.run.options import OPTIONS
+from hvdtrain.tools import plan
+
+KEYS = [*OPTIONS, *(key for key in Recipe.model_fields if key != "name")]
+MEANT = {
+    "base_lr": "lr LR learning_rate leraning_rate learningrate learning-rate base-lr baselr init_lr max_lr",
+    "batch_size": "bs batch batchsize batch-size batch_sise bacth_size BatchSize global_batch train_batch_size",
+    "batch_size_per_rank": "local_batch_size per_device_train_batch_size batch_size_per_gpu",
+    "accumulation_steps": "gradient_accumulation_steps accumulate_grad_batches acumulation_steps",
+    "epochs": "epoch n_epochs num_epochs nepochs max_epochs epcohs Epochs num_train_epochs",
+    "max_steps": "steps num_steps iterations max_iters",
+    "seed": "random_seed sed",
+    "warmup_epochs": "warmup warm_up warmup_epoch lr_warmup",
+    "lr_schedule": "scheduler lr_scheduler lr-shedule lr_policy sceduler",
+    "lr_milestones": "milestones lr_milestone decay_epochs",
+    "lr_factor": "gamma",
+    "plateau_patience": "patience",
+    "optimizer": "opt optim optimiser optimzer",
+    "optimizer_args": "betas opt_args",
+    "momentum": "momentun",
+    "nesterov": "nestrov",
+    "weight_decay": "wd weigth_decay decay",
+    "clip_norm": "grad_clip max_grad_norm gradient_clip_val clip_nrom",
+    "precision": "amp fp16 bf16 mixed_precision precison",
+    "batch_norm": "sync_bn syncbn",
+    "compression": "fp16_allreduce compresion",
+    "fusion_threshold_mb": "fusion_threshold fusion_treshold_mb",
+    "model": "arch net network modle backbone",
+    "loss": "criterion loss_fn",
+    "dataset": "datset dataest",
+    "data_dir": "data root data_path data_root",
+    "workers": "num_workers worker n_workers",
+    "output": "out output_dir save_dir outptu",
+    "resume": "resume_from ckpt resume_from_checkpoint resum",
+    "engine": "backend engin",
+    "devices": "gpus n_gpus",
+    "tracker": "wandb logger trakcer",
+    "log_every_steps": "log_interval print_freq log_every_step",
+    "checkpoint_every_epochs": "save_every checkpoint_every",
+    "classes": "num_classes",
+    "image_size": "img_size",
+}
+UNRELATED = (
+    "zzz foo hello time banana username colour temperature verbose color dropout hidden_size num_layers heads "
+    "vocab_size tokens seq_len top_k beam port host timeout account partition qos walltime mail memory retries quiet "
+    "debug version config yaml file rank size rate train valid test every print max min width depth trian mixup - -- 3"
+)
+
+
+@pytest.mark.parametrize(("key", "names"), MEANT.items(), ids=MEANT)
+def test_what_a_person_meant(key, names):
+    assert {name: closest(name, KEYS) for name in names.split()} == dict.fromkeys(names.split(), key)
+
+
+def test_no_unrelated_name_is_suggested():
+    names = UNRELATED.split()
+    assert {name: closest(name, KEYS) for name in names} == dict.fromkeys(names)
+
+
+def test_a_known_name_is_suggested_as_it_is_written():
+    assert closest("learning_rate", ["params", "lr"]) == "lr"
+    assert closest("lr", ["learning_rate", "momentum"]) == "learning_rate"
+    assert closest("modle", ["Model"], ()) == "Model"
+    assert closest("net", ["Model"], ()) is None
+
+
+def test_a_synonym_is_no_key_of_another_name():
+    known = {*KEYS, *plan.OWN}
+    twice = [line.split() for line in SYNONYMS if len(known & set(line.split())) > 1]
+    assert twice == []
+    assert not [line for line in SYNONYMS if not line.isascii() or line != " ".join(line.split())]
+
+
+def test_every_alias_of_a_flag_is_a_synonym_of_it():
+    for name, aliases in flags.ALIASES.items():
+        assert {closest(alias.lstrip("-"), KEYS) for alias in aliases} == {name}
+
+
+COMMANDS = ["plan", "build", "doctor", "convert", "slurm", "supervise", "bench", "pack", "predict", "train"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    {
+        "trian": "train",
+        "fit": "train",
+        "pln": "plan",
+        "dry-run": "plan",
+        "benchmark": "bench",
+        "bnech": "bench",
+        "diagnose": "doctor",
+        "sbatch": "slurm",
+        "install": "build",
+        "digits": None,
+        "help": None,
+        "lr": None,
+    }.items(),
+)
+def test_commands(name, meant):
+    assert closest(name, COMMANDS, COMMAND_SYNONYMS) == meant
+
+
+def test_a_long_name_is_not_compared():
+    assert closest("q" * 100_000, KEYS) is None
+    assert closest("model", ["q" * 100_000, "model"]) == "model"

@@ -1,0 +1,343 @@
+"""Somebody's job script: what it starts that trains, what of that is a mistake, and what is advice only."""
+
+import time
+
+import pytest
+
+from hvdtrain.tools import slurm
+from hvdtrain.tools.slurm import job_check
+from hvdtrain.tools.slurm.job_check import check, findings_of, read, report
+from hvdtrain.tools.slurm.job_script import read as read_script
+from hvdtrain.tools.slurm.steps import training_steps
+
+TORCHRUN = "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=$HOST:$PORT train.py"
+PYTHON = "srun -c 8 python train.py"
+C10D = "--nproc-per-node=4 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$HOST:$PORT"
+WITHOUT = "without srun"
+NO_CPUS, UNSET, PORT = "no --cpus-per-task", "SRUN_CPUS_PER_TASK is not set", "a fixed port"
+TASKS_1_4, TASKS_2_4, TASKS_8_4 = "1 task a node, 4 GPUs", "2 tasks a node, 4 GPUs", "8 tasks a node, 4 GPUs"
+NODE_ID = "$SLURM_NODEID is filled in by the job's shell"
+PROC_ID = "$SLURM_PROCID is filled in by the job's shell"
+
+
+def job(options: str, commands: str) -> str:
+    return f"#!/bin/bash\n#SBATCH {options}\n{commands}\n"
+
+
+RIGHT = {  # options, commands: neither mistake nor advice
+    "torchrun on each node": ("--nodes=2 --ntasks-per-node=1 --gres=gpu:4", TORCHRUN),
+    "torchrun, one node, no srun": ("-N 1 -n 1 -c 8 --gres=gpu:4", "torchrun --nproc-per-node=4 train.py"),
+    "torchrun, one node, its tasks are CPUs": ("-N 1 -n 4 -c 8 --gres=gpu:4", "torchrun --nproc-per-node=4 train.py"),
+    "torchrun that counts GPUs": ("-N 1 -c 8 --gres=gpu:4", "torchrun --nproc-per-node=gpu train.py"),
+    "tasks are CPUs": ("-N 1 -n 16 --gres=gpu:1", "python train.py"),
+    "GPUs of any type": ("-N 2 --ntasks-per-node=4 --gres=gpu:H100_80-gb.x:4", PYTHON),
+    "a GPU type alone": ("-N 1 -n 1 --gres=gpu:a100", PYTHON),
+    "a type of MIG": ("-N 1 -n 1 --gres=gpu:1g.5gb:1", PYTHON),
+    "GPUs beside another resource": ("-N 1 -n 2 --gres=lscratch:100,gpu:v100x:2", PYTHON),
+    "GPUs of two types": ("-N 1 -n 5 --gpus-per-node=volta:3,kepler:2", PYTHON),
+    "GPUs requested twice": ("-N 1 -n 4 --gres=gpu:4 --gpus-per-node=4", PYTHON),
+    "GPUs requested twice, differently": ("-N 1 -n 4 --gres=gpu:4 --gpus-per-node=2", PYTHON),
+    "GPUs as a total, short": ("-N 2 --ntasks-per-node=2 -G 4", PYTHON),
+    "GPUs of a task": ("-N 2 -n 8 --gpus-per-task=l40s:1", PYTHON),
+    "all GPUs of a task": ("-N 2 -n 2 --gpus-per-task=4", TORCHRUN),
+    "values of their own": ("--nodes 2 --ntasks-per-node 4 --gres gpu:4", "srun --cpus-per-task 8 python train.py"),
+    "tasks-per-node": ("--nodes=2 --tasks-per-node=4 --gres=gpu:4", PYTHON),
+    "srun's own, short": ("-N 2 --gres=gpu:4 --exclusive", "srun -N 2 -n 8 python train.py"),
+    "srun's own, of SLURM's variables": (
+        "-N 2 -n 8 --gres=gpu:4 --exclusive",
+        'srun -N $SLURM_NNODES -n "${SLURM_JOB_NUM_NODES}" torchrun $ARGS train.py',
+    ),
+    "one node of a larger number of tasks": ("-N 2 -n 8 --gres=gpu:4 --exclusive", "srun -N 1 -n 4 python train.py"),
+    "--ntasks below a maximum for each node": (
+        "--ntasks=4 --ntasks-per-node=4 --gres=gpu:4 --exclusive",
+        "srun python train.py",
+    ),
+    "a number of nodes from the command line": ("--ntasks-per-node=4 --gres=gpu:4 --exclusive", "srun python train.py"),
+    "a step in a container": (
+        "-N 2 --ntasks-per-node=4 --gres=gpu:4 --exclusive",
+        "srun --container-image pytorch.sqsh python train.py\nsrun apptainer exec --nv a.sif bash -c 'python train.py'",
+    ),
+    "shifter": (
+        "-N 2 --ntasks-per-node=4 --gpus-per-node=4",
+        'srun -c 8 shifter --module=gpu bash -c "python train.py"',
+    ),
+    "a container on one node": (
+        "-N 1 -c 8 --gres=gpu:4",
+        "singularity exec --nv a.sif torchrun --nproc_per_node 4 a.py",
+    ),
+    "a wrapper": ("-N 2 --ntasks-per-node=4 --gres=gpu:4", "srun -c 8 ./with_env.sh numactl -l python train.py"),
+    "uv": ("-N 1 -n 1 --gres=gpu:1", "srun -c 8 uv run --directory=x python main.py"),
+    "a launcher in a variable": (
+        "-N 2 --ntasks-per-node=1 --gres=gpu:4 --exclusive",
+        'GPUS=4\nexport RUN="torchrun --nproc_per_node $GPUS \\\n  --nnodes 2"\nCMD="train.py --lr 1"\n'
+        "srun bash -c '$RUN --node_rank $SLURM_PROCID $CMD'\nsrun bash -c \"$RUN --node_rank \\$SLURM_PROCID $CMD\"",
+    ),
+    "an array of arguments": (
+        "-N 2 --exclusive --gres=gpu:4",
+        'declare -a RUN=(\n  --nproc_per_node=4 # GPUs\n  --nnodes=2\n)\nsrun -l torchrun "${RUN[@]}" train.py',
+    ),
+    "a variable with a default": (
+        "-N 1 -n 1 -c 8 --gres=gpu:4",
+        ": ${GPUS:=4}\ntorchrun --nproc_per_node=${GPUS:-8} --master_port=${PORT:-1} train.py",
+    ),
+    "a variable of two values": (
+        "-N 1 -n 1 -c 8 --gres=gpu:4",
+        "if true; then GPUS=2; else GPUS=4; fi\ntorchrun --nproc_per_node=$GPUS train.py",
+    ),
+    "trainings side by side": (
+        "-N 1 -c 8 --gres=gpu:2",
+        "torchrun --nproc-per-node=1 a.py &\ntorchrun --nproc-per-node=1 b.py &\nwait",
+    ),
+    "torchrun with one rank each": (
+        "-N 2 --ntasks-per-node=4 --gres=gpu:4",
+        "srun -c 8 torchrun --nproc_per_node=1 a.py",
+    ),
+    "accelerate": ("-N 2 --ntasks-per-node=1 --gres=gpu:4", "srun -c 8 accelerate launch --num_processes 8 train.py"),
+    "deepspeed on one node": ("-N 1 -c 8 --gres=gpu:4", "deepspeed --num_gpus=4 train.py --deepspeed"),
+    "deepspeed with hosts": ("-N 2 -c 8 --gres=gpu:4", "deepspeed --hostfile=hosts train.py"),
+    "mpirun": ("-N 2 --ntasks-per-node=4 -c 8 --gres=gpu:4", "mpirun -np 8 python train.py"),
+    "mpirun of SLURM's number": (
+        "-N 2 -n 8 -c 8 --gres=gpu:4",
+        "mpirun -n $SLURM_NTASKS --bind-to none python train.py",
+    ),
+    "horovodrun": ("-N 2 -n 8 -c 8 --gres=gpu:4", "horovodrun -np 8 -H a:4,b:4 python train.py"),
+    "Ray": ("-N 2 -c 8 --gres=gpu:4", "srun -N1 -n1 ray start --head &\npython train.py"),
+    "another tool before the step": (
+        "-N 2 --ntasks-per-node=4 --gres=gpu:4",
+        f"python prepare.py\npython -c pass\n{PYTHON}",
+    ),
+    "a look at PyTorch": ("-N 2 --ntasks-per-node=4 --gres=gpu:4", f"srun -n 2 python -c 'import torch'\n{PYTHON}"),
+    "one CPU a task": ("-N 1 -n 4 -c 1 --gres=gpu:4", "srun python train.py"),
+    "CPUs of a GPU": ("-N 1 -n 4 --cpus-per-gpu=8 --gres=gpu:4", "srun python train.py"),
+    "a port of nodes of its own": (
+        "-N 2 --ntasks-per-node=4 --gres=gpu:4 --exclusive",
+        "export MASTER_PORT=29500\nsrun python train.py",
+    ),
+    "a port of one node": ("-N 1 -n 1 -c 8 --gres=gpu:4", "torchrun --nproc-per-node=4 --master_port 1234 train.py"),
+    "rank 0 of one": ("-N 1 -n 1 --gres=gpu:1", f"export RANK=$SLURM_PROCID LOCAL_RANK=0\n{PYTHON}"),
+    "node 0 of one": ("-N 1 -c 8 --gres=gpu:4", "torchrun --nproc-per-node=4 --node-rank=$SLURM_NODEID train.py"),
+    "a rank that is printed": ("-N 1 -n 4 --gres=gpu:4", f'echo "rank $SLURM_PROCID"\n{PYTHON}'),
+    "a rank that is tested": ("-N 1 -n 4 --gres=gpu:4", f'if [ "$SLURM_PROCID" -eq 0 ]; then echo a; fi\n{PYTHON}'),
+    "components": ("-N 1 -n 1", f"#SBATCH hetjob\n#SBATCH -N 2 -n 8 --gres=gpu:4\n{PYTHON}"),
+    "how to submit it": ("-N 1 -n 4 --gres=gpu:4\n# sbatch --nodes=2 job.sh", PYTHON),
+    "one process that starts the others": ("-N 1 -c 8 --gres=gpu:4", "python train.py --gpus 4"),
+    "tasks that share a GPU": ("-n 2 --ntasks-per-gpu=2 --gres=gpu:l40s:1", PYTHON),
+    "prose that looks like an option": ("-N 1 -n 4 --gres=gpu:4\n# Batch-size 4\n##SBATCH -N 2", PYTHON),
+    "a variable of an option that is given": ("-N 1 -n 4 --gpus-per-node=4", f"N=$SLURM_GPUS_PER_NODE\n{PYTHON}"),
+    "a variable with another value": ("-N 1 -n 4 --gres=gpu:4", f"N=${{SLURM_GPUS:-4}}\n{PYTHON}"),
+    "a variable of the script's own": ("-N 1 -n 4 --gres=gpu:4", f"SLURM_GPUS=4; N=$SLURM_GPUS\n{PYTHON}"),
+    "no GPU anywhere": ("-N 2 -n 4", PYTHON),
+    "a batch array": ("--array=0-9 -c 4", "python train.py --seed $SLURM_ARRAY_TASK_ID"),
+}
+
+
+@pytest.mark.parametrize(("options", "commands"), RIGHT.values(), ids=RIGHT.keys())
+def test_what_is_right_is_ready_to_submit(options, commands):
+    case = read(job(options, commands))
+    assert report("job.sh", findings_of(case), case) == "job.sh: nothing wrong found; it is ready to submit."
+
+
+STEPS = {  # options, commands: the mistakes, the advice
+    "no srun on two nodes": ("-N 2 -c 8 --gres=gpu:4", f"torchrun {C10D} a.py", [f"torchrun {WITHOUT}"], []),
+    "no srun, behind a look at the nodes": (
+        "-N 2 -c 8 --gres=gpu:4",
+        f"HOST=$(srun -N1 -n1 hostname)\ntorchrun {C10D} a.py",
+        [f"torchrun {WITHOUT}"],
+        [],
+    ),
+    "no srun in a container": (
+        "-N 4 -c 8 --gres=gpu:1",
+        'apptainer exec --nv a.sif bash -c "cd x; torchrun --nproc_per_node 1 a.py"',
+        [f"torchrun {WITHOUT}"],
+        [],
+    ),
+    "accelerate without srun": ("-N 2 -c 8 --gres=gpu:4", "accelerate launch a.py", [f"accelerate {WITHOUT}"], []),
+    "as many tasks as GPUs, and one process": ("-N 1 -n 4 -c 8 --gres=gpu:4", "python a.py", [f"python {WITHOUT}"], []),
+    "deepspeed without hosts": ("-N 2 -c 8 --gres=gpu:4", "deepspeed a.py", ["deepspeed without --hostfile"], []),
+    "horovodrun without hosts": (
+        "-N 2 -c 8 --gres=gpu:4",
+        "horovodrun -np 8 python a.py",
+        ["horovodrun without -H"],
+        [],
+    ),
+    "one process": ("-N 1 -c 8 --gres=gpu:4", "python a.py", [], ["1 process, 4 GPUs"]),
+    "mpirun with more ranks than tasks": (
+        "-N 2 -c 8 --gpus-per-node=4",
+        "mpirun -n 8 python a.py",
+        [],
+        ["8 ranks, 2 tasks"],
+    ),
+    "mpirun with too few": ("-N 2 -c 8 --gres=gpu:4", "mpirun -np 2 python a.py", ["2 ranks, 8 GPUs"], []),
+    "several torchruns": ("-N 2 -n 8 --gres=gpu:4", TORCHRUN, ["4 torchruns a node"], []),
+    "several accelerates": (
+        "-N 2 --tasks-per-node 4 --gres gpu:a100:4",
+        "srun -c 8 accelerate launch a.py",
+        ["4 accelerates a node"],
+        [],
+    ),
+    "too few ranks of torchrun": (
+        "-c 8 --gres=gpu:4",
+        "torchrun --nproc_per_node=2 a.py",
+        ["2 ranks a node, 4 GPUs"],
+        [],
+    ),
+    "torchrun's one rank": ("-c 8 --gres=gpu:2", "python -m torch.distributed.run a.py", ["1 rank a node, 2 GPUs"], []),
+    "too many ranks of torchrun": (
+        "-c 8 --gres=gpu:1",
+        "torchrun --nproc_per_node 2 a.py",
+        ["2 ranks a node, 1 GPU"],
+        [],
+    ),
+    "too many tasks": ("-N 1 -n 8 --gres=gpu:4", PYTHON, [TASKS_8_4], []),
+    "--ntasks counts": (
+        "-N 2 -n 4 --ntasks-per-node=4 --gres=gpu:4",
+        PYTHON,
+        [TASKS_2_4],
+        ["--ntasks=4, but 2 x 4 tasks a node"],
+    ),
+    "srun's own tasks": ("-N 2 --gres=gpu:4", "srun -n 4 -c 8 python a.py", [TASKS_2_4], []),
+    "one task on each of two nodes": ("-N 2 --ntasks-per-node=1 --gres=gpu:4", PYTHON, [TASKS_1_4], []),
+    "one Horovod task": ("-N 1 -n 1 --gres=gpu:4", "srun --mpi=pmix -c 8 python hvd_train.py", [TASKS_1_4], []),
+    "one task that may start others": ("-N 1 -n 1 --gres=gpu:4", PYTHON, [], [TASKS_1_4]),
+    "one task that knows its node": ("-N 2 -n 2 --gres=gpu:4", f"{PYTHON} --rank x", [], [TASKS_1_4]),
+    "more tasks than the job": ("-N 1 -n 4 --gres=gpu:4", "srun -n 8 -c 8 python a.py", [TASKS_8_4, "srun -n 8"], []),
+    "a variable in #SBATCH": ("--nodes=$N -n 4 --gres=gpu:4", PYTHON, ["--nodes=$N"], []),
+    "an option without its value": ("--nodes= -n 4 --gres=gpu:4", PYTHON, ["--nodes="], []),
+    "a rank of the job's shell": ("-N 1 -n 4 --gres=gpu:4", f"export RANK=$SLURM_PROCID\n{PYTHON}", [PROC_ID], []),
+    "a node's rank of the job's shell": (
+        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
+        "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$SLURM_NODEID a.py",
+        [NODE_ID],
+        [],
+    ),
+    "a node's rank that c10d passes over": (
+        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
+        f"srun -c 8 torchrun {C10D} --node-rank=$SLURM_NODEID a.py",
+        [],
+        [NODE_ID],
+    ),
+    "a node's rank by hand": (
+        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
+        "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --node_rank=0 a.py",
+        ["--node_rank=0"],
+        [],
+    ),
+    "a rank by hand": ("-N 1 -n 4 --gres=gpu:4", f"export RANK=0\n{PYTHON}", ["RANK= is set for all ranks"], []),
+    "a port on shared nodes": ("-N 2 -n 8 --gres=gpu:4", f"MASTER_PORT=29500\n{PYTHON}", [], [PORT]),
+    "no CPUs": ("-N 1 -n 4 --gres=gpu:4", "srun python a.py\nsrun python b.py", [], [NO_CPUS]),
+    "CPUs that srun does not take": ("-N 1 -n 4 -c 8 --gres=gpu:4", "srun python a.py", [], [UNSET]),
+    "an option that is switched off": (
+        "-N 1 -n 4 --gres=gpu:4\n# SBATCH -N 2",
+        PYTHON,
+        [],
+        ["'# SBATCH' is not #SBATCH"],
+    ),
+    "an option in small letters": (
+        "-N 1 -n 4 --gres=gpu:4\n#sbatch -N 2",
+        PYTHON,
+        [],
+        ["'#sbatch' is not #SBATCH"],
+    ),
+    "a mistyped option": ("-N 1 -n 4 --gres=gpu:4\n#SBACTH -N 2", PYTHON, ["'#SBACTH' is not #SBATCH"], []),
+    "no GPU is requested": ("-N 1 -c 8", "module load cuda\npython a.py", [], ["no GPU is requested"]),
+}
+
+
+@pytest.mark.parametrize(("options", "commands", "mistakes", "advice"), STEPS.values(), ids=STEPS.keys())
+def test_mistakes_and_advice(options, commands, mistakes, advice):
+    found = check(job(options, commands))
+    assert [it.wrong for it in found if not it.note] == mistakes
+    assert [it.wrong for it in found if it.note] == advice
+
+
+UNSEEN = {  # commands: what was read
+    "no command": ("", "it has no command"),
+    "another program": ("make -j 8\ncd x\n./a.out", "it starts a.out, which cannot be seen into"),
+    "programs": ("make\ncmake .\ncp a b", "it runs make, cmake"),
+    "a look around": ("echo a\nls", "it runs echo, ls"),
+    "tools in Python": (
+        "python -m pip install x; python -m venv v\nconda install python=3.9 accelerate",
+        "it runs python, conda",
+    ),
+    "preparation in Python": (
+        "python prepare_data.py\nsrun python -m tools.preprocess x",
+        "it runs python, srun python",
+    ),
+    "a script": ("srun bash train.sh", "it starts bash train.sh, which cannot be seen into"),
+    "a script of a launcher": ("mpirun -np 4 ./train.sh a", "it starts train.sh a, which cannot be seen into"),
+    "an argument": ('srun "$@"', "it starts $@, which cannot be seen into"),
+    "a variable of another script": ("srun $LAUNCH train", "it starts $LAUNCH train, which cannot be seen into"),
+    "a program in a step": ("srun hostname\nsrun cp train.py /tmp", "it runs srun hostname, srun cp"),
+    "a file that names a script": ("chmod +x train.sh; cat train.py", "it runs chmod, cat"),
+}
+
+
+@pytest.mark.parametrize(("commands", "runs"), UNSEEN.values(), ids=UNSEEN.keys())
+def test_what_is_not_understood_is_not_called_ready(commands, runs, tmp_path, capsys):
+    path = tmp_path / "job.sh"
+    path.write_text(job("-N 2 -n 8 --gres=gpu:4", commands))
+    assert slurm.main(["--check", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: no training step was understood: {runs}.\n"
+
+
+KINDS = {  # a command: its launcher, the kind of program
+    "srun python -u -m package.train": ("srun", "python"),
+    "srun bash -lc 'source env; export A=1 && torchrun a.py'": ("srun", "torchrun"),
+    "srun env TMPDIR=x $HOME/env/bin/python3.11 -m a.b": ("srun", "python"),
+    "srun --mpi=pmi2 enroot start x python -m torch.distributed.launch a.py": ("srun", "torchrun"),
+    "python -m accelerate.commands.launch a.py": ("", "accelerate"),
+    "nsys profile -o x torchrun a.py": ("", "torchrun"),
+    "time conda run -n env python a.py": ("", "python"),
+    "srun python a.py --backend deepspeed": ("srun", "python"),
+    "jsrun -n 4 python a.py": ("jsrun", "python"),
+    "aprun -n 4 -N 1 python a.py": ("aprun", "python"),
+    "srun $PROFILE fairseq-train data": ("srun", "python"),
+    "x=$(srun python a.py)": ("srun", "python"),
+    "exec srun ./run.sh": ("srun", "script"),
+}
+
+
+@pytest.mark.parametrize(("command", "started"), KINDS.items(), ids=KINDS.keys())
+def test_what_a_command_starts(command, started):
+    assert [(step.launcher, step.program.kind) for step in training_steps(read_script(job("-N 1", command)))] == [
+        started
+    ]
+
+
+def test_mistakes_come_before_advice(tmp_path, capsys):
+    path = tmp_path / "job.sh"
+    path.write_text(job("-N 2 -c 8 --ntasks-per-node=8 --gres=gpu:4", "srun python a.py"))
+    assert slurm.main(["--check", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "To fix:",
+        f"{path}:2: {TASKS_8_4}",
+        "To consider:",
+        f"{path}:3: {UNSET}",
+        "1 to fix, 1 to consider.",
+    ]
+
+
+def test_variables_in_variables_end():
+    doubled = "\n".join(f'A{n}="$A{n + 1}$A{n + 1}$A{n + 1}"' for n in range(40))
+    assert training_steps(read_script(job("-N 1", f'A="$A $A"\n{doubled}\nsrun python $A $A0 train.py')))
+
+
+HOSTILE = {
+    "steps in text": "srun bash -c 'torchrun a.py; bash -c \"x y z\"'\n" * 2500,
+    "long values": 'A="' + "x " * 1900 + '"\n' + "srun $A python a.py\n" * 6000,
+    "values in values": 'A="$A $A"\n' + 'B="$A$A$A"\n' * 3000 + "srun $B train.py\n" * 3000,
+    "nested values": "A=$(" * 12_000 + ")" * 12_000,
+    "exported functions": "f() { a; }\nexport -f f\n" * 4000 + "srun -n4 bash -c f\n" * 3000,
+    "brackets": "srun bash -c '" + "${a $(( $( " * 30_000 + "'\n",
+    "resources": "#SBATCH --gres=" + "gpu:a:1," * 30_000 + "\n" + "srun python a.py\n" * 5000,
+    "tests of ranks": "[ x $SLURM_PROCID ]; " * 8000 + "\nsrun -n 8 python x.py",
+    "words": "srun " + "a " * 200_000,
+}
+
+
+@pytest.mark.parametrize("commands", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_script_is_understood_in_time_with_its_length(commands):
+    started = time.process_time()
+    check(f"#!/bin/bash\n#SBATCH -N 2\n{commands}"[: job_check.MOST_BYTES])
+    assert time.process_time() - started < 2

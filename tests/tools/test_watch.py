@@ -1,0 +1,318 @@
+"""`hvdtrain watch`: what is seen of a run folder, whatever it holds, and of a job."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import odd_json
+import pytest
+
+from hvdtrain.errors import RecipeError
+from hvdtrain.run.estimate import duration
+from hvdtrain.run.folder import hold
+from hvdtrain.tools import watch
+from hvdtrain.tools.watch import frame, picture, target
+from hvdtrain.tools.watch.job import Job, parsed
+from hvdtrain.tools.watch.tail import last_records
+
+NOW = 1_795_000_000.0
+PLAN = {
+    "framework": "torch",
+    "size": 4,
+    "global_batch": 64,
+    "steps_per_epoch": 22,
+    "total_steps": 220,
+    "schedule": {"epochs": 10},
+}
+LAUNCH = {
+    "kind": "launch",
+    "time": NOW - 100,
+    "launcher": "srun",
+    "engine": "horovod",
+    "framework": "torch",
+    "ranks": 4,
+    "job": None,
+}
+WORLD = {"kind": "world", "clock": 1.5, "hosts": ["nid001", "nid001", "nid002", "nid002"]}
+RANKS = {"kind": "ranks", "step": 40, "reading": [0.01, None, 0.01, 0.01], "computing": [0.1, 0.1, 0.1, 0.16]}
+METRICS = [
+    {"kind": "step", "step": 22, "epoch": 1, "loss": 1.5, "lr": 0.05, "examples_per_second": 32.0, "time": NOW - 60},
+    {"kind": "epoch", "step": 22, "epoch": 1, "valid_loss": 1.25, "valid_acc1": 0.75, "valid_examples": 3,
+     "time": NOW - 50},
+    {"kind": "step", "step": 40, "epoch": 2, "loss": 0.5, "lr": 0.05, "examples_per_second": 64.0, "time": NOW - 20},
+    {"kind": "step", "step": 42, "epoch": 2, "loss": None, "lr": 0.05, "examples_per_second": 64.0, "time": NOW - 10},
+]  # fmt: skip
+EVENTS = [
+    {"kind": "event", "event": "checkpoint", "clock": 50.0, "text": "checkpoint of step 22"},
+    {"kind": "event", "event": "slow", "clock": 85.0, "text": "rank 3 on nid002 is slow in computing"},
+]
+DRAWN = {
+    "run": "digits in {folder}",
+    "state": "running, last record 10 s ago",
+    "ranks": "4 on nid001, nid002, srun, horovod, torch",
+    "progress": "step 42 of 220  19%  #####...................  4 min left",
+    "training": "epoch 2 of 10  loss not finite  LR 0.05  64.0 examples/s",
+    "validation": "epoch 1: loss 1.25, acc1 0.75",
+    "slowest": "rank 3 on nid002: 170 ms of its own a step; the median rank 110 ms",
+}
+
+
+FAILED = {"state": "failed", "time": NOW, "error": "the loss is nan"}
+
+
+def write(folder, name, content):
+    """A JSON file, or one of JSON lines."""
+    lines = [json.dumps(one) for one in content] if isinstance(content, list) else [json.dumps(content)]
+    (folder / name).write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a running run."""
+    folder = tmp_path / "runs" / "digits" / "77"
+    (folder / "checkpoints" / "step-00000022").mkdir(parents=True)
+    write(folder, "plan.json", PLAN)
+    write(folder, "status.json", {"state": "running", "time": NOW - 50, "step": 22})
+    write(folder, "metrics.jsonl", METRICS)
+    write(folder, "launches.jsonl", [LAUNCH, WORLD, RANKS, *EVENTS])
+    (folder / "recipe.yaml").write_text("# digits, resolved\ndefault:\n")
+    return folder
+
+
+def drawn(folder, job=None):
+    """The rows by label."""
+    return dict(picture.rows(frame.read(folder, job), NOW))
+
+
+def test_what_is_seen_of_a_running_run(run):
+    rows = drawn(run)
+    assert {label: rows[label] for label in DRAWN} == {k: v.format(folder=run) for k, v in DRAWN.items()}
+    when = time.strftime("%H:%M:%S", time.localtime(NOW - 15))
+    assert rows["events"] == (f"{when}  slow  rank 3 on nid002 is slow in computing")
+    assert rows["checkpoint"].startswith("of step 22, ") and "missing" not in rows
+    # 178 steps of a second, nine validations of the ten seconds that the first took
+    assert frame.read(run, None).seconds_left == 178 + 9 * 10
+
+
+def test_the_whole_width_of_80_columns_is_enough(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert watch.main([str(run), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and any(line.startswith("progress     step 42 of 220") for line in lines)
+
+
+ENDS = {  # status, exit code, text
+    "finished": ({"state": "finished", "time": NOW}, 0, "finished"),
+    "stopped": ({"state": "stopped", "time": NOW, "error": "SIGTERM at step 9"}, 0, "SIGTERM at step 9"),
+    "failed": ({"state": "failed", "time": NOW, "error": "rank 1 \x1b[31mvm\nended"}, 1, "rank 1 \\x1b[31mvm ended"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "code", "text"), ENDS.values(), ids=ENDS)
+def test_the_exit_code_of_a_run_that_has_ended(status, code, text, run, capsys):
+    write(run, "status.json", status)
+    assert watch.main([str(run)]) == code  # a pipe: once
+    assert text in capsys.readouterr().out
+    assert frame.read(run, None).is_over and not frame.read(run, Job("77", "PENDING")).is_over
+
+
+LIVE = {  # what happens at the terminal, the exit code, what is seen then
+    "the run fails": (lambda run, _: write(run, "status.json", FAILED), 1, b"failed"),
+    "Ctrl-C": (lambda run, process: process.send_signal(signal.SIGINT), 0, b"running"),
+}
+
+
+@pytest.mark.parametrize(("happens", "code", "seen"), LIVE.values(), ids=LIVE)
+def test_a_live_display_ends(happens, code, seen, run):
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "hvdtrain", "watch", str(run)]
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ) as process:
+        os.close(child)
+        written = b""
+        while b"last record" not in written:
+            written += os.read(parent, 65536)
+        happens(run, process)
+        try:
+            while part := os.read(parent, 65536):
+                written += part
+        except OSError:  # Linux's end of a terminal
+            pass
+    os.close(parent)
+    assert process.returncode == code
+    assert b"running, last record" in written and seen in written
+    assert b"Traceback" not in written and b"interrupted" not in written
+
+
+FILES = ("status.json", "metrics.jsonl", "plan.json", "launches.jsonl", "recipe.yaml")
+OWN = {"plan.json": None, "recipe.yaml": None}
+DAMAGED = {
+    "empty": dict.fromkeys(FILES, ""),
+    "of a power cut": dict.fromkeys(FILES, "\0" * 99),
+    "of an older version": {"launches.jsonl": None},
+    "without a status": {"status.json": None},
+    "a status alone": dict.fromkeys(FILES[1:]),
+    "torn": {"metrics.jsonl": json.dumps(METRICS[0]) + '\n{"kind": "st', "launches.jsonl": '{"kind": "lau'},
+    "lists": dict.fromkeys(FILES, "[1, 2]\n"),
+    "not UTF-8": dict.fromkeys(FILES, "\udcff\udcfe"),
+    "deep": dict.fromkeys(FILES, "[" * 10_000),
+    "an own program's": {**OWN, "run.json": '{"model": "Net, 3 parameters", "ranks": 2}'},
+    "an own program's, torn": {**OWN, "run.json": '{"model"'},
+    "a plan of zeros": {"plan.json": '{"total_steps": 0, "global_batch": 0, "steps_per_epoch": 0, "schedule": 3}'},
+    "numbers that are none": {"metrics.jsonl": '{"kind": "step", "step": 1e400, "loss": "x", "epoch": null}\n'},
+    "times that are none": {"launches.jsonl": '{"kind": "event", "time": -1e14, "event": 3, "text": []}\n'},
+    "ranks that are none": {
+        "launches.jsonl": '{"kind": "ranks", "computing": [1, null, "x"], "reading": 7, "of": [9]}\n'
+    },
+    "hosts that are none": {"launches.jsonl": '{"kind": "launch", "hosts": [3, {}], "ranks": 2, "time": []}\n'},
+    "one line": {"metrics.jsonl": "x" * (1 << 20)},
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_folder_is_no_traceback(content, run, capsys):
+    for name, text in content.items():
+        if text is None:
+            (run / name).unlink()
+        else:
+            (run / name).write_text(text, errors="surrogateescape")
+    assert watch.main([str(run), "--once"]) == 0
+    out = capsys.readouterr().out
+    absent = [name for name, text in content.items() if text is None]
+    assert "run.json" in content or all(f"no {name}" in out for name in absent)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "launches.jsonl", "status.json", "plan.json"])
+def test_a_pipe_in_a_files_place(name, run):
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert f"{name} cannot be read" in drawn(run)["missing"]
+
+
+GOOD = (
+    ("metrics.jsonl", METRICS[-1]),
+    ("metrics.jsonl", METRICS[1]),
+    ("launches.jsonl", RANKS),
+    ("launches.jsonl", LAUNCH),
+    ("launches.jsonl", EVENTS[1]),
+    ("status.json", {"state": "running", "time": NOW, "step": 3}),
+    ("plan.json", PLAN),
+)
+
+
+def test_fuzzed_records(run):
+    for name, good in GOOD:
+        for text in odd_json.texts(good, odd_json.COUNT // 10):
+            (run / name).write_text(text + "\n", errors="surrogatepass")
+            assert drawn(run)["run"]
+
+
+def test_the_end_of_a_large_file_is_read_alone(run):
+    line = '{"kind": "step", "step": 1}\n'
+    with (run / "metrics.jsonl").open("w") as file:
+        for _ in range(10):
+            file.write(line * 100_000)
+        file.write(json.dumps(METRICS[-1]) + "\n")
+    began = time.process_time()
+    assert last_records(run / "metrics.jsonl")[-1] == METRICS[-1]
+    assert drawn(run)["progress"].startswith("step 42 of 220")
+    assert time.process_time() - began < 0.5
+
+
+QUEUED = "PENDING|Priority|2026-11-25T03:00:00|{}|1:00:00||/home/me\n"
+RUNNING = "RUNNING|None|2026-11-25T03:00:00|2026-11-25T04:00:00|3:20:00|nid[001-002]|/home/me\n"
+SLURM = "slurm_load_jobs error: "
+SQUEUE = {  # exit code, squeue's output, its errors: the row
+    "queued": (
+        0,
+        QUEUED.format("2030-01-01T00:00:00"),
+        "",
+        "pending, reason Priority, submitted {} ago, expected to start in ",
+    ),
+    "queued, no time": (
+        0,
+        QUEUED.format("N/A"),
+        "",
+        "pending, reason Priority, submitted {} ago, start not known yet",
+    ),
+    "running": (0, RUNNING, "", "running, 3:20:00 left of its time limit, on nid[001-002]"),
+    "gone": (1, "", f"{SLURM}Invalid job id specified\n", "ended"),
+    "just ended": (0, "", "", "ended"),
+    "no answer": (1, "", f"{SLURM}Unable to contact slurm controller\n", "SLURM has not answered yet"),
+}
+
+
+@pytest.mark.parametrize(("code", "out", "err", "row"), SQUEUE.values(), ids=SQUEUE)
+def test_the_job_as_squeue_has_it(code, out, err, row, run):
+    job = parsed("77", code, out, err)
+    since = duration(max(0.0, NOW - datetime(2026, 11, 25, 3).timestamp()))
+    assert drawn(run, job)["job"].startswith(f"77: {row.format(since)}")
+    assert job.is_waiting == ("pending" in row) and job.is_over == ("ended" in row)
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """squeue(text): what the command squeue prints from now on."""
+    script = tmp_path / "bin" / "squeue"
+    script.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+
+    def prints(text):
+        script.write_text(f"#!/bin/sh\nprintf '%s' '{text}'\n")
+        script.chmod(0o755)
+
+    return prints
+
+
+def test_a_jobs_number_finds_its_folder(run, squeue, tmp_path, monkeypatch, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    squeue(f"RUNNING|None|N/A|N/A|1:00|nid001|{tmp_path}")
+    assert watch.main(["77"]) == 0
+    assert "step 42 of 220" in capsys.readouterr().out
+    squeue("PENDING|Priority|N/A|N/A|1:00||/nowhere")
+    assert watch.main(["77_3", "--once"]) == 0
+    assert "77_3: pending" in capsys.readouterr().out
+
+
+def test_the_newest_run_is_the_one_that_is_left_out(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    older = tmp_path / "runs" / "linear" / "1"
+    older.mkdir(parents=True)
+    write(older, "status.json", {"state": "finished"})
+    os.utime(older / "status.json", (1, 1))
+    (tmp_path / "runs" / "digits" / "notes").mkdir()
+    assert target.find("").folder == Path("runs/digits/77")
+    assert target.of_job("77", tmp_path) == run and target.of_job("78", tmp_path) is None
+
+
+def test_killed_processes_leave_the_folder(run, monkeypatch):
+    monkeypatch.setattr(target.socket, "gethostname", lambda: "nid001")
+    lock = hold(run).lock
+    assert target.find(str(run)).frame().state == "running"
+    lock.close()
+    seen = target.find(str(run)).frame()
+    assert seen.state == "failed" and seen.is_over and "ended without a message" in seen.error
+
+
+REFUSED = {
+    "no such folder": ("runs/none", "RUN must be a run folder or a job's number, got 'runs/none'"),
+    "a folder that is no run": (".", "'.' is no run folder"),
+    "an unknown job": ("123", "job 123 has no folder in runs/ here, and no SLURM answers"),
+    "no runs": ("", "there is no run in runs/ here"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_watched(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RecipeError, match=f"^{message}"):
+        watch.main([given] if given else [])
