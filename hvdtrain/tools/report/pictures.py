@@ -139,13 +139,11 @@ def communication(scaling: Scaling, key: str) -> Picture:
 
 
 def _axes() -> tuple["Figure", "Axes"]:
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(svg.STYLE):
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
-        box = (LEFT / WIDTH, BOTTOM / HEIGHT, 1 - (LEFT + RIGHT) / WIDTH, 1 - (TOP + BOTTOM) / HEIGHT)
-        return figure, figure.add_axes(box)
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
+    box = (LEFT / WIDTH, BOTTOM / HEIGHT, 1 - (LEFT + RIGHT) / WIDTH, 1 - (TOP + BOTTOM) / HEIGHT)
+    return figure, figure.add_axes(box)
 
 
 def _plain(series: Series, most: int | None = None) -> Series:
