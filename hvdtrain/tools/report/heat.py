@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdtrain.tools.report.model import HeatMap
-from hvdtrain.tools.report.wording import duration
+from hvdtrain.tools.report.wording import duration, short
 
 MOST_ROWS, COLUMNS, LEVELS = 64, 240, 32
 ROW_PIXELS, MOST_PIXELS, LABEL_PIXELS = 18, 400, 15
+MOST_LETTERS = 28
 COLOURS = "cividis"
 LEAST_RANGE = 1.25
 """Of the largest to the smallest shown: what differs by less looks even."""
@@ -36,6 +37,8 @@ class Heat:
     pixels: int
     """Its height on the page."""
     rows: tuple[Row, ...]
+    letters: int
+    """Of the longest name, with some room."""
     times: tuple[str, ...]
     """At the left, in the middle, at the right."""
     low: str
@@ -60,10 +63,12 @@ def heat(given: HeatMap) -> Heat | None:
     low = float(np.percentile(finite, 1))
     high = max(float(np.percentile(finite, 99.5)), low * LEAST_RANGE)
     picture = np.where(columns >= 0, seconds[chosen][:, columns], np.nan)
+    rows = _rows(given, chosen, pixels)
     return Heat(
         png=_png(picture, low, high),
         pixels=pixels,
-        rows=tuple(_rows(given, chosen, pixels)),
+        rows=tuple(rows),
+        letters=min(MOST_LETTERS, max(len(row.text) for row in rows)) + 3,
         times=tuple(duration(max(at[place], 0.0)) for place in (0, len(at) // 2, -1)),
         low=duration(low),
         high=duration(high),
@@ -122,5 +127,5 @@ def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[Row]:
     for place, row in sorted(enumerate(chosen.tolist()), key=lambda pair: (pair[1] not in given.slow, pair[0])):
         middle = (place + 0.5) * step
         if all(abs(middle - other.top * pixels / 100) >= LABEL_PIXELS for other in taken):
-            taken.append(Row(given.rows[row], 100 * middle / pixels, row in given.slow))
+            taken.append(Row(short(given.rows[row], MOST_LETTERS), 100 * middle / pixels, row in given.slow))
     return sorted(taken, key=lambda row: row.top)

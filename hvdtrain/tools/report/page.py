@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from hvdtrain.tools.report import describe, pictures, wording
+from hvdtrain.tools.report import describe, pictures, svg, wording
 from hvdtrain.tools.report.heat import heat
 from hvdtrain.tools.report.model import Comparison, Curve, Document, Event, RunReport, Waterfall
 
@@ -83,7 +83,8 @@ class EventRow:
 
 def render(document: Document) -> str:
     """The whole page. What the document holds of texts is escaped."""
-    return _environment().get_template("page.html").render(document=document, limits=Limits.of(document))
+    with svg.drawing():
+        return _environment().get_template("page.html").render(document=document, limits=Limits.of(document))
 
 
 def bars(waterfall: Waterfall) -> list[Bar]:

@@ -4,8 +4,11 @@ Colours are stand-ins, which become CSS variables: one picture serves light, dar
 page's own font; Matplotlib lays it out as DejaVu Sans, which is wider than most.
 """
 
+import contextlib
 import io
+import logging
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -50,15 +53,30 @@ FRACTION = re.compile(r"-?\d+\.\d+")
 LINK = "{http://www.w3.org/1999/xlink}href"
 
 
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Figures inside the block look as the page wants them, whatever the user's own style, and Matplotlib is quiet."""
+    logger = logging.getLogger("matplotlib")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from matplotlib import style
+
+        with style.context(STYLE, after_reset=True):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
 def inline(figure: "Figure", key: str, title: str, description: str) -> Markup:
     """The figure as an `<svg>` that a screen reader announces by its title and description.
 
-    `key` is the page's own name for the picture: no two pictures share an id.
+    Inside `drawing`. `key` is the page's own name for the picture: no two pictures share an id.
     """
     import matplotlib
 
     text = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": key}):
+    with matplotlib.rc_context({"svg.hashsalt": key}):
         figure.savefig(text, format="svg", transparent=True, metadata=NO_METADATA)
     svg = text.getvalue()
     for colour, name in VARIABLES.items():

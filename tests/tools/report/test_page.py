@@ -1,6 +1,9 @@
 """The report's page: whole, small, without addresses, and deaf to what its texts would like to be."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -10,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import report_documents as documents
+from paths import REPOSITORY, SUPPORT
 
 from hvdtrain.tools.report import page
 from hvdtrain.tools.report.model import Curve, Event, HeatMap, Part, Series, Waterfall
@@ -132,6 +136,18 @@ def test_every_section_is_there_in_order(pages):
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("state", "parts", "words"),
+    [
+        ("finished", [Part("queue", 1.0), Part("training", 2.0)], "3.0 s of wall time, from submit to end."),
+        ("running", [Part("training", 3.0)], "3.0 s of wall time, from launch until now."),
+    ],
+)
+def test_the_wall_time_says_what_it_is_of(state, parts, words):
+    run = replace(documents.empty().runs[0], state=state, waterfall=Waterfall(3.0, tuple(parts), None))
+    assert words in Reader(page.render(replace(documents.empty(), runs=(run,)))).text()
+
+
 def test_several_runs_stand_side_by_side(pages):
     text = Reader(pages["several"]).text()
     assert text.index("Verdicts") < text.index("Comparison") < text.index("Key numbers")
@@ -162,6 +178,17 @@ def test_texts_of_files_are_shown_as_they_are(pages):
 
 def test_the_same_document_gives_the_same_page(pages):
     assert page.render(documents.full()) == pages["full"]
+
+
+def test_the_users_own_style_and_a_home_that_is_not_there_change_nothing(pages, tmp_path):
+    style = tmp_path / "matplotlibrc"
+    style.write_text("text.usetex: True\nfont.size: 30\nsvg.fonttype: path\nfont.family: Nothing\naxes.grid: False\n")
+    code = "import report_documents as d; from hvdtrain.tools.report import page; print(page.render(d.full()), end='')"
+    environ = {**os.environ, "MATPLOTLIBRC": str(style), "MPLCONFIGDIR": "/proc/none", "HOME": "/proc/none"}
+    environ |= {"PYTHONPATH": f"{REPOSITORY}:{SUPPORT}", "PYTHONIOENCODING": "utf-8"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert ended.stderr == ""
+    assert ended.stdout == pages["full"]
 
 
 def test_no_document_is_none():
