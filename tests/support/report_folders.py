@@ -55,10 +55,11 @@ class Run:
         self.records: list[dict[str, Any]] = []
         self.step, self.kept, self.launches = 0, 0, 0
         folder.mkdir(parents=True, exist_ok=True)
-        keys = recipes.dump(self.recipe)
-        if expected:
-            keys += "  expected:\n" + "".join(f"    {name}: {value}\n" for name, value in expected.items())
-        (folder / "recipe.yaml").write_text(keys)
+        keys = self.recipe.model_dump(mode="json", exclude={"name"}) | (
+            {"expected": dict(expected)} if expected else {}
+        )
+        lines = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in keys.items())
+        (folder / "recipe.yaml").write_text(f"# {recipe}, resolved\ndefault:\n{lines}")
         (folder / "plan.json").write_text(json.dumps({"framework": framework, **self.plan.to_json()}, indent=1))
 
     def launch(
@@ -335,7 +336,7 @@ def hostile(folder: Path) -> Run:
     run.event("slow", '"><svg onload=alert(3)> & \x00 \x1b]0;x\x07', 1)
     run.end("failed", "</script><script>alert(4)</script> $\\frac{x}{0}$ http://example.com")
     text = (folder / "recipe.yaml").read_text()
-    (folder / "recipe.yaml").write_text(text.replace("model: resnet50", "model: '<script>'"))
+    (folder / "recipe.yaml").write_text(text.replace('model: "resnet50"', "model: '<script>'"))
     (folder / "job.sh").write_text("#!/bin/bash\n#SBATCH --nodes=2\necho '<script>alert(5)</script>' \x1b[2J\n")
     return run
 

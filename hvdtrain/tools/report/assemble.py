@@ -14,7 +14,7 @@ from hvdtrain.tools.report.metrics import Metrics
 from hvdtrain.tools.report.model import Energy, Event, RunReport, Waterfall
 from hvdtrain.tools.report.verdict import verdict, words
 from hvdtrain.tools.report.waterfall import Axis
-from hvdtrain.tools.report.wording import duration, percent
+from hvdtrain.tools.report.wording import duration, number, percent
 from hvdtrain.untrusted import printable
 
 MOST_EVENTS = 400
@@ -56,24 +56,24 @@ def name_of(path: Path) -> str:
 def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
     """On the report's axis of time; of many of one kind the first and the last ones."""
     found = []
-    for number, (launch, begins) in enumerate(zip(launches, axis.launches, strict=True), 1):
-        found.append(Event(begins, "launch", _begins(launch, number), launch.first_step or None))
+    for count, (launch, begins) in enumerate(zip(launches, axis.launches, strict=True), 1):
+        found.append(Event(begins, "launch", _begins(launch, count), launch.first_step or None))
         for event in launch.events:
             found.append(Event(begins + event.clock, event.kind, event.text or event.kind, event.step))
         if launch.end:
             text = f"{launch.end.state}: {launch.end.text}" if launch.end.text else launch.end.state
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
-        elif number < len(launches):
+        elif count < len(launches):
             found.append(Event(begins + launch.clock, "end", "no word of its end: killed", launch.last_step or None))
     found.sort(key=lambda event: event.at)
     return tuple(_some(found))
 
 
-def _begins(launch: Launch, number: int) -> str:
+def _begins(launch: Launch, count: int) -> str:
     """What a launch is, in a few words."""
     many = f" on {launch.ranks:,} rank{'s' if launch.ranks != 1 else ''}" if launch.ranks else ""
     job = f", job {launch.job_id}" if launch.job_id else ""
-    return f"launch {number}{many}{job}"
+    return f"launch {count}{many}{job}"
 
 
 def _some(found: Sequence[Event]) -> list[Event]:
@@ -114,7 +114,7 @@ def _numbers(folder: Folder, results: dict[str, float]) -> tuple[tuple[str, str]
         found.append(("epochs", f"{epochs:.4g}{whole}"))
     found.append(("steps", f"{step:,} of {total:,}" if total else f"{step:,}"))
     if "examples_per_second" in results:
-        found.append(("examples/s, median", f"{results['examples_per_second']:,.4g}"))
+        found.append(("examples/s, median", number(results["examples_per_second"])))
     if "wall_seconds" in results:
         found.append(("wall time", duration(results["wall_seconds"])))
     if "goodput" in results:

@@ -48,7 +48,7 @@ def energy(launches: Sequence[Launch], epochs: float, co2_g_per_kwh: float | Non
     rows = [*([_row(SLURM, slurm, "whole nodes of the job, from its start to its end")] if slurm else [])]
     rows += [_row(*named) for named in counters]
     if not rows:
-        return Energy((), None, None, None, f"Not measured: {why}; no counter of the nodes or GPUs could be read.")
+        return Energy((), None, None, None, f"{why}; no counter of the nodes or GPUs could be read.")
     figure = slurm or counters[0][1]
     kwh = rows[0].kwh
     return Energy(

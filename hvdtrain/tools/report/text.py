@@ -63,7 +63,7 @@ def _waterfall(given: Waterfall) -> Iterator[str]:
 
 
 def _energy(given: Energy) -> Iterator[str]:
-    yield from ("", "## Energy", "", _safe(given.note))
+    yield from ("", "## Energy", "", _safe(given.note if given.rows else f"Not measured: {given.note}"))
     rows = [(row.source, f"{number(row.kwh)} kWh", row.scope) for row in given.rows]
     if rows:
         yield from _table(("source", "energy", "of"), rows)
@@ -99,7 +99,7 @@ def _scaling(given: Scaling) -> Iterator[str]:
     for row in given.rows:
         middle, low, high = row.efficiency
         reach = f"{percent(middle)} ({percent(low)} to {percent(high)})"
-        rates = (f"{row.examples_per_second:,.4g}", f"{row.speedup:.3g}", reach, predicted.get(row.ranks, ""))
+        rates = (number(row.examples_per_second), f"{row.speedup:.3g}", reach, predicted.get(row.ranks, ""))
         rows.append((f"{row.ranks:,}", *rates))
     yield from _table(("ranks", "examples/s", "speed-up", "efficiency", "predicted"), rows)
 

@@ -25,7 +25,9 @@ LEAST_TOLERANCE = 0.005
 WORTH_NAMING = 0.15
 """Of the wall time, of a part that is no training."""
 WORTH_CHECKPOINTS = 0.05
-RAISE = {
+WORTH_SECONDS = 60.0
+"""Below which no part is worth a change."""
+REMEDIES = {
     "lost work": "Checkpoint more often: --checkpoint-every-steps auto --mtbf-hours HOURS.",
     "checkpoints": "Checkpoint less often: --checkpoint-every-steps or --checkpoint-every-epochs.",
     "first step": "Keep what is compiled or warmed up for the first step: longer runs, or without --compile.",
@@ -74,6 +76,7 @@ def verdict(folder: Folder, run_state: str, waterfall: Waterfall | None, now: fl
     promises = checks(folder, run_state)
     slow = slow_ranks(folder.launches)
     names = [f"{folder.launch.name_of(rank)} is {why}." for rank, why in slow.items() if folder.launch]
+    again = [text] if (text := _launches(folder, waterfall)) else []
     level = _level(run_state, results, promises, slow)
     if level == "good" and not folder.metrics.epochs and not folder.metrics.steps:
         level = "attention"  # nothing shows what came out
@@ -81,7 +84,7 @@ def verdict(folder: Folder, run_state: str, waterfall: Waterfall | None, now: fl
     return Verdict(
         level=level,
         headline=headline(folder, run_state, now),
-        details=tuple(map(_capital, [*map(str, results), *_plain(folder, results), *names])),
+        details=tuple(map(_capital, [*map(str, results), *_plain(folder, results), *names, *again])),
         checks=promises,
         limit=limit,
         advice=advice(folder, run_state, results, promises, waterfall),
@@ -187,6 +190,15 @@ def _plain(folder: Folder, results: Sequence[Result]) -> list[str]:
     return [f"Validation accuracy {value:.4f} after epoch {folder.metrics.last_epoch:,}."]
 
 
+def _launches(folder: Folder, waterfall: Waterfall | None) -> str:
+    """What it cost that the run was launched several times; "" of a run that was not."""
+    if len(folder.launches) < 2:
+        return ""
+    lost = sum(part.seconds for part in waterfall.parts if part.name == "lost work") if waterfall else 0.0
+    cost = f"{duration(lost)} of steps were made again" if lost else "no step was made again"
+    return f"Launched {len(folder.launches):,} times; {cost}."
+
+
 def _tolerance(expected: float, folder: Folder) -> float:
     """How far an accuracy over so many examples may be off by chance; of other metrics a twentieth."""
     examples = lines.whole(folder.plan.get("valid_examples"), 1)
@@ -211,7 +223,8 @@ def _of_time(waterfall: Waterfall | None) -> str:
     """What helps against the largest part of the wall time that is no training."""
     if not waterfall or not waterfall.wall_seconds:
         return ""
-    shares = {part.name: part.seconds / waterfall.wall_seconds for part in waterfall.parts if part.name in RAISE}
+    long = [part for part in waterfall.parts if part.name in REMEDIES and part.seconds >= WORTH_SECONDS]
+    shares = {part.name: part.seconds / waterfall.wall_seconds for part in long}
     worth = {
         name: share
         for name, share in shares.items()
@@ -220,7 +233,7 @@ def _of_time(waterfall: Waterfall | None) -> str:
     if not worth:
         return ""
     name = max(worth, key=worth.__getitem__)
-    return f"{_capital(name)} took {percent(worth[name])} of the wall time. {RAISE[name]}"
+    return f"{_capital(name)} took {percent(worth[name])} of the wall time. {REMEDIES[name]}"
 
 
 def _of_limit(folder: Folder) -> str:

@@ -95,7 +95,6 @@ def test_sacct_without_an_answer(sacct, monkeypatch, printed, after, why):
     found = energy.energy(launches_of({}), 4, 300)
     assert found.rows == ()
     assert (found.mean_watts, found.kwh_per_epoch, found.co2_grams) == (None, None, None)
-    assert found.note.startswith("Not measured")
     assert why in found.note
 
 

@@ -268,6 +268,7 @@ def test_no_sweep_is_one_line(files, tmp_path):
 def test_odd_figures_give_a_scaling(weak, tmp_path):
     (tmp_path / "scaling.json").write_text(json.dumps({"batch": 16, "weak": weak, "ranks_per_node": 10**9}))
     ((found,), _) = scaling.scalings(tmp_path)
+    assert found.rows[0].speedup == pytest.approx(1)
     assert len(found.rows) == 2
     assert np.isfinite([value for row in found.predicted for value in row]).all()
 

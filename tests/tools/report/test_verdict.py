@@ -61,6 +61,13 @@ def test_a_slow_rank_is_named_with_host_and_cause(runs):
     assert (seconds[2] > 1.4 * seconds[[0, 1, 3]].max(axis=0)).all()
 
 
+def test_details(runs):
+    accuracy = "Validation accuracy 0.9750, expected 0.978: as it should be."
+    assert runs["finished"].verdict.details == (accuracy,)
+    assert runs["resumed"].verdict.details == (accuracy, "Launched 3 times; 19.6 s of steps were made again.")
+    assert runs["stopped"].verdict.details == ("Validation accuracy 0.9333 after epoch 5.",)
+
+
 def test_what_limits_the_step(runs):
     assert runs["finished"].verdict.limit.startswith("Computing limits the step: ")
 
@@ -177,6 +184,16 @@ ADVICE = {
     "imports": (lambda run: run._spend("import", 200), "Put Python's packages on a disk"),
     "first step": (lambda run: run._spend("first_step", 100), "Keep what is compiled"),
 }
+
+
+def test_a_short_run_needs_no_advice(tmp_path):
+    run = report_folders.Run(tmp_path, changed={"max_steps": 20})
+    run.launch(report_folders.BEGAN, opening={"start": 1.0, "import": 30.0})
+    run.train()
+    run.end("finished")
+    report = run_report(tmp_path)
+    assert max(report.waterfall.parts, key=lambda part: part.seconds).name == "import"
+    assert (report.state, report.verdict.advice) == ("finished", "")
 
 
 @pytest.mark.parametrize(("spend", "advice"), ADVICE.values(), ids=ADVICE)
