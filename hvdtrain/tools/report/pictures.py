@@ -167,12 +167,13 @@ def _finite(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _line(axes: "Axes", series: Series, index: int) -> None:
     colour = svg.SERIES[index % len(svg.SERIES)]
-    marker = "o" if np.isfinite(series.y).sum() <= SPARSE else None
+    points = np.isfinite(series.y).sum()
+    marker, size = "o" if points <= SPARSE else None, 3.5 if points > 1 else 6
     if series.low is not None and series.high is not None:
         axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.2, linewidth=0)
     dashes = DASHES[index % len(DASHES)]
     options: Any = {"dashes": dashes} if dashes else {}
-    axes.plot(series.x, series.y, color=colour, linewidth=LINE, marker=marker, markersize=3.5, **options)
+    axes.plot(series.x, series.y, color=colour, linewidth=LINE, marker=marker, markersize=size, **options)
 
 
 def _y_axis(axes: "Axes", drawn: Sequence[Series], values: np.ndarray, log: bool) -> None:

@@ -136,6 +136,18 @@ def test_every_section_is_there_in_order(pages):
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("state", "parts", "words"),
+    [
+        ("finished", [Part("queue", 1.0), Part("training", 2.0)], "3.0 s of wall time, from submit to end."),
+        ("running", [Part("training", 3.0)], "3.0 s of wall time, from launch until now."),
+    ],
+)
+def test_the_wall_time_says_what_it_is_of(state, parts, words):
+    run = replace(documents.empty().runs[0], state=state, waterfall=Waterfall(3.0, tuple(parts), None))
+    assert words in Reader(page.render(replace(documents.empty(), runs=(run,)))).text()
+
+
 def test_several_runs_stand_side_by_side(pages):
     text = Reader(pages["several"]).text()
     assert text.index("Verdicts") < text.index("Comparison") < text.index("Key numbers")
