@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdtrain.run.screen import SCREEN
+
 VARIABLE = "HVDTRAIN_REPORT"
 """off: no report at a run's end."""
 SECONDS = 60.0
@@ -21,6 +23,7 @@ def write(folder: Path, environ: Mapping[str, str], *, ended_well: bool) -> None
     if not ended_well:
         with contextlib.suppress(ValueError):  # a program may train in another thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the launcher, as other ranks have ended
+    SCREEN.waiting("writing the report")
     command = [sys.executable, "-m", "hvdtrain", "report", str(folder)]
     try:
         done = subprocess.run(
@@ -40,4 +43,4 @@ def write(folder: Path, environ: Mapping[str, str], *, ended_well: bool) -> None
     if failure:
         print(f"no report was written: {failure}; later: python -m hvdtrain report {folder}", file=sys.stderr)
     else:
-        print(f"INFO - report: {folder / 'report.html'}", flush=True)
+        SCREEN.print(f"INFO - report: {folder / 'report.html'}")

@@ -146,8 +146,11 @@ def _slowest(frame: Frame) -> str:
     if not slow:
         return ""
     host = f" on {slow.host}" if slow.host else ""
-    own, median = slow.seconds * 1e3, slow.median * 1e3
-    return f"rank {slow.rank}{host}: {own:.3g} ms of its own a step; the median rank {median:.3g} ms"
+    return f"rank {slow.rank}{host}: {_step(slow.seconds)} of its own a step; the median rank {_step(slow.median)}"
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _event(event: Record) -> str:
