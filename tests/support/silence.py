@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="new or empty folder for a screen of each second")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):  # so that the terminal is closed
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
     seen = watch(options.columns, options.lines, options.command, options.keep)

@@ -3,8 +3,8 @@
 import importlib
 from collections.abc import Sequence
 
-from hvdtrain.core.recipe import nearest
 from hvdtrain.errors import RecipeError
+from hvdtrain.terminal import Status
 from hvdtrain.untrusted import quoted
 
 WHATS = {
@@ -39,7 +39,11 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     name, *rest = argv
     if name not in WHATS:
+        from hvdtrain.core.recipe import nearest
+
         raise RecipeError(
             f"there is no benchmark {quoted(name)}.{nearest(name, list(WHATS))} Take one of {', '.join(WHATS)}."
         )
-    return int(importlib.import_module(WHATS[name][0]).main(rest))
+    with Status(f"bench {name}"):  # a busy machine imports for seconds
+        benchmark = importlib.import_module(WHATS[name][0])
+    return int(benchmark.main(rest))

@@ -140,10 +140,11 @@ def measure_all(
     """Every contender once a round, interleaved; who fails once is left out of the rounds to come."""
     found = {contender: Measured([]) for contender in chosen}
     for number in range(rounds):
-        for contender, before in found.items():
+        for index, (contender, before) in enumerate(found.items(), 1):
             if before.reason:
                 continue
-            show(measure.titled(f"{contender.adapter} {contender.engine}", number + 1, rounds))
+            name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
+            show(measure.titled(name, number + 1, rounds))
             now = run(contender, recipe, steps)
             found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
     return found

@@ -143,7 +143,8 @@ class Answer:
         """Prints the table and the sentence, or with --json - the figures alone; leaves the figures, this machine's
         versions beside them, in the file of --json, and as WHAT.json and WHAT.png in the folder of --output. Raises
         OutputError, EngineUnavailable."""
-        line = json.dumps({"bench": self.what, **self.results, "machine": machine()}) + "\n"
+        of_machine = {**machine(), **self.results.get("machine", {})}
+        line = json.dumps({"bench": self.what, **self.results, "machine": of_machine}) + "\n"
         to_stdout = str(kept.json) == "-"
         print(
             line

@@ -1,6 +1,7 @@
 """`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, and how sure that is."""
 
 import json
+import textwrap
 from collections.abc import Sequence
 
 from hvdtrain.core import flags
@@ -8,6 +9,7 @@ from hvdtrain.terminal import Status
 from hvdtrain.tools.predict import report
 from hvdtrain.tools.predict.task import Options, task_of
 
+WIDTH = 80
 PROG = "python -m hvdtrain predict"
 
 
@@ -20,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             lines = [json.dumps(report.to_json(task, forecast))]
         else:
-            lines = [*report.table(task, forecast), "", *report.remarks(task, forecast)]
+            remarks = [line for text in report.remarks(task, forecast) for line in textwrap.wrap(text, WIDTH)]
+            lines = [*report.table(task, forecast), "", *remarks]
     print("\n".join(lines))
     if options.picture:
         from hvdtrain.tools.bench.measure import plot

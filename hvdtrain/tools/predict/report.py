@@ -51,10 +51,11 @@ def to_json(task: Task, forecast: Forecast) -> dict[str, Any]:
 
 
 def table(task: Task, forecast: Forecast) -> list[str]:
-    """Lines for people: a row for each number of ranks."""
+    """Lines for people, of at most 80 columns: a row for each number of ranks, and below where its time goes."""
     per_step = not task.whole_run and task.steps
     time = "step/ms" if per_step else "seconds"
-    rows = [("ranks", time, "lowest-highest", task.unit, "efficiency/%", "lowest-highest", "where the time goes")]
+    rows = [("ranks", time, "lowest-highest", task.unit, "efficiency/%", "lowest-highest")]
+    causes = ["ranks  where the time goes"]
     for row, ranks in zip(to_json(task, forecast)["forecast"], task.ranks, strict=True):
         scale = 1e3 * ranks / task.steps if per_step and task.steps else 1.0
         low, high = (_short(scale * end) for end in row["band"]["seconds"])
@@ -62,12 +63,11 @@ def table(task: Task, forecast: Forecast) -> list[str]:
         largest = sorted(row["shares"].items(), key=lambda item: -item[1])
         where = ", ".join(f"{TITLES[name]} {fraction:.0%}" for name, fraction in largest if fraction >= 0.005)
         cells = (_short(scale * row["seconds"]), f"{low}-{high}", _short(row["throughput"]))
-        rows.append((str(ranks), *cells, f"{100 * row['efficiency']:.0f}", f"{worst}-{best}", where))
+        rows.append((str(ranks), *cells, f"{100 * row['efficiency']:.0f}", f"{worst}-{best}"))
+        causes.append(f"{ranks:5}  {where}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)), row[-1]])
-        for row in rows
-    ]
+    figures = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [*figures, "", *causes]
 
 
 def remarks(task: Task, forecast: Forecast) -> list[str]:

@@ -161,3 +161,17 @@ def test_the_table_of_engines_fits_80_columns():
     assert max(map(len, lines)) <= 80
     assert lines[0].split()[:2] == ["engine", "launch"]
     assert lines[-1].startswith("parameter-server  workers of unequal speed")
+
+
+def test_an_engine_that_failed_once_is_left_out_of_the_next_round(monkeypatch):
+    first, other = Contender("torch", "local", 2), Contender("torch", "dataparallel", 2)
+    monkeypatch.setattr(
+        engines, "run", lambda one, recipe, steps: Measured([1.0], 1) if one == first else Measured([], reason="no GPU")
+    )
+    seen = []
+    engines.measure_all([first, other], "linear", 2, 3, seen.append)
+    assert seen == [
+        "round 1 of 2: torch local (1 of 2)",
+        "round 1 of 2: torch dataparallel (2 of 2)",
+        "round 2 of 2: torch local (1 of 2)",
+    ]
