@@ -88,7 +88,7 @@ def read(text: str) -> Script:
     )
     lines = tuple(node.start_point.row + 1 for node in found["comment"])
     functions = {_name(data, node): _head(data, node).partition("{")[2] for node in elsewhere}
-    values = _values(bare, found["variable_assignment"], source)
+    values = _values(bare, found["variable_assignment"], source) | _read_documents(data, found["redirected_statement"])
     text_of_job, filled_in = bare.decode(errors="replace"), expanded.decode(errors="replace")
     return Script(tuple(commands), text_of_job, filled_in, lines, values=values, functions=functions)
 
@@ -172,6 +172,18 @@ def _values(data: bytes, assignments: "Iterable[Node]", source: str) -> dict[str
             changed.add(name)
         values[name] = text
     return {name: value for name, value in values.items() if name not in changed}
+
+
+def _read_documents(data: bytes, statements: "Iterable[Node]") -> dict[str, str]:
+    """What `read NAME` takes from a here-document."""
+    values = {}
+    for statement in statements:
+        command = statement.children[0]
+        parts = {node.type: node for redirect in statement.children[1:2] for node in redirect.children}
+        arguments = command.children_by_field_name("argument")
+        if _name(data, command) == "read" and arguments and "heredoc_body" in parts:
+            values[_text(data, arguments[-1])] = _head(data, parts["heredoc_body"])
+    return values
 
 
 def _head(data: bytes, node: "Node") -> str:

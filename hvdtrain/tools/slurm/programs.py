@@ -190,7 +190,12 @@ def _kind_of_python(words: Sequence[str]) -> str:
         return "accelerate"
     if name.startswith("deepspeed."):
         return "deepspeed"
-    return "tool" if TOOLS.fullmatch(name) or NOT_TRAINING.search(name or rest[0].rpartition("/")[2]) else "python"
+    # hvdtrain's own commands start their steps themselves.
+    return (
+        "tool"
+        if name == "hvdtrain" or TOOLS.fullmatch(name) or NOT_TRAINING.search(name or rest[0].rpartition("/")[2])
+        else "python"
+    )
 
 
 def _without_options(words: Sequence[str]) -> Iterator[str]:

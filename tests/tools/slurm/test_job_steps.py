@@ -76,6 +76,14 @@ RIGHT = {  # options, commands: neither mistake nor advice
         "-N 2 --exclusive --gres=gpu:4",
         'declare -a RUN=(\n  --nproc_per_node=4 # GPUs\n  --nnodes=2\n)\nsrun -l torchrun "${RUN[@]}" train.py',
     ),
+    "braces in text": (
+        "-N 1 -n 1 --gres=gpu:4",
+        "srun -c 8 bash -c 'torchrun --log=${SLURM_STEP_ID} --nproc-per-node=4 train.py'",
+    ),
+    "a command in a here-document": (
+        "-N 2 --ntasks-per-node=4 --gres=gpu:4 --exclusive",
+        "read -r -d '' CMD <<EOF\ncd x \\\n && python train.py\nEOF\nsrun bash -c \"${CMD}\"",
+    ),
     "a variable with a default": (
         "-N 1 -n 1 -c 8 --gres=gpu:4",
         ": ${GPUS:=4}\ntorchrun --nproc_per_node=${GPUS:-8} --master_port=${PORT:-1} train.py",
@@ -259,6 +267,10 @@ UNSEEN = {  # commands: what was read
         "python -m pip install x; python -m venv v\nconda install python=3.9 accelerate",
         "it runs python, conda",
     ),
+    "a command of ours": (
+        "python -m hvdtrain bench scaling; srun python -m hvdtrain doctor",
+        "it runs python, srun python",
+    ),
     "preparation in Python": (
         "python prepare_data.py\nsrun python -m tools.preprocess x",
         "it runs python, srun python",
@@ -293,6 +305,7 @@ KINDS = {  # a command: its launcher, the kind of program
     "aprun -n 4 -N 1 python a.py": ("aprun", "python"),
     "srun $PROFILE fairseq-train data": ("srun", "python"),
     "x=$(srun python a.py)": ("srun", "python"),
+    "srun bash -c '# python old.py\nexec ./run.sh'": ("srun", "script"),
     "exec srun ./run.sh": ("srun", "script"),
 }
 
