@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hvdtrain import version
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.terminal import Status
 from hvdtrain.untrusted import one_line, quoted
 
 COMMANDS = {
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_unknown(name), file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(COMMANDS[name][0]).main(rest)
+        with Status(name):  # a busy machine imports for seconds
+            command = importlib.import_module(COMMANDS[name][0])
+        return int(command.main(rest))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -92,7 +92,7 @@ def several(count: int = 3) -> Document:
 def empty() -> Document:
     """A folder of which nothing could be read."""
     nothing = Verdict("open", "Nothing is known of its training.", (), (), "", "")
-    origin = Origin("", (), (), {}, (), "", "", "", None, "", "", "", "")
+    origin = Origin("", False, (), (), {}, (), "", "", "", None, "", "", "", "")
     energy = Energy((), None, None, None, "")
     only = RunReport("empty", "runs/empty", "unknown", None, nothing, (), {}, None, (), None, (), energy, origin)
     return Document("empty", BEGAN, "1.0.0", (only,))
@@ -146,6 +146,7 @@ def run(seed: int = 7) -> RunReport:
         ),
         origin=Origin(
             recipe=RECIPE,
+            is_shipped=True,
             differences=(("epochs", "5", "10"), ("seed", "1", str(seed))),
             plan=PLAN,
             versions={"python": "3.11.7", "hvdtrain": "1.0.0", "torch": "2.15.0", "horovod": "0.28.1"},
@@ -306,6 +307,7 @@ def _hostile_run(given: RunReport) -> RunReport:
         energy=replace(given.energy, rows=(EnergyRow(HOSTILE, 1.0, None, HOSTILE),), note=HOSTILE),
         origin=Origin(
             recipe=HOSTILE,
+            is_shipped=True,
             differences=((HOSTILE,) * 3,),
             plan=(HOSTILE,),
             versions={HOSTILE: HOSTILE},

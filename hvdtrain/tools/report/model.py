@@ -136,6 +136,8 @@ class Origin:
 
     recipe: str
     """Resolved, YAML."""
+    is_shipped: bool
+    """Whether hvdtrain brings a recipe of that name."""
     differences: tuple[tuple[str, str, str], ...]
     """Key, shipped value, this run's value."""
     plan: tuple[str, ...]

@@ -1,7 +1,8 @@
 """What a run was: its recipe beside the shipped one, its plan, and how to repeat it."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from hvdtrain.core import recipe as recipes
@@ -29,6 +30,7 @@ def origin(folder: Folder) -> Origin:
     versions = list(lines.mapping(about.get("versions")).items())[:MOST_VERSIONS]
     return Origin(
         recipe=_printable_lines(folder.recipe_text[:MOST_RECIPE]),
+        is_shipped=bool(shipped(folder)),
         differences=differences(folder),
         plan=plan_lines(folder),
         versions={lines.text(name, 60): lines.text(version, 80) for name, version in versions},
@@ -40,8 +42,14 @@ def origin(folder: Folder) -> Origin:
         git_commit=lines.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
         job_id=launch.job_id,
         job_script=_printable_lines(folder.job_script),
-        command=shlex.join(lines.text(word, 300) for word in lines.items(about.get("command"), 200)),
+        command=_command([lines.text(word, 300) for word in lines.items(about.get("command"), 200)]),
     )
+
+
+def _command(words: Sequence[str]) -> str:
+    """As a person types it: the interpreter is that of the environment."""
+    program = PurePath(words[0]).name if words else ""
+    return shlex.join(["python" if program.startswith("python") else words[0], *words[1:]]) if words else ""
 
 
 def framework(folder: Folder) -> str:
@@ -88,6 +96,8 @@ def shown(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, dict):
+        return printable(" ".join(f"{key}={shown(one)}" for key, one in value.items()), 100)
     return printable(str(value), 100)
 
 

@@ -148,7 +148,7 @@ def test_a_job_script_sweeps_in_one_allocation(site, capsys):
     )
     assert "#SBATCH --nodes=2\n" in script
     assert "--requeue" not in script
-    assert not [finding for finding in job_check.check(script, SITES[site]) if "srun" not in finding.text]
+    assert not [finding for finding in job_check.check(script, SITES[site]) if "srun" not in finding.wrong]
 
 
 @pytest.mark.launched
