@@ -262,6 +262,7 @@ class Hooks(Generic[R_co]):
 
     def _log(self, lr: float) -> None:
         progress = self.progress
+        self.launch.step = progress.step
         totals = self.trainer.totals().over_ranks(self.engine.sum)
         progress.train += totals
         self.run.check_finite(totals, progress.step)
