@@ -86,6 +86,7 @@ class Ending:
         self.world.launch.close()
         if self.folder:
             reports.write(self.folder.path, os.environ, ended_well=error is None)
+            self.folder.lock.close()  # this process may open the folder again
         return bool(self.code)
 
     def _ended(self, state: folders.State, text: str) -> None:

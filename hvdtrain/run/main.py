@@ -119,16 +119,12 @@ def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dat
 
 def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
-    with contextlib.closing(SCREEN):
-        return _main(adapter, argv, train)
-
-
-def _main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     try:
         world = begin(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
     except HvdtrainError as error:
+        SCREEN.close()
         return error.exit_code
-    with Ending(world) as ending:
+    with contextlib.closing(SCREEN), Ending(world) as ending:
         run = prepare(adapter, argv, world)
         ending.began, ending.folder = True, run.folder
         world.launch.enter("rendezvous")

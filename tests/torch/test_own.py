@@ -43,7 +43,7 @@ KEYS = {
 CASES = {  # by name: keys of the recipe, code of the user's, and what the line holds
     "no module": ({"model": "onw:Net"}, "", ["model onw:Net: there is no module onw in", "start in the folder"]),
     "no module inside": ({"model": "own.nets:Net"}, "", ["model own.nets:Net: ", "own"]),
-    "no name": ({"model": "own:Ner"}, "", ["own.py has no 'Ner'", "Did you mean Net?"]),
+    "no name": ({"model": "own:Nett"}, "", ["own.py has no 'Nett'", "Did you mean Net?"]),
     "no import path": ({"model": "own.Net"}, "", ["model must be one of", "'own.Net'"]),
     "not callable": ({"model": "own:size"}, "size = 3", ["own:size must be callable, got an object of type int"]),
     "syntax": ({}, "def f(:\n    pass", ["dataset own:pairs", "own.py line 27: SyntaxError"]),
