@@ -51,11 +51,11 @@ def killed_twice() -> None:
         run.wait()
         time.sleep(5)
     launched(*TWO_RANKS, *DIGITS, folder, "--checkpoint-every-steps", 25).wait()
-    report("killed-twice", folder)
+    report("killed_twice", folder)
 
 
 def slow_node() -> None:
-    """The third of four nodes has half of its processor for some time."""
+    """The third of four nodes has half of its processor from step 100 on."""
     for name, text in (("slow.py", PROGRAM), ("slow.yaml", RECIPE)):
         Path(name).write_text(text)
     with (
@@ -63,11 +63,11 @@ def slow_node() -> None:
         training(cluster, "ddp", "--max-steps", "400", HVDTRAIN_REPORT="off") as run,
     ):
         run.wait_for(100)
-        with slowed(cluster, 2, "computing"):
+        with slowed(cluster, 2, "computing"):  # for good: a processor's part is given back by nobody
             run.wait_for(300)
         run.ranks.process.wait()
         shutil.copytree(run.folder, "slow-node")
-    report("slow-node", "slow-node")
+    report("slow_node", "slow-node")
 
 
 def failed() -> None:

@@ -23,7 +23,7 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import folder as folders
 from hvdtrain.run.loop import Loop, Trainer
-from hvdtrain.run.main import keep_memory, load_dataset
+from hvdtrain.run.main import keep_memory, load_dataset, record_launch
 from hvdtrain.run.run import Run
 from hvdtrain.run.world import World
 from hvdtrain.tools.bench import measure, ranks
@@ -66,17 +66,19 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
     plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))
     keep_memory(recipe.device)
     with tempfile.TemporaryDirectory() as folder:
-        of_run = None
+        of_run, resume, world = None, folders.ResumePoint(), World(topology)
         if topology.is_rank_0:
             of_run, _ = folders.open_run(plan, topology, framework, Path(folder, "run"), "never")
+            record_launch(world, of_run, framework, engine, resume)
         identity = folders.identity_of(plan, framework)
-        run = Run(identity, recipe, engine, (), of_run, folders.ResumePoint(), World(topology), recipe, dataset, plan)
+        run = Run(identity, recipe, engine, (), of_run, resume, world, recipe, dataset, plan)
         with (
             ranks.showing(topology) as show,
             Path(folder, "log").open("w") as log,
             contextlib.redirect_stdout(log),
         ):
             seconds = _measure(loops(run), topology.size, int(rounds), plan.steps_per_epoch, show)
+        world.launch.close()
     if topology.is_rank_0:
         ranks.keep(_results(run, {name: times[1:] for name, times in seconds.items()}))
 
