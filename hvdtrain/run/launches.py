@@ -20,6 +20,8 @@ Phase = Literal[
 ]
 SHORTEST = 5.0
 """Seconds between two records of one kind that come again and again."""
+PHASES_APART = 1.0
+"""The same of the phases: the last ones are what is known of a killed launch."""
 PART = 0.01
 """Of the time since the launch began, that lies between two such records: a run of days has some hundreds of them."""
 CLOSE_SECONDS = 5.0
@@ -104,7 +106,7 @@ class Launch:
     def mark(self, step: int, *, always: bool = False) -> None:
         """So many updates are made; writes now and then, or `always`, where the time went so far."""
         self.step = step
-        if self.is_due("phases") or (always and self._records):
+        if self.is_due("phases", PHASES_APART) or (always and self._records):
             self.record("phases", step=step, phases=self.phases())
 
     def event(self, kind: str, text: str, **more: Any) -> None:

@@ -5,6 +5,7 @@ minicluster of which one node is slowed; a run that fails; a sweep over 1, 2 and
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -41,11 +42,13 @@ def digits() -> None:
 
 
 def killed_twice() -> None:
-    """Rank 0 is killed after steps 60 and 130."""
+    """Rank 0 is killed after steps 60 and 130, or soon after."""
     folder = Path("killed-twice")
     for step in (60, 130):
         run = launched(*TWO_RANKS, *DIGITS, folder, "--checkpoint-every-steps", 25)
-        while f'"step": {step},' not in (read(folder / "metrics.jsonl")):
+        while last_step(folder) < step:
+            if run.poll() is not None:
+                sys.exit(f"the run has ended before step {step}")
             time.sleep(0.2)
         os.kill(rank_0(folder), signal.SIGKILL)
         run.wait()
@@ -89,8 +92,11 @@ def comparison() -> None:
     report("comparison", "digits", "digits-tensorflow")
 
 
-def read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+def last_step(folder: Path) -> int:
+    """The last one that the run has logged; 0 before the first."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def rank_0(folder: Path) -> int:
