@@ -11,6 +11,8 @@ from hvdtrain.run.screen import SCREEN
 
 VARIABLE = "HVDTRAIN_REPORT"
 """off: no report at a run's end."""
+WITHOUT_REPORT = {VARIABLE: "off"}
+"""For the environment of a run that nobody will read about."""
 SECONDS = 60.0
 LAST_SECONDS = 10.0
 """Of a run that a signal or an error ends: the launcher may not wait."""

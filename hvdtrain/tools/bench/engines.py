@@ -22,6 +22,8 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.run import launches
+from hvdtrain.run.reports import WITHOUT_REPORT
 from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure
 from hvdtrain.tools.rank_status import Show
@@ -78,6 +80,8 @@ class Measured:
     seconds: list[float]
     batch: int = 0
     reason: str = ""
+    waiting: float | None = None
+    """Seconds of a step that a rank waits for the others; None where the run has not recorded it."""
 
 
 def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
@@ -102,7 +106,7 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
         flags = [recipe, "--max-steps", str(steps + WARM_UP), "--log-every-steps", "1", "--output", f"{folder}/run"]
         done = subprocess.run(
             contender.command(gpus, flags),
-            env={"OMP_NUM_THREADS": str(max(1, cpus // processes)), **os.environ},
+            env={"OMP_NUM_THREADS": str(max(1, cpus // processes)), **os.environ, **WITHOUT_REPORT},
             capture_output=True,
             text=True,
             errors="replace",
@@ -119,9 +123,20 @@ def read(folder: Path) -> Measured:
         batch = int(json.loads(read_bytes(folder / "plan.json", MOST_BYTES))["global_batch"])
         lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
         rates = [float(line["examples_per_second"]) for line in lines if line["kind"] == "step"]
-        return Measured([statistics.median(batch / rate for rate in rates[WARM_UP:])], batch)
+        seconds = statistics.median(batch / rate for rate in rates[WARM_UP:])
+        return Measured([seconds], batch, waiting=_waiting(folder / launches.NAME))
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         return Measured([], reason=f"its run folder cannot be read ({type(error).__name__})")
+
+
+def _waiting(path: Path) -> float | None:
+    """The median of the ranks in the run's last record of their steps."""
+    try:
+        records = list(map(json.loads, read_bytes(path, MOST_BYTES).splitlines()))
+        of_ranks = [record["waiting"] for record in records if record["kind"] == "ranks"]
+        return statistics.median(float(seconds) for seconds in of_ranks[-1] if seconds is not None)
+    except (OSError, ValueError, LookupError, TypeError):  # too few steps for a record; one rank waits for nobody
+        return None
 
 
 def reason(printed: str) -> str:

@@ -23,6 +23,7 @@ from hvdtrain.errors import EngineUnavailable, RecipeError, TrainingError
 from hvdtrain.launch import pmi
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.topology import discover
+from hvdtrain.run.reports import WITHOUT_REPORT
 from hvdtrain.terminal import Status
 from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     if "strong" in modes and batch < ranks[-1]:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
     with Status("bench scaling") as status:
-        found = _measure(options, modes, ranks, batch, status.update)
+        found, waiting = _measure(options, modes, ranks, batch, status.update)
     allocation = Allocation.of(os.environ)
     results = {
         "recipe": options.recipe,
@@ -120,6 +121,7 @@ def main(argv: Sequence[str]) -> int:
         "cores": None if allocation or visible_gpus(os.environ) else len(os.sched_getaffinity(0)),
         "ranks_per_node": allocation.tasks if allocation else 1,
         **found,
+        "waiting": waiting,
         "efficiency": {mode: efficiencies(mode, times) for mode, times in found.items()},
     }
     shown, draws = table(found, batch), functools.partial(draw, found=found)
@@ -252,33 +254,44 @@ def _batch(options: Options) -> int:
     return batch
 
 
-def _measure(options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int, show: Show = hidden) -> Found:
-    """Every number of ranks once a round; one rank alone is the same in both modes, and measured once."""
+def _measure(
+    options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int, show: Show = hidden
+) -> tuple[Found, Found]:
+    """Every number of ranks once a round; one rank alone is the same in both modes, and measured once. Beside it, how
+    long a rank waits for the others in a step, of those rounds in which that is known."""
     settings = {f"{mode} {n}": (n, batch * (n if mode == "weak" else 1)) for mode in modes for n in ranks}
     kinds = list(dict.fromkeys(settings.values()))
     contenders = {f"{_ranks(n)}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds}
+    waiting: dict[str, list[float]] = {}
     seconds = measure.interleaved(
-        {name: functools.partial(_run, options, name, *kind) for name, kind in contenders.items()},
+        {name: functools.partial(_run, options, waiting, name, *kind) for name, kind in contenders.items()},
         options.rounds,
         warm_up=0,
         show=show,
     )
-    of_kind = {kind: seconds[name] for name, kind in contenders.items()}
-    return {mode: {n: of_kind[settings[f"{mode} {n}"]] for n in ranks} for mode in modes}
+
+    def by_mode(of_name: Mapping[str, list[float]]) -> Found:
+        of_kind = {kind: of_name.get(name, []) for name, kind in contenders.items()}
+        return {mode: {n: of_kind[settings[f"{mode} {n}"]] for n in ranks} for mode in modes}
+
+    return by_mode(seconds), by_mode(waiting)
 
 
-def _run(options: Options, name: str, ranks: int, batch: int) -> float:
-    """Seconds of a step of one run: the median of those after the warm-up. Raises TrainingError where it fails."""
+def _run(options: Options, waiting: dict[str, list[float]], name: str, ranks: int, batch: int) -> float:
+    """Seconds of a step of one run: the median of those after the warm-up; of them, how long a rank waits for the
+    others is added to `waiting`, where it is known. Raises TrainingError where it fails."""
     allocation = Allocation.of(os.environ)
     with tempfile.TemporaryDirectory(dir=Path.cwd() if allocation else None, prefix="scaling-") as folder:
         command = launch_command(options, ranks, allocation) + run_flags(options, ranks, batch, Path(folder, "run"))
-        environ = dict(os.environ) if allocation else {**os.environ, "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, **WITHOUT_REPORT, **({} if allocation else {"OMP_NUM_THREADS": "1"})}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
             raise TrainingError(f"the run with {name} failed: {engines.reason(done.stdout + done.stderr)}")
         measured = engines.read(Path(folder, "run"))
         if not measured.seconds:
             raise TrainingError(f"the run with {name} left nothing to measure: {measured.reason}.")
+    if measured.waiting is not None:
+        waiting.setdefault(name, []).append(measured.waiting)
     return measured.seconds[0]
 
 

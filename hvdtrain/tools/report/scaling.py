@@ -81,10 +81,18 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
             of_all = {ranks: batch * (ranks if mode == "weak" else 1) for ranks in seconds}
             node = lines.whole(results.get("ranks_per_node"), 1) or 1
             cores = lines.whole(results.get("cores"), 1)
-            found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"))
+            waiting = _rounds(lines.mapping(lines.mapping(results.get("waiting")).get(mode)))
+            parts = {ranks: _parts(seconds[ranks], of) for ranks, of in waiting.items() if ranks in seconds}
+            found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts)
     if not found:
         missing.append(f"{FILE} has no step times")
     return found
+
+
+def _parts(seconds: Sequence[float], waiting: Sequence[float]) -> tuple[float, float]:
+    """Of a step: computing with reading, and waiting for other ranks."""
+    waited = min(statistics.median(waiting), statistics.median(seconds))
+    return statistics.median(seconds) - waited, waited
 
 
 def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:

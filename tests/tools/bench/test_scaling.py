@@ -45,11 +45,19 @@ def test_efficiency_is_of_each_round():
 
 def test_a_rank_alone_is_measured_once_for_both_modes(monkeypatch):
     runs = []
-    monkeypatch.setattr(scaling, "_run", lambda options, name, ranks, batch: runs.append((name, ranks, batch)) or ranks)
-    found = scaling._measure(Options(rounds=2), ["weak", "strong"], [1, 2], 8)
+
+    def run(options, waiting, name, ranks, batch):
+        runs.append((name, ranks, batch))
+        if ranks == 2:
+            waiting.setdefault(name, []).append(0.5)
+        return ranks
+
+    monkeypatch.setattr(scaling, "_run", run)
+    found, waiting = scaling._measure(Options(rounds=2), ["weak", "strong"], [1, 2], 8)
     first = [("1 rank, batch 8", 1, 8), ("2 ranks, batch 16", 2, 16), ("2 ranks, batch 8", 2, 8)]
     assert runs == first + first[::-1]
     assert found == {"weak": {1: [1, 1], 2: [2, 2]}, "strong": {1: [1, 1], 2: [2, 2]}}
+    assert waiting == {"weak": {1: [], 2: [0.5, 0.5]}, "strong": {1: [], 2: [0.5, 0.5]}}
 
 
 BOTH = {"weak": {1: [1.0], 2: [1.25]}, "strong": {1: [1.0], 2: [0.625]}}

@@ -286,3 +286,12 @@ def test_what_a_folder_is_read_as(tmp_path):
     folder = folders.read(tmp_path)
     assert folder.own["model"].startswith("UNet")
     assert folder.missing == []
+
+
+def test_a_benchs_communication_is_what_the_ranks_waited(tmp_path):
+    """Only of those numbers of ranks, and those rounds, in which it is known."""
+    results = {"batch": 8, "weak": {"1": [1.0, 1.0], "2": [1.5, 1.3], "4": [9.0, 9.0]}}
+    results["waiting"] = {"weak": {"1": [], "2": [0.4], "4": ["x"], "8": [1.0]}}
+    (tmp_path / "scaling.json").write_text(json.dumps(results))
+    (weak,), _ = scaling.scalings(tmp_path)
+    assert weak.communication == ((2, pytest.approx(1.0), 0.4),)
