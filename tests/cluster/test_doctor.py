@@ -306,4 +306,5 @@ def test_a_healthy_step_of_four_nodes_prints_one_table(cluster):
     assert lines[0].startswith("hvdtrain doctor: 8 ranks of srun, seen from nid001, ")
     assert len([line for line in lines if re.match(" [✓!✗-] world ", line)]) == 1
     assert re.fullmatch(r"\d+ ok(, \d+ to look at)?, \d+ left out", lines[-1])
-    assert ended.err == ""
+    # A person's own srun, whose output cannot be seen from here, has signs of life.
+    assert [line for line in ended.err.splitlines() if not line.startswith(("looking", "checking"))] == []

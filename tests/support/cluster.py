@@ -45,6 +45,7 @@ class Minicluster:
         """`srun -N2 …`, `exec nid001 …` and the like, in that build's environment; killed at the end of the block."""
         tag = uuid.uuid4().hex
         own = clean_environ()
+        own.pop("VIRTUAL_ENV", None)  # of who runs the tests: minicluster would take it before the build's
         path = f"{ENVIRONMENTS[build] / 'bin'}{os.pathsep}{own['PATH']}"
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
