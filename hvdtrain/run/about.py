@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,19 @@ LIBRARIES = ("hvdtrain", "torch", "tensorflow", "tensorflow-cpu", "lightning", "
 class Launched:
     """What rank 0 knows of its launch from the beginning."""
 
-    folder: Path
     topology: Topology
     framework: str
     engine: str
     step: int
     """That the run resumes from."""
-    age: float
-    """Seconds since the process began."""
 
-    def records(self) -> Iterator[Mapping[str, Any]]:
-        """The launch, then what SLURM says of its job, whose script is kept beside."""
+    def record(self, age: float) -> Mapping[str, Any]:
+        """The launch's first record; it began `age` seconds ago."""
         job = slurm_job.job_id(os.environ)
-        yield {
+        return {
             "kind": "launch",
             "format": FORMAT,
-            "time": round(time.time() - self.age, 3),
+            "time": round(time.time() - age, 3),
             "launcher": self.topology.launcher,
             "engine": self.engine,
             "framework": self.framework,
@@ -51,14 +48,28 @@ class Launched:
             "step": self.step,
             "job": {"id": job, "restart": os.environ.get("SLURM_RESTART_COUNT", "0")} if job else None,
             "command": sys.orig_argv,
-            "cwd": str(Path.cwd()),
+            "cwd": _current_folder(),
             "versions": versions(),
             "git": git_commit(),
         }
-        if job and (times := job_times(job)):
-            yield {"kind": "job", **times}
-        if job and (script := job_script(job)):
-            files.write(self.folder / JOB_SCRIPT, script)
+
+
+def record_job(folder: Path, record: Callable[..., None]) -> None:
+    """Records what SLURM says of this run's job, whose script is kept in the folder, for its owner alone."""
+    if not (job := slurm_job.job_id(os.environ)):
+        return
+    if times := job_times(job):
+        record("job", **times)
+    if script := job_script(job):
+        with contextlib.suppress(OSError):
+            files.create_private(folder / JOB_SCRIPT, script.encode())
+
+
+def _current_folder() -> str | None:
+    try:
+        return str(Path.cwd())
+    except OSError:  # removed meanwhile
+        return None
 
 
 def versions() -> dict[str, str]:
@@ -76,7 +87,7 @@ def git_commit() -> dict[str, Any] | None:
     try:
         commit = _output([*git, "rev-parse", "HEAD"], GIT_SECONDS).strip()
         return {"commit": commit, "dirty": bool(_output([*git, "status", "-s", "-uno"], GIT_SECONDS).strip())}
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
 
 

@@ -63,8 +63,10 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.world.energy.close()
+        end: reports.End = "well"
         try:
+            self.world.energy.close()
+            self.world.record_energy()
             if isinstance(error, HvdtrainError):
                 self.code = self._fail(error)
             elif isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -75,6 +77,7 @@ class Ending:
             else:  # a fault, or --help's exit
                 fault = error is not None and not isinstance(error, SystemExit)
                 if fault:
+                    end = "fault"
                     self._record(type(error).__name__, str(error), 1)
                     self._ended("failed", f"{type(error).__name__}: {error}")
                 else:
@@ -83,11 +86,23 @@ class Ending:
         except BaseException as another:
             self.world.leave(f"{type(another).__name__}: {another}")
             raise
+        self._let_go("error" if self.code else end)
+        return bool(self.code)
+
+    def begin_another(self) -> None:
+        """This process has trained a run, and trains another one in another folder."""
+        if self.folder:
+            self.world.record_energy()
+            self.world.energy.book.begin()
+            self.world.launch.end("finished" if self.world.launch.is_finished else "stopped")
+            self._let_go("well")
+
+    def _let_go(self, end: reports.End) -> None:
+        """Closes the run folder, whose report is written."""
         self.world.launch.close()
         if self.folder:
-            reports.write(self.folder.path, os.environ, ended_well=error is None)
+            reports.write(self.folder.path, os.environ, end)
             self.folder.lock.close()  # this process may open the folder again
-        return bool(self.code)
 
     def _ended(self, state: folders.State, text: str) -> None:
         """The run's status and the launch's last record."""

@@ -6,6 +6,7 @@ amdsmi, of GPUs. All count joules since some time before; what a run used is a d
 
 import contextlib
 import importlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.liveness import Liveness
 
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 0.5
 
 
 class Counter(Protocol):
@@ -66,11 +67,14 @@ class GpuCounter:
     """A GPU's counter, as a function that gives joules."""
 
     def __init__(self, key: str, read: Callable[[], float]) -> None:
-        self.key, self._read = key, read
-        self._first = read()
+        self.key, self._read = re.sub(r"[^\w:-]", "-", key), read
+        self._last, self._sum = read(), 0.0
 
     def joules(self) -> float:
-        return self._read() - self._first
+        now = self._read()
+        self._sum += now - self._last if now >= self._last else now  # a driver that was reset counts from 0
+        self._last = now
+        return self._sum
 
 
 def node_counters(sys: Path = Path("/sys")) -> list[Counter]:
@@ -102,17 +106,27 @@ def _nvidia(visible: str | None) -> list[Counter]:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        by_name = {str(index): handle for index, handle in enumerate(handles)}
-        by_name |= {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
-        chosen = handles if visible is None else [by_name[name] for name in visible.split(",") if name in by_name]
-        return _made(_of_nvidia(nvml, handle) for handle in chosen)
+        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        names = None if visible is None else [name.strip() for name in visible.split(",")]
+        return _made(
+            _of_nvidia(nvml, handle, uuid)
+            for index, (handle, uuid) in enumerate(zip(handles, uuids, strict=True))
+            if names is None or any(name == str(index) or _begins(uuid, name) for name in names)
+        )
     return []
 
 
-def _of_nvidia(nvml: Any, handle: Any) -> Callable[[], Counter]:
-    return lambda: GpuCounter(
-        f"nvml:{nvml.nvmlDeviceGetUUID(handle)}", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-    )
+def _of_nvidia(nvml: Any, handle: Any, uuid: str) -> Callable[[], Counter]:
+    return lambda: GpuCounter(f"nvml:{uuid}", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+
+
+def _begins(uuid: str, name: str) -> bool:
+    """Whether that is a name of the GPU in CUDA_VISIBLE_DEVICES; a MIG device's energy is not known."""
+    return name.startswith("GPU-") and uuid.startswith(name)
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
 
 
 def _amd(visible: str | None) -> list[Counter]:
@@ -147,11 +161,17 @@ class Book:
 
     def __init__(self) -> None:
         self._joules: dict[tuple[str, str], float] = {}
+        self._before: dict[tuple[str, str], float] = {}
+        """As they were when this process's run began, where it has trained another one before."""
 
     def enter(self, host: str, joules: Mapping[str, float]) -> None:
         """What a process of that host has read: a counter that several see is one."""
         for key, value in joules.items():
             self._joules[host, key] = max(value, self._joules.get((host, key), 0.0))
+
+    def begin(self) -> None:
+        """Another run begins."""
+        self._before = dict(self._joules)
 
     def totals(self) -> dict[str, dict[str, float]]:
         """By source: the joules of all hosts, and how many hosts those are."""
@@ -160,7 +180,7 @@ class Book:
         for (host, key), value in self._joules.items():
             source = key.partition(":")[0]
             hosts.setdefault(source, set()).add(host)
-            joules[source] = joules.get(source, 0.0) + value
+            joules[source] = joules.get(source, 0.0) + value - self._before.get((host, key), 0.0)
         return {
             "joules": {name: round(value, 3) for name, value in joules.items()},
             "nodes": {name: len(of) for name, of in hosts.items()},
@@ -174,8 +194,8 @@ class EnergyWatch:
         """`host`: what rank 0 knows this rank's host by."""
         self.liveness, self.topology, self.host = liveness, liveness.topology, host
         self.book = Book()
-        self.on_totals: Callable[[Mapping[str, Any]], None] = lambda totals: None
-        """On rank 0, called with what all hosts have used so far."""
+        self.on_reading: Callable[[], None] = lambda: None
+        """On rank 0, called when the book has new readings."""
         self._environ, self._sys = environ, sys
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="energy", daemon=True)
@@ -183,11 +203,6 @@ class EnergyWatch:
     def start(self) -> None:
         """Begins to read, where there is a counter."""
         self._thread.start()
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether this process reads its counters for the last time."""
-        return self._closing.is_set()
 
     def close(self) -> None:
         """Reads once more, and ends."""
@@ -198,7 +213,7 @@ class EnergyWatch:
     def reported(self, host: str, joules: Mapping[str, float]) -> None:
         """On rank 0: a process of that host has read its counters."""
         self.book.enter(host, joules)
-        self.on_totals(self.book.totals())
+        self.on_reading()
 
     def _work(self) -> None:
         of_node = node_counters(self._sys) if self.topology.local_rank == 0 else []
@@ -217,5 +232,6 @@ class EnergyWatch:
         with self.liveness.changed:
             if self.topology.is_rank_0:
                 self.reported(self.host, joules)
-            else:
+                return
+            with contextlib.suppress(ValueError):  # what no counter shows is not sent
                 self.liveness.peers.send(messages.Energy(joules=joules))

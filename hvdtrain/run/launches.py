@@ -5,6 +5,7 @@ process of rank 0, from its begin to its end; the records of a launch follow its
 """
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -34,8 +35,8 @@ class Launch:
     """
 
     def __init__(self, age: float | None = None) -> None:
-        """`age`: seconds since the launch began; left out: since the process did."""
-        self._began = time.monotonic() - (process_age() if age is None else age)
+        """`age`: seconds since the launch began; left out: since the process did, in its first one."""
+        self._began = time.monotonic() - (_age_of_first() if age is None else age)
         self._seconds: dict[str, float] = {}
         self._phase: Phase = "start"
         self._since = self._began
@@ -55,11 +56,6 @@ class Launch:
     def clock(self) -> float:
         """Seconds since this process began."""
         return time.monotonic() - self._began
-
-    @property
-    def phase(self) -> Phase:
-        """What this process now spends its time on."""
-        return self._phase
 
     def enter(self, phase: Phase) -> None:
         """From now on time is spent on `phase`."""
@@ -82,15 +78,19 @@ class Launch:
         self.enter(self._phase)
         return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
 
-    def open(self, folder: Path, about: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
-        """Begins to write, on rank 0. `about` gives the first records, in the writing thread: it may take its time.
-        Where this process has trained another run before, this one's launch begins now."""
+    def open(self, folder: Path, about: Callable[[float], Mapping[str, Any]]) -> None:
+        """Begins to write, on rank 0. `about` gives, of the launch's age in seconds, the first record, in the writing
+        thread: it may take its time. Where this process has trained another run before, this one's launch begins now.
+        """
         if self._records:
             self.close()
             self.__init__(0.0)  # type: ignore[misc]
         self._records = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_write, args=(folder / NAME, about, self._records), name="launches", daemon=True
+            target=_write,
+            args=(folder / NAME, functools.partial(about, self.clock), self._records),
+            name="launches",
+            daemon=True,
         )
         self._thread.start()
 
@@ -132,6 +132,16 @@ class Launch:
             self._thread.join(CLOSE_SECONDS)
 
 
+_has_begun = False
+"""Whether this process has begun a launch before, as a notebook's does."""
+
+
+def _age_of_first() -> float:
+    global _has_begun
+    age, _has_begun = 0.0 if _has_begun else process_age(), True
+    return age
+
+
 def process_age() -> float:
     """For how many seconds this process has run, by Linux's clock ticks."""
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -144,7 +154,7 @@ def process_age() -> float:
 
 def _write(
     path: Path,
-    about: Callable[[], Iterator[Mapping[str, Any]]],
+    about: Callable[[], Mapping[str, Any]],
     records: "queue.SimpleQueue[Mapping[str, Any] | None]",
 ) -> None:
     """The thread's work. A disk that fails loses reports, no training."""
@@ -154,8 +164,7 @@ def _write(
         file = os.open(path, flags, 0o666)
         try:
             _end_line(file)
-            for record in about():
-                _append(file, record)
+            _append(file, about())
             for record in iter(records.get, None):
                 _append(file, record)
         finally:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 from hvdtrain import datasets
@@ -19,7 +20,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.run import folder as folders
 from hvdtrain.run import outcome, trackers
-from hvdtrain.run.about import Launched
+from hvdtrain.run.about import Launched, record_job
 from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.folder import ResumePoint, RunFolder
 from hvdtrain.run.options import Options, parse_run
@@ -84,13 +85,18 @@ def _open_folder(
 def record_launch(world: World, folder: RunFolder, framework: Framework, engine: str, resume: ResumePoint) -> None:
     """On rank 0: from now on the folder has the launch's records, and its status where a rank is lost."""
     launch = world.launch
-    launched = Launched(folder.path, world.topology, framework, engine, resume.step, launch.clock)
-    launch.open(folder.path, launched.records)
+    launched = Launched(world.topology, framework, engine, resume.step)
+    launch.open(folder.path, launched.record)
+    threading.Thread(target=record_job, args=(folder.path, launch.record), name="job", daemon=True).start()
     if resume.checkpoint:
         launch.event("resume", f"resumes from the checkpoint of step {resume.step}", step=resume.step)
 
-    def lost(reason: str) -> None:
-        launch.event("lost", reason)
+    reported: list[str] = []
+
+    def lost(reason: str) -> None:  # called again where the process is ended by force
+        if reason not in reported:
+            reported.append(reason)
+            launch.event("lost", reason)
         folder.write_status("failed", error=reason)
 
     world.liveness.on_lost = lost

@@ -94,6 +94,7 @@ def open_own(
     )
     folder, resume = None, ResumePoint()
     if ending.topology.is_rank_0:
+        ending.begin_another()
         folder = hold(path)
         resume = resume_point(folder, identity)
         record_launch(ending.world, folder, framework, engine, resume)
@@ -156,6 +157,7 @@ class Ranks:
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self.ending)
         try:
+            world.launch.enter("rendezvous")
             connect(world, ENGINES[engine])
             self._stack.enter_context(joined(world, framework, engine, os.environ))
         except BaseException as error:
@@ -165,6 +167,7 @@ class Ranks:
     def opened(self, library: Opened, rank: int, size: int) -> None:
         """The collective library has started, and sees `rank` of `size`. Raises WorldError."""
         self._library = library
+        self.world.launch.enter("model")
         guard.check_world(self.world.topology, rank, size, ENGINES[self.name].title)
         self.world.exchange(library.sum)
 

@@ -141,7 +141,7 @@ def columns(times: Iterable[messages.Times]) -> dict[str, list[float | None]]:
     rows = list(times)
     return {
         "reading": [_rounded(each.reading) for each in rows],
-        "computing": [_rounded(each.rest - (each.waiting or 0.0)) for each in rows],
+        "computing": [_rounded(max(0.0, each.rest - (each.waiting or 0.0))) for each in rows],
         "waiting": [_rounded(each.waiting) for each in rows],
     }
 

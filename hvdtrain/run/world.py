@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
 
 from hvdtrain.core.sharing import Sum
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
@@ -56,7 +55,7 @@ class World:
         self.liveness.on_named = lambda kind, rank, text: self.launch.event(kind, text, rank=rank)
         self.slow.on_times = self._record_times
         self.energy = EnergyWatch(self.liveness, handshake.endpoint.label, os.environ)
-        self.energy.on_totals = self._record_energy
+        self.energy.on_reading = lambda: self.record_energy(is_last=False)
         self._monitor = Monitor(
             self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow, self.energy
         )
@@ -152,9 +151,12 @@ class World:
         shown = sorted(times) if len(times) <= MOST_RANKS else slowest(times, self.slow.hosts())
         self.launch.record("ranks", step=self.launch.step, of=shown, **columns(times[rank] for rank in shown))
 
-    def _record_energy(self, totals: Mapping[str, Any]) -> None:
-        if self.launch.is_due("energy") or self.energy.is_closing:
-            self.launch.record("energy", **totals)
+    def record_energy(self, *, is_last: bool = True) -> None:
+        """Records, on rank 0, what all hosts have used so far: at the run's end, and now and then."""
+        if is_last or self.launch.is_due("energy"):
+            totals = self.energy.book.totals()
+            if totals["joules"]:
+                self.launch.record("energy", **totals)
 
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
         """Sends a farewell, or with what message and exit code this rank fails; releases signals and connections."""

@@ -107,9 +107,26 @@ def test_no_counter_at_all(tmp_path):
     assert node_counters(tmp_path) == gpu_counters({}) == []
 
 
+def test_a_gpu_whose_driver_is_reset_counts_from_zero(library):
+    nvml = library("pynvml", NVML)
+    (counter,) = gpu_counters({"CUDA_VISIBLE_DEVICES": "2"})
+    for now in (4000.0, 500.0, 700.0):  # 1000, then 500 and 200 millijoules
+        nvml.used["GPU-c"] = now
+        counter.joules()
+    assert counter.joules() == pytest.approx(1.7)
+
+
+def test_another_run_of_the_process_begins_at_nothing():
+    book = Book()
+    book.enter("node1", {"pm_counters:node": 100.0})
+    book.begin()
+    book.enter("node1", {"pm_counters:node": 150.0})
+    assert book.totals()["joules"] == {"pm_counters": 50.0}
+
+
 VISIBLE = {
     None: ["GPU-a", "GPU-b", "GPU-c"], "1": ["GPU-b"], "2,0": ["GPU-c", "GPU-a"], "GPU-b": ["GPU-b"], "": [],
-    "NoDevFiles": [],
+    "NoDevFiles": [], "GPU-": ["GPU-a", "GPU-b", "GPU-c"], "MIG-GPU-a/3/0": [],
 }  # fmt: skip
 
 
@@ -153,7 +170,7 @@ def watch(tmp_path, rank=0, local_rank=0):
 def test_the_last_reading_is_made_at_the_end(tmp_path, monkeypatch):
     pm_counters(tmp_path, 0)
     own, totals = watch(tmp_path), []
-    own.on_totals = totals.append
+    own.on_reading = lambda: totals.append(own.book.totals())
     made = energy.node_counters
     ready = []
     monkeypatch.setattr(energy, "node_counters", lambda *given: ready.append(made(*given)) or ready[0])

@@ -66,6 +66,7 @@ def join(
         end(error.exit_code)
     with Ending(joining) as ending:
         settings, row = _chosen(joining.topology, os.environ, engine, device, compression)
+        joining.launch.enter("rendezvous")
         connect(joining, row)
         with ranks.joined(joining, "torch", row.name, os.environ):
             keep_memory(settings.device)
