@@ -18,8 +18,8 @@ from hvdtrain.run.estimate import duration
 from hvdtrain.run.folder import hold
 from hvdtrain.tools import watch
 from hvdtrain.tools.watch import frame, picture, target
-from hvdtrain.tools.watch.job import Job, parsed
-from hvdtrain.tools.watch.tail import last_records
+from hvdtrain.tools.watch.job import GONE, Job, parsed
+from hvdtrain.tools.watch.tail import BYTES, last_of, last_records
 
 NOW = 1_795_000_000.0
 PLAN = {
@@ -316,3 +316,24 @@ def test_what_cannot_be_watched(given, message, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RecipeError, match=f"^{message}"):
         watch.main([given] if given else [])
+
+
+@pytest.mark.parametrize("before", [0, 10, BYTES - 30, BYTES - 10, BYTES, 3 * BYTES])
+def test_the_launch_is_found_however_much_was_recorded_since(tmp_path, before):
+    path, filler = tmp_path / "launches.jsonl", '{"kind":"ranks","of":[%s]}\n'
+    launches = "".join(f'{{"kind":"launch","ranks":{ranks}}}\n' for ranks in (1, 2))
+    path.write_text(launches + filler % ("1," * (before // 2)))
+    assert last_of(path, "launch") == {"kind": "launch", "ranks": 2}
+    assert last_of(path, "world") == {}
+
+
+JOBS = {  # the run's state, the job's: whether nothing more will come
+    ("running", "RUNNING"): False, ("running", GONE): False, ("failed", "RUNNING"): False,
+    ("stopped", "COMPLETING"): False, ("failed", GONE): True, ("finished", "RUNNING"): True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("states", JOBS, ids="-".join)
+def test_a_job_that_runs_may_start_the_training_again(states):
+    seen = frame.Frame(state=states[0], job=Job(number="7", state=states[1]))
+    assert seen.is_over is JOBS[states]

@@ -1,6 +1,8 @@
 """A run folder -> what can be said of the run now, whatever the folder holds."""
 
 import contextlib
+import functools
+import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +13,14 @@ from typing import Any, TypeVar
 from hvdtrain import files
 from hvdtrain.run import checkpoint
 from hvdtrain.tools.watch.job import Job
-from hvdtrain.tools.watch.tail import Record, json_of, last_records, mapping, number, text, whole
+from hvdtrain.tools.watch.tail import Record, json_of, last_of, last_records, mapping, number, text, whole
 
 STATES = ("running", "finished", "stopped", "failed")
 RECENT = 20
 """Log lines whose pace the time left is estimated by."""
 EVENTS = 5
+BEGIN = ("launch", "world")
+"""Kinds of the records with which a launch begins."""
 
 T = TypeVar("T")
 
@@ -66,9 +70,11 @@ class Frame:
         """Whether nothing more will come."""
         if self.job and self.job.is_waiting:  # queued again
             return False
-        if self.state in STATES[1:]:
+        if self.state == "finished":
             return True
-        return self.job is not None and self.job.is_over
+        if self.job and self.job.state:  # a job that still runs may start the training again
+            return self.job.is_over and self.state != "running"  # until it is sure that it was killed
+        return self.state in STATES[1:]
 
 
 def read(folder: Path | None, job: Job | None) -> Frame:
@@ -78,14 +84,15 @@ def read(folder: Path | None, job: Job | None) -> Frame:
     reader = _Reader(folder)
     nothing: Record = {}
     status = reader.get("status.json", json_of, nothing)
-    is_own = (folder / "run.json").exists()
+    is_own = os.path.exists(folder / "run.json")  # noqa: PTH110 - which raises nothing
     about = reader.get("run.json" if is_own else "plan.json", json_of, nothing)
     plan = nothing if is_own else about
     metrics = reader.get("metrics.jsonl", last_records, list[Record]())
     launches = _timed(reader.get("launches.jsonl", last_records, list[Record]()))
     steps = [record for record in metrics if record.get("kind") == "step" and whole(record, "step") is not None]
     epochs = [record for record in metrics if record.get("kind") == "epoch"]
-    launch = {**_last(launches, "launch"), **_last(launches, "world")}
+    begun = {kind: reader.get("launches.jsonl", functools.partial(last_of, kind=kind), nothing) for kind in BEGIN}
+    launch = {**begun["launch"], **begun["world"]}
     written = [when for record in (*metrics[-1:], *launches[-1:], status) if (when := number(record, "time"))]
     counts = [made for record in (*steps[-1:], *epochs[-1:], status) if (made := whole(record, "step")) is not None]
     epochs_planned, total = whole(mapping(plan.get("schedule")), "epochs"), whole(plan, "total_steps")
@@ -126,10 +133,14 @@ class _Reader:
         try:
             return read(self.folder / name)
         except FileNotFoundError:
-            self.missing.append(f"no {name}")
+            self._add(f"no {name}")
         except (OSError, ValueError):
-            self.missing.append(f"{name} cannot be read")
+            self._add(f"{name} cannot be read")
         return default
+
+    def _add(self, line: str) -> None:
+        if line not in self.missing:
+            self.missing.append(line)
 
 
 def seconds_left(plan: Mapping[str, Any], steps: Sequence[Record], epochs: Sequence[Record]) -> float | None:

@@ -24,6 +24,22 @@ def last_records(path: Path) -> list[Record]:
     return [record for line in whole_lines if (record := _record(line)) is not None]
 
 
+def last_of(path: Path, kind: str) -> Record:
+    """The last record of that kind, be it far from the file's end; {} where there is none. Raises OSError, and
+    ValueError where it is no regular file."""
+    marks, after = [f'{{"kind":{space}"{kind}"'.encode() for space in ("", " ")], b""
+    with files.opened(path) as file:
+        end = file.seek(0, 2)
+        while end > 0:
+            begin = max(0, end - BYTES)
+            file.seek(begin)
+            part = file.read(end - begin) + after
+            if (found := max(map(part.rfind, marks))) >= 0:
+                return _record(part[found:].split(b"\n", 1)[0]) or {}
+            end, after = begin, part[: len(marks[1])]
+    return {}
+
+
 def _record(line: bytes) -> Record | None:
     try:
         value = files.parse_json(line.decode()) if line else None

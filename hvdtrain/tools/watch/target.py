@@ -1,5 +1,6 @@
 """What is watched: a run folder, a SLURM job whose folder may not be there yet, or both."""
 
+import contextlib
 import os
 import re
 import socket
@@ -49,6 +50,8 @@ def find(text: str) -> Target:
         return Target(found, None)
     folder = Path(text)
     if folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise RecipeError(f"{untrusted.quoted(text)} cannot be read; ask its owner, or watch a run of your own.")
         if not _is_run(folder):
             raise RecipeError(f"{untrusted.quoted(text)} is no run folder: it has none of {', '.join(FILES[:3])}.")
         return Target(folder, None)
@@ -75,7 +78,7 @@ def newest(folders: Iterable[Path]) -> Path | None:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in FILES)
+    return any(os.path.exists(folder / name) for name in FILES)  # noqa: PTH110 - which raises nothing
 
 
 def _written(folder: Path) -> float:
@@ -113,4 +116,14 @@ def _is_held(folder: Path) -> bool:
     except (OSError, ValueError):
         return True
     mark = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
-    return mark in locks
+    return mark in locks or _is_open(folder / ".lock")
+
+
+def _is_open(file: Path) -> bool:
+    """Whether a process of this user has it open: a file system may have no locks."""
+    lock = str(file.resolve())
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # somebody else's, or it has ended
+            if any(str(each.readlink()) == lock for each in (process / "fd").iterdir()):
+                return True
+    return False
