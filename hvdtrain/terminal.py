@@ -39,14 +39,14 @@ class Status:
     def print(self, line: str) -> None:
         """A line of the command's output, above the status."""
         if self._progress and sys.stdout.isatty():
-            self._progress.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._progress.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
     def __enter__(self) -> "Status":
         if self._as_lines:
             threading.Thread(target=self._print_lines, name="status", daemon=True).start()
-        elif sys.stderr.isatty():
+        elif sys.stderr and sys.stderr.isatty():  # none where it was closed
             self._progress = _progress()
         if self._progress:
             self._progress.add_task(self._text, total=None)

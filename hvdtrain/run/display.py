@@ -26,6 +26,8 @@ MOST_ABOVE = 100
 
 def display(launcher: str) -> Display:
     """That of this process, whose ranks were started by this launcher."""
+    if not sys.stdout:  # it was closed
+        return "file"
     is_terminal = sys.stdout.isatty() and (launcher != "srun" or sys.stdin.isatty())  # `srun -u` gives stdout one alone
     found = display_of(launcher, is_terminal, os.environ, os.getpid())
     return "lines" if found == "bar" and os.environ.get("TERM", "dumb") == "dumb" else found
@@ -39,6 +41,8 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
     is_rewritten = launcher in REWRITES or not REWRITES.union(DAEMONS).isdisjoint(names)
     if is_terminal and not is_rewritten:
         return "bar"
+    if not is_terminal and _is_file(_stdout(pid, proc)):
+        return "file"
     end = _stdout(launchers[-1] if launchers else pid, proc)
     if launchers and _is_terminal(end):
         return "lines"
@@ -104,6 +108,11 @@ def _stdout(pid: int, proc: Path) -> str:
         return str((proc / str(pid) / "fd" / "1").readlink())
     except OSError:
         return ""
+
+
+def _is_file(end: str) -> bool:
+    """Whether a launcher is not even given the output: `torchrun --redirects 3`, or a shell's own redirection."""
+    return end.startswith("/") and not end.startswith("/dev/")
 
 
 def _is_terminal(end: str) -> bool:

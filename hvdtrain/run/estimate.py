@@ -100,11 +100,12 @@ class Estimate:
 
     def seconds_left(self) -> float | None:
         """Until the run's end; None where no step is measured, or where nobody knows the end."""
-        if not self._made or not self.ahead or self.ahead.total is None:
+        ahead = self.ahead  # another thread may set it anew
+        if not self._made or not ahead or ahead.total is None:
             return None
-        steps = self.ahead.total - self._step
-        after_epoch = self.ahead.total - self._epoch_ends
-        pauses = 1 + math.ceil(after_epoch / max(1, self.ahead.an_epoch))
+        steps = ahead.total - self._step
+        after_epoch = ahead.total - self._epoch_ends
+        pauses = 1 + math.ceil(after_epoch / max(1, ahead.an_epoch))
         pause = self._pause
         if pause is None:
             pause = self._valid_batches * self._step_seconds * FORWARD_SHARE

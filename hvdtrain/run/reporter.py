@@ -48,7 +48,7 @@ class Reporter:
         screen: Screen | None = None,
         trackers: Trackers | None = None,
     ) -> None:
-        """Appends to the run's files from `first_step` on. `screen`: where the lines go, and how training goes on."""
+        """Appends to the run's files from `first_step` on. `screen`: where the lines go, and how far training is."""
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
         self._trackers = trackers or Trackers()

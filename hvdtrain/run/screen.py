@@ -76,10 +76,6 @@ class Screen:
         """What is waited for from now on."""
         self.show(Wait(text))
 
-    def done(self) -> None:
-        """Nothing is waited for."""
-        self._now = None
-
     def show(self, activity: Activity) -> None:
         """What happens from now on."""
         self._now = activity
@@ -90,7 +86,7 @@ class Screen:
         """A line of the log."""
         self._printed = time.monotonic()
         if self._live:
-            self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._live.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
         else:
             print(line, flush=True)
 

@@ -1,4 +1,4 @@
-"""How a training goes on, in a line: for the bottom of the terminal, and for the log where nothing else was printed."""
+"""How far a training is, in a line: for the bottom of the terminal, and for the log where nothing else was printed."""
 
 import sys
 from dataclasses import dataclass, field
@@ -43,7 +43,8 @@ class Training:
 
     @property
     def _total(self) -> int | None:
-        return self.estimate.ahead.total if self.estimate.ahead else None
+        ahead = self.estimate.ahead  # another thread may set it anew
+        return ahead.total if ahead else None
 
     def _left(self) -> list[str]:
         left = self.estimate.seconds_left()

@@ -85,9 +85,8 @@ def test_lines_by_the_clock_where_nothing_else_is_printed(capsys, monkeypatch):
     wait_until(lambda: out.append(capsys.readouterr().out) or "rank 1, 3" in "".join(out))
     assert "".join(out).splitlines() == ["INFO - a line", "INFO - waiting for rank 1, 3 to come"]
     assert time.monotonic() - began > 0.4
-    screen.done()
-    time.sleep(0.9)
     screen.close()
+    time.sleep(0.9)
     assert capsys.readouterr().out == ""
     wait_until(lambda: all(thread.name != "screen" for thread in threading.enumerate()))
 

@@ -255,7 +255,7 @@ def events() -> tuple[Event, ...]:
         Event(66.0, "launch", "launch 1 on 4 ranks, job 4711"),
         *saved,
         Event(392.0, "lost", "rank 2 on node2 ended without a message", 905),
-        Event(393.0, "end", "no word of its end: killed", 905),
+        Event(393.0, "end", "no record of its end: killed", 905),
         Event(441.0, "launch", "launch 2 on 4 ranks, job 4711", 880),
         Event(455.0, "resume", "resumes at step 880", 880),
         *again[:5],

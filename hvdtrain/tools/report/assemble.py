@@ -64,7 +64,7 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
             text = f"{launch.end.state}: {launch.end.text}" if launch.end.text else launch.end.state
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
         elif count < len(launches):
-            found.append(Event(begins + launch.clock, "end", "no word of its end: killed", launch.last_step or None))
+            found.append(Event(begins + launch.clock, "end", "no record of its end: killed", launch.last_step or None))
     found.sort(key=lambda event: event.at)
     return tuple(_some(found))
 

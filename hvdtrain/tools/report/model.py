@@ -161,7 +161,7 @@ class RunReport:
     name: str
     folder: str
     state: str
-    """finished, failed, stopped, running, killed (no word of its end), unknown."""
+    """finished, failed, stopped, running, killed (no record of its end), unknown."""
     began: float | None
     """Seconds since 1970: submit, else the first launch."""
     verdict: Verdict

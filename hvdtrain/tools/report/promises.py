@@ -66,7 +66,7 @@ def _resumes(folder: Folder, run_state: str) -> Found:
         return "broken", f"{repeated:,} step{'s have' if repeated != 1 else ' has'} more than one log line"
     total, step = state.total_steps(folder), state.step_of(folder)
     if run_state == "finished" and total and step < total:
-        return "broken", f"it says that it has finished, at step {step:,} of {total:,}"
+        return "broken", f"its status is finished, at step {step:,} of {total:,}"
     return _launches(folder) if folder.launches else ("unknown", "the run has not recorded its launches")
 
 

@@ -107,7 +107,7 @@ def headline(folder: Folder, run_state: str, now: float) -> str:
         case "running":
             return f"Still running: {place}; last sign of life {ago} ago."
         case "killed":
-            return f"Ended without a word at {place}, {ago} ago: killed, or its node was lost."
+            return f"Ended without a message at {place}, {ago} ago: killed, or its node was lost."
     return f"How it ended is not known; it came to {place}." if step else "Nothing is known of its training."
 
 

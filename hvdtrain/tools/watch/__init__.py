@@ -29,7 +29,7 @@ class Options:
         tyro.conf.Positional,
         tyro.conf.arg(help="run folder, or a SLURM job's number; left out: the newest run in runs/", metavar="RUN"),
     ] = ""
-    once: Annotated[bool, tyro.conf.arg(help="print one picture and end, as where the output is no terminal")] = False
+    once: Annotated[bool, tyro.conf.arg(help="print it once and end, as where the output is no terminal")] = False
 
 
 def main(argv: Sequence[str]) -> int:

@@ -98,7 +98,7 @@ def _job_of(seen: Frame) -> str | None:
 
 
 def _was_killed(seen: Frame) -> bool:
-    """Whether it ended without a word: its job is gone, or rank 0 was on this host and holds the folder no more."""
+    """Whether it ended without a message: its job is gone, or rank 0 was on this host and holds the folder no more."""
     if seen.written is None or time.time() - seen.written < QUIET:
         return False
     if seen.job and seen.job.state:

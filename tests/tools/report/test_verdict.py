@@ -22,7 +22,7 @@ RUNS = {
         "Failed at step 35 of 220: the training loss is nan",
         "Lower the learning rate (now 5)",
     ),
-    "killed": ("killed", "bad", "Ended without a word at step 120 of 220", "Run the same command again"),
+    "killed": ("killed", "bad", "Ended without a message at step 120 of 220", "Run the same command again"),
     "running": ("running", "open", "Still running: step 150 of 220", "hvdtrain watch"),
     "slow": ("finished", "attention", "Trained to the end", "--exclude=node3"),
     "tensorflow": ("finished", "good", "Trained to the end", ""),
