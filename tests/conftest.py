@@ -1,6 +1,8 @@
 """Fixtures that several test files share."""
 
 import os
+import signal
+import subprocess
 
 import pytest
 
@@ -54,13 +56,32 @@ def train_here():
         trainer.close()
 
 
-LATER = ("launched", "lab", "slow", "cluster")
+STARTS_RANKS = ("launched", "lab", "cluster")
+LATER = (*STARTS_RANKS, "slow")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
     """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
-    notebooks come last."""
+    notebooks come last, or, where tests run in several processes, all in one of them: ranks share the cores and are
+    started once."""
     for item in items:
         if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
             item.add_marker(pytest.mark.slow)
+        if any(map(item.get_closest_marker, STARTS_RANKS)):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
     items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))
+
+
+def pytest_configure():
+    """Ctrl-C is for the programs of the tests as at a terminal: a shell's background job starts with it ignored. What a
+    failed test waits for in a `with` is killed first."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    wait = subprocess.Popen.__exit__
+
+    def end(process, kind, error, traceback):
+        if kind:
+            process.kill()
+        wait(process, kind, error, traceback)
+
+    subprocess.Popen.__exit__ = end

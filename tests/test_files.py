@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import odd_json
@@ -189,13 +188,11 @@ def test_what_is_no_small_file_is_not_waited_for(tmp_path):
 def test_fuzzed_json_is_refused_or_small():
     good = {"a": {"b": {"c": [1, 2.5, "x"]}}, "d": None}
     for text in odd_json.texts(good):
-        began = time.monotonic()
         try:
             value = files.parse_json(text)
         except ValueError:
             continue
-        json.dumps(value, indent=1)
-        assert time.monotonic() - began < 2, text[:80]
+        assert len(json.dumps(value, indent=1)) <= 50 * len(text), text[:80]
 
 
 def test_last_words_are_seen_before_they_are_synced(tmp_path, monkeypatch):

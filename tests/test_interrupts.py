@@ -2,14 +2,25 @@
 
 import contextlib
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from ranks import clean_environ, needs_torch
+from paths import REPOSITORY
+from ranks import needs_torch, started, wait_until
 
 TOOLS = [["hvdtrain", "plan", "linear", "--ranks", "2"], ["hvdtrain.torch", "linear", "--epochs", "1000000"]]
+
+LISTENS = """
+import pathlib
+from hvdtrain import interrupts
+
+def listen(before=interrupts.listen):
+    before()
+    pathlib.Path("listens").touch()
+
+interrupts.listen = listen
+"""
 
 
 @needs_torch
@@ -17,19 +28,15 @@ TOOLS = [["hvdtrain", "plan", "linear", "--ranks", "2"], ["hvdtrain.torch", "lin
 @pytest.mark.parametrize("seconds", [0.5, 1, 4])
 def test_ctrl_c_twice_at_any_moment(command, seconds, tmp_path):
     output = ["--output", str(tmp_path / "run")] if command[0] == "hvdtrain.torch" else []
-    with subprocess.Popen(
-        [sys.executable, "-m", *command, *output],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environ(),
-        cwd=tmp_path,
-    ) as process:
+    (tmp_path / "sitecustomize.py").write_text(LISTENS)
+    command = [sys.executable, "-m", *command, *output]
+    with started("alone", 1, command, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{REPOSITORY}") as launched:
+        wait_until((tmp_path / "listens").exists)
         time.sleep(seconds)
         for _ in range(2):
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+                launched.process.send_signal(signal.SIGINT)
             time.sleep(0.02)
-        _, printed = process.communicate(timeout=30)
-    assert process.returncode in {0, 130, -signal.SIGINT}  # the last where Python has ended already
-    assert printed in {"", "interrupted\n", "interrupted; the same command resumes from the last checkpoint\n"}
+        ended = launched.wait()
+    assert ended.code in {0, 130, -signal.SIGINT}  # the last where Python has ended already
+    assert ended.err in {"", "interrupted\n", "interrupted; the same command resumes from the last checkpoint\n"}

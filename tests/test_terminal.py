@@ -2,10 +2,9 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
-
-import pytest
 
 from hvdtrain import terminal
 from hvdtrain.terminal import Status
@@ -66,13 +65,11 @@ def test_through_a_launcher_it_is_lines(monkeypatch, capsys):
     with Status("importing", as_lines=True) as status:
         status.update("round 2 of 5")
         seen = ""
-        while "round" not in seen:
+        while not re.search(r"^round 2 of 5 \(\d+ s\)\n", seen, re.MULTILINE):
             seen += capsys.readouterr().err
     assert seen.splitlines()[0] in {"importing", "round 2 of 5"}
-    assert "round 2 of 5 (0 s)\n" in seen
 
 
-@pytest.mark.timeout(60)
 def test_without_rich_nothing_is_shown(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     assert terminal._progress() is None

@@ -41,8 +41,6 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
     is_rewritten = launcher in REWRITES or not REWRITES.union(DAEMONS).isdisjoint(names)
     if is_terminal and not is_rewritten:
         return "bar"
-    if not is_terminal and _is_file(_stdout(pid, proc)):
-        return "file"
     end = _stdout(launchers[-1] if launchers else pid, proc)
     if launchers and _is_terminal(end):
         return "lines"
@@ -50,9 +48,7 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
         return "file"
     if "slurmstepd" in names:
         return _through_srun(environ, proc) if end.startswith(("pipe:", "/dev/pts/")) else "file"
-    if not launchers:  # it runs on another host
-        return _of_job(environ)
-    return "file"
+    return "file" if launchers else _of_job(environ)  # without any it runs on another host
 
 
 def name_of(arguments: list[str]) -> str:
@@ -108,11 +104,6 @@ def _stdout(pid: int, proc: Path) -> str:
         return str((proc / str(pid) / "fd" / "1").readlink())
     except OSError:
         return ""
-
-
-def _is_file(end: str) -> bool:
-    """Whether a launcher is not even given the output: `torchrun --redirects 3`, or a shell's own redirection."""
-    return end.startswith("/") and not end.startswith("/dev/")
 
 
 def _is_terminal(end: str) -> bool:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from cluster import ENVIRONMENTS
 from paths import SUPPORT
-from ranks import tagged
+from ranks import tagged, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 PACED = SUPPORT / "paced.py"
 TRAINER = re.compile(rf"[^\0]*python[\d.]*\0{re.escape(str(PACED))}\0")
-SECONDS = 60
 ENDLESS = ("linear", "--epochs", 100_000, "--log-every-steps", 1, "--checkpoint-every-epochs", 50)
 OVER_SSH = ("-np", 2, "-H", "nid001:1,nid002:1")
 
@@ -44,7 +43,7 @@ def training(cluster, starts):
             launch = cluster.started(*command, *train, build=build)
             runs[name] = stack.enter_context(launch), folder
         for ranks, folder in runs.values():
-            wait_until(ranks, lambda folder=folder: steps(folder) > 5)
+            wait_while(ranks, lambda folder=folder: steps(folder) > 5)
         yield runs
 
 
@@ -53,10 +52,10 @@ def steps(folder):
     return recorded.read_text().count('"kind": "step"') if recorded.exists() else 0
 
 
-def wait_until(ranks, true, limit=150):
-    deadline = time.monotonic() + limit
+def wait_while(ranks, true):
+    """Until it is true, while these ranks run."""
     while not true():
-        if ranks.process.poll() is not None or time.monotonic() > deadline:
+        if ranks.process.poll() is not None:
             pytest.fail(f"{ranks.out.read_text()[-2000:]}{ranks.err.read_text()[-4000:]}")
         ranks.nap()
 
@@ -72,13 +71,10 @@ def command(pid):
     return ""
 
 
-def end(ranks, limit=SECONDS):
+def end(ranks):
     """The launcher's end, once every rank has ended too."""
-    deadline = time.monotonic() + limit
-    while (left := trainers(ranks)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == [], output_of(ranks)
-    return ranks.wait(limit)
+    wait_until(lambda: not trainers(ranks))
+    return ranks.wait()
 
 
 def restore(cluster, node):
@@ -128,7 +124,7 @@ def test_a_node_that_is_lost_ends_every_rank_and_is_named(cluster, power, starts
             cluster("cut", *power, "nid002")
             for name, (ranks, folder) in runs.items():
                 if name == "horovodrun --mpi":  # mpirun itself waits for ssh, which never gives a silent host up
-                    wait_until(ranks, lambda ranks=ranks: not trainers(ranks), SECONDS)
+                    wait_until(lambda ranks=ranks: not trainers(ranks))
                     ranks.kill()
                 else:
                     assert end(ranks).code != 0, name
@@ -156,7 +152,7 @@ def test_scancel_stops_after_the_step_with_a_checkpoint(cluster):
 
 def test_the_time_limit_stops_after_the_step_with_a_checkpoint(limited):
     ranks, folder = limited
-    ended = end(ranks, 120)
+    ended = end(ranks)
     assert ended.code != 0
     assert "DUE TO TIME LIMIT" in output_of(ended)
     assert "(rank 0 on nid003): SIGTERM" in output_of(ended)
@@ -233,7 +229,7 @@ def test_a_slow_link_is_named_with_rank_and_host(cluster):
                 python = ENVIRONMENTS[build] / "bin" / "python"
                 train = (python, "-m", "hvdtrain.torch", "network.yaml", "--log-every-steps", 1, "--output", build)
                 runs[build] = stack.enter_context(cluster.started(*command, *train, build=build, cwd=folder))
-            wait_until(runs["gloo"], all_named)
+            wait_while(runs["gloo"], all_named)
             for build, ranks in runs.items():
                 named = re.findall(r"(rank \d on \S+ is slow in \w+): \d+ ms", output_of(ranks))
                 assert named == ["rank 2 on nid003 is slow in network"], build

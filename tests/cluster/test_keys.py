@@ -20,7 +20,7 @@ HOMES = {
 def test_the_ranks_of_two_nodes_join(cluster, tmp_path_factory, home):
     folder = tmp_path_factory.mktemp("ranks", numbered=True)
     program = f"{home} XDG_CONFIG_HOME= exec {sys.executable} {SUPPORT / 'endpoint.py'} {folder}"
-    ended = cluster.run(*SRUN, "bash", "-c", program, limit=60).good()
+    ended = cluster.run(*SRUN, "bash", "-c", program).good()
     assert ended.err == ""
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
     assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
@@ -28,7 +28,7 @@ def test_the_ranks_of_two_nodes_join(cluster, tmp_path_factory, home):
 
 def test_without_home_and_munge_a_run_is_refused(cluster):
     program = f"HOME=/none XDG_CONFIG_HOME= PATH=/none exec {sys.executable} -m hvdtrain.torch linear"
-    ended = cluster.run(*SRUN, "bash", "-c", program, limit=60)
+    ended = cluster.run(*SRUN, "bash", "-c", program)
     assert ended.code == 2
     assert all("no key of this user's (/none: no such home), and munge does not answer" in line for line in ended.lines)
     assert [line.partition(":")[0] for line in sorted(ended.lines)] == [
@@ -39,5 +39,5 @@ def test_without_home_and_munge_a_run_is_refused(cluster):
 
 def test_munge_itself(cluster):
     tests = (sys.executable, "-m", "pytest", "-q", "-k", "munge_carries", "tests/launch/test_keys.py")
-    ended = cluster.run("exec", "nid001", *tests, cwd=REPOSITORY, limit=60).good()
+    ended = cluster.run("exec", "nid001", *tests, cwd=REPOSITORY).good()
     assert "2 passed" in ended.out

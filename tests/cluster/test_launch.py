@@ -54,7 +54,7 @@ LAUNCHES = launches(2)
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_every_rank_knows_its_endpoint(cluster, tmp_path_factory, launch):
     folder = tmp_path_factory.mktemp("ranks", numbered=True)
-    cluster.run(*launch.command(ENDPOINT, folder), build=launch.build, limit=120).good()
+    cluster.run(*launch.command(ENDPOINT, folder), build=launch.build).good()
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
     for rank, own in enumerate(ranks):
         assert (own["launcher"], own["rank"], own["size"]) == (launch.launcher, rank, 8)
@@ -131,7 +131,7 @@ WRONG = [
 @pytest.mark.parametrize(("build", "command"), WRONG, ids=lambda value: value if isinstance(value, str) else value[-1])
 def test_a_wrong_plugin_is_refused_with_the_fix(cluster, build, command):
     python = ENVIRONMENTS[build] / "bin" / "python"
-    ended = cluster.run(*command, python, "-m", "hvdtrain.torch", "linear", build=build, limit=60)
+    ended = cluster.run(*command, python, "-m", "hvdtrain.torch", "linear", build=build)
     assert ended.code == 2
     assert ended.lines, ended.err
     for line in ended.lines:  # ranks that each believe to be alone may each print
@@ -152,7 +152,7 @@ def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, command)
     tool, *more = command
     path, python = ENVIRONMENTS[launcher] / "bin" / tool, ENVIRONMENTS[program] / "bin" / "python"
     train = (python, "-m", "hvdtrain.torch", "linear")
-    ended = cluster.run("exec", "nid001", path, *more, *train, build=launcher, limit=60)
+    ended = cluster.run("exec", "nid001", path, *more, *train, build=launcher)
     assert ended.code == 2
     assert (
         "promised rank 0 of 2 on nid001, but Horovod reports rank 0 of 1: nothing would be averaged; start with the"
@@ -162,7 +162,7 @@ def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, command)
 
 def test_nobody_waits_for_rank_0_that_refuses(cluster):
     train = (sys.executable, "-m", "hvdtrain.torch", "linear", "--output", "/proc/forbidden")
-    ended = cluster.run("srun", "-N2", "-n4", "--mpi=pmix", *train, limit=60)
+    ended = cluster.run("srun", "-N2", "-n4", "--mpi=pmix", *train)
     assert ended.code == 2
     (line,) = ended.lines
     assert line.startswith("OutputError (rank 0 on nid001): ")

@@ -6,11 +6,11 @@ import os
 import pwd
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
+from ranks import wait_until
 
 pytestmark = [pytest.mark.cluster]
 
@@ -74,13 +74,6 @@ def state(tmp_path):
     return tmp_path / "state"
 
 
-def until(true):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def in_namespaces(namespaces):
     """The processes whose network is one of these."""
     found = []
@@ -104,7 +97,7 @@ def interfaces():
 
 
 def gone(state, namespaces=frozenset()):
-    until(lambda: not in_namespaces(namespaces) and not naming(state))
+    wait_until(lambda: not in_namespaces(namespaces) and not naming(state))
     return not state.exists() and str(state) not in Path("/proc/self/mountinfo").read_text()
 
 
@@ -274,10 +267,10 @@ def test_srun_ends_with_its_wrapper(mini, how):
         return ["sleep 1000" in mini("exec", node, "ps", "-C", "sleep", "-o", "args=") for node in ("nid001", "nid002")]
 
     with mini.start("srun", "-N2", "sleep", "1000") as wrapper:
-        until(lambda: all(sleeping()))
+        wait_until(lambda: all(sleeping()))
         wrapper.send_signal(how)
-        assert wrapper.wait(60)
-    until(lambda: mini("squeue", "--noheader") == "")
+        assert wrapper.wait()
+    wait_until(lambda: mini("squeue", "--noheader") == "")
     assert not any(sleeping())
 
 
@@ -287,7 +280,7 @@ def test_one_interrupt_is_one_interrupt(mini):
     ) as wrapper:
         assert wrapper.stdout.readline() == "ready\n"
         wrapper.send_signal(signal.SIGINT)
-        until(lambda: "one more within 1 sec" in wrapper.stderr.readline())
+        wait_until(lambda: "one more within 1 sec" in wrapper.stderr.readline())
         assert wrapper.poll() is None
         wrapper.send_signal(signal.SIGINT)
         assert wrapper.stdout.readline() == "caught\n"
@@ -325,7 +318,7 @@ def test_a_node_without_power_is_dead_until_it_is_healed(mini):
     with mini.start("exec", "nid003", "sh", "-c", "touch /tmp/mine; echo ready; sleep 1000") as victim:
         assert victim.stdout.readline() == "ready\n"
         mini("cut", "--power", "nid003")
-        assert victim.wait(60) == 128 + signal.SIGKILL
+        assert victim.wait() == 128 + signal.SIGKILL
     assert "nid003  10.77.1.3  power is off" in mini("status")
     assert mini.run("exec", "nid003", "true") == (2, "", "minicluster: nid003 is off: slurm/minicluster heal nid003.\n")
     mini("heal", "nid003")
@@ -335,7 +328,7 @@ def test_a_node_without_power_is_dead_until_it_is_healed(mini):
 
 def test_slurmctld_comes_back_with_its_jobs(mini):
     job = mini("sbatch", "--parsable", "--output=/dev/null", "--job-name=kept", "--wrap", "sleep 1000").strip()
-    until(lambda: b"kept" in (mini.state / "slurmctld" / "job_state").read_bytes())  # which is some seconds behind
+    wait_until(lambda: b"kept" in (mini.state / "slurmctld" / "job_state").read_bytes())  # which is some seconds behind
     mini("cut", "--power", "head")
     assert "slurmctld does not respond: slurm/minicluster heal head" in mini("status")
     mini("heal", "head")
@@ -346,11 +339,11 @@ def test_slurmctld_comes_back_with_its_jobs(mini):
 def test_a_job_whose_node_dies_starts_again_elsewhere(state):
     with brought_up(state, "--nodes", "2", "--slurmd-timeout", "5") as mini:
         job = mini("sbatch", "--parsable", "--requeue", "--output=/dev/null", "--wrap", "sleep 1000").strip()
-        until(lambda: mini("squeue", "--noheader", "--format=%N").strip())
+        wait_until(lambda: mini("squeue", "--noheader", "--format=%N").strip())
         first = mini("squeue", "--noheader", "--format=%N").strip()
         mini("cut", "--power", first)
-        until(lambda: mini("squeue", "--noheader", "--format=%T").strip() != "RUNNING")
-        until(lambda: mini("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
+        wait_until(lambda: mini("squeue", "--noheader", "--format=%T").strip() != "RUNNING")
+        wait_until(lambda: mini("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
         shown = mini("scontrol", "show", "job", job)
     assert "Restarts=1" in shown
     assert f"NodeList={first}\n" not in shown
@@ -380,32 +373,33 @@ else:
 
 
 def speed(mini):
-    """Seconds for one byte to and fro, and for two million one way, from nid002 to nid001."""
+    """Seconds for one byte to and fro, and for two million one way, from nid002 to nid001: no machine is too fast for
+    a link that is slow."""
     with mini.start("exec", "nid001", "python3", "-c", TALK, "serve") as server:
         server.stdout.readline()
         latency, transfer = map(float, mini("exec", "nid002", "python3", "-c", TALK, "nid001").split())
         server.terminate()
-        server.wait(60)
+        server.wait()
     return latency, transfer
 
 
 def test_links_have_their_rate_and_delay(state):
     with brought_up(state, "--nodes", "2", "--delay", "30ms") as mini:
-        latency, _ = speed(mini)
-        assert 0.06 < latency < 0.6
+        assert speed(mini)[0] > 0.06
+        mini("shape", "all", "--delay", "300ms")
+        assert speed(mini)[0] > 0.6
         mini("shape", "all", "--delay", "none")
-        quick, unlimited = speed(mini)
-        assert quick < 0.03
+        assert min(speed(mini)[0] for _ in range(5)) < 0.6
         mini("shape", "nid001", "--rate", "10mbit")
         assert "nid001  10.77.1.1  10mbit" in mini("status")
-        assert speed(mini)[1] > 4 * unlimited
+        assert speed(mini)[1] > 1
         mini("cut", "nid001")
         assert mini.run("exec", "nid002", "python3", "-c", CONNECT, "nid001")[0]
         mini("heal", "nid001")
         mini("exec", "nid002", "python3", "-c", CONNECT, "nid001")
         mini("cut", "--power", "nid001")
         mini("heal", "nid001")
-        assert speed(mini)[1] > 4 * unlimited
+        assert speed(mini)[1] > 1
 
 
 BUSY = """
@@ -413,30 +407,33 @@ import time
 began = time.monotonic()
 while time.monotonic() < began + 2:
     pass
-print(time.process_time())
+print(time.process_time() / (time.monotonic() - began))
 """
 
 
 def test_a_node_keeps_to_its_quota(state):
-    """Whatever way its processes came to it, and after it was off; 2 s of trying are .4 s of a processor."""
+    """Whatever way its processes came to it, and after it was off. The head has none."""
 
     def used(*arguments):
+        """The part of a processor that two seconds of trying give."""
         return float(mini(*arguments, "python3", "-c", BUSY))
+
+    def groups():
+        return list(Path("/sys/fs/cgroup").glob(f"**/minicluster*{state.parent.name}-{state.name}-*"))
 
     with brought_up(state, "--nodes", "2", "--cpu-quota", ".2") as mini:
         assert "of which 0.2 CPUs are real" in mini("status")
-        assert used("srun", "-w", "nid001") < 0.8
+        assert used("srun", "-w", "nid001") < 0.4
         mini("cut", "--power", "nid002")
         mini("heal", "nid002")
-        assert used("exec", "nid002") < 0.8
-        assert used("exec", "head") > 0.8
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/minicluster*{state.name}*"))
+        assert used("exec", "nid002") < 0.4
+        assert {path.name.rpartition("-")[2] for path in groups()} == {"nid001", "nid002"}
+    assert groups() == []
 
 
 def test_a_rate_needs_no_switch_of_ours(mini):
-    _, unlimited = speed(mini)
     mini("shape", "all", "--rate", "10mbit")
-    assert speed(mini)[1] > 4 * unlimited
+    assert speed(mini)[1] > 1
     mini("shape", "all")
 
 
@@ -546,7 +543,7 @@ def begun(mini):
         return "head" in known
 
     with mini.start("up", "--nodes", "4") as process:
-        until(has_a_head)
+        wait_until(has_a_head)
         yield process, known["head"][0]
 
 
@@ -583,6 +580,6 @@ def test_a_cluster_of_before_a_restart_is_replaced(state):
     mini("up", "--nodes", "1")
     for pid, _ in json.loads((state / "cluster.json").read_text())["processes"].values():
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not naming(state))
+    wait_until(lambda: not naming(state))
     with brought_up(state, "--nodes", "1"):
         assert mini("srun", "hostname") == "nid001\n"

@@ -126,6 +126,11 @@ def test_uneven_local_batches(overrides, allowed, make_plan):
     assert make_plan("linear", 4).weight(25) == 1
 
 
+def test_fewer_ranks_that_may_take_over_the_batches(make_plan):
+    plan = make_plan("linear", 5, accumulation_steps=2)
+    assert [size for size in range(1, 5) if plan.may_have(size)] == [1, 2]
+
+
 def test_uneven_local_batches_need_a_batch_norm_that_does_not_look_at_them(make_plan):
     assert make_plan("digits", 3, batch_norm="frozen").worker_batch == 22
     for batch_norm in ("local", "sync"):

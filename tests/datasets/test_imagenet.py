@@ -105,7 +105,7 @@ def test_a_forked_child_reads_too(tree):
     split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
     x, _ = split.read(np.arange(4), None)
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        child, _ = pool.apply_async(split.read, (np.arange(4), None)).get(timeout=60)
+        child, _ = pool.apply_async(split.read, (np.arange(4), None)).get(timeout=120)
     np.testing.assert_array_equal(child, x)
 
 

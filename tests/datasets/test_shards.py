@@ -281,7 +281,7 @@ def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, mon
 
     def copy_late(data_dir, digest, folder, *others):
         copied.append(own(tmp_path / "node") / folder.name)
-        assert all(requested.acquire(timeout=10) for _ in range(2))
+        assert all(requested.acquire(timeout=120) for _ in range(2))
         copy(data_dir, digest, folder, *others)
 
     monkeypatch.setattr(fcntl, "flock", request)

@@ -18,6 +18,8 @@ from worlds import arrays, furthest, records
 
 from hvdtrain.core import recipe
 
+SLOW = ("makes_the_same_steps", "killed_at_a_random", "the_program_before_runs", "four", "more")
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(warm.__file__).with_name("example_programs.py")
 COPY = "HVDTRAIN_NANOGPT"
@@ -67,11 +69,21 @@ matched in it, and BatchNorm over micro-batches normalises by those of one micro
 BOUNDS = {"float64": 1e-12, "bfloat16": 1e-2}
 ALIKE = [name for name in CASES if name not in BY_THEIR_BATCH]
 ON_HOROVOD = {"changing", "read in workers", "dict", "tuple", "few to validate", "bfloat16"}
+ON_DDP = [name for name in CASES if name not in ON_HOROVOD]
+# Of each example and each odd network one, and what those of the other launches are compared with.
+FIRST = ["unet float64", "lm float64", "vit float64", "ssdlite", "ssdlite float64", "norms float64", "unused float64"]
+FIRST += ["few to validate", "read in workers", "micro-batches", "changing"]
+FIRST_ON_DDP = ["lm float64", "ssdlite float64", "unused float64", "micro-batches"]
 LAUNCHES = {  # by name: how many ranks, and what they train
-    "alone": (1, {"horovod": ALIKE}),
-    "two": (
+    "alone": (1, {"horovod": [name for name in ALIKE if name in FIRST]}),
+    "alone, more": (1, {"horovod": [name for name in ALIKE if name not in FIRST]}),
+    "two": (2, {"horovod": FIRST, "ddp": FIRST_ON_DDP}),
+    "two, more": (
         2,
-        {"horovod": list(CASES), "ddp": [name for name in CASES if name not in ON_HOROVOD]},
+        {
+            "horovod": [name for name in CASES if name not in FIRST],
+            "ddp": [name for name in ON_DDP if name not in FIRST_ON_DDP],
+        },
     ),
     "four": (
         4,
@@ -152,6 +164,14 @@ def launched(cases, tmp_path_factory):
     return of
 
 
+def run_on(launched, ranks, engine, name):
+    """The folder of that run, of the launch that trains it."""
+    for launch, (size, chosen) in LAUNCHES.items():
+        if size == ranks and name in chosen.get(engine, ()):
+            return launched(launch)[0] / f"{engine} {name}"
+    raise KeyError((ranks, engine, name))
+
+
 def curve(run_folder):
     """The training loss of every step, then the validation's."""
     kept = records(run_folder)
@@ -165,7 +185,7 @@ def skip_where_lacking(cases, name):
 
 
 PARITY = [
-    pytest.param(launch, engine, name, id=f"{launch}-{engine}-{name}")
+    pytest.param(ranks, engine, name, id=f"{launch}-{engine}-{name}")
     for launch, (ranks, chosen) in LAUNCHES.items()
     if ranks > 1
     for engine, names in chosen.items()
@@ -174,12 +194,11 @@ PARITY = [
 ]
 
 
-@pytest.mark.parametrize(("name_of_launch", "engine", "name"), PARITY)
-def test_the_losses_of_any_number_of_ranks(launched, cases, name_of_launch, engine, name):
+@pytest.mark.parametrize(("ranks", "engine", "name"), PARITY)
+def test_the_losses_of_any_number_of_ranks(launched, cases, ranks, engine, name):
     skip_where_lacking(cases, name)
     bound = next((bound for word, bound in BOUNDS.items() if word in name), 1e-6)
-    alone, together = launched("alone")[0], launched(name_of_launch)[0]
-    ours, theirs = (curve(folder) for folder in (alone / f"horovod {name}", together / f"{engine} {name}"))
+    ours, theirs = curve(run_on(launched, 1, "horovod", name)), curve(run_on(launched, ranks, engine, name))
     assert furthest(theirs, ours) <= bound
 
 
@@ -205,10 +224,10 @@ def test_a_parameter_without_gradient_decays_alike_on_any_number_of_ranks(launch
     assert np.array_equal(*weights)
 
 
-def test_every_run_ended_well(launched):
-    for name in LAUNCHES:
-        for training, ranks in launched(name)[1].items():
-            assert [rank["code"] for rank in ranks] == [0] * len(ranks), (training, ranks[0]["err"])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_run_ended_well(launched, name):
+    for training, ranks in launched(name)[1].items():
+        assert [rank["code"] for rank in ranks] == [0] * len(ranks), (training, ranks[0]["err"])
 
 
 KILLED = [("horovod", "unet"), ("ddp", "lm"), ("horovod", "ssdlite")]
@@ -226,7 +245,7 @@ def test_a_run_killed_at_a_random_step_resumes_to_the_same_bits(launched, cases,
     assert code == 0, ended
     for engine, name in killed:
         run_name = f"{engine} {name}"
-        assert arrays(tmp_path / run_name) == arrays(launched("two")[0] / run_name), (run_name, steps[name])
+        assert arrays(tmp_path / run_name) == arrays(run_on(launched, 2, engine, name)), (run_name, steps[name])
 
 
 def test_lightning_makes_the_same_steps(launched, cases, tmp_path):
@@ -237,7 +256,7 @@ def test_lightning_makes_the_same_steps(launched, cases, tmp_path):
     assert code == 0, ended
     for name in names:
         bound = 1e-2 if name == "bfloat16" else 1e-6
-        theirs = curve(launched("two")[0] / f"horovod {name}")
+        theirs = curve(run_on(launched, 2, "horovod", name))
         assert furthest(curve(tmp_path / f"horovod {name}"), theirs) <= bound, name
 
 

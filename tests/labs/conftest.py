@@ -23,7 +23,7 @@ def start_engines(tmp_path, monkeypatch):
         cluster = ipyparallel.Cluster(n=2, log_level=40, **settings)
         cluster.start_cluster_sync()
         started.append(cluster)
-        cluster.connect_client_sync().wait_for_engines(2, timeout=60)
+        cluster.connect_client_sync().wait_for_engines(2, timeout=240)
         return cluster
 
     yield start

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import paths
 import pytest
+from ranks import wait_until
 
 from labtools import LabError, Ranks, run_mpi, tell
 from labtools.scale import scaled
@@ -228,11 +229,8 @@ def test_ranks_end_with_their_notebook(how):
     ) as notebook:
         pids = [int(pid) for _ in range(2) for pid in notebook.stdout.readline().split()]
         notebook.send_signal(how)
-    deadline = time.monotonic() + 60
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
     assert len(pids) == 4
-    assert not any(map(alive, pids))
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 SCALES = {"none": (None, 400), "small": ("0.1", 40), "least": ("0.001", 20), "large": ("2.5", 1000)}

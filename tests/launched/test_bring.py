@@ -9,6 +9,8 @@ import pytest
 from ranks import needs_horovod, needs_torch, run, train
 from worlds import records
 
+SLOW = ("loop_of_ones_own", "recipe[float64]")
+
 pytestmark = [pytest.mark.launched, needs_torch]
 PAGE = Path(__file__).parents[2] / "docs" / "bring.md"
 

@@ -15,6 +15,8 @@ from hvdtrain.datasets import linear
 from hvdtrain.run.main import load_dataset
 from hvdtrain.tools import convert
 
+SLOW = ("[1-", "torch-1]", "tensorflow-1]")
+
 pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
 FRAMEWORKS = ("torch", "tensorflow")

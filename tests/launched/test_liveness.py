@@ -171,17 +171,17 @@ ENDS = {  # what happens: exit codes, what each rank prints
         ],
     ),
     "a rank does not come": (
-        {"constants": {"ARRIVAL": 2}, "delay": {"2": 600}, "orders": [[0, 2, 9, 4]]},
+        {"constants": {"ARRIVAL": 5}, "delay": {"2": 600}, "orders": [[0, 2, 9, 7]]},
         [2, 2, -9],
         [
-            printed(0, "rank 2 of 3 did not come within 2 seconds; read the messages of that rank and of its node, "
+            printed(0, "rank 2 of 3 did not come within 5 seconds; read the messages of that rank and of its node, "
                  "and see whether the nodes may communicate by TCP.", "WorldError"),
             "",
             "",
         ],
     ),
     "SIGTERM before the first step": (
-        {"acts": [[1, 0, "sleep"]], "orders": [[0, 1, TERM, 1.5]], "breaks": False},
+        {"acts": [[1, 0, "sleep"]], "orders": [["act", 1, TERM, 0.1]], "breaks": False},
         [143, 143, 143],
         [
             printed(0, EARLY_ELSEWHERE, "StoppedError")
@@ -191,7 +191,7 @@ ENDS = {  # what happens: exit codes, what each rank prints
         ],
     ),
     "SIGTERM while others are awaited": (
-        {"delay": {"2": 600}, "orders": [[0, "all", TERM, 1]]},
+        {"delay": {"2": 600}, "orders": [["wait", "all", TERM, 0.1]]},
         [143, 143, -15],
         None,
     ),
@@ -230,7 +230,6 @@ def test_how_a_run_ends(spec, codes, messages, start):
     assert ended["codes"] == codes, ended
     if messages is not None:
         assert ended["err"] == messages
-    assert max(ended["seconds"]) < 20
 
 
 NAMING = {"TICK": 0.1, "STALLED": 0.4, "STACKS": 0.3, "STUCK": 0.7}
@@ -271,7 +270,7 @@ NAMED = {  # what a rank does for two seconds: the rank, who names it, and how
 def test_who_keeps_the_others_waiting_is_named_and_goes_on(spec, rank, by, how, start):
     ended = start(3, **{"steps": 1500, "breaks": False, **spec}, constants={**NAMING, "SILENCE": 20})
     assert ended["codes"] == [0, 0, 0], ended
-    named = re.sub(r"for [12] seconds", "for N seconds", ended["err"][by])
+    named = re.sub(r"for \d seconds", "for N seconds", ended["err"][by])
     assert named == (
         printed(by, f"rank {rank} on {HOST} {WAITING} {how}", "warning")
         + printed(by, f"rank {rank} on {HOST} has resumed: the others wait no longer.", "warning")
@@ -318,7 +317,7 @@ REQUEUED = {
     "the time limit is near": (USR2, 20, "scontrol requeue {job}\n", "job {job} is queued again."),
     "it came too early": (
         USR2,
-        0,
+        "act",
         "",
         "job {job} is not queued again: the warning came before the first step; ask for more time.",
     ),
@@ -328,7 +327,7 @@ REQUEUED = {
 
 @pytest.mark.parametrize(("number", "after", "requested", "message"), REQUEUED.values(), ids=REQUEUED.keys())
 def test_a_job_is_queued_again(number, after, requested, message, start, calls):
-    ended = start(2, orders=[[after, 0, number, 0.7 if not after else 0]], acts=[[1, 0, "nap"]])
+    ended = start(2, orders=[[after, 0, number, 0]], acts=[[1, 0, "nap"]])
     assert ended["codes"] == [128 + number] * 2
     assert calls() == requested.format(job=ended["job"])
     last = ended["err"][0].splitlines()[-1]

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import warm
 from paths import SUPPORT
-from ranks import clean_environ, needs_horovod, needs_torch, run, started, wait_for_step
+from ranks import clean_environ, held, needs_horovod, needs_torch, run, started, wait_for_step, wait_until
 from worlds import arrays, records
 
 from hvdtrain.run.checkpoint import newest
+
+SLOW = ("torchruns_ranks", "ends_its_ranks_with_a_checkpoint[mpi]")
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
 
@@ -88,8 +90,9 @@ def test_torchruns_ranks_train_alike(alone, tmp_path):
 def test_a_killed_program_resumes_to_the_same_bits(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     run("gloo", 2, program(whole, "cut")).good()
-    with started("gloo", 2, program(folder, "cut"), OWN_LOOP_PAUSE="0.2") as ranks:
+    with started("gloo", 2, program(folder, "cut"), **held(7)) as ranks:
         wait_for_step(ranks, folder / "cut", 7)
+        wait_until((folder / "cut" / "checkpoints" / "step-00000006").exists)
         ranks.kill()
     ended = run("gloo", 2, program(folder, "cut"), OWN_LOOP_LR="0.02").good()
     assert "resuming from step 6 " in ended.out
@@ -107,7 +110,7 @@ def test_a_signal_ends_a_program_with_a_checkpoint(number, code, tmp_path):
     with started("alone", 1, program(tmp_path, "endless"), OWN_LOOP_PAUSE="0.02") as ranks:
         wait_for_step(ranks, tmp_path / "endless", 7)
         os.kill(ranks.process.pid, number)
-        ended = ranks.wait(60)
+        ended = ranks.wait()
     assert ended.code == code
     assert ended.lines[-1].startswith(f"StoppedError: {signal.Signals(number).name}: stopped after step ")
     status = json.loads((tmp_path / "endless" / "status.json").read_text())
@@ -124,7 +127,7 @@ def test_a_signal_to_horovodrun_ends_its_ranks_with_a_checkpoint(launcher, tmp_p
     with started(launcher, 2, command, OWN_LOOP_PAUSE="0.02") as ranks:
         wait_for_step(ranks, tmp_path / "endless", 7)
         ranks.process.send_signal(signal.SIGTERM)
-        ended = ranks.wait(60)
+        ended = ranks.wait()
     assert ended.code == (143 if launcher == "gloo" else -signal.SIGTERM)
     assert ended.left == []
     status = json.loads((tmp_path / "endless" / "status.json").read_text())
@@ -137,7 +140,7 @@ def test_a_killed_rank_is_named(tmp_path):
     with started("gloo", 2, program(tmp_path, "endless"), OWN_LOOP_PAUSE="0.02", HVDTRAIN_ENGINE="ddp") as ranks:
         wait_for_step(ranks, tmp_path / "endless", 7)
         ranks.kill_rank(1)
-        ended = ranks.wait(60)
+        ended = ranks.wait()
     assert ended.code != 0
     assert "rank 1 on " in ended.lines[0]
     assert "ended without a message: killed, out of memory, or crashed" in ended.lines[0]
@@ -146,7 +149,7 @@ def test_a_killed_rank_is_named(tmp_path):
 
 @pytest.mark.parametrize("engine", ["horovod", "ddp"])
 def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
-    ended = run("gloo", 2, program(tmp_path, "broken"), 60, HVDTRAIN_ENGINE=engine)
+    ended = run("gloo", 2, program(tmp_path, "broken"), HVDTRAIN_ENGINE=engine)
     assert ended.code != 0
     assert ended.err.count("RuntimeError: a fault of the user's\n") == 1, ended.err
     assert "Traceback" in ended.err

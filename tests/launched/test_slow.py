@@ -6,6 +6,8 @@ import pytest
 import warm
 from ranks import NEEDS, run, train
 
+SLOW = ("tensorflow-multiworker", "under_keras")
+
 pytestmark = pytest.mark.launched
 RANKS = """
 import os
@@ -110,8 +112,7 @@ def check(ended, expected):
     )
     assert [found[:2] for found in slow] == expected, ended.err
     for *_, own, others in slow:
-        assert int(own) >= 25
-        assert int(others) < 20
+        assert int(own) > int(others)
 
 
 @pytest.mark.parametrize(

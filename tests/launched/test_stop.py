@@ -3,14 +3,17 @@
 import functools
 import json
 import signal
+import subprocess
+import sys
 
 import pytest
-from ranks import FRAMEWORKS, command, started, stopped_at, train
+from paths import SUPPORT
+from ranks import FRAMEWORKS, command, held, started, stopped_at, tagged, train, wait_until
 from worlds import LINE, arrays, records
 
 pytestmark = pytest.mark.launched
 
-SLOW = ("torch-mpi", "tensorflow-gloo")
+SLOW = ("torch-mpi", "tensorflow-gloo", "tensorflow-mpi-1")
 CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143}
 
 
@@ -30,7 +33,7 @@ def check_resumed(folder, whole, ended, framework, launcher, size, argv):
 def test_a_run_alone_stops_in_order(framework, number, train_here, tmp_path):
     train_here(framework, *LINE, "--output", tmp_path / "whole").good()
     argv = [*LINE, "--output", tmp_path / "stopped"]
-    with started("alone", 1, command(framework, *argv)) as ranks:
+    with started("alone", 1, command(framework, *argv), **held(7)) as ranks:
         ended = stopped_at(ranks, tmp_path / "stopped", 7, lambda: ranks.process.pid, number)
     assert ended.code == CODES[number]
     name = signal.Signals(number).name
@@ -57,8 +60,25 @@ def undisturbed(tmp_path_factory):
 def test_ranks_of_horovod_stop_in_order(framework, launcher, rank, undisturbed, tmp_path):
     folder = tmp_path / "stopped"
     argv = [*LINE, "--output", folder]
-    with started(launcher, 2, command(framework, *argv)) as ranks:
+    with started(launcher, 2, command(framework, *argv), **held(7)) as ranks:
         ended = stopped_at(ranks, folder, 7, lambda: ranks.members()[rank], signal.SIGUSR2)
     assert ended.code != 0
     assert any("SIGUSR2: stopped after step" in line for line in ended.lines), ended.err
     check_resumed(folder, undisturbed(framework), ended, framework, launcher, 2, argv)
+
+
+KILLED = """
+import os, signal
+from ranks import started, tagged, wait_until
+with started("alone", 1, ["sh", "-c", "sleep 3600 & sleep 3600; true"]) as ranks:
+    wait_until(lambda: len(tagged(ranks.tag)) == 3)
+    print(ranks.tag, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_rank_outlives_tests_that_are_killed():
+    command = [sys.executable, "-c", KILLED]
+    killed = subprocess.run(command, check=False, cwd=SUPPORT, stdout=subprocess.PIPE, text=True)
+    assert killed.returncode == -signal.SIGKILL
+    wait_until(lambda: not tagged(killed.stdout.strip()))

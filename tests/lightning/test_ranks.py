@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch")),
 ]
 
-SLOW = ("mpi-4",)
+SLOW = ("mpi-4", "gloo-2")
 LINE = ["linear", "--epochs", "3", "--log-every-steps", "1", "--guard-every-steps", "10"]
 TINY = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",

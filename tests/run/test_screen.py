@@ -6,19 +6,19 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
+from ranks import wait_until
 
 from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.core.totals import Totals
 from hvdtrain.run.estimate import Ahead, Estimate
 from hvdtrain.run.reporter import Reporter
-from hvdtrain.run.screen import Screen, Wait
+from hvdtrain.run.screen import Screen
 from hvdtrain.run.training import Training
 
 TRAINS = """
-import sys, time
+import os, sys
 from pathlib import Path
 from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.core.totals import Totals
@@ -26,7 +26,7 @@ from hvdtrain.run.reporter import Reporter
 from hvdtrain.run.screen import SCREEN
 SCREEN.open("bar")
 SCREEN.waiting("importing PyTorch")
-time.sleep(1.2)
+os.read(0, 1)
 with Reporter(Path(sys.argv[1]), None, 5, screen=SCREEN) as log:
     log.begin_epoch(Progress(5, 0, 50), OwnSampling(10, 75_000, 1))
     log.stepped(Progress(6, 0, 60), OwnSampling(10, 75_000, 1))
@@ -34,22 +34,25 @@ with Reporter(Path(sys.argv[1]), None, 5, screen=SCREEN) as log:
     log.steps(7, 1, Totals(30.0, 8.0), 0.1, 2.0)
     log.note("[not markup] 1/2 " + "and no line of its own for a long path " * 4)
     print("somebody else's words", file=sys.stderr)
-    time.sleep(2.6)
+    os.read(0, 1)
 SCREEN.close()
 print("the end")
 """
 
 
-def at_terminal(command, columns=100):
-    """What it writes to a terminal."""
+def at_terminal(command, *awaited, columns=100):
+    """What it writes to a terminal. Once it has written what is awaited next, it reads the end of a file."""
     parent, child = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ) as process:
         os.close(child)
-        written = b""
+        written, left = b"", list(awaited)
         try:
             while part := os.read(parent, 65536):
                 written += part
+                if left and re.search(left[0], written):
+                    os.write(parent, b"\x04")
+                    del left[0]
         except OSError:  # Linux's end of a terminal
             pass
     os.close(parent)
@@ -58,37 +61,47 @@ def at_terminal(command, columns=100):
 
 
 def test_a_line_at_the_bottom_of_a_terminal(tmp_path):
-    out = at_terminal([sys.executable, "-c", TRAINS, str(tmp_path)])
-    assert re.search(r"[-/|\\] importing PyTorch \(1 s\)", out)
-    assert re.search(r"7/7500 +0%  \d+ (?:s|min) left  [━─]{10,}  epoch 1  loss 3.7500  LR 0.1  4.0 img/s", out)
-    assert "this step 2 s" in out  # it follows the clock
+    awaited = rb"[-/|\\] importing PyTorch \(\d+ s\)", rb"this step ([3-9]|\d\d+) s"  # it follows the clock
+    out = at_terminal([sys.executable, "-c", TRAINS, str(tmp_path)], *awaited)
+    assert re.search(r"7/7500 +0%  [\d hmins]+ left  [━─]{4,}  epoch 1  loss 3.7500  LR 0.1  4.0 img/s", out)
     assert f"INFO - [not markup] 1/2 {'and no line of its own for a long path ' * 4}\r\n" in out
     assert "somebody else's words\r\n" in out
     assert out.endswith("the end\r\n") and "\x1b[?25h" in out
-    assert 5 <= out.count("7/7500") <= 12  # two repaints a second, and one for each line above
+    assert out.count("this step 2 s") <= 5  # two repaints a second, and one for each line above
 
 
-def wait_until(is_so):
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+class Clock:
+    """In the place of the screen's module time."""
+
+    now, looks = 0.0, 0
+
+    def monotonic(self):
+        self.looks += 1
+        return self.now
+
+    def wait_for_a_look(self):
+        looks = self.looks
+        wait_until(lambda: self.looks > looks + 2)
 
 
 def test_lines_by_the_clock_where_nothing_else_is_printed(capsys, monkeypatch):
-    monkeypatch.setattr(Wait, "silence", 0.4)
-    screen, out = Screen(), []
+    clock, out = Clock(), []
+    monkeypatch.setattr("hvdtrain.run.screen.time", clock)
+    screen = Screen()
     screen.open("lines")
-    began = time.monotonic()
     screen.waiting(lambda: "waiting for rank 1, 3 to come")
     screen.print("INFO - a line")
-    wait_until(lambda: out.append(capsys.readouterr().out) or "rank 1, 3" in "".join(out))
-    assert "".join(out).splitlines() == ["INFO - a line", "INFO - waiting for rank 1, 3 to come"]
-    assert time.monotonic() - began > 0.4
+    clock.now = 2.9
+    clock.wait_for_a_look()
+    assert capsys.readouterr().out == "INFO - a line\n"
+    clock.now = 3.0
+    wait_until(lambda: out.append(capsys.readouterr().out) or any(out))
+    clock.now = 5.9
+    clock.wait_for_a_look()
     screen.close()
-    time.sleep(0.9)
-    assert capsys.readouterr().out == ""
+    clock.now = 9.0
     wait_until(lambda: all(thread.name != "screen" for thread in threading.enumerate()))
+    assert "".join(out) + capsys.readouterr().out == "INFO - waiting for rank 1, 3 to come (3 s)\n"
 
 
 def test_a_file_has_the_lines_alone(capsys, tmp_path):

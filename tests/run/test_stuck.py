@@ -163,8 +163,9 @@ def test_a_signal_that_is_the_users_stays():
 class Clock:
     """A watch of rank 0 of three, whose other ranks answer what `places` says, and what it printed."""
 
-    def __init__(self, capsys):
+    def __init__(self, capsys, monkeypatch):
         peers = Peers(Topology(0, 3, 0, 3, 0, "nid1", "srun", None))
+        self.monkeypatch = monkeypatch
         self.capsys, self.now, self.places, self.long = capsys, 1000.0, {1: IN, 2: IN}, False
         self.watch = StuckWatch(Liveness(peers), Endpoint("nid1", 0, 0))
         self.sockets = []
@@ -175,9 +176,9 @@ class Clock:
         self.watch.own = lambda: messages.Stack(place=IN, long=False, where="")
 
     def step(self):
-        before, time.monotonic = time.monotonic, lambda: self.now
-        self.watch.step_made()
-        time.monotonic = before
+        with self.monkeypatch.context() as patched:
+            patched.setattr("time.monotonic", lambda: self.now)
+            self.watch.step_made()
 
     def run(self, seconds):
         """The lines printed while rank 0 looks so often."""
@@ -192,8 +193,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(capsys):
-    clock = Clock(capsys)
+def clock(capsys, monkeypatch):
+    clock = Clock(capsys, monkeypatch)
     yield clock
     for end in clock.sockets:
         end.close()
@@ -256,18 +257,20 @@ def test_long_steps_and_long_phases_have_long_limits(clock):
 
 
 def test_a_thread_that_trains_is_found_and_so_is_its_reader():
-    own, ready = Stacks(), threading.Event()
+    own, ready, done = Stacks(), threading.Event(), threading.Event()
 
     def train():
         own.train_here()
         ready.set()
-        time.sleep(0.5)
+        done.wait()
 
     thread = threading.Thread(target=train)
     thread.start()
     ready.wait()
-    assert ", in train" in own.now()[2]
+    where = own.now()[2]
+    done.set()
     thread.join()
+    assert ", in train" in where
 
 
 def calling(module):

@@ -1,7 +1,7 @@
 """Feeds a reader of hvdtrain with what others might write: `python fuzz.py READER SEED COUNT`; the outcome as JSON.
 
-An input is wrong that ends in anything but one of our own errors, takes more than two seconds of processor time, or
-has a message of more than a screen or with characters that a terminal acts on.
+An input is wrong that ends in anything but one of our own errors, hangs, or has a message of more than a screen or with
+characters that a terminal acts on.
 """
 
 import contextlib
@@ -12,12 +12,11 @@ import random
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from memory import peak_mib
+from costs import peak_mib
 
 from hvdtrain import cli
 from hvdtrain.core import recipe
@@ -31,7 +30,7 @@ from hvdtrain.tools.slurm.job_check import check
 from hvdtrain.tools.slurm.sites import SITES
 from hvdtrain.untrusted import one_line
 
-SECONDS = 2
+SECONDS = 100  # of processor time: what takes longer hangs, on slow machines too
 HERE = Path(__file__).resolve().parents[2]
 RECIPES = [
     path.read_bytes() for path in sorted((HERE / "hvdtrain" / "recipes").glob("*.yaml")) if path.stem != "cifar100"
@@ -305,7 +304,7 @@ VARIABLES |= {"SLURM_NODEID", "SLURM_JOB_ID", "PMI_JOBID", "PMIX_NAMESPACE", "PM
 
 
 class Hang(BaseException):
-    """Raised into whatever takes too long."""
+    """Raised into whatever does."""
 
 
 def mutated(r: random.Random, data: bytes) -> bytes:
@@ -469,21 +468,15 @@ def hang(*_: object) -> None:
 
 def main(name: str, seed: int, count: int) -> None:
     signal.signal(signal.SIGPROF, hang)
-    wrong, slowest = [], 0.0
+    wrong = []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for number in range(seed, seed + count):
-            started = time.process_time()
             if results := once(READERS[name], random.Random(f"{name} {number}")):
                 wrong.append((number, results))
-            slowest = max(slowest, time.process_time() - started)
         os.chdir("/")
     peak = peak_mib()
-    print(
-        json.dumps(
-            {"reader": name, "inputs": count, "wrong": wrong[:5], "wrongs": len(wrong), "slowest": slowest, "mib": peak}
-        )
-    )
+    print(json.dumps({"reader": name, "inputs": count, "wrong": wrong[:5], "wrongs": len(wrong), "mib": peak}))
 
 
 if __name__ == "__main__":

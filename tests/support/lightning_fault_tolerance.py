@@ -8,12 +8,15 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from small import hold
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -54,7 +57,7 @@ class UNet(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         last = self.trainer.global_rank == self.trainer.world_size - 1
         if last and self.given.get("at") == self.trainer.global_step:
-            os.kill(os.getpid(), self.given["signal"])
+            disturb(self.given)
         return F.binary_cross_entropy_with_logits(self(batch["image"]), batch["mask"])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -67,6 +70,13 @@ class UNet(LightningModule):
         by_step = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97), "interval": "step"}
         on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0, threshold=0.5)
         return [optimizer], [by_step, {"scheduler": on_plateau, "monitor": "accuracy"}]
+
+
+def disturb(given: dict[str, Any]) -> None:
+    """The signal to this process, once the checkpoint before is whole."""
+    while not Path(given["folder"], "checkpoints", f"step-{given['at'] // 4 * 4:08}").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), given["signal"])
 
 
 def fit(given: dict[str, Any]) -> str:
@@ -94,7 +104,9 @@ def fit(given: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    timeouts.SILENCE = 3.0
+    if f'"signal": {signal.SIGSTOP:d}' in sys.argv[2]:
+        timeouts.SILENCE = 3.0
+    hold()
     found = {each["folder"]: fit(each) for each in json.loads(sys.argv[2])}
     rank = hl.RankEnvironment().global_rank()
     (Path(sys.argv[1]) / f"rank-{rank}.json").write_text(json.dumps(found))

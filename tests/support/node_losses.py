@@ -20,7 +20,7 @@ from hvdtrain.tools.slurm.sites import SITES
 PACED = SUPPORT / "paced.py"
 # 400 steps of 50 ms; a checkpoint in between, so that some steps are made again.
 LINEAR = ("linear", "--batch-size", 100, "--epochs", 40, "--checkpoint-every-steps", 30, "--log-every-steps", 1)
-LIMIT = 400
+LIMIT = 800
 
 
 def trains(

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from small import hold
 from torch import nn
 
 import hvdtrain.torch as ht
@@ -125,6 +126,7 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
 
 
 def main() -> None:
+    hold()
     folder, *cases = sys.argv[2:]
     with ht.join() as world:
         for case in cases:

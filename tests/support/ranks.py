@@ -1,6 +1,7 @@
 """Starting real ranks for tests: a clean environment, a time limit, and nothing left behind."""
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -27,6 +28,26 @@ PROGRAMS = Path(__file__).with_name("programs.py")
 SMALL = Path(__file__).with_name("small.py")
 LIMIT = 800
 FOREIGN = ("HOROVOD_", "OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_", "OMP_", "UCX_")
+SESSION = "HVDTRAIN_TEST_SESSION"
+# Kills all whose environment holds its second argument once the process of its first has ended, in whatever way.
+REAPER = """
+import glob, os, select, signal, sys, time
+try:
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+except ProcessLookupError:
+    pass
+left = True
+while left:
+    left = False
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        try:
+            if sys.argv[2].encode() in open(path, "rb").read():
+                os.kill(int(path.split("/")[2]), signal.SIGKILL)
+                left = True
+        except OSError:
+            pass
+    time.sleep(0.1)
+"""
 LAUNCHERS = {
     "alone": lambda ranks: [],
     "mpi": lambda ranks: [_beside_python("horovodrun"), "-np", str(ranks)],
@@ -86,8 +107,8 @@ class Ranks:
         return Ended(code, self.out.read_text(), self.err.read_text(), self.left())
 
     def left(self) -> list[str]:
-        """The commands of this launch that outlive its launcher by more than a moment."""
-        for _ in range(100):
+        """The commands of this launch that outlive its launcher by minutes."""
+        for _ in range(2400):
             if not (pids := tagged(self.tag)):
                 break
             time.sleep(0.05)
@@ -232,7 +253,7 @@ def programs(
 
 def wait_for_step(ranks: Ranks, folder: Path, step: int) -> None:
     """Until the run has recorded that step."""
-    for _ in range(2400):
+    for _ in range(20 * LIMIT):
         if ranks.process.poll() is not None:
             pytest.fail(f"it ended before step {step}:\n{ranks.out.read_text()[-2000:]}{ranks.err.read_text()[-4000:]}")
         with_step = folder / "metrics.jsonl"
@@ -246,14 +267,39 @@ def stopped_at(ranks: Ranks, folder: Path, step: int, victim: Callable[[], int],
     """Tells one process to stop once the run has recorded that step; how the run ended."""
     wait_for_step(ranks, folder, step)
     os.kill(victim(), number)
-    return ranks.wait(60)
+    return ranks.wait()
+
+
+def held(step: int, rank: int = 0) -> dict[str, str]:
+    """The environment in which a run waits, once it has recorded that step: the rank to be killed, or rank 0 to be told
+    to stop, and the others for it."""
+    return {"HVDTRAIN_TEST_HOLD": f"{rank} {step + 1}"}
+
+
+def wait_until(is_so: Callable[[], object], limit: float = 240) -> None:
+    """Waits for an event; fails the test where it never comes."""
+    deadline = time.monotonic() + limit
+    while not is_so():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {limit} s in vain")
+        time.sleep(0.02)
 
 
 def clean_environ() -> dict[str, str]:
-    """The environment without any launcher's variables; one thread a rank."""
+    """The environment without any launcher's variables; one thread a rank. What has it ends with this process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", SESSION: _session()}
+
+
+@functools.cache
+def _session() -> str:
+    session = uuid.uuid4().hex
+    environ = {name: value for name, value in os.environ.items() if name != SESSION}
+    nowhere = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
+    reaper = [sys.executable, "-IS", "-c", REAPER, str(os.getpid()), session]
+    os.posix_spawn(sys.executable, reaper, environ, file_actions=nowhere, setsid=True)
+    return session
 
 
 def tagged(tag: str) -> list[int]:

@@ -7,11 +7,30 @@ ResNet50 takes TensorFlow ten seconds to trace in every process, and a step of i
 
 import os
 import sys
+import time
 
 from warm import perform
 
 WHOLE = "HVDTRAIN_TEST_WHOLE_NETWORK"
 """Set in the environment, it leaves ResNet50 as it is."""
+HOLD = "HVDTRAIN_TEST_HOLD"
+"""A rank, and the step after which it waits until it is told to stop: the others wait in the next one."""
+
+
+def hold() -> None:
+    """As that variable says."""
+    if HOLD not in os.environ:
+        return
+    from hvdtrain.run.world import World
+
+    stops_at = World.stops_at
+
+    def held(world: World, step: int) -> bool:
+        while f"{world.topology.rank} {step}" == os.environ[HOLD] and not world.stop._requested:
+            time.sleep(0.01)
+        return stops_at(world, step)
+
+    World.stops_at = held  # type: ignore[method-assign]
 
 
 def shrink(framework: str) -> None:
@@ -33,4 +52,5 @@ SMALL_BLOCKS = {"layer1": 2, "layer2": 1}
 
 if __name__ == "__main__":
     shrink(sys.argv[1].rpartition(".")[2])
+    hold()
     perform(["-m", *sys.argv[1:]])

@@ -1,25 +1,35 @@
 """What the clock inside a graph reads, and what waits for it, as JSON."""
 
+import dataclasses
 import json
-import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from tensorflow_programs import horovod
 
+from hvdtrain.core.totals import Totals
 from hvdtrain.tensorflow.engines.clock import Clock
-from hvdtrain.tensorflow.meter import GradientNorm
+from hvdtrain.tensorflow.meter import GradientNorm, Meter, Seen
+
+NOW = np.zeros(())
+"""What the system's clock reads."""
 
 
 def slept(seconds: float, tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, after so long."""
 
     def sleep(value: Any) -> Any:
-        time.sleep(seconds)
+        NOW[...] += seconds
         return value
 
     return tf.ensure_shape(tf.numpy_function(sleep, [tensor], tensor.dtype), tensor.shape)
+
+
+def timestamp() -> tf.Tensor:
+    return tf.ensure_shape(tf.numpy_function(NOW.copy, [], tf.float64), ())
 
 
 def measured(around: Callable[[Any], Any]) -> list[Any]:
@@ -32,8 +42,9 @@ def measured(around: Callable[[Any], Any]) -> list[Any]:
         return first + last
 
     step = around(step)
-    for _ in range(2):
-        found.append([float(step(tf.constant(1.0))), clock.seconds])
+    with mock.patch.object(tf, "timestamp", timestamp):
+        for _ in range(2):
+            found.append([float(step(tf.constant(1.0))), clock.seconds])
     return found
 
 
@@ -89,6 +100,14 @@ def norms() -> list[float | None]:
     return found
 
 
+def totals() -> Totals:
+    """The sums of a batch that counts and of one that does not."""
+    meter = Meter(lambda sums: [sums])
+    for weight in (1.0, 0.0):
+        meter.add(Seen(tf.constant(0.5), tf.constant(4), {"right": (tf.constant(3), tf.constant(4))}), weight)
+    return meter.take()
+
+
 if __name__ == "__main__":
     found = {
         "in a graph": measured(lambda step: tf.function(step, autograph=False)),
@@ -96,5 +115,6 @@ if __name__ == "__main__":
         "waited for": waited_for(),
         "set back": set_back(),
         "norms": norms(),
+        "totals": dataclasses.astuple(totals()),
     }
     print(json.dumps(found))

@@ -8,12 +8,15 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+from small import hold
 
 import hvdtrain.keras as hvd
 from hvdtrain.run import timeouts
@@ -43,8 +46,15 @@ class Disturbed(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if hvd.rank() == hvd.size() - 1 and self.given.get("at") == self.steps:
-            os.kill(os.getpid(), self.given["signal"])
+            disturb(self.given)
         self.steps += 1
+
+
+def disturb(given: dict[str, Any]) -> None:
+    """The signal to this process, once the checkpoint before is whole."""
+    while not Path(given["folder"], "checkpoints", f"step-{given['at'] // 4 * 4:08}").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), given["signal"])
 
 
 def fit(given: dict[str, Any]) -> str:
@@ -72,7 +82,9 @@ def fit(given: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    timeouts.SILENCE = 3.0
+    if f'"signal": {signal.SIGSTOP:d}' in sys.argv[2]:
+        timeouts.SILENCE = 3.0
+    hold()
     keras.backend.set_floatx("float64")
     hvd.init()
     found = {each["folder"]: fit(each) for each in json.loads(sys.argv[2])}

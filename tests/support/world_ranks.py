@@ -1,11 +1,12 @@
 """Ranks without a framework, for tests of their world: `python world_ranks.py` reads what to start, a JSON object a
-line, and answers each with how its ranks ended.
+line, and answers each with how its ranks ended; `python world_ranks.py seconds` prints how long some take to end, and
+how long a stranger is kept.
 
 The ranks are forked from here, which saves them the start. They go through `run.main` as those of a framework do, and
 add by a file that they share. `steps`: how many; `acts`: by rank, what it does to itself before a step; `orders`: what
-is done to a rank once all have made a step; `argv`, `delay`, `environs`: by rank, and so `reads` and `idles`, seconds
-that its data take and that it waits after them; `constants`: of run/timeouts.py. A rank that stopped in order gives
-its last step as a negative number.
+is done to a rank once all have made a step, or those without a delay have come to "wait" for others or to "act";
+`argv`, `delay`, `environs`: by rank, and so `reads` and `idles`, seconds that its data take and that it waits after
+them; `constants`: of run/timeouts.py. A rank that stopped in order gives its last step as a negative number.
 """
 
 import ctypes
@@ -13,8 +14,10 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -27,7 +30,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.run import main as runs
 from hvdtrain.run import timeouts
 
-LIMIT = 120
+LIMIT = 280
 WIDTH = 256
 
 
@@ -94,6 +97,7 @@ def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
     together = Together(folder, topology.rank, topology.size, spec.get("breaks", True))
     acts = {step: name for rank, step, name in spec.get("acts", ()) if rank == topology.rank}
     try:
+        (folder / f"act-{topology.rank}").touch()
         act(acts.get(0, ""))
         if spec.get("exchange", True):
             world.exchange(together.sum)
@@ -142,6 +146,16 @@ def slowly(function: Any, seconds: float) -> Any:
     return slow
 
 
+def noted(function: Any, path: Path) -> Any:
+    """The function, whose first call makes a file."""
+
+    def notes(*arguments: Any) -> Any:
+        path.touch()
+        return function(*arguments)
+
+    return notes
+
+
 def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     """A forked rank, to its end."""
     signal.alarm(LIMIT)
@@ -153,6 +167,7 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     waiting.COLLECTIVES += (("__main__", "sum"),)
     time.sleep(own.get("delay") or 0)
     argv = own.get("argv") or ["linear", "--output", str(folder / "run")]
+    runs.World.wait_until_ready = noted(runs.World.wait_until_ready, folder / f"wait-{rank}")  # type: ignore[method-assign]
     runs.load_dataset = slowly(runs.load_dataset, own.get("reads") or 0)
     runs.plans.make = slowly(runs.plans.make, own.get("idles") or 0)
     code = 1
@@ -177,7 +192,8 @@ def open_files(pid: int) -> int:
 def launch(spec: dict[str, Any]) -> dict[str, Any]:
     """Starts the ranks, follows the orders, waits; exit code, stderr, steps, seconds and most open files by rank."""
     folder, size = Path(spec["folder"]), spec["size"]
-    (folder / "broken").unlink(missing_ok=True)
+    for path in [folder / "broken", *folder.glob("wait-*"), *folder.glob("act-*")]:
+        path.unlink(missing_ok=True)
     np.zeros((2, size, WIDTH), np.int64).tofile(folder / "rows")
     for name in ("rounds", "steps"):
         np.zeros(size, np.int64).tofile(folder / name)
@@ -188,12 +204,19 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
             rank_main(spec, folder, rank)
     files = [0] * size
     steps = np.memmap(folder / "steps", np.int64, "r", shape=(size,))
+    prompt = [rank for rank in range(size) if str(rank) not in spec.get("delay", {})]
+
+    def has_come(moment: int | str) -> bool:
+        if isinstance(moment, int):
+            return bool(steps.min() >= moment)
+        return all((folder / f"{moment}-{rank}").exists() for rank in prompt)
+
     orders, began = list(spec.get("orders", ())), time.monotonic()
     codes: dict[int, int] = {}
     seconds: dict[int, float] = {}
     while len(codes) < size:
         time.sleep(0.002)
-        if orders and steps.min() >= orders[0][0]:
+        if orders and has_come(orders[0][0]):
             _, victims, number, pause = orders.pop(0)
             time.sleep(pause)
             for victim in (pids.keys() if victims == "all" else {victims}) - codes.keys():
@@ -217,6 +240,38 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+PROMISES: dict[str, dict[str, Any]] = {
+    "a killed rank is named, and all have ended": {"acts": [[2, 20, "kill"]], "breaks": False},
+    "the same of rank 0, on another host": {"acts": [[0, 20, "kill"]], "nodes": [0, 1, 1], "breaks": False},
+    "a signal, and all have stopped in order": {"orders": [[20, 1, signal.SIGUSR2, 0]]},
+    "without a key, a run is refused": {"environ": {"HOME": "/proc/none", "XDG_CONFIG_HOME": "", "PATH": ""}},
+    "twenty steps, where others have taken six ports": {"steps": 20, "taken": 6},
+}
+
+
+def print_seconds() -> None:
+    """What is promised, each once."""
+    for number, (what, spec) in enumerate(PROMISES.items()):
+        job = os.getpid() * 7 + number
+        first = 10_000 + job * 8 % 20_000
+        taken = [socket.create_server(("", port)) for port in range(first, first + spec.get("taken", 0))]
+        with tempfile.TemporaryDirectory() as folder:
+            ended = launch({"folder": folder, "size": 3, "job": job, **spec})
+        print(f"{max(ended['seconds']):6.2f} s  {what} {ended['codes']}", flush=True)
+        for each in taken:
+            each.close()
+    sys.path.append(str(Path(__file__).parents[2] / "labs"))
+    from labtools.admission import Listener
+
+    listener, began = Listener(("127.0.0.1", 0), 2, bytes(32)), time.monotonic()
+    with socket.create_connection(listener.address) as stranger:  # type: ignore[arg-type]
+        while stranger.recv(100):
+            pass
+    print(f"{time.monotonic() - began:6.2f} s  a notebook has dropped a silent stranger")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["seconds"]:
+        sys.exit(print_seconds())
     for line in sys.stdin:
         print(json.dumps(launch(json.loads(line))), flush=True)

@@ -4,14 +4,13 @@ import json
 import signal
 import socket
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from paths import SUPPORT
-from ranks import command, needs_tensorflow, programs, run, started, stopped_at, train, wait_for_step
+from ranks import command, held, needs_tensorflow, programs, run, started, stopped_at, train, wait_for_step
 from worlds import CLIPPED, DIGITS, LINE, SHORT_LINE, SINGLE, furthest, records
 
 from hvdtrain.datasets import linear
@@ -44,7 +43,7 @@ NO_XLA = LINES[:-1]
 ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64", "lamb"]
 MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
-SLOW = ("four", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2")
+SLOW = ("four", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2", "served", "mpi-2-multiworker")
 # By launch: launcher and ranks, and what its engines run. One launch holds as many engines as a process can.
 LAUNCHES: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "one": (
@@ -283,10 +282,8 @@ def test_a_lost_rank_ends_the_others(engine, tmp_path):
     with started("gloo", 2, command("tensorflow", *argv)) as ranks:
         wait_for_step(ranks, tmp_path, 5)
         ranks.kill_rank(1)
-        began = time.monotonic()
-        ended = ranks.wait(60)
+        ended = ranks.wait()
     assert ended.code != 0
-    assert time.monotonic() - began < 45
     assert ended.left == []
     host = socket.gethostname()
     assert ended.lines[0].startswith(f"AbortedError (rank 0 on {host}): rank 1 on {host} ended without a message")
@@ -295,7 +292,7 @@ def test_a_lost_rank_ends_the_others(engine, tmp_path):
 
 def test_a_run_of_a_parameter_server_stops_in_order(tmp_path):
     argv = [*LINE, "--engine", "parameter-server", "--output", tmp_path]
-    with started("gloo", 2, command("tensorflow", *argv)) as ranks:
+    with started("gloo", 2, command("tensorflow", *argv), **held(7)) as ranks:
         ended = stopped_at(ranks, tmp_path, 7, lambda: ranks.members()[1], signal.SIGUSR2)
     assert ended.code != 0
     assert ended.left == []

@@ -9,6 +9,8 @@ import pytest
 from images import write_tree
 from ranks import needs_tensorflow
 
+SLOW = ("resnet101", "vgg16")
+
 pytestmark = needs_tensorflow
 
 PROGRAM = """

@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from paths import SUPPORT
-from ranks import needs_horovod, needs_tensorflow, programs, started, train, wait_for_step
+from ranks import command, held, needs_horovod, needs_tensorflow, programs, started, train, wait_for_step
 from worlds import arrays, records
 
 pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("killed",)
+SLOW = ("killed", "-4]", "Keras's own loss", "what_a_recipe_says_beside")
 CELLS = f"{SUPPORT}/keras_cells/cells.yaml"
 STEPPED = f"{CELLS}:stepped"
 NETS, DATA, COSTS = "keras_cells.nets:", "keras_cells.data:", "keras_cells.costs:"
@@ -85,8 +84,7 @@ def test_metrics_are_those_of_all_examples(begun):
 @pytest.mark.launched
 def test_killed_with_dropout_and_resumed_to_the_bit(begun, tmp_path):
     argv = [*DROPPED, "--output", tmp_path / "killed"]
-    paced = warm.command("tensorflow", SUPPORT / "paced.py", "hvdtrain.tensorflow", *argv)
-    with started("mpi", 2, paced, cwd=SUPPORT) as ranks:
+    with started("mpi", 2, command("tensorflow", *argv), cwd=SUPPORT, **held(7)) as ranks:
         wait_for_step(ranks, tmp_path / "killed", 7)
         ranks.kill()
     assert "resuming from step" in train("tensorflow", "mpi", 2, *argv, cwd=SUPPORT).good().out

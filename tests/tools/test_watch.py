@@ -214,15 +214,11 @@ def test_fuzzed_records(run):
 
 
 def test_the_end_of_a_large_file_is_read_alone(run):
-    line = '{"kind": "step", "step": 1}\n'
     with (run / "metrics.jsonl").open("w") as file:
-        for _ in range(10):
-            file.write(line * 100_000)
-        file.write(json.dumps(METRICS[-1]) + "\n")
-    began = time.process_time()
+        file.truncate(file.seek(1 << 40))  # more than fits into memory
+        file.write('\n{"kind": "step", "step": 1}\n' * 100_000 + json.dumps(METRICS[-1]) + "\n")
     assert last_records(run / "metrics.jsonl")[-1] == METRICS[-1]
     assert drawn(run)["progress"].startswith("step 42 of 220")
-    assert time.process_time() - began < 0.5
 
 
 QUEUED = "PENDING|Priority|2026-11-25T03:00:00|{}|1:00:00||/home/me\n"

@@ -31,7 +31,14 @@ from hvdtrain.torch.objective import Objective  # noqa: E402
 from hvdtrain.torch.opening import is_one_graph  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
 
-SLOW = ("a_compiled_run", "a_compiled_network", "compiled_in_blocks")
+SLOW = (
+    "a_compiled_run",
+    "a_compiled_network",
+    "compiled_in_blocks",
+    "under_horovod",
+    "recorded_step_learns_the_same[clipped bfloat16]",
+    "smoothing_is_for_training",
+)
 CPU = torch.device("cpu")
 
 

@@ -1,5 +1,7 @@
 """The optimizers against the papers' formulas in NumPy, their state, averaged weights, and what is refused of yours."""
 
+from unittest.mock import MagicMock
+
 import numpy as np
 import optimizer_reference as reference
 import pytest
@@ -16,6 +18,7 @@ from hvdtrain.torch.ema import Ema  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.state import State  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
+from hvdtrain.torch.trainer import Trainer  # noqa: E402
 
 LIMITS = {"float64": (torch.float64, 1e-12), "float32": (torch.float32, 1e-6)}
 NONE = torch.amp.GradScaler("cpu", enabled=False)
@@ -216,3 +219,13 @@ def test_each_update_of_a_run_moves_the_average():
         step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)
         expected.lerp_(step.model.weight.detach(), 0.5)
     assert torch.equal(step.ema.averages["weight"], expected)
+    assert torch.equal(State(step.model, step.optimizer, NONE, step.ema).tensors["ema.weight"], expected)
+
+
+def test_each_rank_draws_its_own_dropout():
+    def drawn(rank):
+        given = {"recipe.seed": 0, "engine.rank": rank, "engine.device": torch.device("cpu"), "profiler": None}
+        Trainer.update(MagicMock(**given), [], 0.1, 3)
+        return torch.rand(()).item()
+
+    assert drawn(0) == drawn(0) != drawn(1)

@@ -128,6 +128,15 @@ def test_a_schedulers_state_survives_json():
     assert isinstance(back["betas"], tuple)
 
 
+def test_the_best_checkpoint_has_the_lowest_loss_unless_it_is_told():
+    from hvdtrain.torch.own.order import score
+
+    values = {"train_loss": 1.0, "valid_loss": 2.0, "accuracy": 3.0}
+    told = [(None, None), ("accuracy", None), (None, "accuracy")]
+    assert [score(values, best) for best in told] == [-2.0, 3.0, -3.0]
+    assert score({"train_loss": 1.0}, (None, None)) == -1.0
+
+
 def made(lr=0.1, scheduler=None, groups=1, **more):
     """What a program gives of its optimizer and scheduler."""
     import torch

@@ -4,6 +4,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hvdtrain.tools.slurm import bash
 
@@ -79,7 +80,11 @@ class JobScript:
 
     def option(self, name: str) -> Option | None:
         """The last one of that name."""
-        return next((option for option in reversed(self.options) if option.name == name), None)
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Option]:
+        return {option.name: option for option in self.options}
 
     @property
     def is_heterogeneous(self) -> bool:

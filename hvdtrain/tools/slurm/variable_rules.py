@@ -9,6 +9,7 @@ RANK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 RANK_BY_HAND = re.compile(r"(?:^|[\s;])((?:LOCAL_)?RANK=)[\"']?\d")
 NODE_BY_HAND = re.compile(r"--(?:node|machine)[-_]rank[= ]\d+\b")
 IN_A_TEST = re.compile(r"\[\s+\S*$|\[\s.{0,100}[=<>!]\s*\S*$|\blog\s.*$|\(\(\s*\S*$")
+LONGEST_TEST = 1000  # characters, as every variable is looked for behind one
 FIXED_PORT = re.compile(
     r"(?:MASTER|RDZV|MAIN_PROCESS)_PORT=[\"']?\d+(?=[\"'\s;]|$)|--(?:master|main[-_]process)[-_]port[= ]\d+\b|"
     r"--rdzv[-_]endpoint[= ][^\s%]{0,255}:\d+\b"
@@ -34,7 +35,8 @@ def _rank_variables(case: Case) -> Iterator[Finding]:
     numbered = bool(case.trainings) and all(step.numbers_ranks for step in case.trainings)
     text = case.script.shell.expanded
     for line, found in case.searched(RANK_VARIABLE):
-        if not IN_A_TEST.search(text, text.rfind("\n", 0, found.start()) + 1, found.start()):
+        begin = max(text.rfind("\n", 0, found.start()) + 1, found.start() - LONGEST_TEST)
+        if not IN_A_TEST.search(text, begin, found.start()):
             yield Finding(
                 line,
                 f"${found[1]} is filled in by the job's shell",

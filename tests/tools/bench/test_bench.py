@@ -14,6 +14,8 @@ from hvdtrain.tools.bench import allreduce, train
 from hvdtrain.tools.bench.checkpoint import figures
 from hvdtrain.tools.bench.measure import interleaved
 
+SLOW = ("users_own_network", "network_of_the_other_framework")
+
 
 @pytest.mark.parametrize(
     ("flags", "message"),

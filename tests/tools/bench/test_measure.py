@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,13 +125,14 @@ def test_the_fastest_engine():
 
 
 RANK = """
-import time
+import os, time
 from hvdtrain.launch.topology import Topology
 from hvdtrain.tools.bench import ranks
 
 with ranks.showing(Topology.alone()) as show:
     show("round 1 of 1: it")
-    time.sleep(0.8)
+    while not os.path.exists("seen"):
+        time.sleep(0.01)
 ranks.keep({"figure": 3})
 """
 
@@ -138,8 +140,15 @@ ranks.keep({"figure": 3})
 def test_what_rank_0_does_is_shown_where_the_ranks_were_started(tmp_path, monkeypatch):
     (tmp_path / "measures.py").write_text(RANK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(filter(None, sys.path))}")
+    monkeypatch.chdir(tmp_path)
     seen = []
-    assert ranks.launch(["measures"], "local", 1, show=seen.append) == {"figure": 3}
+
+    def show(text):
+        seen.append(text)
+        if text == "round 1 of 1: it":
+            Path("seen").touch()
+
+    assert ranks.launch(["measures"], "local", 1, show=show) == {"figure": 3}
     assert (seen[0], seen[-1]) == ("starting the process that measures", "round 1 of 1: it")
 
 

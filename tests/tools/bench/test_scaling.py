@@ -14,6 +14,8 @@ from hvdtrain.tools.bench.scaling import Allocation, Options
 from hvdtrain.tools.slurm import job_check
 from hvdtrain.tools.slurm.sites import SITES
 
+SLOW = ("a_run_that_fails_says_why",)
+
 ONE = {"SLURM_JOB_ID": "7"}
 NODE = {**ONE, "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "4"}
 STARTS = {

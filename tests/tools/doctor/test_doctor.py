@@ -21,7 +21,7 @@ from hvdtrain.tools.doctor import gather, host, judge, launch, report
 from hvdtrain.tools.doctor.expected import EXPECTED
 from hvdtrain.tools.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 
-SLOW = ("starts_no_rendezvous", "two_ranks[mpi]")
+SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "nothing_on_the_path")
 OPENMPI = Mpi("openmpi", "5.0.11", Path("/v/lib/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.1.2", Path("/v/lib/libmpi.so.12"))
 CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), cray=True)
@@ -52,7 +52,11 @@ def healthy_rank(rank: int) -> Rank:
         cpus=(2 * (rank % 2), 2 * (rank % 2) + 1),
         cpus_of_host=4,
         environ={"SRUN_CPUS_PER_TASK": "2"},
-        interfaces=(Interface("lo", True, "127.0.0.1"), Interface("eth0", True, f"10.0.0.{rank // 2 + 1}")),
+        interfaces=(
+            Interface("lo", True, "127.0.0.1"),
+            Interface("eth0", True, f"10.0.0.{rank // 2 + 1}"),
+            Interface("ib0", False, f"10.1.0.{rank // 2 + 1}"),
+        ),
         default_route="eth0",
         nofile=65536,
         address=f"10.0.0.{rank // 2 + 1}",
@@ -925,7 +929,8 @@ def test_what_a_child_reported_and_why_it_ended(monkeypatch):
     assert ran("import os; os.abort()") == ({}, "(ended by signal 6)")
     assert gather.child(["/nowhere/python"], {}) == ({}, "/nowhere/python: No such file or directory")
     monkeypatch.setattr(gather, "SECONDS", 1)
-    assert ran(program + "import time; time.sleep(60)") == ({"rank": 7}, "no end within 1 s")
+    hangs = "echo 'hvdtrain-doctor {\"rank\": 7}'; exec sleep 600"
+    assert gather.child(["/bin/sh", "-c", hangs], {}) == ({"rank": 7}, "no end within 1 s")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from hvdtrain.tools import report
 from hvdtrain.tools.report import assemble, page, text
 from hvdtrain.tools.report.lines import LONGEST_LINE
 
+SLOW = ("odd_json",)
+
 FILES = ("status.json", "recipe.yaml", "plan.json", "metrics.jsonl", "launches.jsonl")
 LINES = ("metrics.jsonl", "launches.jsonl")
 IS_ROOT = os.geteuid() == 0
@@ -288,7 +290,7 @@ MEASURED = """
 import sys
 from hvdtrain import cli
 sys.path.insert(0, sys.argv[3])
-from memory import peak_mib
+from costs import peak_mib
 assert cli.main(["report", sys.argv[1], "--output", sys.argv[2]]) == 0
 print(peak_mib())
 """

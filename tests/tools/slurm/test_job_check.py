@@ -170,6 +170,11 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
         ),
     ),
     "rank exported": ("module load", "export RANK=$SLURM_PROCID\nmodule load", rank_variable(10, "SLURM_PROCID")),
+    "rank exported, a small step before": (
+        SRUN,
+        f"export RANK=$SLURM_PROCID\nsrun -N 1 -n 1 ./prepare.sh\n{SRUN}",
+        rank_variable(12, "SLURM_PROCID"),
+    ),
     "rank behind a # that is no comment": (
         "module load",
         "n=${#hosts[@]} r=$SLURM_PROCID\nmodule load",
