@@ -60,7 +60,7 @@ STARTS_RANKS = ("launched", "lab", "cluster")
 LATER = (*STARTS_RANKS, "slow")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
+@pytest.hookimpl(wrapper=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
     """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
     notebooks come last, or, where tests run in several processes, all in one of them: ranks share the cores and are
@@ -71,6 +71,7 @@ def pytest_collection_modifyitems(items):
         if any(map(item.get_closest_marker, STARTS_RANKS)):
             item.add_marker(pytest.mark.xdist_group("ranks"))
     items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))
+    return (yield)
 
 
 def pytest_configure():
