@@ -120,7 +120,7 @@ CLOCKS_APART = 0.03
 
 def test_a_timeline_is_read(recorded):
     path, stamps = recorded
-    groups = profiling.read_timeline(path)
+    groups, earliest = profiling.read_timeline(path), 0.0
     for step in stamps:
         first, last = step[0] - CLOCKS_APART, step[-1] + CLOCKS_APART
         here = [group for group in groups if first <= group.phases["ALLREDUCE"][0] < last]
@@ -129,8 +129,9 @@ def test_a_timeline_is_read(recorded):
         assert names == ["large.weight", "larger.weight", *(f"small.{k}" for k in range(4))]
         for group in here:
             begins = [span[0] for name, span in group.phases.items() if name != "MEMCPY_OUT"]
-            assert first <= min(begins)
+            assert earliest <= min(begins)  # the other rank may be ahead, but for the last averages
             assert all(begin <= end for begin, end in group.phases.values())
+        earliest = max(group.phases["ALLREDUCE"][0] for group in here)
     assert any(len(group.tensors) > 1 for group in groups)
 
 
