@@ -8,7 +8,7 @@ import sys
 import pytest
 from paths import REPOSITORY, SUPPORT
 
-PYTEST = f"\t{sys.executable} -m pytest -q -p rerun -p xdist.plugin"
+PYTEST = f"\t{sys.executable} -m pytest -q -p rerun"
 MAKEFILE = f"""
 check minicluster:
 \t@echo checked
