@@ -17,7 +17,7 @@ train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 labs: horovod .venv/labs  ## the notebooks, in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test: horovod  ## what matters, on real ranks in both frameworks: nine minutes on two cores
+test: horovod  ## what matters, on real ranks in both frameworks: ten to twenty minutes on two cores
 	$(PYTEST) -m 'not cluster and not slow' $(PYTEST_FLAGS)
 
 test-all: horovod  ## every test that needs no cluster
