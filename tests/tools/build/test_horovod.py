@@ -3,6 +3,7 @@
 import base64
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import textwrap
@@ -31,9 +32,9 @@ def controller(request):
     return request.param
 
 
-def horovodrun(controller, ranks, *command, **environ):
+def horovodrun(controller, ranks, *command, by=(), **environ):
     return subprocess.run(
-        [HOROVODRUN, f"--{controller}", "-np", str(ranks), *command],
+        [*by, HOROVODRUN, f"--{controller}", "-np", str(ranks), *command],
         capture_output=True,
         text=True,
         check=False,
@@ -206,6 +207,18 @@ def test_horovodrun_by_its_path_finds_its_own_environment(controller):
     ran = horovodrun(controller, 2, "python", "-c", "import sys; print(sys.prefix)", PATH="/usr/bin:/bin")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count(sys.prefix) == 2
+
+
+def test_a_killed_mpirun_of_the_same_process_id_is_in_nobodys_way(controller, tmp_path):
+    left = f"""
+        for process in $(seq $$ $(($$ + 300))); do folders="$folders $TMPDIR/ompi.$process"; done
+        mkdir $folders
+        for folder in $folders; do : > $folder/pmix.{socket.gethostname()}.tool; done
+        exec "$@"
+    """
+    ran = horovodrun(controller, 1, "echo", "here", by=["sh", "-c", left, "sh"], TMPDIR=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert "here" in ran.stdout
 
 
 def test_mpich_is_recognised(tmp_path):
