@@ -23,7 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LABS = paths.LABS
 SOLUTION = LABS / "2-solution-linear_regression_sgd_horovod.py"
 EXERCISE = LABS / "2-exercise-linear_regression_sgd_horovod.py"
-SLOW = ("wrong_fillings", "untouched", "right_fillings", "four_ranks_at_one")
+SLOW = ("wrong_fillings", "untouched", "right_fillings", "four_ranks_at_one", "at_one_batch")
 GAPS = ("init", "shard", "scale", "wrap", "broadcast")
 
 

@@ -15,7 +15,7 @@ from hvdtrain.datasets import linear
 from hvdtrain.run.main import load_dataset
 from hvdtrain.tools import convert
 
-SLOW = ("[1-", "torch-1]", "tensorflow-1]")
+SLOW = ("[1-", "torch-1]", "tensorflow-1]", "in_the_other_framework")
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 

@@ -3,10 +3,11 @@
 import pytest
 from worlds import RESUMED, on
 
+SLOW = ("tensorflow", "alone", "ddp")
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(("framework", "launch"), on("alone-1", "mpi-2", "ddp-2"))
+@pytest.mark.parametrize(("framework", "launch"), on("alone-1-resumed", "mpi-2-resumed", "ddp-2-resumed"))
 def test_a_resumed_run_ends_with_the_same_state(world, framework, launch):
     ranks = world(launch, framework).results["resumed_states"]
     for case in RESUMED[framework]["cases"]:

@@ -16,7 +16,7 @@ from worlds import arrays, records
 
 from hvdtrain.run.checkpoint import newest
 
-SLOW = ("torchruns_ranks", "ends_its_ranks_with_a_checkpoint[mpi]")
+SLOW = ("torchruns_ranks", "ddp-4", "ends_its_ranks_with_a_checkpoint[mpi]")
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
 

@@ -69,7 +69,7 @@ def test_resnet50_killed_inside_an_epoch(world, framework, tmp_path):
         ranks.kill()
     ended = train(framework, "mpi", 2, *argv).good()
     assert "resuming from step 3 " in ended.out  # an epoch has 4
-    assert arrays(folder) == arrays(world("mpi-2", framework).folder / "inside")
+    assert arrays(folder) == arrays(world("mpi-2-more", framework).folder / "inside")
     assert steps_recorded(folder) == list(range(1, 8))
 
 

@@ -6,7 +6,7 @@ import pytest
 import warm
 from ranks import NEEDS, run, train
 
-SLOW = ("tensorflow-multiworker", "under_keras")
+SLOW = ("tensorflow-", "under_keras", "under_lightning")
 
 pytestmark = pytest.mark.launched
 RANKS = """

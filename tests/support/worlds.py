@@ -95,7 +95,8 @@ def furthest(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.max(np.abs(ours - theirs) / np.abs(theirs)))
 
 
-LINES = ["line", "line a rank", "short", "micro-batches", "clipped", "clipped micro-batches", "compressed", "bfloat16"]
+LINES = ["line", "short", "micro-batches", "clipped", "clipped micro-batches", "compressed", "bfloat16"]
+ON_FOUR = [*LINES, "line a rank"]
 EXACT_NETWORKS = ["sync float64 curve", "frozen float64 curve"]
 NETWORKS = ["sync curve", "frozen curve", *EXACT_NETWORKS]
 
@@ -121,7 +122,9 @@ GRADIENTS: dict[str, Any] = {
         "float64": {"compression": "fp64"},
     }
 }
-ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "workers", "few to validate", "inside"]
+ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "sync float64 curve"]
+# For slow tests alone.
+MORE_ON_TWO = ["workers", "few to validate", "inside", "frozen float64 curve"]
 
 OPTIMIZED = {
     "adam": ["--optimizer", "adam"],
@@ -142,7 +145,6 @@ RESUMED: dict[str, Any] = {
     framework: {"cases": OPTIMIZED | yours, "folder": "{folder}/resumed"} for framework, yours in YOURS.items()
 }
 
-DDP_RESUMED = {"resumed_states": {**RESUMED["torch"], "engine": "ddp"}}
 
 DRAW = np.random.default_rng(0)
 BATCH_NORM: dict[str, Any] = {
@@ -190,20 +192,22 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "split micro-batches curve",
                 *NETWORKS,
             ],
-            {"local_verbs": {}, "resumed_states": RESUMED["torch"]},
+            {"local_verbs": {}},
         ),
+        "alone-1-resumed": ([], {"resumed_states": RESUMED["torch"]}),
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
         "mpi-2": (
-            [*ON_TWO, *NETWORKS],
+            [*ON_TWO, "sync curve"],
             {
                 "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
                 "gradients": GRADIENTS,
-                "resumed_states": RESUMED["torch"],
                 "redone": {"argv": [*SHORT_LINE, "--output", "{folder}/redone"], "step": 7},
                 **SMALL_FLOATS,
             },
         ),
+        "mpi-2-more": ([*MORE_ON_TWO, "frozen curve"], {}),
+        "mpi-2-resumed": ([], {"resumed_states": RESUMED["torch"]}),
         "gloo-2": (["line", "sync curve"], {"gradients": GRADIENTS, "patience": {}, **OVER_GLOO}),
         "mpi-3": (
             [],
@@ -213,14 +217,15 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "refusals": {"cases": {"three ranks": {"reduction": "adasum"}}},
             },
         ),
-        "mpi-4": ([*LINES, "sync curve"], {}),
+        "mpi-4": ([*ON_FOUR, "sync curve"], {}),
         "gloo-4": (["line"], {}),
         "ddp-1": (["line", "micro-batches"], {}),
         "ddp-2": (
             [*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS],
-            DDP_RESUMED | DDP_ABANDONED,
+            DDP_ABANDONED,
         ),
-        "ddp-4": ([*LINES, "sync curve"], {}),
+        "ddp-2-resumed": (["short"], {"resumed_states": {**RESUMED["torch"], "engine": "ddp"}}),
+        "ddp-4": ([*ON_FOUR, "sync curve"], {}),
     },
     "tensorflow": {
         "alone-1": (
@@ -233,19 +238,18 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "clipping": CLIPPING,
                 "scaling": SCALING,
                 "fingerprints": {},
-                "networks": {"classes": CLASSES},
                 "seeds": {},
                 "frozen": {},
                 "events": {"folder": "{folder}"},
-                "resumed_states": RESUMED["tensorflow"],
             },
         ),
-        "mpi-2": (
-            [*ON_TWO, *EXACT_NETWORKS],
-            {"batch_norm": BATCH_NORM, "resumed_states": RESUMED["tensorflow"], **SMALL_FLOATS},
-        ),
+        "alone-1-more": ([], {"networks": {"classes": CLASSES}}),
+        "alone-1-resumed": ([], {"resumed_states": RESUMED["tensorflow"]}),
+        "mpi-2": (ON_TWO, {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
+        "mpi-2-more": (MORE_ON_TWO, {}),
+        "mpi-2-resumed": ([], {"resumed_states": RESUMED["tensorflow"]}),
         "gloo-2": (["line"], OVER_GLOO),
-        "mpi-4": (LINES, {}),
+        "mpi-4": (ON_FOUR, {}),
         "gloo-4": (["line"], {}),
     },
 }
@@ -270,7 +274,7 @@ def having(launch: str, run: str) -> list[Any]:
 
 def begin(framework: str, name: str, folder: Path) -> World:
     """Everything of that launch; its runs are in `folder`."""
-    kind, _, size = name.partition("-")
+    kind, size = name.split("-")[:2]
     engine = [] if kind in LAUNCHERS else ["--engine", kind]
     launcher = kind if kind in LAUNCHERS else "alone" if size == "1" else "mpi"
     chosen, more = LAUNCHES[framework][name]
