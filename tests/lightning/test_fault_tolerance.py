@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch")),
 ]
 
+SLOW = ("hangs",)
 PROGRAM = SUPPORT / "lightning_fault_tolerance.py"
 DROPPING = {"dropout": 0.3, "passes": 2}
 UNDISTURBED = {

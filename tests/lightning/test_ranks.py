@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch")),
 ]
 
-SLOW = ("mpi-4", "gloo-2")
-LINE = ["linear", "--epochs", "3", "--log-every-steps", "1", "--guard-every-steps", "10"]
+SLOW = ("mpi-4", "gloo-2", "mpi-2-more", "precisions")
+LINE = ["linear", "--epochs", "2", "--log-every-steps", "1", "--guard-every-steps", "10"]
 TINY = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
     "--lr-rule", "none", "--base-lr", "0.001", "--weight-decay", "5e-4",
@@ -66,8 +66,7 @@ def by_strategy(cases, *besides):
 def given(name, folder):
     """The programs of a launch."""
     two = name == "mpi-2"
-    cases = {case: CASES[case] for case in CASES_OF[name]}
-    runs = by_strategy({**cases, **(ON_TWO if two else {})})
+    runs = by_strategy({case: CASES[case] for case in CASES_OF[name]} if name in CASES_OF else ON_TWO)
     flags = {run: ["--output", str(folder / run)] for run in runs}
     chosen = {run: [*argv, *flags[run]] for run, argv in runs.items()}
     if two:
@@ -76,6 +75,8 @@ def given(name, folder):
         for run, argv in STOPPED.items():
             output = ["--engine", "horovod", "--output", str(folder / run)]
             chosen |= {run: [*argv, *output], f"continued from {run}": [*INSIDE, *output]}
+    if name not in CASES_OF:
+        return {"recipes": {"given": chosen}}
     programs = {}
     if name.startswith("mpi"):
         settings = SETTINGS if two else {"plain": {}}
@@ -96,7 +97,7 @@ def launched(tmp_path_factory):
         if name not in begun:
             begun[name] = None
             folder = tmp_path_factory.mktemp(name)
-            launcher, _, size = name.partition("-")
+            launcher, size, *_ = name.split("-")
             begun[name] = folder, programs("lightning", launcher, int(size), folder, given(name, folder))
         assert begun[name], f"the launch {name} failed before"
         return begun[name]
@@ -123,7 +124,7 @@ def epoch_records(folder, run):
     return [[record.get(key, 0) for key in keys] for record in records(folder / run) if record["kind"] == "epoch"]
 
 
-@on_all
+@pytest.mark.parametrize("name", [*LAUNCHES, "mpi-2-more"])
 def test_every_run_ends_as_it_should(launched, name):
     _, results = launched(name)
     for rank in results["recipes"]:
@@ -147,7 +148,7 @@ def test_a_recipe_has_the_losses_of_the_horovod_engine(launched, name, case, str
 
 @pytest.mark.parametrize("case", ON_TWO)
 def test_precisions_and_statistics_are_those_of_the_horovod_engine(launched, case):
-    folder, _ = launched("mpi-2")
+    folder, _ = launched("mpi-2-more")
     theirs = losses(folder, f"torch {case}")
     assert losses(folder, f"horovod {case}") == pytest.approx(theirs, rel=1e-3)
     for ours, his in zip(*(epoch_records(folder, f"{a} {case}") for a in ("horovod", "torch")), strict=True):

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(bool(lacking("tensorflow")), reason=lacking("tensorflow")),
 ]
 
+SLOW = ("hangs",)
 PROGRAM = SUPPORT / "tensorflow_fault_tolerance.py"
 KILLED, STOPPED = {"dropout": 0.3}, {"dropout": 0.3, "warm": True}
 UNDISTURBED = {"plain": {}, "killed": KILLED, "stopped": STOPPED}
