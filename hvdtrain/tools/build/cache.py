@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain import files
-from hvdtrain.tools.build.plan import BuildPlan
 from hvdtrain.errors import BuildError
+from hvdtrain.tools.build.plan import BuildPlan
 
 MOST = 1 << 28  # bytes of a wheel; Horovod's has 2 MB
 

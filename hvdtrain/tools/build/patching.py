@@ -128,9 +128,7 @@ def apply(root: Path, patches: Sequence[Patch], program: str) -> None:
     environ |= {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}
     for patch in patches:
         argv = [program, *PROGRAMS[Path(program).name]]
-        ran = subprocess.run(
-            argv, input=patch.diff, cwd=root, env=environ, capture_output=True, text=True, check=False
-        )
+        ran = subprocess.run(argv, input=patch.diff, cwd=root, env=environ, capture_output=True, text=True, check=False)
         if ran.returncode:
             failed = FAILED_FILE.search(ran.stdout + ran.stderr)
             file = next(filter(None, failed.groups())) if failed else " ".join(ran.stderr.split())

@@ -12,10 +12,10 @@ import pydantic
 import tyro
 from pydantic import Field
 
+from hvdtrain.errors import BuildError
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.patching import Patch, Release, Target
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
-from hvdtrain.errors import BuildError
 
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import hvdtrain
+from hvdtrain.errors import BuildError
 from hvdtrain.tools.build.allreduce import proof_line
 from hvdtrain.tools.build.plan import BuildPlan
-from hvdtrain.errors import BuildError
 
 RANKS = 2
 SECONDS = 240  # two cold imports of TensorFlow on two busy cores take about 40

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TextIO
 
 from hvdtrain import lock
+from hvdtrain.errors import BuildError
 from hvdtrain.tools.build import cache, patching
 from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
 from hvdtrain.tools.build.prove import prove
 from hvdtrain.tools.rank_status import hidden
-from hvdtrain.errors import BuildError
 
 Report = Callable[[str], None]
 Show = Callable[[str], None]
