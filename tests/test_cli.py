@@ -85,97 +85,81 @@ sys.meta_path.insert(0, Forbidden())
 from hvdtrain.__main__ import run
 run()
 """
-COMMANDS = {  # argv: exit code, how stdout begins, stderr
-    "help": (["--help"], 0, HELP, ""),
-    "-h": (["-h"], 0, HELP, ""),
-    "nothing": ([], 2, HELP, ""),
-    "misspelt command": (
-        ["pln"],
-        2,
-        "",
-        r"unknown command 'pln'\. Did you mean plan\? Commands: plan, build, .*\.\n",
-    ),
-    "unknown command": (["--ranks"], 2, "", r"unknown command '--ranks'\. Commands: plan, build, .*\.\n"),
-    "command to train": (
-        ["trian", "digits"],
-        2,
-        "",
-        r"unknown command 'trian'; to train: python -m hvdtrain.torch RECIPE \(or tensorflow, lightning\)\.\n",
-    ),
-    "recipe for a command": (
-        ["digits"],
-        2,
-        "",
-        r"unknown command 'digits'; to train: python -m hvdtrain.torch digits \(or tensorflow, lightning\)\.\n",
-    ),
-    "version": (["--version"], 0, f"hvdtrain {__version__} (", ""),
-    "unknown recipe": (
-        ["plan", "lineer"],
-        2,
-        "",
-        r"RecipeError: unknown recipe 'lineer'\. Did you mean linear\? Recipes: .*; or give a file .*\.yaml\.\n",
-    ),
-    "indivisible batch": (
-        ["plan", "digits", "--ranks", "3"],
-        2,
-        "",
-        r"PlanError: batch_size must be a multiple of 3 ranks, got 64; take 63 or 66\.\n",
-    ),
-    "plan": (["plan", "linear", "--ranks", "4"], 0, "recipe      linear: linear (2 parameters)", ""),
-    "ranks first": (["plan", "--ranks=4", "linear"], 0, "recipe      linear: linear (2 parameters)", ""),
-    "ranks missing": (
-        ["plan", "linear", "--ranks"],
-        2,
-        "",
-        r"RecipeError: --ranks needs a value; --help lists the flags\.\n",
-    ),
-    "no ranks": (
-        ["plan", "linear", "--ranks", "0"],
-        2,
-        "",
-        r"RecipeError: --ranks must be greater than 0, got '0'; --help lists the flags\.\n",
-    ),
-    "ranks in superscript": (
-        ["plan", "linear", "--ranks=²"],
-        2,
-        "",
-        r"RecipeError: --ranks must be a whole number, got '²'; --help lists the flags\.\n",
-    ),
-    "plan's help": (["plan", "-h"], 0, USAGE.replace("hvdtrain.torch", "hvdtrain plan").rstrip(), ""),
-    "plan without a recipe": (["plan"], 2, "usage: python -m hvdtrain plan RECIPE [flags]", ""),
-    "plan of an unknown framework": (
-        ["plan", "linear", "--framework", "jax"],
-        2,
-        "",
-        r"RecipeError: --framework must be 'torch' or 'tensorflow', got 'jax'; --help lists the flags\.\n",
-    ),
-    "plan of a framework that is missing": (
-        ["-c", NO_TORCH, "plan", "cscs:vgg16-synthetic"],
-        2,
-        "",
-        r"EngineUnavailable: model vgg16 needs PyTorch; install it: pip install hvdtrain\[torch\]\n",
-    ),
+COMMANDS = {  # argv: exit code, how stdout begins
+    "help": (["--help"], 0, HELP),
+    "-h": (["-h"], 0, HELP),
+    "nothing": ([], 2, HELP),
+    "version": (["--version"], 0, f"hvdtrain {__version__} ("),
+    "plan": (["plan", "linear", "--ranks", "4"], 0, "recipe      linear: linear (2 parameters)"),
+    "ranks first": (["plan", "--ranks=4", "linear"], 0, "recipe      linear: linear (2 parameters)"),
+    "plan's help": (["plan", "-h"], 0, USAGE.replace("hvdtrain.torch", "hvdtrain plan").rstrip()),
+    "plan without a recipe": (["plan"], 2, "usage: python -m hvdtrain plan RECIPE [flags]"),
     "plan without data or a framework": (
         ["-c", NO_TORCH, "plan", "imagenet", "--ranks", "8"],
         0,
         "recipe      imagenet: resnet50",
-        "",
     ),
     "plan of ours without a framework": (
         ["-c", NO_TORCH, "plan", "synthetic:tiny"],
         0,
         "recipe      synthetic:tiny: resnet50",
-        "",
+    ),
+}
+REFUSED_COMMANDS = {  # argv: stderr
+    "misspelt command": (["pln"], r"unknown command 'pln'\. Did you mean plan\? Commands: plan, build, .*\.\n"),
+    "unknown command": (["--ranks"], r"unknown command '--ranks'\. Commands: plan, build, .*\.\n"),
+    "command to train": (
+        ["trian", "digits"],
+        r"unknown command 'trian'; to train: python -m hvdtrain.torch RECIPE \(or tensorflow, lightning\)\.\n",
+    ),
+    "recipe for a command": (
+        ["digits"],
+        r"unknown command 'digits'; to train: python -m hvdtrain.torch digits \(or tensorflow, lightning\)\.\n",
+    ),
+    "unknown recipe": (
+        ["plan", "lineer"],
+        r"RecipeError: unknown recipe 'lineer'\. Did you mean linear\? Recipes: .*; or give a file .*\.yaml\.\n",
+    ),
+    "indivisible batch": (
+        ["plan", "digits", "--ranks", "3"],
+        r"PlanError: batch_size must be a multiple of 3 ranks, got 64; take 63 or 66\.\n",
+    ),
+    "ranks missing": (["plan", "linear", "--ranks"], r"RecipeError: --ranks needs a value; --help lists the flags\.\n"),
+    "no ranks": (
+        ["plan", "linear", "--ranks", "0"],
+        r"RecipeError: --ranks must be greater than 0, got '0'; --help lists the flags\.\n",
+    ),
+    "ranks in superscript": (
+        ["plan", "linear", "--ranks=²"],
+        r"RecipeError: --ranks must be a whole number, got '²'; --help lists the flags\.\n",
+    ),
+    "plan of an unknown framework": (
+        ["plan", "linear", "--framework", "jax"],
+        r"RecipeError: --framework must be 'torch' or 'tensorflow', got 'jax'; --help lists the flags\.\n",
+    ),
+    "plan of a framework that is missing": (
+        ["-c", NO_TORCH, "plan", "cscs:vgg16-synthetic"],
+        r"EngineUnavailable: model vgg16 needs PyTorch; install it: pip install hvdtrain\[torch\]\n",
     ),
 }
 
 
-@pytest.mark.parametrize(("argv", "code", "out", "err"), COMMANDS.values(), ids=COMMANDS)
-def test_commands(argv, code, out, err, python):
-    done = python(*(argv if argv[:1] == ["-c"] else ("-m", "hvdtrain", *argv)))
-    assert done.returncode == code, done.stderr
+@pytest.fixture
+def command(python):
+    return lambda argv: python(*(argv if argv[:1] == ["-c"] else ("-m", "hvdtrain", *argv)))
+
+
+@pytest.mark.parametrize(("argv", "code", "out"), COMMANDS.values(), ids=COMMANDS)
+def test_commands(argv, code, out, command):
+    done = command(argv)
+    assert (done.returncode, done.stderr) == (code, "")
     assert done.stdout.startswith(out)
-    assert bool(done.stdout) == bool(out)
+
+
+@pytest.mark.parametrize(("argv", "err"), REFUSED_COMMANDS.values(), ids=REFUSED_COMMANDS)
+def test_refused_commands(argv, err, command):
+    done = command(argv)
+    assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(err, done.stderr), done.stderr
 
 

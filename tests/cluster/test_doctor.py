@@ -72,30 +72,18 @@ class Wrong:
     python: str = "python"
 
 
+def wrong_plugin(build: str, plugin: str, alone: bool = True) -> Wrong:
+    name, right = {"openmpi": ("Open MPI", "pmix"), "mpich": ("MPICH", "pmi2")}[build]
+    found = f"srun started 2 tasks with --mpi={plugin}; Horovod's {name} {{version}} needs --mpi={right}"
+    return Wrong(build, f"srun --mpi={plugin}", alone, found, srun(build, right))
+
+
 MPICH_HYDRA, NO_MPI = (RIGHT[name][2] for name in ("MPICH, Hydra", "no MPI, horovodrun --gloo"))
 OPENMPI_MPIRUN = RIGHT["Open MPI, mpirun"][2]
 WRONG = {
-    "Open MPI, srun pmi2": Wrong(
-        "openmpi",
-        "srun --mpi=pmi2",
-        True,
-        "srun started 2 tasks with --mpi=pmi2; Horovod's Open MPI {version} needs --mpi=pmix",
-        srun("openmpi", "pmix"),
-    ),
-    "Open MPI, srun none": Wrong(
-        "openmpi",
-        "srun --mpi=none",
-        True,
-        "srun started 2 tasks with --mpi=none; Horovod's Open MPI {version} needs --mpi=pmix",
-        srun("openmpi", "pmix"),
-    ),
-    "Open MPI, srun cray_shasta": Wrong(
-        "openmpi",
-        "srun --mpi=cray_shasta",
-        True,
-        "srun started 2 tasks with --mpi=cray_shasta; Horovod's Open MPI {version} needs --mpi=pmix",
-        srun("openmpi", "pmix"),
-    ),
+    "Open MPI, srun pmi2": wrong_plugin("openmpi", "pmi2"),
+    "Open MPI, srun none": wrong_plugin("openmpi", "none"),
+    "Open MPI, srun cray_shasta": wrong_plugin("openmpi", "cray_shasta"),
     "Open MPI, Hydra": Wrong(
         "openmpi",
         HYDRA,
@@ -103,27 +91,9 @@ WRONG = {
         "mpiexec of MPICH started 2 ranks; this Horovod was built with Open MPI {version}",
         OPENMPI_MPIRUN,
     ),
-    "MPICH, srun pmix": Wrong(
-        "mpich",
-        "srun --mpi=pmix",
-        False,
-        "srun started 2 tasks with --mpi=pmix; Horovod's MPICH {version} needs --mpi=pmi2",
-        srun("mpich", "pmi2"),
-    ),
-    "MPICH, srun none": Wrong(
-        "mpich",
-        "srun --mpi=none",
-        True,
-        "srun started 2 tasks with --mpi=none; Horovod's MPICH {version} needs --mpi=pmi2",
-        srun("mpich", "pmi2"),
-    ),
-    "MPICH, srun cray_shasta": Wrong(
-        "mpich",
-        "srun --mpi=cray_shasta",
-        True,
-        "srun started 2 tasks with --mpi=cray_shasta; Horovod's MPICH {version} needs --mpi=pmi2",
-        srun("mpich", "pmi2"),
-    ),
+    "MPICH, srun pmix": wrong_plugin("mpich", "pmix", alone=False),
+    "MPICH, srun none": wrong_plugin("mpich", "none"),
+    "MPICH, srun cray_shasta": wrong_plugin("mpich", "cray_shasta"),
     "MPICH, mpirun": Wrong(
         "mpich",
         MPIRUN,

@@ -626,11 +626,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(OutputError) as caught:
         commit(folder, made(1), keep=1)
     assert str(caught.value) == (
-        f"checkpoint {folder}/step-00000001 could not be written: checkpoints: {errno_text(errno.ENOTDIR)}; "
+        f"checkpoint {folder}/step-00000001 could not be written: checkpoints: {os.strerror(errno.ENOTDIR)}; "
         "free space or give another --output. "
         "The checkpoints before it are whole: the same command resumes from there."
     )
-
-
-def errno_text(number: int) -> str:
-    return os.strerror(number)

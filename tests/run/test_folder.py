@@ -22,11 +22,17 @@ from hvdtrain.run.folder import _is_finished, _metadata, hold, model_identity, o
 
 ALONE = Topology.alone("here")
 IN_JOB = replace(ALONE, job_id="22")
+MINE = Path("mine")
 
 
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def plan(make_plan):
+    return make_plan()
 
 
 def open_one(plan, topology=IN_JOB, framework="torch", output=None, resume="auto"):
@@ -123,8 +129,7 @@ def test_status_says_what_happened(make_plan):
     assert status["time"] > 1.7e9
 
 
-def test_the_same_command_goes_on(make_plan):
-    plan = make_plan()
+def test_the_same_command_goes_on(plan):
     first = stopped_at(plan, 40)
     again = begin(plan, replace(ALONE, job_id="23"))
     assert again.folder.path == first.folder.path
@@ -133,14 +138,12 @@ def test_the_same_command_goes_on(make_plan):
     assert json.loads((again.folder.path / "status.json").read_text())["step"] == 40
 
 
-def test_a_failed_run_is_taken_up(make_plan):
-    plan = make_plan()
+def test_a_failed_run_is_taken_up(plan):
     stopped_at(plan, 40).folder.write_status("failed", error="the loss is nan")
     assert begin(plan).checkpoint.meta["step"] == 40
 
 
-def test_the_newest_of_several_is_taken_up(make_plan):
-    plan = make_plan()
+def test_the_newest_of_several_is_taken_up(plan):
     begun = [begin(plan, replace(ALONE, job_id=str(job))) for job in (1, 2, 3)]
     for age, (run, step) in enumerate(zip(begun, (10, 20, 30), strict=True)):
         save(run, plan, step)
@@ -152,28 +155,15 @@ def test_the_newest_of_several_is_taken_up(make_plan):
     assert begin(plan).checkpoint.meta["step"] == 20
 
 
-def finished(plan, make_plan):
-    return stopped_at(plan, plan.total_steps)
-
-
-def of_another_recipe(plan, make_plan):
-    return stopped_at(make_plan("linear", base_lr=0.25), 40)
-
-
-def without_checkpoint(plan, make_plan):
-    return begin(plan)
-
-
 LEFT = {
-    "finished": finished,
-    "another LR": of_another_recipe,
-    "no checkpoint yet": without_checkpoint,
+    "finished": lambda plan, make_plan: stopped_at(plan, plan.total_steps),
+    "another LR": lambda plan, make_plan: stopped_at(make_plan("linear", base_lr=0.25), 40),
+    "no checkpoint yet": lambda plan, make_plan: begin(plan),
 }
 
 
 @pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
-def test_never_taken_up(left, make_plan):
-    plan = make_plan()
+def test_never_taken_up(left, plan, make_plan):
     other = left(plan, make_plan)
     before = (other.folder.path / "recipe.yaml").read_text()
     begun = begin(plan)
@@ -207,14 +197,12 @@ def lose(path: Path, content: bytes | None) -> None:
 
 @pytest.mark.parametrize("content", LOST.values(), ids=LOST)
 @pytest.mark.parametrize("name", ["status.json", "plan.json"])
-def test_a_lost_small_file_hides_no_checkpoints(name, content, make_plan):
-    plan = make_plan()
+def test_a_lost_small_file_hides_no_checkpoints(name, content, plan):
     lose(stopped_at(plan, 40).folder.path / name, content)
     assert begin(plan).checkpoint.meta["step"] == 40
 
 
-def test_fuzzed_statuses_are_read_or_made_up_for(make_plan):
-    plan = make_plan()
+def test_fuzzed_statuses_are_read_or_made_up_for(plan):
     path = stopped_at(plan, 40).folder.path
     meta = _metadata(path)
     for text in odd_json.texts({"state": "finished", "time": 1.5, "step": 3, "error": "x"}):
@@ -234,8 +222,7 @@ def test_a_run_that_ended_stays_ended_without_its_status(content, make_plan):
 
 
 @pytest.mark.parametrize("content", [content for name, content in LOST.items() if name != "a list"])
-def test_a_run_without_its_recipe_is_not_passed_over_in_silence(content, make_plan):
-    plan = make_plan()
+def test_a_run_without_its_recipe_is_not_passed_over_in_silence(content, plan):
     lose(stopped_at(plan, 40).folder.path / "recipe.yaml", content)
     begun = begin(plan)
     assert begun.folder.path == Path("runs/linear/22-2")
@@ -246,8 +233,7 @@ def test_a_run_without_its_recipe_is_not_passed_over_in_silence(content, make_pl
     assert begin(plan, output=Path("runs/linear/22")).checkpoint.meta["step"] == 40
 
 
-def test_a_run_without_metadata_is_not_passed_over_in_silence(make_plan):
-    plan = make_plan()
+def test_a_run_without_metadata_is_not_passed_over_in_silence(plan):
     stopped_at(plan, 40)
     Path("runs/linear/22/checkpoints/step-00000040/meta.json").write_bytes(b"")
     assert begin(plan).notes == (
@@ -269,8 +255,7 @@ def test_a_damaged_checkpoint_makes_no_new_one_go(make_plan):
     assert begin(plan).checkpoint.meta["step"] == 60
 
 
-def test_what_a_killed_run_left_is_swept(make_plan):
-    plan = make_plan()
+def test_what_a_killed_run_left_is_swept(plan):
     path = stopped_at(plan, 40).folder.path
     for left in ("checkpoints/.step-00000050.12-0123456789abcdef.tmp", "checkpoints/.step-00000010.old"):
         (path / left).mkdir()
@@ -282,29 +267,26 @@ def test_what_a_killed_run_left_is_swept(make_plan):
     assert [file.name for file in path.glob(".*.tmp")] == [".mine.tmp"]
 
 
-def test_a_refused_folder_is_left_as_it_was(make_plan):
+def test_a_refused_folder_is_left_as_it_was(plan):
     """Another run's, which a wrong --output names."""
-    plan = make_plan()
-    begun = begin(plan, output=Path("mine"))
+    begun = begin(plan, output=MINE)
     for step in (40, 80):
         save(begun, plan, step, framework="tensorflow")
     (Path("mine/checkpoints/step-00000080") / ARRAYS).write_bytes(b"")
-    refusal(CheckpointError, plan, output=Path("mine"))
+    refusal(CheckpointError, plan, output=MINE)
     assert sorted(path.name for path in Path("mine/checkpoints").iterdir()) == ["step-00000040", "step-00000080"]
 
 
-def test_a_checkpoint_that_is_not_a_runs_is_refused(make_plan):
-    plan = make_plan()
+def test_a_checkpoint_that_is_not_a_runs_is_refused(plan):
     meta = {"step": 3, "model": model_identity(plan), "framework": "torch"}
     commit(Path("mine/checkpoints"), Checkpoint({}, meta), keep=2)
-    assert refusal(CheckpointError, plan, output=Path("mine")) == (
+    assert refusal(CheckpointError, plan, output=MINE) == (
         "the checkpoint of step 3 cannot be resumed from: epoch in meta.json: Field required; "
         "remove it, or give another --output."
     )
 
 
-def test_a_run_that_another_process_writes_is_not_taken_up(make_plan):
-    plan = make_plan()
+def test_a_run_that_another_process_writes_is_not_taken_up(plan):
     held = open_one(plan, IN_JOB, "torch", None, "auto")
     save(held, plan, 40)
     assert begin(plan).folder.path == Path("runs/linear/22-2")
@@ -312,16 +294,14 @@ def test_a_run_that_another_process_writes_is_not_taken_up(make_plan):
     assert begin(plan).checkpoint.meta["step"] == 40
 
 
-def test_resume_never_starts_anew(make_plan):
-    plan = make_plan()
+def test_resume_never_starts_anew(plan):
     stopped_at(plan, 40)
     begun = begin(plan, resume="never")
     assert (begun.folder.path, begun.checkpoint) == (Path("runs/linear/22-2"), None)
 
 
 @pytest.mark.parametrize("output", ["mine", "a/b/../mine", "{here}/mine"])
-def test_a_given_folder_is_taken_up(output, make_plan):
-    plan = make_plan()
+def test_a_given_folder_is_taken_up(output, plan):
     Path("a/b").mkdir(parents=True)
     output = Path(output.format(here=Path.cwd()))
     save(begin(plan, output=output), plan, 40)
@@ -329,8 +309,7 @@ def test_a_given_folder_is_taken_up(output, make_plan):
     assert not Path("runs").exists()
 
 
-def test_a_damaged_checkpoint_is_reported(make_plan):
-    plan = make_plan()
+def test_a_damaged_checkpoint_is_reported(plan):
     save(stopped_at(plan, 40), plan, 80)
     damaged = Path("runs/linear/22/checkpoints/step-00000080")
     (damaged / ARRAYS).write_bytes(b"")
@@ -342,8 +321,7 @@ def test_a_damaged_checkpoint_is_reported(make_plan):
     )
 
 
-def test_nothing_whole_is_reported(make_plan):
-    plan = make_plan()
+def test_nothing_whole_is_reported(plan):
     stopped_at(plan, 40)
     damaged = Path("runs/linear/22/checkpoints/step-00000040")
     (damaged / ARRAYS).write_bytes(b"")
@@ -361,49 +339,43 @@ def refusal(kind, plan, **options) -> str:
     return str(caught.value)
 
 
-def test_resume_never_into_a_folder_with_checkpoints_is_refused(make_plan):
-    plan, output = make_plan(), Path("mine")
-    save(begin(plan, output=output), plan, 40)
-    assert refusal(OutputError, plan, output=output, resume="never") == (
+def test_resume_never_into_a_folder_with_checkpoints_is_refused(plan):
+    save(begin(plan, output=MINE), plan, 40)
+    assert refusal(OutputError, plan, output=MINE, resume="never") == (
         "mine holds checkpoints and --resume is never; give another --output, or drop --resume never."
     )
 
 
-def test_checkpoints_of_another_model_are_refused(make_plan):
-    output = Path("mine")
-    plan = make_plan()
-    save(begin(plan, output=output), plan, 40)
+def test_checkpoints_of_another_model_are_refused(plan, make_plan):
+    save(begin(plan, output=MINE), plan, 40)
     before = Path("mine/recipe.yaml").read_text()
-    assert refusal(CheckpointError, make_plan("synthetic:tiny"), output=output) == (
+    assert refusal(CheckpointError, make_plan("synthetic:tiny"), output=MINE) == (
         "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains resnet50, "
         "cifar stem, 23,528,522 parameters, momentum kept; give another --output."
     )
-    assert refusal(CheckpointError, make_plan("linear", momentum=0.9), output=output) == (
+    assert refusal(CheckpointError, make_plan("linear", momentum=0.9), output=MINE) == (
         "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains linear, "
         "2 parameters, momentum kept; give another --output."
     )
     assert Path("mine/recipe.yaml").read_text() == before
 
 
-def test_a_checkpoint_of_another_framework_is_refused(make_plan):
-    plan, output = make_plan(), Path("mine")
-    save(begin(plan, output=output), plan, 40, framework="tensorflow")
-    assert refusal(CheckpointError, plan, output=output) == (
+def test_a_checkpoint_of_another_framework_is_refused(plan):
+    save(begin(plan, output=MINE), plan, 40, framework="tensorflow")
+    assert refusal(CheckpointError, plan, output=MINE) == (
         "mine holds checkpoints of tensorflow, this run trains with torch; convert them: "
         "python -m hvdtrain convert mine --to torch"
     )
 
 
-def test_another_frameworks_unfinished_run_is_not_taken_up(make_plan):
-    plan = make_plan()
+def test_another_frameworks_unfinished_run_is_not_taken_up(plan):
     theirs = open_one(plan, IN_JOB, "tensorflow", None, "auto")
     save(theirs, plan, 40, framework="tensorflow")
     theirs.folder.lock.close()
     assert begin(plan).folder.path != theirs.folder.path
 
 
-def test_a_job_that_was_queued_again_goes_on_with_its_own_run(make_plan):
-    plan = make_plan()
+def test_a_job_that_was_queued_again_goes_on_with_its_own_run(plan):
     mine, others = (dataclasses.replace(IN_JOB, job_id=job) for job in ("31", "32"))
     paths = []
     for topology in (mine, others):
@@ -414,10 +386,9 @@ def test_a_job_that_was_queued_again_goes_on_with_its_own_run(make_plan):
     assert open_one(plan, mine, "torch", None, "auto").folder.path == paths[0]
 
 
-def test_a_folder_in_use_is_refused(make_plan):
-    plan, output = make_plan(), Path("mine")
-    held = open_one(plan, ALONE, "torch", output, "auto")
-    assert refusal(OutputError, plan, output=output) == (
+def test_a_folder_in_use_is_refused(plan):
+    held = open_one(plan, ALONE, "torch", MINE, "auto")
+    assert refusal(OutputError, plan, output=MINE) == (
         "mine is being written by another run; wait for it, or give another --output."
     )
     held.folder.lock.close()
@@ -427,11 +398,11 @@ def test_a_lock_of_somebody_elses_making_is_refused(make_plan):
     Path("mine").mkdir()
     Path("precious").write_text("kept")
     Path("mine/.lock").symlink_to(Path("precious").resolve())
-    assert refusal(OutputError, make_plan(), output=Path("mine")).startswith("cannot write to the run folder mine: ")
+    assert refusal(OutputError, make_plan(), output=MINE).startswith("cannot write to the run folder mine: ")
     assert Path("precious").read_text() == "kept"
     Path("mine/.lock").unlink()
     os.mkfifo("mine/.lock")
-    assert refusal(OutputError, make_plan(), output=Path("mine")).startswith("cannot write to the run folder mine: ")
+    assert refusal(OutputError, make_plan(), output=MINE).startswith("cannot write to the run folder mine: ")
 
 
 def test_a_folder_below_a_file_is_refused(make_plan):
@@ -462,8 +433,7 @@ def no_root():
         os.seteuid(user)
 
 
-def test_a_write_protected_folder_is_refused(make_plan):
-    plan = make_plan()
+def test_a_write_protected_folder_is_refused(plan):
     Path.cwd().chmod(0o755)
     Path("sealed").mkdir(mode=0o555)
     with no_root():
@@ -486,9 +456,7 @@ def test_room_is_asked_for_and_given_back(make_plan, tiny_disk):
     assert not (tiny_disk / "run" / ".room").exists()
 
 
-def test_a_changed_recipe_is_reported(make_plan):
-    output = Path("mine")
-    plan = make_plan()
-    save(begin(plan, output=output), plan, 40)
-    changed = begin(make_plan(base_lr=0.25, seed=3), output=output)
+def test_a_changed_recipe_is_reported(plan, make_plan):
+    save(begin(plan, output=MINE), plan, 40)
+    changed = begin(make_plan(base_lr=0.25, seed=3), output=MINE)
     assert changed.notes[1:] == ("the recipe has changed since; now seed: 3, base_lr: 0.25",)

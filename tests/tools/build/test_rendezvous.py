@@ -23,8 +23,8 @@ from paths import REPOSITORY
 from ranks import needs_our_horovod
 
 from hvdtrain.launch import gloo
-from hvdtrain.tools.build.patching import SOURCES
 from hvdtrain.launch.rendezvous import Endpoint
+from hvdtrain.tools.build.patching import SOURCES
 
 pytestmark = [pytest.mark.launched, needs_our_horovod]
 

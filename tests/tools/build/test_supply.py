@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from paths import REPOSITORY
 
+from hvdtrain.errors import BuildError
 from hvdtrain.tools import build
 from hvdtrain.tools.build import plan as planning
 from hvdtrain.tools.build import probe as probing
 from hvdtrain.tools.build import run as running
 from hvdtrain.tools.build.plan import Options, plan
-from hvdtrain.errors import BuildError
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another user")

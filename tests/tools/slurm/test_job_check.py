@@ -39,12 +39,38 @@ srun bash -c 'torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$SLURM_NODEID \
 SRUN = "srun --mpi=pmix python -m hvdtrain.torch digits"
 BOOSTER = SITES["juwels-booster"]
 PORT = "$((10000 + SLURM_JOB_ID % 10000))"
-ONE_TASK = "one task, that is one rank, drives one GPU: "
 SHELL = "there it is 0 for all: only inside the step has each rank its own"
 
 
 def rendered(name: str) -> str:
     return slurm.render(SITES[name], slurm.Options(nodes=2), ("python", "train.py"))
+
+
+def tasks(line: int, number: int, gpus: int, remedy: str) -> Finding:
+    wrong = f"{number} task{'s' * (number > 1)} a node, {gpus} GPUs"
+    then = "some would have to share one" if number > gpus else "GPUs would idle, and cost"
+    return Finding(line, wrong, f"one task, that is one rank, drives one GPU: {then}", remedy)
+
+
+def cpus_unset(line: int) -> Finding:
+    why = "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU"
+    remedy = 'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
+    return Finding(line, "SRUN_CPUS_PER_TASK is not set", why, remedy, note=True)
+
+
+def without_srun(line: int, program: str, remedy: str) -> Finding:
+    why = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
+    return Finding(line, f"{program} without srun", why, remedy)
+
+
+def not_sbatch(wrong: str, remedy: str, note: bool) -> Finding:
+    why = "only a line that begins with exactly #SBATCH and a space is an option; this one is a comment"
+    return Finding(10, f"'{wrong}' is not #SBATCH", why, remedy, note=note)
+
+
+def does_not_return(option: str, remedy: str) -> Finding:
+    why = "at its time limit hvdtrain could not save a checkpoint and come back by itself"
+    return Finding(11, f"no {option}", why, remedy, note=True)
 
 
 def rank_variable(line: int, name: str) -> Finding:
@@ -61,46 +87,18 @@ TOO_HIGH = "ports end at 65535, job ids do not"
 OCTAL = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
 
 PROVOKED = {  # what is replaced in GOOD, by what, the findings
-    "too many tasks": (
-        "per-node=4",
-        "per-node=8",
-        Finding(3, "8 tasks a node, 4 GPUs", ONE_TASK + "some would have to share one", "#SBATCH --ntasks-per-node=4"),
-    ),
-    "too few tasks": (
-        "per-node=4",
-        "per-node=1",
-        Finding(3, "1 task a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "#SBATCH --ntasks-per-node=4"),
-    ),
-    "tasks not given": (
-        "#SBATCH --ntasks-per-node=4\n",
-        "",
-        Finding(11, "1 task a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "#SBATCH --ntasks-per-node=4"),
-    ),
-    "tasks as a total": (
-        "--ntasks-per-node=4",
-        "-n 16",
-        Finding(3, "8 tasks a node, 4 GPUs", ONE_TASK + "some would have to share one", "#SBATCH --ntasks=8"),
-    ),
-    "GPUs as a total": (
-        "--gres=gpu:4",
-        "--gpus=4",
-        Finding(3, "4 tasks a node, 2 GPUs", ONE_TASK + "some would have to share one", "#SBATCH --ntasks-per-node=2"),
-    ),
-    "GPUs of a type": (
-        "--gres=gpu:4",
-        "--gres=nvme:1,gpu:a100:2",
-        Finding(3, "4 tasks a node, 2 GPUs", ONE_TASK + "some would have to share one", "#SBATCH --ntasks-per-node=2"),
-    ),
+    "too many tasks": ("per-node=4", "per-node=8", tasks(3, 8, 4, "#SBATCH --ntasks-per-node=4")),
+    "too few tasks": ("per-node=4", "per-node=1", tasks(3, 1, 4, "#SBATCH --ntasks-per-node=4")),
+    "tasks not given": ("#SBATCH --ntasks-per-node=4\n", "", tasks(11, 1, 4, "#SBATCH --ntasks-per-node=4")),
+    "tasks as a total": ("--ntasks-per-node=4", "-n 16", tasks(3, 8, 4, "#SBATCH --ntasks=8")),
+    "GPUs as a total": ("--gres=gpu:4", "--gpus=4", tasks(3, 4, 2, "#SBATCH --ntasks-per-node=2")),
+    "GPUs of a type": ("--gres=gpu:4", "--gres=nvme:1,gpu:a100:2", tasks(3, 4, 2, "#SBATCH --ntasks-per-node=2")),
     "all GPUs to one task": (
         "--ntasks-per-node=4\n#SBATCH --gres=gpu:4",
         "--ntasks-per-node=1\n#SBATCH --gpus-per-task=4",
-        Finding(3, "1 task a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "#SBATCH --ntasks-per-node=4"),
+        tasks(3, 1, 4, "#SBATCH --ntasks-per-node=4"),
     ),
-    "srun's own tasks": (
-        "srun ",
-        "srun --ntasks-per-node=2 ",
-        Finding(12, "2 tasks a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "srun --ntasks-per-node=4"),
-    ),
+    "srun's own tasks": ("srun ", "srun --ntasks-per-node=2 ", tasks(12, 2, 4, "srun --ntasks-per-node=4")),
     "no GPU": (
         "#SBATCH --gres=gpu:4\n",
         "",
@@ -127,47 +125,17 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             note=True,
         ),
     ),
-    "SRUN_CPUS_PER_TASK missing": (
-        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n',
-        "",
-        Finding(
-            11,
-            "SRUN_CPUS_PER_TASK is not set",
-            "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU",
-            'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-            note=True,
-        ),
-    ),
-    "SRUN_CPUS_PER_TASK in a comment": (
-        "export SRUN_CPUS_PER_TASK=",
-        "# export SRUN_CPUS_PER_TASK=",
-        Finding(
-            12,
-            "SRUN_CPUS_PER_TASK is not set",
-            "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU",
-            'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-            note=True,
-        ),
-    ),
+    "SRUN_CPUS_PER_TASK missing": ('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n', "", cpus_unset(11)),
+    "SRUN_CPUS_PER_TASK in a comment": ("export SRUN_CPUS_PER_TASK=", "# export SRUN_CPUS_PER_TASK=", cpus_unset(12)),
     "no srun": (
         SRUN,
         "python -m hvdtrain.torch digits",
-        Finding(
-            12,
-            "python without srun",
-            "the job's script runs once, on its first node; only srun starts all tasks on all nodes",
-            "srun python -m hvdtrain.torch ...",
-        ),
+        without_srun(12, "python", "srun python -m hvdtrain.torch ..."),
     ),
     "no srun before a file": (
         SRUN,
         "cd work && CUDA_LAUNCH_BLOCKING=1 python3 train.py \\\n  --lr 1",
-        Finding(
-            12,
-            "python3 without srun",
-            "the job's script runs once, on its first node; only srun starts all tasks on all nodes",
-            "srun python3 train.py --lr ...",
-        ),
+        without_srun(12, "python3", "srun python3 train.py --lr ..."),
     ),
     "rank exported": ("module load", "export RANK=$SLURM_PROCID\nmodule load", rank_variable(10, "SLURM_PROCID")),
     "rank exported, a small step before": (
@@ -256,23 +224,12 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
     "space in #SBATCH": (
         "#SBATCH --requeue",
         "#SBATCH --requeue\n# SBATCH --mem=64G",
-        Finding(
-            10,
-            "'# SBATCH' is not #SBATCH",
-            "only a line that begins with exactly #SBATCH and a space is an option; this one is a comment",
-            "#SBATCH --mem=64G",
-            note=True,
-        ),
+        not_sbatch("# SBATCH", "#SBATCH --mem=64G", note=True),
     ),
     "typo in #SBATCH": (
         "#SBATCH --requeue",
         "#SBATCH --requeue\n#SBTACH -A abc",
-        Finding(
-            10,
-            "'#SBTACH' is not #SBATCH",
-            "only a line that begins with exactly #SBATCH and a space is an option; this one is a comment",
-            "#SBATCH -A abc",
-        ),
+        not_sbatch("#SBTACH", "#SBATCH -A abc", note=False),
     ),
     "partition": (
         "=booster",
@@ -291,28 +248,8 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             1, "no --partition", "the job would not get the nodes of JSC JUWELS Booster", "#SBATCH --partition=booster"
         ),
     ),
-    "no signal": (
-        "#SBATCH --signal=USR2@120\n",
-        "",
-        Finding(
-            11,
-            "no --signal",
-            "at its time limit hvdtrain could not save a checkpoint and come back by itself",
-            "#SBATCH --signal=USR2@120",
-            note=True,
-        ),
-    ),
-    "no requeue": (
-        "#SBATCH --requeue\n",
-        "",
-        Finding(
-            11,
-            "no --requeue",
-            "at its time limit hvdtrain could not save a checkpoint and come back by itself",
-            "#SBATCH --requeue",
-            note=True,
-        ),
-    ),
+    "no signal": ("#SBATCH --signal=USR2@120\n", "", does_not_return("--signal", "#SBATCH --signal=USR2@120")),
+    "no requeue": ("#SBATCH --requeue\n", "", does_not_return("--requeue", "#SBATCH --requeue")),
     "one GPU visible": (
         "module load",
         "export CUDA_VISIBLE_DEVICES=0\nmodule load",
@@ -334,7 +271,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
                 "srun without -n takes all tasks of the job",
                 note=True,
             ),
-            Finding(12, "2 tasks a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "srun --ntasks=8"),
+            tasks(12, 2, 4, "srun --ntasks=8"),
         ],
     ),
     "tasks that contradict": (
@@ -348,7 +285,7 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
                 "#SBATCH --ntasks=8, or leave --ntasks out",
                 note=True,
             ),
-            Finding(3, "2 tasks a node, 4 GPUs", ONE_TASK + "GPUs would idle, and cost", "#SBATCH --ntasks=8"),
+            tasks(3, 2, 4, "#SBATCH --ntasks=8"),
         ],
     ),
     "memory": (
@@ -516,12 +453,7 @@ ELSEWHERE = {  # a script, what is replaced in it, by what, its site, the findin
         "srun bash -c",
         "torchrun --nproc-per-node=4 a.py #",
         None,
-        Finding(
-            6,
-            "torchrun without srun",
-            "the job's script runs once, on its first node; only srun starts all tasks on all nodes",
-            "srun torchrun --nproc-per-node=4 a.py ...",
-        ),
+        without_srun(6, "torchrun", "srun torchrun --nproc-per-node=4 a.py ..."),
     ),
 }
 

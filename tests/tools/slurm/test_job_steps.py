@@ -143,117 +143,99 @@ def test_what_is_right_is_ready_to_submit(options, commands):
     assert report("job.sh", findings_of(case), case) == "job.sh: nothing wrong found; it is ready to submit."
 
 
-STEPS = {  # options, commands: the mistakes, the advice
-    "no srun on two nodes": ("-N 2 -c 8 --gres=gpu:4", f"torchrun {C10D} a.py", [f"torchrun {WITHOUT}"], []),
+MISTAKES = {  # options, commands: the mistake, and no advice
+    "no srun on two nodes": ("-N 2 -c 8 --gres=gpu:4", f"torchrun {C10D} a.py", f"torchrun {WITHOUT}"),
     "no srun, behind a look at the nodes": (
         "-N 2 -c 8 --gres=gpu:4",
         f"HOST=$(srun -N1 -n1 hostname)\ntorchrun {C10D} a.py",
-        [f"torchrun {WITHOUT}"],
-        [],
+        f"torchrun {WITHOUT}",
     ),
     "no srun in a container": (
         "-N 4 -c 8 --gres=gpu:1",
         'apptainer exec --nv a.sif bash -c "cd x; torchrun --nproc_per_node 1 a.py"',
-        [f"torchrun {WITHOUT}"],
-        [],
+        f"torchrun {WITHOUT}",
     ),
-    "accelerate without srun": ("-N 2 -c 8 --gres=gpu:4", "accelerate launch a.py", [f"accelerate {WITHOUT}"], []),
-    "as many tasks as GPUs, and one process": ("-N 1 -n 4 -c 8 --gres=gpu:4", "python a.py", [f"python {WITHOUT}"], []),
-    "deepspeed without hosts": ("-N 2 -c 8 --gres=gpu:4", "deepspeed a.py", ["deepspeed without --hostfile"], []),
-    "horovodrun without hosts": (
-        "-N 2 -c 8 --gres=gpu:4",
-        "horovodrun -np 8 python a.py",
-        ["horovodrun without -H"],
-        [],
-    ),
-    "one process": ("-N 1 -c 8 --gres=gpu:4", "python a.py", [], ["1 process, 4 GPUs"]),
-    "mpirun with more ranks than tasks": (
-        "-N 2 -c 8 --gpus-per-node=4",
-        "mpirun -n 8 python a.py",
-        [],
-        ["8 ranks, 2 tasks"],
-    ),
-    "mpirun with too few": ("-N 2 -c 8 --gres=gpu:4", "mpirun -np 2 python a.py", ["2 ranks, 8 GPUs"], []),
-    "several torchruns": ("-N 2 -n 8 --gres=gpu:4", TORCHRUN, ["4 torchruns a node"], []),
+    "accelerate without srun": ("-N 2 -c 8 --gres=gpu:4", "accelerate launch a.py", f"accelerate {WITHOUT}"),
+    "as many tasks as GPUs, and one process": ("-N 1 -n 4 -c 8 --gres=gpu:4", "python a.py", f"python {WITHOUT}"),
+    "deepspeed without hosts": ("-N 2 -c 8 --gres=gpu:4", "deepspeed a.py", "deepspeed without --hostfile"),
+    "horovodrun without hosts": ("-N 2 -c 8 --gres=gpu:4", "horovodrun -np 8 python a.py", "horovodrun without -H"),
+    "mpirun with too few": ("-N 2 -c 8 --gres=gpu:4", "mpirun -np 2 python a.py", "2 ranks, 8 GPUs"),
+    "several torchruns": ("-N 2 -n 8 --gres=gpu:4", TORCHRUN, "4 torchruns a node"),
     "several accelerates": (
         "-N 2 --tasks-per-node 4 --gres gpu:a100:4",
         "srun -c 8 accelerate launch a.py",
-        ["4 accelerates a node"],
-        [],
+        "4 accelerates a node",
     ),
-    "too few ranks of torchrun": (
-        "-c 8 --gres=gpu:4",
-        "torchrun --nproc_per_node=2 a.py",
-        ["2 ranks a node, 4 GPUs"],
-        [],
+    "too few ranks of torchrun": ("-c 8 --gres=gpu:4", "torchrun --nproc_per_node=2 a.py", "2 ranks a node, 4 GPUs"),
+    "torchrun's one rank": ("-c 8 --gres=gpu:2", "python -m torch.distributed.run a.py", "1 rank a node, 2 GPUs"),
+    "too many ranks of torchrun": ("-c 8 --gres=gpu:1", "torchrun --nproc_per_node 2 a.py", "2 ranks a node, 1 GPU"),
+    "too many tasks": ("-N 1 -n 8 --gres=gpu:4", PYTHON, TASKS_8_4),
+    "srun's own tasks": ("-N 2 --gres=gpu:4", "srun -n 4 -c 8 python a.py", TASKS_2_4),
+    "one task on each of two nodes": ("-N 2 --ntasks-per-node=1 --gres=gpu:4", PYTHON, TASKS_1_4),
+    "one Horovod task": ("-N 1 -n 1 --gres=gpu:4", "srun --mpi=pmix -c 8 python hvd_train.py", TASKS_1_4),
+    "a variable in #SBATCH": ("--nodes=$N -n 4 --gres=gpu:4", PYTHON, "--nodes=$N"),
+    "an option without its value": ("--nodes= -n 4 --gres=gpu:4", PYTHON, "--nodes="),
+    "a rank of the job's shell": ("-N 1 -n 4 --gres=gpu:4", f"export RANK=$SLURM_PROCID\n{PYTHON}", PROC_ID),
+    "a node's rank of the job's shell": (
+        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
+        "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$SLURM_NODEID a.py",
+        NODE_ID,
     ),
-    "torchrun's one rank": ("-c 8 --gres=gpu:2", "python -m torch.distributed.run a.py", ["1 rank a node, 2 GPUs"], []),
-    "too many ranks of torchrun": (
-        "-c 8 --gres=gpu:1",
-        "torchrun --nproc_per_node 2 a.py",
-        ["2 ranks a node, 1 GPU"],
-        [],
+    "a node's rank by hand": (
+        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
+        "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --node_rank=0 a.py",
+        "--node_rank=0",
     ),
-    "too many tasks": ("-N 1 -n 8 --gres=gpu:4", PYTHON, [TASKS_8_4], []),
+    "a rank by hand": ("-N 1 -n 4 --gres=gpu:4", f"export RANK=0\n{PYTHON}", "RANK= is set for all ranks"),
+    "a mistyped option": ("-N 1 -n 4 --gres=gpu:4\n#SBACTH -N 2", PYTHON, "'#SBACTH' is not #SBATCH"),
+}
+ADVICE = {  # options, commands: the advice, and no mistake
+    "one process": ("-N 1 -c 8 --gres=gpu:4", "python a.py", "1 process, 4 GPUs"),
+    "mpirun with more ranks than tasks": ("-N 2 -c 8 --gpus-per-node=4", "mpirun -n 8 python a.py", "8 ranks, 2 tasks"),
+    "one task that may start others": ("-N 1 -n 1 --gres=gpu:4", PYTHON, TASKS_1_4),
+    "one task that knows its node": ("-N 2 -n 2 --gres=gpu:4", f"{PYTHON} --rank x", TASKS_1_4),
+    "a node's rank that c10d passes over": (
+        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
+        f"srun -c 8 torchrun {C10D} --node-rank=$SLURM_NODEID a.py",
+        NODE_ID,
+    ),
+    "a port on shared nodes": ("-N 2 -n 8 --gres=gpu:4", f"MASTER_PORT=29500\n{PYTHON}", PORT),
+    "no CPUs": ("-N 1 -n 4 --gres=gpu:4", "srun python a.py\nsrun python b.py", NO_CPUS),
+    "CPUs that srun does not take": ("-N 1 -n 4 -c 8 --gres=gpu:4", "srun python a.py", UNSET),
+    "an option that is switched off": ("-N 1 -n 4 --gres=gpu:4\n# SBATCH -N 2", PYTHON, "'# SBATCH' is not #SBATCH"),
+    "an option in small letters": ("-N 1 -n 4 --gres=gpu:4\n#sbatch -N 2", PYTHON, "'#sbatch' is not #SBATCH"),
+    "no GPU is requested": ("-N 1 -c 8", "module load cuda\npython a.py", "no GPU is requested"),
+}
+SEVERAL = {  # options, commands: the mistakes, the advice
     "--ntasks counts": (
         "-N 2 -n 4 --ntasks-per-node=4 --gres=gpu:4",
         PYTHON,
         [TASKS_2_4],
         ["--ntasks=4, but 2 x 4 tasks a node"],
     ),
-    "srun's own tasks": ("-N 2 --gres=gpu:4", "srun -n 4 -c 8 python a.py", [TASKS_2_4], []),
-    "one task on each of two nodes": ("-N 2 --ntasks-per-node=1 --gres=gpu:4", PYTHON, [TASKS_1_4], []),
-    "one Horovod task": ("-N 1 -n 1 --gres=gpu:4", "srun --mpi=pmix -c 8 python hvd_train.py", [TASKS_1_4], []),
-    "one task that may start others": ("-N 1 -n 1 --gres=gpu:4", PYTHON, [], [TASKS_1_4]),
-    "one task that knows its node": ("-N 2 -n 2 --gres=gpu:4", f"{PYTHON} --rank x", [], [TASKS_1_4]),
     "more tasks than the job": ("-N 1 -n 4 --gres=gpu:4", "srun -n 8 -c 8 python a.py", [TASKS_8_4, "srun -n 8"], []),
-    "a variable in #SBATCH": ("--nodes=$N -n 4 --gres=gpu:4", PYTHON, ["--nodes=$N"], []),
-    "an option without its value": ("--nodes= -n 4 --gres=gpu:4", PYTHON, ["--nodes="], []),
-    "a rank of the job's shell": ("-N 1 -n 4 --gres=gpu:4", f"export RANK=$SLURM_PROCID\n{PYTHON}", [PROC_ID], []),
-    "a node's rank of the job's shell": (
-        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
-        "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$SLURM_NODEID a.py",
-        [NODE_ID],
-        [],
-    ),
-    "a node's rank that c10d passes over": (
-        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
-        f"srun -c 8 torchrun {C10D} --node-rank=$SLURM_NODEID a.py",
-        [],
-        [NODE_ID],
-    ),
-    "a node's rank by hand": (
-        "-N 2 --ntasks-per-node=1 --gres=gpu:4",
-        "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --node_rank=0 a.py",
-        ["--node_rank=0"],
-        [],
-    ),
-    "a rank by hand": ("-N 1 -n 4 --gres=gpu:4", f"export RANK=0\n{PYTHON}", ["RANK= is set for all ranks"], []),
-    "a port on shared nodes": ("-N 2 -n 8 --gres=gpu:4", f"MASTER_PORT=29500\n{PYTHON}", [], [PORT]),
-    "no CPUs": ("-N 1 -n 4 --gres=gpu:4", "srun python a.py\nsrun python b.py", [], [NO_CPUS]),
-    "CPUs that srun does not take": ("-N 1 -n 4 -c 8 --gres=gpu:4", "srun python a.py", [], [UNSET]),
-    "an option that is switched off": (
-        "-N 1 -n 4 --gres=gpu:4\n# SBATCH -N 2",
-        PYTHON,
-        [],
-        ["'# SBATCH' is not #SBATCH"],
-    ),
-    "an option in small letters": (
-        "-N 1 -n 4 --gres=gpu:4\n#sbatch -N 2",
-        PYTHON,
-        [],
-        ["'#sbatch' is not #SBATCH"],
-    ),
-    "a mistyped option": ("-N 1 -n 4 --gres=gpu:4\n#SBACTH -N 2", PYTHON, ["'#SBACTH' is not #SBATCH"], []),
-    "no GPU is requested": ("-N 1 -c 8", "module load cuda\npython a.py", [], ["no GPU is requested"]),
 }
 
 
-@pytest.mark.parametrize(("options", "commands", "mistakes", "advice"), STEPS.values(), ids=STEPS.keys())
+def found(options: str, commands: str) -> tuple[list[str], list[str]]:
+    """The mistakes, the advice."""
+    findings = check(job(options, commands))
+    return [it.wrong for it in findings if not it.note], [it.wrong for it in findings if it.note]
+
+
+@pytest.mark.parametrize(("options", "commands", "mistake"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake(options, commands, mistake):
+    assert found(options, commands) == ([mistake], [])
+
+
+@pytest.mark.parametrize(("options", "commands", "advice"), ADVICE.values(), ids=ADVICE.keys())
+def test_advice(options, commands, advice):
+    assert found(options, commands) == ([], [advice])
+
+
+@pytest.mark.parametrize(("options", "commands", "mistakes", "advice"), SEVERAL.values(), ids=SEVERAL.keys())
 def test_mistakes_and_advice(options, commands, mistakes, advice):
-    found = check(job(options, commands))
-    assert [it.wrong for it in found if not it.note] == mistakes
-    assert [it.wrong for it in found if it.note] == advice
+    assert found(options, commands) == (mistakes, advice)
 
 
 UNSEEN = {  # commands: what was read
