@@ -9,24 +9,20 @@ import pytest
 os.environ.setdefault("HVDTRAIN_REPORT", "off")  # a second or two of each run; tests of the report switch it on
 
 pytest_plugins = ["core_fixtures", "rerun"]
+pytest.register_assert_rewrite("fault_tolerance")
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """`world("mpi-2", "tensorflow")`: what that launch of worlds.LAUNCHES gave; each is started once a session."""
+    from ranks import once
     from worlds import begin
 
-    begun = {}
+    @once
+    def of(framework, name):
+        return begin(framework, name, tmp_path_factory.mktemp(f"{framework}-{name}"))
 
-    def of(name, framework="torch"):
-        key = f"{framework}-{name}"
-        if key not in begun:
-            begun[key] = None
-            begun[key] = begin(framework, name, tmp_path_factory.mktemp(key))
-        assert begun[key], f"the launch {key} failed before"
-        return begun[key]
-
-    return of
+    return lambda name, framework="torch": of(framework, name)
 
 
 @pytest.fixture(scope="session")

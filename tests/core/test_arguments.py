@@ -6,6 +6,7 @@ from typing import Any
 import pydantic
 import pytest
 from pydantic import BaseModel, Field, ValidationError
+from refusals import refusal
 
 from hvdtrain.core import flags, recipe
 from hvdtrain.core.arguments import Arguments
@@ -88,9 +89,7 @@ REFUSED_FLAGS = {
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED_FLAGS.values(), ids=REFUSED_FLAGS)
 def test_refused_flags(argv, message):
-    with pytest.raises(RecipeError) as caught:
-        flags.parse(Options, "prog", argv.split())
-    assert str(caught.value) == message
+    assert refusal(RecipeError, flags.parse, Options, "prog", argv.split()) == message
 
 
 class Model(BaseModel):

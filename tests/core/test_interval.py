@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusals import refusal
 
 from hvdtrain.core import recipe
 from hvdtrain.core.interval import daly
@@ -53,9 +54,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_in_one_line(keys, message):
-    with pytest.raises(RecipeError) as caught:
-        recipe.load("linear", keys)
-    assert str(caught.value) == message
+    assert refusal(RecipeError, recipe.load, "linear", keys) == message
 
 
 def test_both_are_flags_and_keys_that_load_again(tmp_path):

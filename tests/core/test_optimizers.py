@@ -2,6 +2,7 @@
 
 import pytest
 from choices import choice
+from refusals import refusal
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility, optimizers, plan, recipe
@@ -16,6 +17,10 @@ RADAM = {"optimizer": "torch.optim:RAdam"}
 
 def made(**keys: object) -> Recipe:
     return recipe.validate({**KEYS, **keys})
+
+
+def planned(**keys: object) -> plan.Plan:
+    return plan.make(made(**keys), 1, datasets.load("linear"), Network(2, has_batch_norm=False))
 
 
 TAKEN = {
@@ -128,9 +133,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(keys, message):
-    with pytest.raises(RecipeError) as caught:
-        made(**keys)
-    assert str(caught.value) == message
+    assert refusal(RecipeError, made, **keys) == message
 
 
 # Also how many numbers a checkpoint holds for each weight.
@@ -154,14 +157,13 @@ IDENTITIES = {
 
 @pytest.mark.parametrize(("keys", "copies", "identity"), IDENTITIES.values(), ids=IDENTITIES)
 def test_what_a_checkpoint_holds_follows_from_the_optimizer(keys, copies, identity):
-    made_plan = plan.make(made(**keys), 1, datasets.load("linear"), Network(2, has_batch_norm=False))
+    made_plan = planned(**keys)
     assert made_plan.checkpoint_bytes == 2 * 4 * copies
     assert model_identity(made_plan) == f"linear, 2 parameters, {identity}"
 
 
 def test_a_long_identity_fits_into_a_checkpoint():
-    long = made(**RADAM, optimizer_args={"x": "y" * 4000})
-    assert len(model_identity(plan.make(long, 1, datasets.load("linear"), Network(2, has_batch_norm=False)))) < 1000
+    assert len(model_identity(planned(**RADAM, optimizer_args={"x": "y" * 4000}))) < 1000
 
 
 ENGINES = {"horovod": True, "local": True, "mirrored": False, "multiworker": False, "parameter-server": False}
@@ -173,9 +175,7 @@ def test_a_keras_optimizer_goes_with_plain_variables(engine):
     if ENGINES[engine]:
         compatibility.check(requested, {})
         return
-    with pytest.raises(RecipeError) as caught:
-        compatibility.check(requested, {})
-    assert str(caught.value) == (
+    assert refusal(RecipeError, compatibility.check, requested, {}) == (
         "optimizer keras.optimizers:Nadam is Keras's, which goes with engine horovod or local, "
         f"got {engine}; take a named one."
     )

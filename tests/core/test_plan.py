@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from refusals import refusal
 
 from hvdtrain.errors import PlanError
 
@@ -93,9 +94,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("name", "size", "overrides", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(name, size, overrides, message, make_plan):
-    with pytest.raises(PlanError) as caught:
-        make_plan(name, size, **overrides)
-    assert str(caught.value) == message
+    assert refusal(PlanError, make_plan, name, size, **overrides) == message
 
 
 PARAMETERS = {

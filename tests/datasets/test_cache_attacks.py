@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from images import write_tree
 from paths import REPOSITORY
+from refusals import refusal
 
 from hvdtrain import datasets, lock
 from hvdtrain.datasets import download
@@ -91,9 +92,9 @@ def test_a_planted_copy_is_not_taken(packed, disk, path):
         nobody(plant, packed, planted)
     try:
         np.testing.assert_array_equal(pixels(packed, disk), expected)
-    except DataError as refusal:
+    except DataError as error:
         assert path.startswith("hvdtrain-0/")
-        assert str(refusal) == (
+        assert str(error) == (
             f"{disk}/hvdtrain-0 must be a folder of uid 0 with mode 700, got a folder of uid 65534 with mode 755: have "
             "it removed, or name another cache_dir."
         )
@@ -238,10 +239,8 @@ def test_a_process_that_is_stuck_is_named(packed, disk, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
     path = own_lock(packed, disk)
     with holder(path) as process:
-        with pytest.raises(DataError) as refusal:
-            pixels(packed, disk)
         named = f"{path} is held by process {process.pid} on {os.uname().nodename}, without any progress for 1 s: "
-        assert str(refusal.value) == named + "end that process, or name another folder."
+        assert refusal(DataError, pixels, packed, disk) == named + "end that process, or name another folder."
     pixels(packed, disk)
 
 

@@ -10,8 +10,10 @@ import sys
 import numpy as np
 import pytest
 from cifar100_files import batch, write
-from paths import DATA, REPOSITORY
+from images import draws
+from paths import DATA
 from PIL import Image, ImageOps
+from refusals import refusal
 
 from hvdtrain import datasets
 from hvdtrain.errors import DataError
@@ -44,10 +46,6 @@ def published(tmp_path_factory):
     dest = tmp_path_factory.mktemp("cifar100")
     subprocess.run([sys.executable, UNPACK, dest, "--only", "2"], check=True)
     return dest
-
-
-def draws(count, seed=3):
-    return np.random.default_rng(seed).random((count, datasets.DRAWS), dtype=np.float32)
 
 
 def pillow_augmented(image, numbers):
@@ -120,7 +118,7 @@ def test_the_data_set_is_described_as_in_the_nersc_tutorial(folder):
     assert dataset.std == (0.26733, 0.25644, 0.27615)
 
 
-def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder):
+def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder, python):
     split = datasets.load("cifar100", data_dir=folder).train
     numbers, indices = draws(50), np.arange(50)[::-1]
     x, _ = split.read(indices, numbers)
@@ -134,14 +132,7 @@ def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder):
         "u = np.random.default_rng(3).random((50, d.DRAWS), dtype=np.float32);"
         "print(hashlib.sha256(s.read(np.arange(50)[::-1], u)[0].tobytes()).hexdigest())"
     )
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", code, folder],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert elsewhere.stdout.strip() == hashlib.sha256(x.tobytes()).hexdigest()
+    assert python("-c", code, folder).stdout.strip() == hashlib.sha256(x.tobytes()).hexdigest()
 
 
 def test_real_images(published):
@@ -158,9 +149,7 @@ def test_real_images(published):
 
 
 def refusal_of(folder):
-    with pytest.raises(DataError) as refusal:
-        datasets.load("cifar100", data_dir=folder)
-    message = str(refusal.value)
+    message = refusal(DataError, datasets.load, "cifar100", data_dir=folder)
     assert "\n" not in message
     remedy = f": unpack the published cifar-100-python.tar.gz into {folder.parent}, or leave data_dir out"
     assert message.endswith(remedy)
@@ -181,44 +170,24 @@ def test_a_truncated_file_is_named(folder, split, kept):
     assert refusal_of(folder).startswith(f"{folder / split} is damaged (")
 
 
+SHAPE = ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got"
+LABELS = ": 'fine_labels' must be 5 numbers from 0 to 99"
+LACKING = " lacks the array 'data' or the list 'fine_labels'"
+KIND = " is damaged (UnpicklingError: an array of '{}', where uint8 is expected)"
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        (
-            {b"data": np.zeros((5, 784), np.uint8)},
-            ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got [5, 784]",
-        ),
-        (
-            {b"data": np.zeros((5, 3, 32, 32), np.uint8)},
-            ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got [5, 3, 32, 32]",
-        ),
-        (
-            {b"data": np.zeros((0, 3072), np.uint8)},
-            ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got [0, 3072]",
-        ),
-        ({b"fine_labels": [1, 2]}, ": 'fine_labels' must be 5 numbers from 0 to 99"),
-        ({b"fine_labels": [1, 2, 3, 4, 100]}, ": 'fine_labels' must be 5 numbers from 0 to 99"),
-        ({b"fine_labels": None}, " lacks the array 'data' or the list 'fine_labels'"),
-        ({b"data": [1, 2, 3]}, " lacks the array 'data' or the list 'fine_labels'"),
-        (
-            {b"data": np.zeros((5, 3072), np.float32)},
-            " is damaged (UnpicklingError: an array of 'f4', where uint8 is expected)",
-        ),
-        (
-            {b"data": np.zeros(5, object)},
-            " is damaged (UnpicklingError: an array of 'O8', where uint8 is expected)",
-        ),
-    ],
-    ids=[
-        "28x28",
-        "four axes",
-        "empty",
-        "few labels",
-        "label 100",
-        "no labels",
-        "no array",
-        "floats",
-        "objects",
+        pytest.param({b"data": np.zeros((5, 784), np.uint8)}, f"{SHAPE} [5, 784]", id="28x28"),
+        pytest.param({b"data": np.zeros((5, 3, 32, 32), np.uint8)}, f"{SHAPE} [5, 3, 32, 32]", id="four axes"),
+        pytest.param({b"data": np.zeros((0, 3072), np.uint8)}, f"{SHAPE} [0, 3072]", id="empty"),
+        pytest.param({b"fine_labels": [1, 2]}, LABELS, id="few labels"),
+        pytest.param({b"fine_labels": [1, 2, 3, 4, 100]}, LABELS, id="label 100"),
+        pytest.param({b"fine_labels": None}, LACKING, id="no labels"),
+        pytest.param({b"data": [1, 2, 3]}, LACKING, id="no array"),
+        pytest.param({b"data": np.zeros((5, 3072), np.float32)}, KIND.format("f4"), id="floats"),
+        pytest.param({b"data": np.zeros(5, object)}, KIND.format("O8"), id="objects"),
     ],
 )
 def test_wrong_contents_are_refused(tmp_path, changes, complaint):

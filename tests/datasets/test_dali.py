@@ -7,7 +7,8 @@ import zlib
 
 import numpy as np
 import pytest
-from images import scene, write_tree
+from images import draws, scene, write_tree
+from refusals import refusal
 
 from hvdtrain import datasets
 from hvdtrain.errors import DataError, EngineUnavailable
@@ -32,10 +33,6 @@ def tree(tmp_path):
 
 def load(data_dir, decoder="dali"):
     return datasets.load("imagenet", data_dir=data_dir, decoder=decoder, **SIZES)
-
-
-def draws(count):
-    return np.random.default_rng(3).random((count, datasets.DRAWS), dtype=np.float32)
 
 
 @pytest.mark.parametrize("source", ["folder", "shards"])
@@ -77,15 +74,13 @@ def test_a_damaged_image_is_named_and_the_others_are_read(dali, tree, damage):
         path.unlink()
     else:
         path.write_bytes(content[: len(content) // 2 if damage == "truncated" else 700])
-    with pytest.raises(DataError) as refusal:
-        split.read(np.arange(16), draws(16))
-    assert str(refusal.value).startswith(f"{path} cannot be read as an image (")
+    message = refusal(DataError, split.read, np.arange(16), draws(16))
+    assert message.startswith(f"{path} cannot be read as an image (")
     assert split.read(np.arange(8), draws(8))[1].tolist() == [0] * 8
 
 
 def test_without_dali(tree, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(EngineUnavailable) as refusal:
-        load(tree)
-    assert str(refusal.value).startswith("decoder dali needs NVIDIA DALI (")
-    assert str(refusal.value).endswith("); install it: pip install nvidia-dali-cuda120")
+    message = refusal(EngineUnavailable, load, tree)
+    assert message.startswith("decoder dali needs NVIDIA DALI (")
+    assert message.endswith("); install it: pip install nvidia-dali-cuda120")

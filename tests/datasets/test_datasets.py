@@ -1,28 +1,18 @@
 """What every data set promises, and the three that need no files."""
 
 import hashlib
-import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
-from paths import REPOSITORY
+from refusals import refusal
 
 from hvdtrain import datasets
 from hvdtrain.errors import DataError
 
 SMALL = {"image_size": 8, "classes": 5, "examples": 300}
 IN_MEMORY = ["linear", "digits", "synthetic"]
-
-
-def run_python(code: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 def digest(split: datasets.Split) -> str:
@@ -177,20 +167,18 @@ def test_synthetic_names_its_own_mean_and_deviation():
     ids=["name", "image_size", "classes", "examples", "train_crop", "valid_resize", "no data_dir"],
 )
 def test_a_wrong_choice_is_refused(name, options, message):
-    with pytest.raises(DataError) as refusal:
-        datasets.load(name, **options)
-    assert str(refusal.value) == message
+    assert refusal(DataError, datasets.load, name, **options) == message
 
 
-def test_importing_is_light():
+def test_importing_is_light(python):
     code = "import sys, hvdtrain.datasets; print(*sorted({'sklearn', 'PIL', 'scipy', 'ssl'} & set(sys.modules)))"
-    assert run_python(code) == ""
+    assert python("-c", code).stdout == "\n"
 
 
-def test_no_reader_imports_a_framework():
+def test_no_reader_imports_a_framework(python):
     code = (
         "import sys, pkgutil, importlib, hvdtrain.datasets as d;"
         "[importlib.import_module(f'hvdtrain.datasets.{m.name}') for m in pkgutil.iter_modules(d.__path__)];"
         "print(*sorted({'torch', 'tensorflow', 'horovod', 'mpi4py', 'lightning'} & set(sys.modules)))"
     )
-    assert run_python(code) == ""
+    assert python("-c", code).stdout == "\n"

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
+from refusals import refusal
 
 from hvdtrain.datasets import download
 from hvdtrain.datasets.download import default_data_dir, download_cifar100
@@ -118,20 +120,22 @@ def test_processes_that_ask_at_once_fetch_it_once(tmp_path):
     assert visible(tmp_path) == ["cifar-100-python"]
 
 
+def refused(dest, expected, body, **served):
+    """Why what the server sends, at URL, is refused, which leaves nothing."""
+    with Server(body, **served) as server:
+        message = refusal(DataError, download_cifar100, dest, server.url, expected)
+    assert visible(dest) == []
+    return message.replace(server.url, "URL")
+
+
 def test_a_wrong_checksum_leaves_nothing(tmp_path):
     expected = "0" * 32
-    with Server(GOOD) as server, pytest.raises(DataError) as refusal:
-        download_cifar100(tmp_path, server.url, expected)
-    assert str(refusal.value) == (
-        f"{server.url} has the SHA-256 {sha256(GOOD)}, not {expected}: try again, or fetch it by hand"
-    )
-    assert visible(tmp_path) == []
+    message = f"URL has the SHA-256 {sha256(GOOD)}, not {expected}: try again, or fetch it by hand"
+    assert refused(tmp_path, expected, GOOD) == message
 
 
 def test_a_transfer_cut_short_leaves_nothing(tmp_path):
-    with Server(GOOD[:100], promised=len(GOOD)) as server, pytest.raises(DataError, match="has the SHA-256"):
-        download_cifar100(tmp_path, server.url, sha256(GOOD))
-    assert visible(tmp_path) == []
+    assert "has the SHA-256" in refused(tmp_path, sha256(GOOD), GOOD[:100], promised=len(GOOD))
 
 
 def test_files_elsewhere_in_the_archive_are_not_written(tmp_path):
@@ -151,11 +155,9 @@ def test_files_elsewhere_in_the_archive_are_not_written(tmp_path):
     ids=["a file missing", "no archive", "half an archive"],
 )
 def test_an_unexpected_archive_leaves_nothing(tmp_path, body):
-    with Server(body) as server, pytest.raises(DataError) as refusal:
-        download_cifar100(tmp_path, server.url, sha256(body))
-    assert str(refusal.value).startswith("The archive of CIFAR-100 is not as published (")
-    assert str(refusal.value).endswith("): fetch it by hand")
-    assert visible(tmp_path) == []
+    message = refused(tmp_path, sha256(body), body)
+    assert message.startswith("The archive of CIFAR-100 is not as published (")
+    assert message.endswith("): fetch it by hand")
 
 
 def linked(kind, target):
@@ -182,25 +184,19 @@ def linked(kind, target):
     ids=["a link to itself", "a hard link to itself", "a link to a file", "a pipe", "256 MB of zeros"],
 )
 def test_links_are_not_followed_nor_bombs_unpacked(tmp_path, body, reason):
-    with Server(body) as server, pytest.raises(DataError) as refusal:
-        download_cifar100(tmp_path, server.url, sha256(body))
-    assert str(refusal.value) == f"The archive of CIFAR-100 is not as published ({reason}): fetch it by hand"
-    assert visible(tmp_path) == []
+    message = f"The archive of CIFAR-100 is not as published ({reason}): fetch it by hand"
+    assert refused(tmp_path, sha256(body), body) == message
 
 
 def test_a_server_that_sends_too_much_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "MOST_BYTES", 100)
-    with Server(GOOD) as server, pytest.raises(DataError, match=r"cannot be fetched \(it sends more than 100 bytes\)"):
-        download_cifar100(tmp_path, server.url, sha256(GOOD))
-    assert visible(tmp_path) == []
+    assert "cannot be fetched (it sends more than 100 bytes)" in refused(tmp_path, sha256(GOOD), GOOD)
 
 
 def test_a_server_that_sends_a_byte_now_and_then_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "FETCH_SECONDS", 1)
-    late = r"cannot be fetched \(.* bytes came in 1 s\)"
-    with Server(GOOD, pause=0.1) as server, pytest.raises(DataError, match=late):
-        download_cifar100(tmp_path, server.url, sha256(GOOD))
-    assert visible(tmp_path) == []
+    message = refused(tmp_path, sha256(GOOD), GOOD, pause=0.1)
+    assert re.search(r"cannot be fetched \(.* bytes came in 1 s\)", message)
 
 
 def test_the_published_sum_is_the_one_that_keras_has():
@@ -212,30 +208,24 @@ def test_the_published_sum_is_the_one_that_keras_has():
 
 
 def test_a_page_that_is_gone_is_named(tmp_path):
-    with Server(b"", status=404) as server, pytest.raises(DataError) as refusal:
-        download_cifar100(tmp_path, server.url, sha256(GOOD))
-    assert str(refusal.value) == (
-        f"{server.url} cannot be fetched (Not Found): fetch it where there is a network, and unpack it into {tmp_path}"
-    )
+    message = f"URL cannot be fetched (Not Found): fetch it where there is a network, and unpack it into {tmp_path}"
+    assert refused(tmp_path, sha256(GOOD), b"", status=404) == message
 
 
 def test_without_a_network_the_remedy_is_named(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/cifar.tar.gz"
-        with pytest.raises(DataError) as refusal:
-            download_cifar100(tmp_path, url, sha256(GOOD))
-    assert str(refusal.value).startswith(f"{url} cannot be fetched (")
-    assert str(refusal.value).endswith(f"): fetch it where there is a network, and unpack it into {tmp_path}")
+        message = refusal(DataError, download_cifar100, tmp_path, url, sha256(GOOD))
+    assert message.startswith(f"{url} cannot be fetched (")
+    assert message.endswith(f"): fetch it where there is a network, and unpack it into {tmp_path}")
     assert visible(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     dest = tmp_path / "file"
     dest.touch()
-    with pytest.raises(DataError) as refusal:
-        download_cifar100(dest, "http://127.0.0.1:1/", "")
-    assert str(refusal.value) == (
+    assert refusal(DataError, download_cifar100, dest, "http://127.0.0.1:1/", "") == (
         f"{dest} cannot take CIFAR-100 (File exists): free some space or choose another folder with HVDTRAIN_DATA"
     )
 

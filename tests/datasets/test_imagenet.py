@@ -1,6 +1,5 @@
 """ImageNet-style folders: finding the images, cropping them, and refusing damaged ones."""
 
-import hashlib
 import importlib.util
 import io
 import json
@@ -8,12 +7,13 @@ import multiprocessing
 import os
 import pickle
 import subprocess
-import sys
 
 import numpy as np
 import pytest
-from paths import DATA, REPOSITORY
+from images import EPS, draws, scene
+from paths import DATA
 from PIL import Image
+from refusals import refusal
 
 from hvdtrain import datasets
 from hvdtrain.datasets import imagenet
@@ -22,12 +22,6 @@ from hvdtrain.tools import pack
 
 ARCHIVE = DATA / "imagenette_4k.tar"
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
-
-
-def scene(width, height, seed=0):
-    """A smooth colourful image."""
-    corners = np.random.default_rng(seed).integers(256, size=(4, 4, 3), dtype=np.uint8)
-    return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture
@@ -49,14 +43,6 @@ def imagenette(tmp_path_factory):
     dest = tmp_path_factory.mktemp("imagenette")
     subprocess.run(["tar", "xf", ARCHIVE, "-C", dest], check=True)
     return dest / "imagenette"
-
-
-def draws(count, seed=3):
-    return np.random.default_rng(seed).random((count, datasets.DRAWS), dtype=np.float32)
-
-
-def digest(array):
-    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
 def test_the_tree_is_described(tree):
@@ -112,7 +98,7 @@ def test_a_forked_child_reads_too(tree):
 def test_training_images_without_draws_show_the_centre(tree):
     dataset = datasets.load("imagenet", data_dir=tree, **SIZES)
     x, _ = dataset.train.read(np.arange(8), None)
-    assert digest(x) == digest(dataset.train.read(np.arange(8), None)[0])
+    np.testing.assert_array_equal(dataset.train.read(np.arange(8), None)[0], x)
     for k in range(8):
         centre = imagenet.centre_crop(Image.open(dataset.train.path(k)), 39, 32)
         np.testing.assert_array_equal(x[k], np.asarray(centre))
@@ -211,14 +197,11 @@ print(json.dumps(found))
 """
 
 
-def test_crops_are_torchvisions(tmp_path):
+def test_crops_are_torchvisions(tmp_path, python):
     """Pixels and fallback boxes to the bit, random boxes in their distribution; in a process of its own."""
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is missing: pip install torchvision")
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", REFERENCE, tmp_path]
-    answer = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    found = json.loads(answer.stdout)
+    found = json.loads(python("-c", REFERENCE, tmp_path).stdout)
     assert len(found) == 100
     assert [name for name, agrees in found.items() if not agrees] == []
 
@@ -260,15 +243,10 @@ def test_a_damaged_image_is_named(tree, damage, numbers):
         path.unlink()
     else:
         path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "text": b"hello"}[damage])
-    with pytest.raises(DataError) as refusal:
-        split.read(np.arange(4), numbers)
-    message = str(refusal.value)
+    message = refusal(DataError, split.read, np.arange(4), numbers)
     assert message.startswith(f"{path} cannot be read as an image (")
     assert message.endswith("): fetch it again, or remove it.")
     assert "\n" not in message
-
-
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
 
 
 @pytest.mark.parametrize("read", ["to validate with", "to train on", "to pack"])
@@ -323,9 +301,8 @@ def test_a_image_that_would_fill_the_memory_is_refused(tree, content, reason):
     path.write_bytes(content or b"")
     if content is None:
         os.truncate(path, 1 << 40)
-    with pytest.raises(DataError) as refusal:
-        split.read(np.array([1]), None)
-    assert str(refusal.value) == f"{path} cannot be read as an image ({reason}): fetch it again, or remove it."
+    message = f"{path} cannot be read as an image ({reason}): fetch it again, or remove it."
+    assert refusal(DataError, split.read, np.array([1]), None) == message
 
 
 def test_a_pipe_among_the_images_is_not_waited_for(tree):
@@ -357,17 +334,14 @@ def empty(folder):
     return change
 
 
+MISSING = "is missing: data_dir must hold the folders train/<class> and val/<class>."
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            rename("train", "training"),
-            "{tree}/train is missing: data_dir must hold the folders train/<class> and val/<class>.",
-        ),
-        (
-            rename("val", "test"),
-            "{tree}/val or {tree}/valid is missing: data_dir must hold the folders train/<class> and val/<class>.",
-        ),
+        (rename("train", "training"), f"{{tree}}/train {MISSING}"),
+        (rename("val", "test"), f"{{tree}}/val or {{tree}}/valid {MISSING}"),
         (
             empty("val"),
             "{tree}/val holds no class folders: sort its images into {tree}/val/<class>.",
@@ -389,6 +363,4 @@ def empty(folder):
 )
 def test_a_wrong_tree_is_refused(tree, change, message):
     change(tree)
-    with pytest.raises(DataError) as refusal:
-        datasets.load("imagenet", data_dir=tree)
-    assert str(refusal.value) == message.format(tree=tree)
+    assert refusal(DataError, datasets.load, "imagenet", data_dir=tree) == message.format(tree=tree)

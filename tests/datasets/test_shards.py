@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from images import write_tree
+from images import draws, write_tree
+from refusals import refusal
 
 from hvdtrain import cli, datasets
 from hvdtrain.core import network, recipe
@@ -42,10 +43,6 @@ def packed(whole, tmp_path):
 
 def load(data_dir, **options):
     return datasets.load("imagenet", data_dir=data_dir, **SIZES, **options)
-
-
-def draws(count):
-    return np.random.default_rng(3).random((count, datasets.DRAWS), dtype=np.float32)
 
 
 def test_a_copy_in_another_process_reads_the_same(packed):
@@ -81,9 +78,8 @@ def test_damaged_bytes_are_never_decoded(packed):
     entry = split.entries[5]
     path = packed / f"train-00000{entry['shard']}.tar"
     flip(path, int(entry["offset"]) + int(entry["size"]) // 2)
-    with pytest.raises(DataError) as refusal:
-        split.read(np.arange(16), None)
-    assert str(refusal.value) == f"{path} at byte {entry['offset']} is damaged: {REMEDY}"
+    message = f"{path} at byte {entry['offset']} is damaged: {REMEDY}"
+    assert refusal(DataError, split.read, np.arange(16), None) == message
     assert len(split.read(np.delete(np.arange(16), 5), None)[1]) == 15
 
 
@@ -148,9 +144,8 @@ def put(split, key, value):
 def test_a_damaged_set_is_refused(packed, damage, message):
     size = (packed / "train-000002.tar").stat().st_size
     damage(packed)
-    with pytest.raises(DataError) as refusal:
-        load(packed)
-    assert str(refusal.value) == message.format(set=packed, size=size, half=size // 2, outside=OUTSIDE) + REMEDY
+    message = message.format(set=packed, size=size, half=size // 2, outside=OUTSIDE)
+    assert refusal(DataError, load, packed) == message + REMEDY
 
 
 def test_too_many_shards_for_the_system(packed, monkeypatch):
@@ -159,10 +154,8 @@ def test_too_many_shards_for_the_system(packed, monkeypatch):
 
     split = load(packed).train
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(DataError) as refusal:
-        split.encoded(0)
     path = split.files.paths[split.entries["shard"][0]]
-    assert str(refusal.value) == (
+    assert refusal(DataError, split.encoded, 0) == (
         f"{path} cannot be opened (Too many open files): raise `ulimit -n`, or pack into fewer, larger shards."
     )
 
@@ -205,19 +198,8 @@ def test_by_shard_ranks_take_equal_steps_and_no_image_twice(packed, size, global
 
 
 def test_the_plan_of_a_packed_set(packed, capsys):
-    flags = [
-        "--data-dir",
-        str(packed),
-        "--shuffle",
-        "shards",
-        "--batch-size",
-        "4",
-        "--train-crop",
-        "64",
-        "--ranks",
-        "2",
-    ]
-    assert cli.main(["plan", "imagenet", *flags]) == 0
+    flags = ["--shuffle", "shards", "--batch-size", "4", "--train-crop", "64", "--ranks", "2"]
+    assert cli.main(["plan", "imagenet", "--data-dir", str(packed), *flags]) == 0
     assert "on imagenet, 16 examples to train, 6 to validate\n" in capsys.readouterr().out
 
 
@@ -231,16 +213,12 @@ def test_the_plan_of_a_packed_set(packed, capsys):
 )
 def test_what_only_packed_sets_have(tmp_path, options, message):
     write_tree(tmp_path / "tree", 1, 1)
-    with pytest.raises(DataError) as refusal:
-        load(tmp_path / "tree", **options)
-    assert str(refusal.value) == message.format(tree=tmp_path / "tree")
+    assert refusal(DataError, load, tmp_path / "tree", **options) == message.format(tree=tmp_path / "tree")
 
 
 @pytest.mark.parametrize("keys", [{"shuffle": "shards"}, {"cache_dir": "/tmp"}, {"decoder": "dali"}])
 def test_other_data_sets_have_none_of_it(keys):
-    with pytest.raises(RecipeError) as refusal:
-        recipe.load("digits", keys)
-    assert str(refusal.value) == (
+    assert refusal(RecipeError, recipe.load, "digits", keys) == (
         "shuffle shards, cache_dir and decoder dali go with dataset imagenet, got digits; drop them."
     )
 
@@ -301,13 +279,12 @@ def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
     def full(source, dest, held):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(DataError) as refusal:
+    with monkeypatch.context() as patch:
         patch.setattr(cache, "_copy_file", full)
-        cache.on_node(packed, node)
-    assert str(refusal.value) == (
-        f"{packed} cannot be copied to cache_dir {node} (No space left on device): name a folder of this node's own "
-        "disk, or leave cache_dir out."
-    )
+        assert refusal(DataError, cache.on_node, packed, node) == (
+            f"{packed} cannot be copied to cache_dir {node} (No space left on device): name a folder of this node's "
+            "own disk, or leave cache_dir out."
+        )
     assert copies(node) == []
     cache.on_node(packed, node)
     assert copies(node) == [name]
@@ -316,9 +293,7 @@ def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
 def test_of_a_copy_that_lacks_a_shard_the_remedy_is_to_remove_it(packed, tmp_path):
     folder = cache.on_node(packed, tmp_path / "node")
     (folder / "val-000001.tar").unlink()
-    with pytest.raises(DataError) as refusal:
-        load(packed, cache_dir=tmp_path / "node")
-    assert str(refusal.value) == (
+    assert refusal(DataError, load, packed, cache_dir=tmp_path / "node") == (
         f"{folder}/val-000001.tar is missing: remove {folder}, and the next run copies the set again."
     )
 
@@ -326,10 +301,8 @@ def test_of_a_copy_that_lacks_a_shard_the_remedy_is_to_remove_it(packed, tmp_pat
 def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**9, 0, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DataError) as refusal:
-        load(packed, cache_dir=tmp_path / "node")
     size = sum(path.stat().st_size for path in packed.iterdir())
-    assert str(refusal.value) == (
+    assert refusal(DataError, load, packed, cache_dir=tmp_path / "node") == (
         f"cache_dir {tmp_path}/node must have room for the {size / 1e6:.1f} MB of {packed}, got 0.0 MB: name a larger "
         "disk, or leave cache_dir out."
     )

@@ -2,6 +2,7 @@
 
 import pytest
 from choices import choice
+from refusals import refusal
 
 from hvdtrain.core import compatibility, recipe
 from hvdtrain.engines import registry
@@ -24,32 +25,17 @@ def test_the_engine_that_is_meant(name, adapter, launcher, chosen):
     compatibility.check(choice(engine.name, adapter), {})
 
 
-@pytest.mark.parametrize(
-    ("name", "adapter", "message"),
-    [
-        (
-            "mirrored",
-            "torch",
-            "engine mirrored is none of hvdtrain.torch's; take one of horovod, local, ddp, dataparallel, "
-            "modelparallel.",
-        ),
-        (
-            "ddp",
-            "tensorflow",
-            "engine ddp is none of hvdtrain.tensorflow's; take one of horovod, local, mirrored, multiworker, central, "
-            "parameter-server.",
-        ),
-        (
-            "modelparallel",
-            "lightning",
-            "engine modelparallel is none of hvdtrain.lightning's; take one of horovod, local, ddp.",
-        ),
-    ],
-)
-def test_the_other_frameworks_engine_is_refused(name, adapter, message):
-    with pytest.raises(RecipeError) as refused:
-        compatibility.check(choice(name, adapter), {})
-    assert str(refused.value) == message
+ANOTHERS = {  # engine, adapter: which has only these
+    ("mirrored", "torch"): "horovod, local, ddp, dataparallel, modelparallel",
+    ("ddp", "tensorflow"): "horovod, local, mirrored, multiworker, central, parameter-server",
+    ("modelparallel", "lightning"): "horovod, local, ddp",
+}
+
+
+@pytest.mark.parametrize(("name", "adapter"), ANOTHERS)
+def test_the_other_frameworks_engine_is_refused(name, adapter):
+    message = f"engine {name} is none of hvdtrain.{adapter}'s; take one of {ANOTHERS[name, adapter]}."
+    assert refusal(RecipeError, compatibility.check, choice(name, adapter), {}) == message
 
 
 REFUSED = {
@@ -106,9 +92,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("engine", "keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_an_engine_has_not_is_refused(engine, keys, message):
-    with pytest.raises(RecipeError) as refused:
-        compatibility.check(choice(engine, recipe=recipe.load("digits", keys)), {})
-    assert str(refused.value) == message
+    requested = choice(engine, recipe=recipe.load("digits", keys))
+    assert refusal(RecipeError, compatibility.check, requested, {}) == message
 
 
 @pytest.mark.parametrize("name", registry.ENGINES)
@@ -139,17 +124,14 @@ def check_devices(name, flag, visible, wanted):
     compatibility.check(choice(name, devices=devices, devices_flag=flag), {})
 
 
+ONE_DEVICE = (
+    "engine {} needs at least 2 devices, this process has 1 ({}); ask for more GPUs, or name them: --devices "
+    "cuda:0,cuda:1"
+)
+UNLIKE = "--devices must be different GPUs, or cpu several times, got"
 TOO_FEW = {
-    "a CPU box": (
-        ("dataparallel", None, 0, "auto"),
-        "engine dataparallel needs at least 2 devices, this process has 1 (cpu); ask for more GPUs, or name them: "
-        "--devices cuda:0,cuda:1",
-    ),
-    "one GPU": (
-        ("modelparallel", None, 1, "auto"),
-        "engine modelparallel needs at least 2 devices, this process has 1 (cuda:0); ask for more GPUs, or name them: "
-        "--devices cuda:0,cuda:1",
-    ),
+    "a CPU box": (("dataparallel", None, 0, "auto"), ONE_DEVICE.format("dataparallel", "cpu")),
+    "one GPU": (("modelparallel", None, 1, "auto"), ONE_DEVICE.format("modelparallel", "cuda:0")),
     "CPUs for DataParallel": (
         ("dataparallel", "cpu,cpu", 0, "auto"),
         "engine dataparallel knows GPUs only, got --devices cpu,cpu; take --engine modelparallel or ddp.",
@@ -158,14 +140,8 @@ TOO_FEW = {
         ("modelparallel", "gpu0,gpu1", 2, "auto"),
         "--devices must list devices such as cuda:0,cuda:1 or cpu,cpu, got 'gpu0'.",
     ),
-    "a mixture": (
-        ("mirrored", "cuda:0,cpu", 0, "auto"),
-        "--devices must be different GPUs, or cpu several times, got cuda:0,cpu.",
-    ),
-    "a GPU twice": (
-        ("central", "cuda:0,cuda:0", 0, "auto"),
-        "--devices must be different GPUs, or cpu several times, got cuda:0,cuda:0.",
-    ),
+    "a mixture": (("mirrored", "cuda:0,cpu", 0, "auto"), f"{UNLIKE} cuda:0,cpu."),
+    "a GPU twice": (("central", "cuda:0,cuda:0", 0, "auto"), f"{UNLIKE} cuda:0,cuda:0."),
     "a rank's own": (
         ("horovod", "cpu,cpu", 0, "auto"),
         "--devices goes with engine dataparallel, modelparallel, mirrored, central, got engine horovod; drop it.",
@@ -175,6 +151,4 @@ TOO_FEW = {
 
 @pytest.mark.parametrize(("wanted", "message"), TOO_FEW.values(), ids=TOO_FEW)
 def test_devices_that_are_not_there_are_refused(wanted, message):
-    with pytest.raises(DeviceError) as refused:
-        check_devices(*wanted)
-    assert str(refused.value) == message
+    assert refusal(DeviceError, check_devices, *wanted) == message

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
-from ranks import NEEDS, clean_environ, run
+from ranks import NEEDS, clean_environ, left_by, once, run
 from safetensors.numpy import load_file
-from worlds import arrays, furthest, records
+from worlds import arrays, furthest, losses, of_kind
 
 from hvdtrain.core import recipe
 
@@ -143,31 +143,26 @@ def launch(folder, ranks, trainings, kind="torch"):
     ended = run("alone" if ranks == 1 else "mpi", ranks, warm.command(kind, PROGRAM, "torch", folder))
     if ended.code:
         return ended.code, ended.err
-    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    return 0, {name: [rank[name] for rank in results] for name in trainings}
+    return 0, {name: [rank[name] for rank in left_by(ranks, folder)] for name in trainings}
 
 
 @pytest.fixture(scope="session")
 def launched(cases, tmp_path_factory):
     """`launched("two")`: the folder of that launch's runs, started the first time, and what its ranks returned."""
-    begun = {}
 
+    @once
     def of(name):
-        if name not in begun:
-            begun[name] = None
-            folder = tmp_path_factory.mktemp(name)
-            ranks, chosen = LAUNCHES[name]
-            trainings = {
-                f"{engine} {case}": given(folder, engine, case)
-                for engine, names in chosen.items()
-                for case in names
-                if case in cases[0]
-            }
-            code, ended = launch(folder, ranks, trainings)
-            assert code == 0, ended[-3000:]
-            begun[name] = folder, ended
-        assert begun[name], f"the launch {name} failed before"
-        return begun[name]
+        folder = tmp_path_factory.mktemp(name)
+        ranks, chosen = LAUNCHES[name]
+        trainings = {
+            f"{engine} {case}": given(folder, engine, case)
+            for engine, names in chosen.items()
+            for case in names
+            if case in cases[0]
+        }
+        code, ended = launch(folder, ranks, trainings)
+        assert code == 0, ended[-3000:]
+        return folder, ended
 
     return of
 
@@ -182,9 +177,7 @@ def run_on(launched, ranks, engine, name):
 
 def curve(run_folder):
     """The training loss of every step, then the validation's."""
-    kept = records(run_folder)
-    steps = [record["loss"] for record in kept if record["kind"] == "step"]
-    return np.array(steps + [record["valid_loss"] for record in kept if record["kind"] == "epoch"])
+    return np.append(losses(run_folder), [record["valid_loss"] for record in of_kind("epoch", run_folder)])
 
 
 def skip_where_lacking(cases, name):

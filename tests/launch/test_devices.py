@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from refusals import refusal
 
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch.devices import driver_gpus, gpu_index, threads, visible_gpus
@@ -29,6 +30,12 @@ def test_gpu_index(wanted, visible, operations, index):
     assert gpu_index(wanted, visible, NODE, operations) == index
 
 
+UNEQUAL = (
+    "nid001 shows {} GPUs to each of its 4 ranks: it must show one for each rank, or to each rank its own; change the "
+    "number of ranks or CUDA_VISIBLE_DEVICES."
+)
+
+
 @pytest.mark.parametrize(
     ("wanted", "visible", "operations", "message"),
     [
@@ -47,28 +54,12 @@ def test_gpu_index(wanted, visible, operations, index):
             "CUDA_VISIBLE_DEVICES=), or, for PyTorch, build it for them: python -m hvdtrain build --gpu nccl",
             id="Horovod without NCCL",
         ),
-        pytest.param(
-            "auto",
-            8,
-            True,
-            "nid001 shows 8 GPUs to each of its 4 ranks: it must show one for each rank, or to each rank its own; "
-            "change the number of ranks or CUDA_VISIBLE_DEVICES.",
-            id="more GPUs than ranks",
-        ),
-        pytest.param(
-            "auto",
-            2,
-            True,
-            "nid001 shows 2 GPUs to each of its 4 ranks: it must show one for each rank, or to each rank its own; "
-            "change the number of ranks or CUDA_VISIBLE_DEVICES.",
-            id="fewer GPUs than ranks",
-        ),
+        pytest.param("auto", 8, True, UNEQUAL.format(8), id="more GPUs than ranks"),
+        pytest.param("auto", 2, True, UNEQUAL.format(2), id="fewer GPUs than ranks"),
     ],
 )
 def test_gpu_refused(wanted, visible, operations, message):
-    with pytest.raises(DeviceError) as refused:
-        gpu_index(wanted, visible, NODE, operations)
-    assert str(refused.value) == message
+    assert refusal(DeviceError, gpu_index, wanted, visible, NODE, operations) == message
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,7 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize(("case", "count"), zip(LISTS, (2, 0), strict=True))
+@pytest.mark.parametrize(("case", "count"), list(zip(LISTS, (2, 0), strict=True)))
 def test_the_drivers_gpus(tmp_path, case, count):
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\n{LISTS[case]}\n")

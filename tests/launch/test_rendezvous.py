@@ -4,6 +4,7 @@ import socket
 
 import pytest
 from environments import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
+from refusals import refusal
 
 from hvdtrain.errors import WorldError
 from hvdtrain.launch import hostlist, rendezvous
@@ -103,9 +104,7 @@ def test_ranks_on_one_host_have_one_where_no_launcher_names_a_host():
 
 def test_horovodrun_on_several_hosts_has_none():
     topology = Topology(0, 4, 0, 2, 0, "nid1", "horovodrun", None)
-    with pytest.raises(WorldError) as refused:
-        rendezvous.from_host_or_mpi(topology, {})
-    assert str(refused.value) == (
+    assert refusal(WorldError, rendezvous.from_host_or_mpi, topology, {}) == (
         "horovodrun --gloo gives its ranks no host for a rendezvous, and they are on several; start them with srun, "
         "torchrun or horovodrun --mpi."
     )

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from choices import choice
+from refusals import refusal
 
 from hvdtrain.core import compatibility, recipe
 from hvdtrain.errors import RecipeError
@@ -108,6 +109,5 @@ REFUSED = {
 
 @pytest.mark.parametrize(("engine", "keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_an_engine_cannot_do_is_refused(engine, keys, message):
-    with pytest.raises(RecipeError) as caught:
-        compatibility.check(choice(engine, recipe=recipe.load("linear", keys)), {})
-    assert str(caught.value) == message
+    requested = choice(engine, recipe=recipe.load("linear", keys))
+    assert refusal(RecipeError, compatibility.check, requested, {}) == message

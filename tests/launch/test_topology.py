@@ -1,5 +1,6 @@
 """Each launcher's environment against the ranks it means, its contradictions, and the launchers here."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from environments import (
     environment,
 )
 from paths import DUMPS, REPOSITORY
+from refusals import refusal
 
 from hvdtrain.errors import TopologyError
 from hvdtrain.launch.topology import LAUNCHERS, Topology, discover
@@ -69,16 +71,8 @@ TOPOLOGIES = {  # environment: rank, size, local rank, local size, node, launche
 @pytest.mark.parametrize(("text", "expected"), TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
 def test_the_rank_that_a_launcher_reports(text, expected):
     rank, size, local_rank, local_size, node, launcher, job_id = expected
-    assert discover(environment(text), host="b") == Topology(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        node=node,
-        host="b",
-        launcher=launcher,
-        job_id=job_id,
-    )
+    expected = Topology(rank, size, local_rank, local_size, node, "b", launcher, job_id)
+    assert discover(environment(text), host="b") == expected
 
 
 @pytest.mark.parametrize(
@@ -86,131 +80,117 @@ def test_the_rank_that_a_launcher_reports(text, expected):
     [("2(x3),1", 7, 2, 2), ("2(x3),1", 7, 3, 1), ("1,3(x2),2", 9, 0, 1), ("4,2", 6, 1, 2), ("5", 5, 0, 5)],
 )
 def test_a_step_with_uneven_hosts(tasks, size, node, local_size):
-    topology = discover(
-        environment(
-            STEP,
-            SLURM_STEP_TASKS_PER_NODE=tasks,
-            SLURM_STEP_NUM_TASKS=str(size),
-            SLURM_NODEID=str(node),
-            SLURM_LOCALID="0",
-        )
-    )
+    step = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NUM_TASKS": str(size), "SLURM_NODEID": str(node)}
+    topology = discover(environment(STEP, **step, SLURM_LOCALID="0"))
     assert (topology.size, topology.node, topology.local_size) == (size, node, local_size)
 
 
-def by_hand(command: str) -> str:
-    return f"; start every rank with {command}, and set none of its variables by hand."
-
-
-CONTRADICTIONS = {
-    "rank beyond size": (
-        environment(HOROVODRUN, HOROVOD_RANK="4"),
-        "HOROVOD_RANK must lie in [0, HOROVOD_SIZE=4), got 4" + by_hand("horovodrun"),
-    ),
-    "no ranks at all": (
-        environment(HOROVODRUN, HOROVOD_RANK="0", HOROVOD_SIZE="0"),
-        "HOROVOD_RANK must lie in [0, HOROVOD_SIZE=0), got 0" + by_hand("horovodrun"),
-    ),
-    "rank without size": (
-        environment("HOROVOD_RANK=1"),
-        "HOROVOD_SIZE must be set where HOROVOD_RANK=1 is" + by_hand("horovodrun"),
-    ),
-    "size without rank": (
-        environment("HOROVOD_SIZE=2"),
-        "HOROVOD_RANK must be set where HOROVOD_SIZE=2 is" + by_hand("horovodrun"),
-    ),
-    "no cross rank": (
-        environment(HOROVODRUN, HOROVOD_CROSS_RANK=None),
-        "HOROVOD_CROSS_RANK must be set where HOROVOD_RANK=3 is" + by_hand("horovodrun"),
-    ),
-    "torchrun's world missing": (
-        environment(TORCHRUN, WORLD_SIZE=None),
-        "WORLD_SIZE must be set where TORCHELASTIC_RUN_ID=x is" + by_hand("torchrun"),
-    ),
-    "text": (
-        environment(TORCHRUN, LOCAL_RANK="two"),
-        "LOCAL_RANK must be a whole number, got 'two'" + by_hand("torchrun"),
-    ),
-    "a negative number": (
-        environment(TORCHRUN, RANK="-1"),
-        "RANK must be a whole number, got '-1'" + by_hand("torchrun"),
-    ),
-    "set to nothing": (
-        environment(HOROVODRUN, HOROVOD_RANK=""),
-        "HOROVOD_RANK must be a whole number, got ''" + by_hand("horovodrun"),
-    ),
-    "local rank beyond local size": (
-        environment(OPENMPI4, OMPI_COMM_WORLD_LOCAL_RANK="2"),
-        "OMPI_COMM_WORLD_LOCAL_RANK must lie in [0, OMPI_COMM_WORLD_LOCAL_SIZE=2), got 2" + by_hand("mpirun"),
-    ),
-    "more ranks here than anywhere": (
-        environment(OPENMPI4, OMPI_COMM_WORLD_LOCAL_SIZE="5"),
-        "OMPI_COMM_WORLD_LOCAL_SIZE must lie in [1, OMPI_COMM_WORLD_SIZE=4], got 5" + by_hand("mpirun"),
-    ),
-    "prterun without a personality": (
-        environment("PRTE_LAUNCHED=1 PMIX_RANK=1 PMIX_NAMESPACE=prterun-a-1@1"),
-        "OMPI_COMM_WORLD_SIZE must be set where PRTE_LAUNCHED=1 is" + by_hand("mpirun"),
-    ),
-    "Hydra's rank missing": (
-        environment(HYDRA, PMI_RANK=None),
-        "PMI_RANK must be set where MPI_LOCALRANKID=1 is" + by_hand("mpiexec.hydra"),
-    ),
-    "gforker gives no local rank": (
-        environment("PMI_RANK=1 PMI_SIZE=2 PMI_FD=12"),
-        "PMI_LOCAL_SIZE must be set where PMI_RANK=1 is" + by_hand("mpiexec.hydra or Cray's mpiexec"),
-    ),
-    "step without a rank": (
-        environment(STEP, SLURM_PROCID=None),
-        "SLURM_PROCID must be set where SLURM_STEP_ID=0 is" + by_hand("srun"),
-    ),
-    "unreadable tasks": (
-        environment(STEP, SLURM_STEP_TASKS_PER_NODE="2(x2"),
-        "SLURM_STEP_TASKS_PER_NODE must read like 2(x3),1, got '2(x2'" + by_hand("srun"),
-    ),
-    "tasks end in a comma": (
-        environment(STEP, SLURM_STEP_TASKS_PER_NODE="2,2,"),
-        "SLURM_STEP_TASKS_PER_NODE must read like 2(x3),1, got '2,2,'" + by_hand("srun"),
-    ),
-    "tasks that do not add up": (
-        environment(STEP, SLURM_STEP_TASKS_PER_NODE="2(x3),1"),
-        "SLURM_STEP_TASKS_PER_NODE must add up to SLURM_STEP_NUM_TASKS=4, got 2(x3),1" + by_hand("srun"),
-    ),
-    "a host too many": (
-        environment(STEP, SLURM_NODEID="2"),
-        "SLURM_NODEID must name one of 2 hosts in SLURM_STEP_TASKS_PER_NODE, got 2" + by_hand("srun"),
-    ),
-    "a local rank too many": (
-        environment(STEP, SLURM_LOCALID="2"),
-        "SLURM_LOCALID must lie in [0, SLURM_STEP_TASKS_PER_NODE=2), got 2" + by_hand("srun"),
-    ),
-    "pmi2 and the step, rank": (
-        environment(PMI2, PMI_RANK="2"),
-        "PMI_RANK must equal SLURM_PROCID=3 in step 22.0, got 2" + by_hand("srun"),
-    ),
-    "pmi2 and the step, size": (
-        environment(PMI2, PMI_SIZE="2"),
-        "PMI_SIZE must equal SLURM_STEP_NUM_TASKS=4 in step 22.0, got 2" + by_hand("srun"),
-    ),
-    "pmix and the step": (
-        environment(PMIX, PMIX_RANK="0"),
-        "PMIX_RANK must equal SLURM_PROCID=3 in step 22.0, got 0" + by_hand("srun"),
-    ),
-    "Cray and the step, rank": (
-        environment(CRAY, PMI_RANK="0"),
-        "PMI_RANK must equal SLURM_PROCID=3 in step 22.0, got 0" + by_hand("srun"),
-    ),
-    "Cray and the step, size": (
-        environment(CRAY, PMI_SIZE="1"),
-        "PMI_SIZE must equal SLURM_STEP_NUM_TASKS=4 in step 22.0, got 1" + by_hand("srun"),
-    ),
+CONTRADICTIONS = {  # the command to start every rank with: what contradicts itself
+    "horovodrun": {
+        "rank beyond size": (
+            environment(HOROVODRUN, HOROVOD_RANK="4"),
+            "HOROVOD_RANK must lie in [0, HOROVOD_SIZE=4), got 4",
+        ),
+        "no ranks at all": (
+            environment(HOROVODRUN, HOROVOD_RANK="0", HOROVOD_SIZE="0"),
+            "HOROVOD_RANK must lie in [0, HOROVOD_SIZE=0), got 0",
+        ),
+        "rank without size": (environment("HOROVOD_RANK=1"), "HOROVOD_SIZE must be set where HOROVOD_RANK=1 is"),
+        "size without rank": (environment("HOROVOD_SIZE=2"), "HOROVOD_RANK must be set where HOROVOD_SIZE=2 is"),
+        "no cross rank": (
+            environment(HOROVODRUN, HOROVOD_CROSS_RANK=None),
+            "HOROVOD_CROSS_RANK must be set where HOROVOD_RANK=3 is",
+        ),
+        "set to nothing": (environment(HOROVODRUN, HOROVOD_RANK=""), "HOROVOD_RANK must be a whole number, got ''"),
+    },
+    "torchrun": {
+        "torchrun's world missing": (
+            environment(TORCHRUN, WORLD_SIZE=None),
+            "WORLD_SIZE must be set where TORCHELASTIC_RUN_ID=x is",
+        ),
+        "text": (environment(TORCHRUN, LOCAL_RANK="two"), "LOCAL_RANK must be a whole number, got 'two'"),
+        "a negative number": (environment(TORCHRUN, RANK="-1"), "RANK must be a whole number, got '-1'"),
+    },
+    "mpirun": {
+        "local rank beyond local size": (
+            environment(OPENMPI4, OMPI_COMM_WORLD_LOCAL_RANK="2"),
+            "OMPI_COMM_WORLD_LOCAL_RANK must lie in [0, OMPI_COMM_WORLD_LOCAL_SIZE=2), got 2",
+        ),
+        "more ranks here than anywhere": (
+            environment(OPENMPI4, OMPI_COMM_WORLD_LOCAL_SIZE="5"),
+            "OMPI_COMM_WORLD_LOCAL_SIZE must lie in [1, OMPI_COMM_WORLD_SIZE=4], got 5",
+        ),
+        "prterun without a personality": (
+            environment("PRTE_LAUNCHED=1 PMIX_RANK=1 PMIX_NAMESPACE=prterun-a-1@1"),
+            "OMPI_COMM_WORLD_SIZE must be set where PRTE_LAUNCHED=1 is",
+        ),
+    },
+    "mpiexec.hydra": {
+        "Hydra's rank missing": (environment(HYDRA, PMI_RANK=None), "PMI_RANK must be set where MPI_LOCALRANKID=1 is"),
+    },
+    "mpiexec.hydra or Cray's mpiexec": {
+        "gforker gives no local rank": (
+            environment("PMI_RANK=1 PMI_SIZE=2 PMI_FD=12"),
+            "PMI_LOCAL_SIZE must be set where PMI_RANK=1 is",
+        ),
+    },
+    "srun": {
+        "step without a rank": (
+            environment(STEP, SLURM_PROCID=None),
+            "SLURM_PROCID must be set where SLURM_STEP_ID=0 is",
+        ),
+        "unreadable tasks": (
+            environment(STEP, SLURM_STEP_TASKS_PER_NODE="2(x2"),
+            "SLURM_STEP_TASKS_PER_NODE must read like 2(x3),1, got '2(x2'",
+        ),
+        "tasks end in a comma": (
+            environment(STEP, SLURM_STEP_TASKS_PER_NODE="2,2,"),
+            "SLURM_STEP_TASKS_PER_NODE must read like 2(x3),1, got '2,2,'",
+        ),
+        "tasks that do not add up": (
+            environment(STEP, SLURM_STEP_TASKS_PER_NODE="2(x3),1"),
+            "SLURM_STEP_TASKS_PER_NODE must add up to SLURM_STEP_NUM_TASKS=4, got 2(x3),1",
+        ),
+        "a host too many": (
+            environment(STEP, SLURM_NODEID="2"),
+            "SLURM_NODEID must name one of 2 hosts in SLURM_STEP_TASKS_PER_NODE, got 2",
+        ),
+        "a local rank too many": (
+            environment(STEP, SLURM_LOCALID="2"),
+            "SLURM_LOCALID must lie in [0, SLURM_STEP_TASKS_PER_NODE=2), got 2",
+        ),
+        "pmi2 and the step, rank": (
+            environment(PMI2, PMI_RANK="2"),
+            "PMI_RANK must equal SLURM_PROCID=3 in step 22.0, got 2",
+        ),
+        "pmi2 and the step, size": (
+            environment(PMI2, PMI_SIZE="2"),
+            "PMI_SIZE must equal SLURM_STEP_NUM_TASKS=4 in step 22.0, got 2",
+        ),
+        "pmix and the step": (
+            environment(PMIX, PMIX_RANK="0"),
+            "PMIX_RANK must equal SLURM_PROCID=3 in step 22.0, got 0",
+        ),
+        "Cray and the step, rank": (
+            environment(CRAY, PMI_RANK="0"),
+            "PMI_RANK must equal SLURM_PROCID=3 in step 22.0, got 0",
+        ),
+        "Cray and the step, size": (
+            environment(CRAY, PMI_SIZE="1"),
+            "PMI_SIZE must equal SLURM_STEP_NUM_TASKS=4 in step 22.0, got 1",
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize(("environ", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
-def test_a_contradiction_is_refused_in_one_line(environ, message):
-    with pytest.raises(TopologyError) as refusal:
-        discover(environ)
-    assert str(refusal.value) == message
+@pytest.mark.parametrize(
+    ("command", "case"),
+    [pytest.param(command, case, id=case) for command in CONTRADICTIONS for case in CONTRADICTIONS[command]],
+)
+def test_a_contradiction_is_refused_in_one_line(command, case):
+    environ, message = CONTRADICTIONS[command][case]
+    remedy = f"; start every rank with {command}, and set none of its variables by hand."
+    assert refusal(TopologyError, discover, environ) == message + remedy
 
 
 @pytest.mark.parametrize("text", [text for text, _ in TOPOLOGIES.values()], ids=TOPOLOGIES.keys())
@@ -340,16 +320,5 @@ def test_a_launcher_of_this_machine(launcher, live, tmp_path):
         timeout=120,
     )
     topologies = sorted((json.loads(path.read_text()) for path in tmp_path.iterdir()), key=lambda at: at["rank"])
-    assert topologies == [
-        {
-            "rank": rank,
-            "size": 2,
-            "local_rank": rank,
-            "local_size": 2,
-            "node": node,
-            "host": socket.gethostname(),
-            "launcher": launcher,
-            "job_id": None,
-        }
-        for rank in range(2)
-    ]
+    expected = [Topology(rank, 2, rank, 2, node, socket.gethostname(), launcher, None) for rank in range(2)]
+    assert topologies == [dataclasses.asdict(topology) for topology in expected]

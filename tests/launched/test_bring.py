@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import needs_horovod, needs_torch, run, train
-from worlds import records
+from worlds import of_kind
 
 SLOW = ("loop_of_ones_own", "recipe[float64]")
 
@@ -34,7 +34,7 @@ def test_the_recipe(precision, alike, tmp_path):
     for launcher, ranks in (("alone", 1), ("mpi", 2)):
         flags = ("--precision", precision, "--output", f"on-{ranks}")
         train("torch", launcher, ranks, "cells.yaml", *flags, cwd=tmp_path).good()
-        of_run = [line for line in records(tmp_path / f"on-{ranks}") if line["kind"] == "epoch"]
+        of_run = of_kind("epoch", tmp_path / f"on-{ranks}")
         assert [(line["step"], line["epoch"]) for line in of_run] == [(8, 1), (16, 2), (24, 3)]
         measured = {f"{split}_{name}" for split in ("train", "valid") for name in ("loss", "iou")}
         assert all(line.keys() > measured for line in of_run)
@@ -52,6 +52,6 @@ def test_the_loop_of_ones_own(tmp_path):
     for launcher, ranks in (("alone", 1), ("mpi", 2)):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         run(launcher, ranks, [sys.executable, "own_loop.py"], cwd=tmp_path).good()
-        epochs.append([line["iou"] for line in records(tmp_path / "runs" / "cells") if line["kind"] == "epoch"])
+        epochs.append([line["iou"] for line in of_kind("epoch", tmp_path / "runs" / "cells")])
     assert len(epochs[0]) == 3
     assert epochs[0] == pytest.approx(epochs[1], rel=1e-5)

@@ -1,12 +1,10 @@
 """PyTorch and TensorFlow from one converted checkpoint: the same training; and what NumPy makes of the line."""
 
-import json
-
 import numpy as np
 import pytest
-import warm
 from paths import SUPPORT
-from ranks import needs_horovod, needs_tensorflow, needs_torch, run
+from ranks import needs_horovod, needs_tensorflow, needs_torch, of_ranks, once
+from worlds import losses
 
 from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
@@ -38,16 +36,7 @@ OF_RANKS = {1: list(RUNS), 2: ["line", "momentum", "digits"]}
 
 def start(framework, ranks, folder, given):
     """The programs on that many ranks; what each rank returned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "given.json").write_text(json.dumps(given))
-    launcher = "alone" if ranks == 1 else "mpi"
-    run(launcher, ranks, warm.command(framework, PROGRAMS, framework, folder)).good()
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return np.array([line["loss"] for line in lines if line["kind"] == "step"])
+    return of_ranks(framework, "alone" if ranks == 1 else "mpi", ranks, folder, given, PROGRAMS)
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +60,12 @@ def first_checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(first_checkpoints):
     """`trained(framework, ranks)`: the folder of those ranks' runs, and what each rank returned of them."""
-    begun = {}
 
+    @once
     def of(framework, ranks):
-        if (framework, ranks) not in begun:
-            folder = first_checkpoints / f"{framework}-{ranks}"
-            given = {name: [*RUNS[name], "--output", str(folder / name)] for name in OF_RANKS[ranks]}
-            begun[framework, ranks] = None
-            begun[framework, ranks] = folder, start(framework, ranks, folder / "results", {"train": given})
-        assert begun[framework, ranks], "that launch failed before"
-        return begun[framework, ranks]
+        folder = first_checkpoints / f"{framework}-{ranks}"
+        given = {name: [*RUNS[name], "--output", str(folder / name)] for name in OF_RANKS[ranks]}
+        return folder, start(framework, ranks, folder / "results", {"train": given})
 
     return of
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from paths import DATA, UNPACKING
 from ranks import FRAMEWORKS, cold_command, programs, run, train
-from worlds import records
+from worlds import losses
 
 from hvdtrain import datasets
 from hvdtrain.core.sharding import Epoch
@@ -62,8 +62,8 @@ def test_images_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
     given = {name: [*argv, "--output", str(tmp_path / name)] for name, argv in runs.items()}
     results = programs(framework, "mpi", 2, tmp_path / "results", {"trainings": {"given": given}})["trainings"]
     for name in runs:
-        losses = [line["loss"] for line in records(tmp_path / name) if line["kind"] == "step"]
-        assert len(losses) == 2 and np.isfinite(losses).all()
+        curve = losses(tmp_path / name)
+        assert len(curve) == 2 and np.isfinite(curve).all()
         assert results[0][name]["state"] == results[1][name]["state"]
 
 

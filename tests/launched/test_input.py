@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from core_fixtures import mounted
 from ranks import (
     FRAMEWORKS,
     NEEDS,
@@ -190,19 +191,8 @@ def test_ranks_print_it_once_and_end(framework, case, inputs):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 2 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root: sudo python -m pytest tests/launched/test_input.py")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], check=False, capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(
-            f"no file system may be mounted here ({mounted.stderr.strip()}): run the tests outside the container"
-        )
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with mounted(tmp_path / "small", "2m") as folder:
+        yield folder
 
 
 @either

@@ -7,14 +7,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 from paths import SUPPORT
-from ranks import clean_environ
 
 from hvdtrain.errors import AbortedError
 from hvdtrain.launch.topology import Topology
@@ -38,20 +35,8 @@ CONTINUE = "The same command continues from the last checkpoint."
 USR2, TERM, STOP, CONT = signal.SIGUSR2, signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT
 
 
-@pytest.fixture(scope="module")
-def starter():
-    with subprocess.Popen(
-        [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environ()
-    ) as process:
-        yield process
-        process.stdin.close()
-
-
-jobs = itertools.count(os.getpid() * 7)
-
-
 @pytest.fixture
-def start(starter, tmp_path):
+def start(start_ranks, tmp_path):
     """`start(size=3, steps=50)`: how those ranks ended. SLURM's commands only write themselves down."""
     (tmp_path / "bin").mkdir()
     for tool in ("scancel", "scontrol"):
@@ -61,9 +46,7 @@ def start(starter, tmp_path):
 
     def start(size, **spec):
         spec["constants"] = {**QUICK, **spec.get("constants", {})}
-        given = {"folder": str(tmp_path), "job": next(jobs), "environ": {"PATH": str(tmp_path / "bin")}, **spec}
-        print(json.dumps({"size": size, **given}), file=starter.stdin, flush=True)
-        return {**json.loads(starter.stdout.readline()), "job": given["job"]}
+        return start_ranks(size, **{"environ": {"PATH": str(tmp_path / "bin")}, **spec})
 
     return start
 
@@ -94,31 +77,18 @@ REFUSED = f"rank 1 on {HOST} failed: {DAMAGED}. {CONTINUE}"
 EARLY_ELSEWHERE = f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): no step was made yet."
 STUCK = f"SIGTERM, and no step ended within 2 seconds. {CONTINUE}"
 
+GOOD = [0, 0, 0], ["", "", ""]
+LOST = [1, 1, -9], [printed(0, VANISHED), "", ""]
+FAILED = [2, 2, 2], [printed(0, REFUSED), printed(1, f"{DAMAGED}.", "DataError"), ""]
 ENDS = {  # what happens: exit codes, what each rank prints
-    "nothing": ({"steps": 30}, [0, 0, 0], ["", "", ""]),
-    "over a collective library": ({"steps": 30, "launcher": "horovodrun"}, [0, 0, 0], ["", "", ""]),
-    "a rank is killed": ({"acts": [[2, 20, "kill"]]}, [1, 1, -9], [printed(0, VANISHED), "", ""]),
-    "killed, and the library waits for ever": (
-        {"acts": [[2, 20, "kill"]], "breaks": False},
-        [1, 1, -9],
-        [printed(0, VANISHED), "", ""],
-    ),
-    "killed, on another host": (
-        {"acts": [[2, 20, "kill"]], "nodes": [0, 1, 1]},
-        [1, 1, -9],
-        [printed(0, VANISHED), "", ""],
-    ),
-    "killed, while a child of it lives": (
-        {"acts": [[2, 19, "fork"], [2, 20, "kill"]], "breaks": False},
-        [1, 1, -9],
-        [printed(0, VANISHED), "", ""],
-    ),
-    "killed, over a collective library": (
-        {"acts": [[2, 20, "kill"]], "launcher": "horovodrun"},
-        [1, 1, -9],
-        [printed(0, VANISHED), "", ""],
-    ),
-    "killed before the first step": ({"acts": [[2, 0, "kill"]]}, [1, 1, -9], [printed(0, VANISHED), "", ""]),
+    "nothing": ({"steps": 30}, *GOOD),
+    "over a collective library": ({"steps": 30, "launcher": "horovodrun"}, *GOOD),
+    "a rank is killed": ({"acts": [[2, 20, "kill"]]}, *LOST),
+    "killed, and the library waits for ever": ({"acts": [[2, 20, "kill"]], "breaks": False}, *LOST),
+    "killed, on another host": ({"acts": [[2, 20, "kill"]], "nodes": [0, 1, 1]}, *LOST),
+    "killed, while a child of it lives": ({"acts": [[2, 19, "fork"], [2, 20, "kill"]], "breaks": False}, *LOST),
+    "killed, over a collective library": ({"acts": [[2, 20, "kill"]], "launcher": "horovodrun"}, *LOST),
+    "killed before the first step": ({"acts": [[2, 0, "kill"]]}, *LOST),
     "rank 0 is killed, on another host": (
         {"acts": [[0, 20, "kill"]], "nodes": [0, 1, 1], "breaks": False},
         [-9, 1, 1],
@@ -132,24 +102,14 @@ ENDS = {  # what happens: exit codes, what each rank prints
     ),
     "all are suspended": (
         {"steps": 400, "orders": [[20, "all", STOP, 0], [20, "all", CONT, 2.5]], "constants": {"SILENCE": 1.5}},
-        [0, 0, 0],
-        ["", "", ""],
+        *GOOD,
     ),
     "C code holds Python's lock, while libraries are loaded": (
         {"acts": [[1, 0, "locked"]], "steps": 30, "constants": {"SILENCE": 1.5}},
-        [0, 0, 0],
-        ["", "", ""],
+        *GOOD,
     ),
-    "a rank fails": (
-        {"acts": [[1, 20, "refuse"]]},
-        [2, 2, 2],
-        [printed(0, REFUSED), printed(1, f"{DAMAGED}.", "DataError"), ""],
-    ),
-    "a rank fails, and the library waits for ever": (
-        {"acts": [[1, 20, "refuse"]], "breaks": False},
-        [2, 2, 2],
-        [printed(0, REFUSED), printed(1, f"{DAMAGED}.", "DataError"), ""],
-    ),
+    "a rank fails": ({"acts": [[1, 20, "refuse"]]}, *FAILED),
+    "a rank fails, and the library waits for ever": ({"acts": [[1, 20, "refuse"]], "breaks": False}, *FAILED),
     "a rank refuses before the others have come": (
         {"argv": {"1": ["cifar100", "--data-dir", "/none"]}, "delay": {"0": 1, "2": 1.5}, "nodes": [0, 1, 1]},
         [2, 2, 2],
@@ -359,8 +319,7 @@ STRANGE = [  # what a scanner sends, and a rank without a key
 ]
 
 
-def test_strangers_and_taken_ports(start):
-    job = next(jobs)
+def test_strangers_and_taken_ports(start, job):
     ports = range(10_000 + job * 8 % 20_000, 10_000 + job * 8 % 20_000 + 3)
     with socket.create_server(("", ports[0])) as mute, socket.create_server(("", ports[1])) as rude:
         done = threading.Event()

@@ -12,7 +12,7 @@ import pytest
 import warm
 from paths import SUPPORT
 from ranks import clean_environ, held, needs_horovod, needs_torch, run, started, wait_for_step, wait_until
-from worlds import arrays, records
+from worlds import arrays, losses, of_kind
 
 from hvdtrain.run.checkpoint import newest
 
@@ -28,14 +28,6 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 5e-3}
 
 def program(folder, *cases):
     return warm.command("torch", PROGRAM, "hvdtrain.torch", folder, *cases)
-
-
-def losses(folder):
-    return [record["loss"] for record in records(folder) if record["kind"] == "step"]
-
-
-def epochs(folder):
-    return [record for record in records(folder) if record["kind"] == "epoch"]
 
 
 def weights(folder):
@@ -69,7 +61,7 @@ def test_any_number_of_ranks_trains_alike(alone, launcher, size, engine, tmp_pat
         ours, theirs = losses(tmp_path / case), losses(alone / case)
         assert len(ours) == len(theirs) == STEPS.get(case, 12), case
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE.get(case, 1e-12), err_msg=case)
-        for own, other in zip(epochs(tmp_path / case), epochs(alone / case), strict=True):
+        for own, other in zip(*(of_kind("epoch", folder / case) for folder in (tmp_path, alone)), strict=True):
             assert own["seen"] == 96, case
             assert own["train_even"] == other["train_even"], case
             if case not in TOLERANCE:
@@ -99,10 +91,10 @@ def test_a_killed_program_resumes_to_the_same_bits(tmp_path):
     gives = "INFO - optimizer: the program gives lr=0.02, this run began with lr=0.01 and keeps its own; "
     assert ended.out.count(gives) == 1
     assert arrays(folder / "cut") == arrays(whole / "cut")
-    assert losses(folder / "cut") == losses(whole / "cut")
-    assert [own["train_loss"] for own in epochs(folder / "cut")] == [own["train_loss"] for own in epochs(whole / "cut")]
-    lrs = [record["lr"] for record in records(folder / "cut") if record["kind"] == "step"]
-    assert lrs == [0.01] * 8 + [0.005] * 4
+    assert losses(folder / "cut").tolist() == losses(whole / "cut").tolist()
+    again, undisturbed = ([own["train_loss"] for own in of_kind("epoch", of / "cut")] for of in (folder, whole))
+    assert again == undisturbed
+    assert [record["lr"] for record in of_kind("step", folder / "cut")] == [0.01] * 8 + [0.005] * 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])

@@ -4,11 +4,12 @@ import json
 import random
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from ranks import FRAMEWORKS, command, held, started, train, wait_for_step, wait_until
-from worlds import LINE, RUNS, arrays, records
+from worlds import LINE, RUNS, arrays, losses, of_kind, records
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
 
@@ -22,7 +23,7 @@ SLOW = (
 
 
 def steps_recorded(folder):
-    return [line["step"] for line in records(folder) if line["kind"] == "step"]
+    return [line["step"] for line in of_kind("step", folder)]
 
 
 KILLS = {
@@ -53,9 +54,7 @@ def test_a_line_killed_again_and_again(world, framework, tmp_path):
     undisturbed = world("mpi-2", framework)
     assert arrays(folder) == arrays(undisturbed.folder / "line")
     assert steps_recorded(folder) == list(range(1, 201))
-    np.testing.assert_array_equal(
-        [line["loss"] for line in records(folder) if line["kind"] == "step"], undisturbed.losses("line")
-    )
+    np.testing.assert_array_equal(losses(folder), undisturbed.losses("line"))
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
@@ -80,10 +79,9 @@ def test_on_another_number_of_ranks(world, framework, tmp_path):
         train(framework, launcher, ranks, *argv).good()
         assert steps_recorded(folder) == list(range(1, until + 1))
     alone = world("alone-1", framework)
-    ours = np.array([line["loss"] for line in records(folder) if line["kind"] == "step"])
-    np.testing.assert_allclose(ours, alone.losses("short"), rtol=1e-5)
-    epochs = [line["train_loss"] for line in records(folder) if line["kind"] == "epoch" and line["step"] % 10 == 0]
-    whole = [line["train_loss"] for line in records(alone.folder / "short") if line["kind"] == "epoch"]
+    np.testing.assert_allclose(losses(folder), alone.losses("short"), rtol=1e-5)
+    epochs = [line["train_loss"] for line in of_kind("epoch", folder) if line["step"] % 10 == 0]
+    whole = [line["train_loss"] for line in of_kind("epoch", alone.folder / "short")]
     np.testing.assert_allclose(epochs, whole, rtol=1e-5)  # a mean over the whole epoch, whoever began it
 
 
@@ -116,18 +114,16 @@ def test_ranks_agree_on_an_interval_that_rank_0_has_measured(framework, tmp_path
 
 @pytest.fixture
 def finished(framework, train_here, tmp_path):
-    """A finished run of 20 steps, with checkpoints at 10 and 20."""
-    folder = tmp_path / "finished"
-    train_here(framework, *SMALL, "--output", folder).good()
-    return folder
+    """A finished run of 20 steps, with checkpoints at 10 and 20; and a copy of it."""
+    train_here(framework, *SMALL, "--output", tmp_path / "finished").good()
+    return tmp_path / "finished", Path(shutil.copytree(tmp_path / "finished", tmp_path / "copy"))
 
 
 SMALL = ["linear", "--epochs", "2", "--checkpoint-every-steps", "10", "--log-every-steps", "1"]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, framework, train_here, tmp_path):
-    folder = tmp_path / "damaged"
-    shutil.copytree(finished, folder)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, framework, train_here):
+    whole, folder = finished
     newest = folder / "checkpoints" / "step-00000020" / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     ended = train_here(framework, *SMALL, "--output", folder).good()
@@ -136,21 +132,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, fram
         in ended.out
     )
     assert f"resuming from step 10 of {folder}" in ended.out
-    assert arrays(folder) == arrays(finished)
+    assert arrays(folder) == arrays(whole)
     assert steps_recorded(folder) == list(range(1, 21))
 
 
-def test_a_finished_run_stays_finished(finished, framework, train_here, tmp_path):
-    folder = tmp_path / "again"
-    shutil.copytree(finished, folder)
+def test_a_finished_run_stays_finished(finished, framework, train_here):
+    before, folder = finished
     train_here(framework, *SMALL, "--output", folder).good()
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    assert arrays(folder) == arrays(finished)
-    assert [line["kind"] for line in records(folder)] == [line["kind"] for line in records(finished)]
+    assert arrays(folder) == arrays(before)
+    assert [line["kind"] for line in records(folder)] == [line["kind"] for line in records(before)]
 
 
-def test_another_precision_continues(finished, framework, train_here, tmp_path):
-    folder = tmp_path / "mixed"
-    shutil.copytree(finished, folder)
+def test_another_precision_continues(finished, framework, train_here):
+    _, folder = finished
     train_here(framework, *SMALL, "--epochs", "3", "--precision", "float16", "--output", folder).good()
     assert steps_recorded(folder)[-1] == 30

@@ -9,7 +9,7 @@ import sys
 import pytest
 from paths import SUPPORT
 from ranks import FRAMEWORKS, command, held, started, stopped_at, tagged, train, wait_until
-from worlds import LINE, arrays, records
+from worlds import LINE, arrays, of_kind
 
 pytestmark = pytest.mark.launched
 
@@ -24,7 +24,7 @@ def check_resumed(folder, whole, ended, framework, launcher, size, argv):
     assert ended.left == []
     train(framework, launcher, size, *argv).good()
     assert arrays(folder) == arrays(whole)
-    assert [line["step"] for line in records(folder) if line["kind"] == "step"] == list(range(1, 201))
+    assert [line["step"] for line in of_kind("step", folder)] == list(range(1, 201))
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 

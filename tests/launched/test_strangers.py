@@ -1,7 +1,6 @@
 """Other users of the same node: they know job, step and ports, and neither join a run nor end nor hold it up."""
 
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -10,38 +9,21 @@ import sys
 
 import pytest
 from paths import SUPPORT
-from ranks import clean_environ
 
 pytestmark = pytest.mark.launched
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user: run the tests as root")
 NOBODY = 65534
 HOST = socket.gethostname()
 HOSTS = ["127.0.0.1"]
-jobs = itertools.count(os.getpid() * 7 + 1_000_000)
-
-
-@pytest.fixture(scope="module")
-def starter():
-    with subprocess.Popen(
-        [sys.executable, SUPPORT / "world_ranks.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=clean_environ(),
-    ) as process:
-        yield process
-        process.stdin.close()
 
 
 @pytest.fixture
-def start(starter, tmp_path):
+def start(start_ranks):
     """`start(3, steps=50)`: how those ranks ended."""
 
-    def start(size, job, **spec):
+    def start(size, **spec):
         constants = {"HEARTBEAT": 0.2, "SILENCE": 10, "GRACE": 1, "HANDSHAKE": 1, **spec.pop("constants", {})}
-        given = {"folder": str(tmp_path), "size": size, "job": job, "constants": constants, **spec}
-        print(json.dumps(given), file=starter.stdin, flush=True)
-        return json.loads(starter.stdout.readline())
+        return start_ranks(size, constants=constants, **spec)
 
     return start
 
@@ -76,17 +58,15 @@ def undisturbed(ended, size=3):
 
 
 @needs_root
-def test_a_stranger_does_not_become_a_rank(start):
-    job = next(jobs)
+def test_a_stranger_does_not_become_a_rank(start, job):
     with stranger("joins", port=ports_of(job)[0], token=f"{job}.0", hosts=HOSTS):
-        undisturbed(start(3, job, steps=600, delay={"1": 1}))
+        undisturbed(start(3, job=job, steps=600, delay={"1": 1}))
 
 
 @needs_root
-def test_a_stranger_who_takes_the_port_first_does_not_become_rank_0(start):
-    job = next(jobs)
+def test_a_stranger_who_takes_the_port_first_does_not_become_rank_0(start, job):
     with stranger("leads", port=ports_of(job)[0], token=f"{job}.0", size=3):
-        ended = start(3, job, steps=300)
+        ended = start(3, job=job, steps=300)
     assert ended["codes"] == [0, 0, 0], ended
     assert ended["err"][0] == ""
     for rank in (1, 2):
@@ -96,51 +76,45 @@ def test_a_stranger_who_takes_the_port_first_does_not_become_rank_0(start):
 
 
 @needs_root
-def test_nobody_comes_between_a_rank_and_rank_0(start):
-    job = next(jobs)
+def test_nobody_comes_between_a_rank_and_rank_0(start, job):
     with stranger("relays", port=ports_of(job)[0], to=ports_of(job)[1], hosts=HOSTS) as relay:
-        ended = start(3, job, steps=300)
+        ended = start(3, job=job, steps=300)
         relay.kill()
         assert "passed" in relay.stdout.read()
     assert ended["codes"] == [0, 0, 0], ended
 
 
 @needs_root
-def test_many_idle_connections_hold_nobody_up(start, tmp_path):
-    job = next(jobs)
+def test_many_idle_connections_hold_nobody_up(start, job):
     with stranger("idles", port=ports_of(job)[0], count=1500, hosts=HOSTS):
-        ended = start(3, job, steps=600, delay={"2": 2}, constants={"HANDSHAKE": 5})
+        ended = start(3, job=job, steps=600, delay={"2": 2}, constants={"HANDSHAKE": 5})
     undisturbed(ended)
     assert max(ended["files"]) < 100
 
 
 @needs_root
-def test_a_flood_of_connections_keeps_no_rank_out(start):
-    job = next(jobs)
+def test_a_flood_of_connections_keeps_no_rank_out(start, job):
     with stranger("floods", port=ports_of(job)[0], hosts=HOSTS):
-        ended = start(3, job, steps=20, delay={"1": 2, "2": 2}, constants={"HANDSHAKE": 600})
+        ended = start(3, job=job, steps=20, delay={"1": 2, "2": 2}, constants={"HANDSHAKE": 600})
     undisturbed(ended)
 
 
 @needs_root
-def test_ports_that_a_stranger_has_taken_are_not_waited_for(start):
-    job = next(jobs)
+def test_ports_that_a_stranger_has_taken_are_not_waited_for(start, job):
     with stranger("squats", ports=list(ports_of(job)[:6])):
-        ended = start(3, job, steps=20, constants={"HANDSHAKE": 600})
+        ended = start(3, job=job, steps=20, constants={"HANDSHAKE": 600})
     undisturbed(ended)
 
 
 def test_a_name_that_no_host_can_have_is_named(start):
-    ended = start(
-        2, next(jobs), nodelist="x..y", nodes=[0, 1], constants={"ARRIVAL": 1, "FAREWELL": 1, "RANK_0_REPORT": 1}
-    )
+    ended = start(2, nodelist="x..y", nodes=[0, 1], constants={"ARRIVAL": 1, "FAREWELL": 1, "RANK_0_REPORT": 1})
     assert ended["codes"] == [2, 2], ended
     assert "rank 1 of 2 did not come within 1 seconds" in ended["err"][0]
     assert ended["err"][1] == ""
 
 
 def test_a_rank_that_reports_what_it_is_busy_with_is_waited_for(start):
-    ended = start(3, next(jobs), steps=20, reads={"1": 8}, constants={"ARRIVAL": 4})
+    ended = start(3, steps=20, reads={"1": 8}, constants={"ARRIVAL": 4})
     assert ended["codes"] == [0, 0, 0], ended
     waiting = f"warning (rank 0 on {HOST}): waiting for rank 1 on {HOST}, which prepares the data set linear."
     assert set(ended["err"][0].splitlines()) == {waiting}
@@ -148,7 +122,7 @@ def test_a_rank_that_reports_what_it_is_busy_with_is_waited_for(start):
 
 
 def test_a_rank_that_lives_but_is_not_ready_is_named(start):
-    ended = start(3, next(jobs), steps=20, idles={"1": 60}, constants={"ARRIVAL": 4, "RANK_0_REPORT": 1})
+    ended = start(3, steps=20, idles={"1": 60}, constants={"ARRIVAL": 4, "RANK_0_REPORT": 1})
     assert ended["codes"][0] == 2
     assert f"rank 1 on {HOST} was not ready within 4 seconds" in ended["err"][0]
 
@@ -160,7 +134,7 @@ def test_where_the_key_is(where, start, tmp_path):
     environ = {"HOME": str(home), "XDG_CONFIG_HOME": ""}
     environ |= {"HVDTRAIN_KEY": "ab" * 32} if where == "HVDTRAIN_KEY" else {}
     argv = ["linear", "--output", str(tmp_path / "run"), *(["--insecure-rendezvous"] if where == "insecure" else [])]
-    ended = start(3, next(jobs), steps=20, environ=environ, argv={str(rank): argv for rank in range(3)})
+    ended = start(3, steps=20, environ=environ, argv={str(rank): argv for rank in range(3)})
     assert ended["codes"] == [0, 0, 0], ended
     assert (home / ".config/hvdtrain/key").exists() == (where == "home")
     assert ended["err"][0].startswith("warning") == (where == "insecure")
@@ -170,7 +144,7 @@ def test_where_the_key_is(where, start, tmp_path):
 
 def test_without_a_key_a_run_is_refused_at_once(start):
     environ = {"HOME": "/proc/none", "XDG_CONFIG_HOME": "", "PATH": ""}
-    ended = start(2, next(jobs), environ=environ, constants={"ARRIVAL": 600})
+    ended = start(2, environ=environ, constants={"ARRIVAL": 600})
     assert ended["codes"] == [2, 2]
     assert ended["err"][0].startswith(
         f"WorldError (rank 0 on {HOST}): no key of this user's (/proc/none: no such home), and munge does not answer; "
@@ -181,16 +155,14 @@ def test_without_a_key_a_run_is_refused_at_once(start):
 def test_ranks_with_another_key_do_not_join(start, tmp_path):
     """As where nodes share no home."""
     keys = {"0": {"HVDTRAIN_KEY": "ab" * 32}, "1": {"HVDTRAIN_KEY": "cd" * 32}}
-    ended = start(
-        2, next(jobs), nodes=[0, 1], environs=keys, constants={"ARRIVAL": 4, "FAREWELL": 1, "RANK_0_REPORT": 1}
-    )
+    ended = start(2, nodes=[0, 1], environs=keys, constants={"ARRIVAL": 4, "FAREWELL": 1, "RANK_0_REPORT": 1})
     assert ended["codes"] == [2, 2], ended
     assert "rank 1 of 2 did not come" in ended["err"][0]
     assert "has another key than this rank" in ended["err"][1]
 
 
 def test_what_a_rank_reports_is_printed_without_escape_codes(start):
-    ended = start(3, next(jobs), acts=[[2, 20, "escape"]])
+    ended = start(3, acts=[[2, 20, "escape"]])
     assert r"\x1b[31mred" in ended["err"][0]
     assert "\x1b" not in ended["err"][0]
     assert ended["codes"] == [2, 2, 2]

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from ranks import lacking, programs
-from worlds import records
+from ranks import lacking, once, programs
+from worlds import losses, of_kind
 
 pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
 pytestmark = [
@@ -91,16 +91,12 @@ def given(name, folder):
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """`launched("mpi-2")`: the folder of that launch's runs, and each rank's results; each is started once."""
-    begun = {}
 
+    @once
     def of(name):
-        if name not in begun:
-            begun[name] = None
-            folder = tmp_path_factory.mktemp(name)
-            launcher, size, *_ = name.split("-")
-            begun[name] = folder, programs("lightning", launcher, int(size), folder, given(name, folder))
-        assert begun[name], f"the launch {name} failed before"
-        return begun[name]
+        folder = tmp_path_factory.mktemp(name)
+        launcher, size, *_ = name.split("-")
+        return folder, programs("lightning", launcher, int(size), folder, given(name, folder))
 
     return of
 
@@ -115,13 +111,9 @@ def size_of(name):
     return int(name.partition("-")[2])
 
 
-def losses(folder, run):
-    return np.array([record["loss"] for record in records(folder / run) if record["kind"] == "step"])
-
-
-def epoch_records(folder, run):
+def epoch_records(folder):
     keys = ("step", "epoch", "train_loss", "valid_loss", "valid_acc1")
-    return [[record.get(key, 0) for key in keys] for record in records(folder / run) if record["kind"] == "epoch"]
+    return [[record.get(key, 0) for key in keys] for record in of_kind("epoch", folder)]
 
 
 @pytest.mark.parametrize("name", [*LAUNCHES, "mpi-2-more"])
@@ -137,30 +129,30 @@ def test_every_run_ends_as_it_should(launched, name):
 def test_a_recipe_has_the_losses_of_the_horovod_engine(launched, name, case, strategy):
     limit = 1e-3 if case == "network" else 1e-5
     folder, _ = launched(name)
-    theirs, ours = losses(folder, f"torch {case}"), losses(folder, f"{strategy} {case}")
+    theirs, ours = losses(folder / f"torch {case}"), losses(folder / f"{strategy} {case}")
     assert len(theirs) and ours == pytest.approx(theirs, rel=limit)
     if case == "line":
         assert ours.tolist() == theirs.tolist()
-    at_epochs = epoch_records(folder, f"torch {case}")
-    for mine, his in zip(epoch_records(folder, f"{strategy} {case}"), at_epochs, strict=True):
+    at_epochs = epoch_records(folder / f"torch {case}")
+    for mine, his in zip(epoch_records(folder / f"{strategy} {case}"), at_epochs, strict=True):
         assert mine == pytest.approx(his, rel=limit)
 
 
 @pytest.mark.parametrize("case", ON_TWO)
 def test_precisions_and_statistics_are_those_of_the_horovod_engine(launched, case):
     folder, _ = launched("mpi-2-more")
-    theirs = losses(folder, f"torch {case}")
-    assert losses(folder, f"horovod {case}") == pytest.approx(theirs, rel=1e-3)
-    for ours, his in zip(*(epoch_records(folder, f"{a} {case}") for a in ("horovod", "torch")), strict=True):
+    theirs = losses(folder / f"torch {case}")
+    assert losses(folder / f"horovod {case}") == pytest.approx(theirs, rel=1e-3)
+    for ours, his in zip(*(epoch_records(folder / f"{a} {case}") for a in ("horovod", "torch")), strict=True):
         assert ours == pytest.approx(his, rel=1e-3)
     if case not in ONLY_HOROVOD:
-        assert losses(folder, f"ddp {case}") == pytest.approx(theirs, rel=1e-3)
+        assert losses(folder / f"ddp {case}") == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.parametrize("stopped", STOPPED)
 def test_a_stopped_run_continues_as_if_nothing_had_been(launched, stopped):
     folder, results = launched("mpi-2")
-    assert losses(folder, stopped).tolist() == losses(folder, "horovod line").tolist()
+    assert losses(folder / stopped).tolist() == losses(folder / "horovod line").tolist()
     assert "resuming from step" in results["recipes"][0][f"continued from {stopped}"]["out"]
     assert json.loads((folder / stopped / "status.json").read_text())["state"] == "finished"
 

@@ -1,5 +1,6 @@
 """Fixtures of the core's tests."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -46,17 +47,24 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    disk = tmp_path / "disk"
+@contextlib.contextmanager
+def mounted(disk: Path, size: str) -> Iterator[Path]:
+    """A file system of that size."""
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("a full disk needs `mount`")
     if done.returncode:
-        pytest.skip(f"a full disk needs the right to mount a tmpfs, as root has: {done.stderr.strip()}")
+        reason = f"a full disk needs the right to mount a tmpfs ({done.stderr.strip()})"
+        pytest.skip(f"{reason}: run the tests as root, outside of a container that refuses it")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk

@@ -1,12 +1,11 @@
 """Runs of recipes in their folders, one after the other on every rank: `python example_programs.py torch FOLDER`.
 
 FOLDER/given.json holds them by name: {"folder": where it is started, "argv": ..., "adapter": torch or lightning,
-"kill": the step at which SIGKILL ends every rank, or null}. Exit code and stderr on rank R go to FOLDER/rank-R.json.
+"kill": the step at which SIGKILL ends every rank, or null}. Exit code, stdout and stderr on rank R go to
+FOLDER/rank-R.json.
 """
 
 import contextlib
-import gc
-import io
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from captured import captured
 from programs import framework, results, runs, write
 
 from hvdtrain.launch.topology import discover
@@ -37,7 +37,7 @@ def inside(folder: str) -> Iterator[None]:
 
 
 def trained(argv: list[str], adapter: str = "torch", kill: int | None = None) -> dict[str, Any]:
-    """Exit code and stderr of the run on this rank, whose ranks stay joined for the next."""
+    """Exit code, stdout and stderr of the run on this rank, whose ranks stay joined for the next."""
 
     def train(run: runs.Run) -> None:
         engine = framework.open_engine(run)
@@ -53,11 +53,7 @@ def trained(argv: list[str], adapter: str = "torch", kill: int | None = None) ->
             trainer.update = killed_at(kill, trainer.update)
         runs_loop.Loop(run, trainer).train()
 
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = runs.main(adapter, argv, train)
-    gc.collect()  # the run folder is locked as long as its run lives
-    return {"code": code, "err": err.getvalue()}
+    return captured(adapter, argv, train)
 
 
 def killed_at(kill: int, update: Any) -> Any:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from cifar100_files import batch
 from costs import peak_mib
+from images import EPS
 from PIL import Image
 
 from hvdtrain import datasets
@@ -419,9 +420,6 @@ def archive_others(chance: random.Random) -> bytes:
     head = mutated(chance, packed[place : place + 512]).ljust(512, b"\0")[:512]
     summed = head[:148] + b"%06o\0 " % (sum(head[:148]) + 256 + sum(head[156:])) + head[156:]
     return gzip.compress(packed[:place] + summed + packed[place + 512 :], 1)
-
-
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
 
 
 def image_bombs() -> dict[str, bytes]:

@@ -3,11 +3,20 @@
 import numpy as np
 from PIL import Image
 
+from hvdtrain.datasets import DRAWS
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
+
 
 def scene(width, height, seed=0):
     """A smooth colourful image."""
     corners = np.random.default_rng(seed).integers(256, size=(4, 4, 3), dtype=np.uint8)
     return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def draws(count, seed=3):
+    """What decides how so many images are augmented."""
+    return np.random.default_rng(seed).random((count, DRAWS), dtype=np.float32)
 
 
 def write_tree(root, train=8, val=3):

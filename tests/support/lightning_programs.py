@@ -1,8 +1,6 @@
 """Lightning's part of programs.py: recipes under both strategies, and a module that is none of ours."""
 
 import contextlib
-import gc
-import io
 import os
 import signal
 import sys
@@ -10,6 +8,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from captured import captured
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -39,12 +38,9 @@ def recipes(given: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def _trained(name: str, argv: list[str]) -> dict[str, Any]:
-    out, err = io.StringIO(), io.StringIO()
     adapter, train = ("torch", _torch) if name.startswith("torch") else ("lightning", _lightning)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _signal(name):
-        code = runs.main(adapter, argv, train)
-    gc.collect()  # the run folder is locked as long as its run lives
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    with _signal(name):
+        return captured(adapter, argv, train)
 
 
 def _lightning(run: runs.Run) -> None:

@@ -5,11 +5,9 @@ framework's own (torch_programs.py, tensorflow_programs.py). What they return on
 Without a folder it trains what it reads, a JSON list of arguments a line, and answers each with a line.
 """
 
-import contextlib
 import gc
 import hashlib
 import importlib
-import io
 import json
 import os
 import sys
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import small
+from captured import captured
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
@@ -152,7 +151,7 @@ def parted(argv: list[str], step: int) -> dict[str, Any]:
         trainer.update = flip_then_update
         Loop(run, trainer).train()
 
-    return main_results(argv, train)
+    return captured(FRAMEWORK, argv, train)
 
 
 def abandoned(argv: list[str], step: int) -> dict[str, Any]:
@@ -170,16 +169,7 @@ def abandoned(argv: list[str], step: int) -> dict[str, Any]:
         update(trainer, batch, lr, made)
 
     framework.Trainer.update = leave_or_update
-    return main_results(argv, framework.train)
-
-
-def main_results(argv: list[str], train: Any) -> dict[str, Any]:
-    """Exit code, stdout and stderr of a run in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = runs.main(FRAMEWORK, argv, train)
-    gc.collect()  # the run folder is locked as long as its run lives
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    return captured(FRAMEWORK, argv, framework.train)
 
 
 def write(rank: int) -> None:
@@ -188,7 +178,7 @@ def write(rank: int) -> None:
 
 def serve() -> None:
     for line in sys.stdin:
-        print(json.dumps(list(main_results(json.loads(line), framework.train).values())), flush=True)
+        print(json.dumps(list(captured(FRAMEWORK, json.loads(line), framework.train).values())), flush=True)
 
 
 def run_all(folder: Path) -> None:

@@ -240,15 +240,41 @@ class Trainer:
         self._process.communicate()
 
 
+def of_ranks(
+    framework: str, launcher: str, ranks: int, folder: Path, given: dict[str, Any], program: Path, **more: Any
+) -> list[dict[str, Any]]:
+    """What each rank of `python PROGRAM FRAMEWORK FOLDER` has left in FOLDER, for the values that it found there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "given.json").write_text(json.dumps(given, default=str))
+    run(launcher, ranks, warm.command(framework, program, framework, folder), **more).good()
+    return left_by(ranks, folder)
+
+
+def left_by(ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank wrote to FOLDER/rank-R.json."""
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
 def programs(
     framework: str, launcher: str, ranks: int, folder: Path, given: dict[str, Any], **more: Any
 ) -> dict[str, list[Any]]:
     """By program of `programs.py` or the framework's own, what each rank returned for the given values, by rank."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "given.json").write_text(json.dumps(given, default=str))
-    run(launcher, ranks, warm.command(framework, PROGRAMS, framework, folder), **more).good()
-    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    results = of_ranks(framework, launcher, ranks, folder, given, PROGRAMS, **more)
     return {name: [rank[name] for rank in results] for name in given}
+
+
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called once for the same arguments; where that call fails, so do the next ones, at once."""
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def of(*arguments: Any) -> Any:
+        if arguments not in made:
+            made[arguments] = None
+            made[arguments] = make(*arguments)
+        assert made[arguments], f"the launch {arguments} failed before"
+        return made[arguments]
+
+    return of
 
 
 def wait_for_step(ranks: Ranks, folder: Path, step: int) -> None:

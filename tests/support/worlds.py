@@ -70,8 +70,7 @@ class World:
     results: dict[str, list[Any]]
 
     def losses(self, run: str) -> np.ndarray:
-        """The training loss of every step that the run recorded."""
-        return np.array([record["loss"] for record in records(self.folder / run) if record["kind"] == "step"])
+        return losses(self.folder / run)
 
     def of(self, run: str) -> list[dict[str, Any]]:
         """What each rank returned of that run."""
@@ -81,6 +80,16 @@ class World:
 def records(folder: Path) -> list[dict[str, Any]]:
     """The lines of the run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def of_kind(kind: str, folder: Path) -> list[dict[str, Any]]:
+    """The run's records of that kind."""
+    return [record for record in records(folder) if record["kind"] == kind]
+
+
+def losses(folder: Path) -> np.ndarray:
+    """The training loss of every step that the run recorded."""
+    return np.array([record["loss"] for record in of_kind("step", folder)])
 
 
 def arrays(folder: Path) -> bytes:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from paths import SUPPORT
-from ranks import command, held, needs_tensorflow, programs, run, started, stopped_at, train, wait_for_step
-from worlds import DIGITS, SINGLE, furthest, records
+from ranks import command, held, needs_tensorflow, once, programs, run, started, stopped_at, train, wait_for_step
+from worlds import DIGITS, SINGLE, furthest, losses
 
 from hvdtrain.datasets import linear
 
@@ -88,8 +88,7 @@ class Begun:
     results: dict[str, list[Any]]
 
     def losses(self, engine, run):
-        """The training loss of every step."""
-        return np.array([line["loss"] for line in records(self.folder / engine / run) if line["kind"] == "step"])
+        return losses(self.folder / engine / run)
 
     def of(self, engine):
         """What each rank returned of that engine."""
@@ -99,16 +98,9 @@ class Begun:
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """`begun("mpi-2")`: what that launch gave; each is made once."""
-    made = {}
 
+    @once
     def of(name):
-        if name not in made:
-            made[name] = None
-            made[name] = make(name)
-        assert made[name], f"the launch {name} failed before"
-        return made[name]
-
-    def make(name):
         launcher, ranks, engines = LAUNCHES[name]
         folder = tmp_path_factory.mktemp(name)
         chosen = {engine: {run: RUNS[run] for run in runs} for engine, runs in engines.items()}
@@ -279,8 +271,7 @@ def test_a_run_continues_under_another_engine(begun, tmp_path, train_here):
     ended = train("tensorflow", "gloo", 2, *argv, "--max-steps", "38", "--engine", "multiworker").good()
     assert "resuming from step 25" in ended.out
     train_here("tensorflow", *argv, "--engine", "mirrored", "--devices", "cpu").good()
-    losses = [line["loss"] for line in records(tmp_path / "moved") if line["kind"] == "step"]
-    assert furthest(np.array(losses), begun("one").losses("local", "line")) < 1e-5
+    assert furthest(losses(tmp_path / "moved"), begun("one").losses("local", "line")) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ["multiworker", "parameter-server"])

@@ -1,6 +1,5 @@
 """hvdtrain.keras in users' own Keras code: real ranks against one process on the whole batch."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,24 +12,11 @@ import numpy as np
 import pytest
 import warm
 from paths import REPOSITORY, SUPPORT
-from ranks import run
+from ranks import clean_environ, left_by, needs_tensorflow, once, run
 
 PROGRAMS = SUPPORT / "tensorflow_keras_programs.py"
 PAGE = REPOSITORY / "docs" / "keras.md"
 
-
-def missing() -> str | None:
-    """What provides what these tests lack."""
-    if not importlib.util.find_spec("tensorflow"):
-        return "needs TensorFlow: pip install -e .[tensorflow]"
-    horovod = importlib.util.find_spec("horovod")
-    folders = (horovod and horovod.submodule_search_locations) or []
-    if not any(Path(folder).glob("tensorflow/mpi_lib*") for folder in folders):
-        return "needs Horovod for TensorFlow: python -m hvdtrain build --frameworks tensorflow"
-    return None
-
-
-needs_tensorflow = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
 SLOW = ("gloo-2", "mpi-2-more", "loads_without_hvdtrain", "train_one_model", "float16 accumulating")
@@ -110,22 +96,14 @@ class World:
 def world(tmp_path_factory):
     """`world("mpi-2")`: what that launch of LAUNCHES gave; each is started once."""
 
-    begun: dict[str, World | None] = {}
-
+    @once
     def of(name: str) -> World:
-        if name not in begun:
-            begun[name] = None
-            begun[name] = begin(name)
-        assert begun[name], f"the launch {name} failed before"
-        return begun[name]
-
-    def begin(name: str) -> World:
         launcher, size, *_ = name.split("-")
         folder = tmp_path_factory.mktemp(name)
         given = json.loads(json.dumps(LAUNCHES[name]).replace("FOLDER", str(folder)))
         (folder / "given.json").write_text(json.dumps(given))
         ended = run(launcher, int(size), warm.command("tensorflow", PROGRAMS, folder)).good()
-        results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(int(size))]
+        results = left_by(int(size), folder)
         return World(folder, {program: [rank[program] for rank in results] for program in given}, ended.out)
 
     return of
@@ -407,15 +385,8 @@ def test_the_pages_examples_use_every_name():
 
 
 def here(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**clean(), **environ}
-    )
-
-
-def clean() -> dict[str, str]:
-    from ranks import clean_environ
-
-    return {name: value for name, value in clean_environ().items() if name != "KERAS_BACKEND"}
+    clean = {name: value for name, value in clean_environ().items() if name != "KERAS_BACKEND"} | environ
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=clean)
 
 
 @pytest.mark.parametrize("package", ["keras", "tensorflow"])

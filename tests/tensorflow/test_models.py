@@ -9,7 +9,7 @@ from event_files import events, scalars
 from networks import CLASSES as DATA_SETS
 from networks import ENTRIES
 from ranks import needs_tensorflow
-from worlds import BATCH_NORM, CLASSES, CLIPPING, SCALING, SGD, records
+from worlds import BATCH_NORM, CLASSES, CLIPPING, SCALING, SGD, of_kind
 
 from hvdtrain.core import network, recipe
 
@@ -212,9 +212,8 @@ def test_an_event_file_holds_what_was_written(world):
 def test_a_runs_events_are_its_records(world):
     folder = world("alone-1", "tensorflow").folder / "short"
     written = {tag: dict(values) for tag, values in scalars(folder).items()}
-    steps = [line for line in records(folder) if line["kind"] == "step"]
-    epochs = [line for line in records(folder) if line["kind"] == "epoch"]
-    assert written["loss/step"] == pytest.approx({line["step"]: line["loss"] for line in steps}, rel=1e-6)
+    steps = {line["step"]: line["loss"] for line in of_kind("step", folder)}
+    assert written["loss/step"] == pytest.approx(steps, rel=1e-6)
     for kind in ("train", "valid"):
-        expected = {line["step"]: line[f"{kind}_loss"] for line in epochs}
+        expected = {line["step"]: line[f"{kind}_loss"] for line in of_kind("epoch", folder)}
         assert written[f"loss/{kind}"] == pytest.approx(expected, rel=1e-6)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from paths import SUPPORT
-from ranks import command, held, needs_horovod, needs_tensorflow, programs, started, train, wait_for_step
-from worlds import arrays, records
+from ranks import command, held, needs_horovod, needs_tensorflow, once, programs, started, train, wait_for_step
+from worlds import arrays, losses, of_kind
 
 pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
@@ -35,25 +35,15 @@ DROPPED += ["--epochs", "3"]
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """`begun(2)`: the folder of that many ranks' runs, and what each rank returned; each is started once."""
-    made = {}
 
+    @once
     def of(ranks):
-        if ranks not in made:
-            made[ranks] = None
-            folder = tmp_path_factory.mktemp(f"own-{ranks}")
-            given = {name: [*argv, "--output", str(folder / name)] for name, argv in RUNS.items()}
-            results = programs(
-                "tensorflow", LAUNCHES[ranks], ranks, folder, {"trainings": {"given": given}}, cwd=SUPPORT
-            )
-            made[ranks] = folder, results["trainings"]
-        assert made[ranks], "that launch failed before"
-        return made[ranks]
+        folder = tmp_path_factory.mktemp(f"own-{ranks}")
+        given = {name: [*argv, "--output", str(folder / name)] for name, argv in RUNS.items()}
+        results = programs("tensorflow", LAUNCHES[ranks], ranks, folder, {"trainings": {"given": given}}, cwd=SUPPORT)
+        return folder, results["trainings"]
 
     return of
-
-
-def lines(folder, kind):
-    return [line for line in records(folder) if line["kind"] == kind]
 
 
 @pytest.mark.launched
@@ -61,10 +51,10 @@ def lines(folder, kind):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
     alone, together = (begun(number)[0] / name for number in (1, ranks))
-    ours, theirs = ([line["loss"] for line in lines(folder, "step")] for folder in (alone, together))
+    ours, theirs = (losses(folder) for folder in (alone, together))
     assert len(ours) == 8 and len(set(ours)) == 8
     np.testing.assert_allclose(theirs, ours, rtol=1e-12 if "float64" in RUNS[name] else 1e-6)
-    for mine, other in zip(lines(alone, "epoch"), lines(together, "epoch"), strict=True):
+    for mine, other in zip(of_kind("epoch", alone), of_kind("epoch", together), strict=True):
         for key in mine.keys() - {"kind", "seconds"}:
             assert other[key] == pytest.approx(mine[key], rel=1e-5), key
     assert len({rank[name]["state"] for rank in begun(ranks)[1]}) == 1
@@ -73,7 +63,7 @@ def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
 @pytest.mark.launched
 @pytest.mark.parametrize("ranks", [2, 4], ids="of-{}".format)
 def test_metrics_are_those_of_all_examples(begun, ranks):
-    (_, last) = lines(begun(ranks)[0] / "arrays", "epoch")
+    (_, last) = of_kind("epoch", begun(ranks)[0] / "arrays")
     assert last["valid_right"] == last["valid_acc1"]
     assert last["train_right"] == last["train_acc1"] > 0
     of_class_0 = 9  # of the 20 to validate
@@ -90,8 +80,8 @@ def test_killed_with_dropout_and_resumed_to_the_bit(tmp_path):
         ranks.kill()
     assert "resuming from step" in train("tensorflow", "mpi", 2, *argv, cwd=SUPPORT).good().out
     assert arrays(tmp_path / "killed") == arrays(whole)
-    losses = [[line["loss"] for line in lines(folder, "step")] for folder in (tmp_path / "killed", whole)]
-    assert losses[0] == losses[1] and len(set(losses[0])) == 12
+    again, undisturbed = losses(tmp_path / "killed").tolist(), losses(whole).tolist()
+    assert again == undisturbed and len(set(again)) == 12
 
 
 # Losses by name.
@@ -147,19 +137,14 @@ def train_alone(train_here, tmp_path_factory):
 @pytest.mark.parametrize("name", SAME_CURVES)
 def test_one_curve_whatever_names_the_loss_and_whichever_engine(begun, train_alone, name):
     ended, folder = train_alone(*SAME_CURVES[name])
-    usual = lines(begun(1)[0] / "arrays", "step")
-    np.testing.assert_allclose(
-        [line["loss"] for line in lines(folder, "step")] if not ended.code else ended.err,
-        [line["loss"] for line in usual],
-        rtol=1e-5,
-    )
+    assert ended.code == 0, ended.err
+    np.testing.assert_allclose(losses(folder), losses(begun(1)[0] / "arrays"), rtol=1e-5)
 
 
 def test_arrays_read_ahead_are_the_same_to_the_bit(begun, train_alone):
     """Small batches of arrays are gathered in the loop; with a reader they come through tf.data."""
     ended, folder = train_alone("--workers", "1")
-    ahead, usual = (lines(of, "step") for of in (folder, begun(1)[0] / "arrays"))
-    assert not ended.code and [line["loss"] for line in ahead] == [line["loss"] for line in usual]
+    assert not ended.code and losses(folder).tolist() == losses(begun(1)[0] / "arrays").tolist()
 
 
 LEARNS = {
@@ -177,8 +162,8 @@ LEARNS = {
 def test_what_a_recipe_says_beside_holds(train_alone, name):
     ended, folder = train_alone(*LEARNS[name], "--epochs", "6")
     assert ended.code == 0, ended.err
-    losses = [line["train_loss"] for line in lines(folder, "epoch")]
-    assert losses[-1] < losses[0] - 0.02, losses
+    of_epochs = [line["train_loss"] for line in of_kind("epoch", folder)]
+    assert of_epochs[-1] < of_epochs[0] - 0.02, of_epochs
 
 
 # Mistakes.

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from cifar100_files import batch, write
 from ranks import needs_horovod, needs_tensorflow, needs_torch, programs, train
-from worlds import records
+from refusals import refusal
+from worlds import of_kind
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
@@ -122,9 +123,8 @@ def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
 
 
 def test_a_split_of_files_is_refused():
-    with pytest.raises(RecipeError) as caught:
-        resident.hold(object(), CPU)
-    assert str(caught.value) == "object is read from files and cannot lie on the device; drop data_on_device."
+    message = "object is read from files and cannot lie on the device; drop data_on_device."
+    assert refusal(RecipeError, resident.hold, object(), CPU) == message
 
 
 class Backend:
@@ -309,8 +309,7 @@ def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, train_here):
     for engine in ("horovod", "ddp"):
         train("torch", "mpi", 2, *argv, "--compile", "--engine", engine, "--output", tmp_path / engine).good()
     plain, *compiled = (
-        [line["loss"] for line in records(tmp_path / name) if line["kind"] == "step"]
-        for name in ("plain", "alone", "horovod", "ddp")
+        [line["loss"] for line in of_kind("step", tmp_path / name)] for name in ("plain", "alone", "horovod", "ddp")
     )
     assert len(plain) == 2
     for losses in compiled:
@@ -340,9 +339,7 @@ def test_a_missing_compiler_is_reported(monkeypatch, case):
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: has_triton or None)
     for name, value in environ.items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
-    with pytest.raises(EngineUnavailable) as caught:
-        compiling.check_compiler(torch.device(device))
-    assert str(caught.value) == message
+    assert refusal(EngineUnavailable, compiling.check_compiler, torch.device(device)) == message
 
 
 def smoothed(logits, label, smoothing):
@@ -379,7 +376,7 @@ def test_smoothing_is_for_training_alone(tmp_path, train_here):
     losses = {}
     for smoothing in ("0", "0.5"):
         train_here("torch", *argv, "--label-smoothing", smoothing, "--output", tmp_path / smoothing).good()
-        (line,) = (line for line in records(tmp_path / smoothing) if line["kind"] == "epoch")
+        (line,) = of_kind("epoch", tmp_path / smoothing)
         losses[smoothing] = line["train_loss"], line["valid_loss"]
     assert losses["0"][0] != pytest.approx(losses["0.5"][0], rel=1e-3)
     assert losses["0"][1] == pytest.approx(losses["0.5"][1], rel=1e-6)

@@ -6,6 +6,7 @@ import numpy as np
 import optimizer_reference as reference
 import pytest
 from ranks import needs_torch
+from refusals import refusal
 
 pytestmark = needs_torch
 torch = pytest.importorskip("torch")
@@ -149,19 +150,15 @@ def test_what_no_checkpoint_holds_is_refused():
     model = network()
     optimizer = made(model, optimizer="test_optimizers:Listing")
     update(model, optimizer, 0)
-    with pytest.raises(CheckpointError) as caught:
-        State(model, optimizer, NONE).values()
-    refused = "optimizer Listing keeps a list as old.kernel, which no checkpoint holds; take another optimizer."
-    assert str(caught.value) == refused
+    message = "optimizer Listing keeps a list as old.kernel, which no checkpoint holds; take another optimizer."
+    assert refusal(CheckpointError, State(model, optimizer, NONE).values) == message
 
 
 def test_slots_of_another_model_are_refused():
     model = network()
     state = State(model, made(model, optimizer="torch.optim:RAdam"), NONE)
-    with pytest.raises(CheckpointError) as caught:
-        state.start({"exp_avg.other": ("float32", [3])}, {})
-    refused = "the checkpoint holds exp_avg.other, but the model has no other; give another --output."
-    assert str(caught.value) == refused
+    message = "the checkpoint holds exp_avg.other, but the model has no other; give another --output."
+    assert refusal(CheckpointError, state.start, {"exp_avg.other": ("float32", [3])}, {}) == message
 
 
 REFUSED = {
@@ -179,9 +176,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_arguments_of_yours(keys, message):
-    with pytest.raises(RecipeError) as caught:
-        made(network(), **keys)
-    assert str(caught.value).startswith(message)
+    assert refusal(RecipeError, made, network(), **keys).startswith(message)
 
 
 def returns_text(parameters, lr):
@@ -189,10 +184,8 @@ def returns_text(parameters, lr):
 
 
 def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(RecipeError) as caught:
-        made(network(), optimizer="test_optimizers:returns_text")
-    refused = "optimizer test_optimizers:returns_text must return a torch.optim.Optimizer, got str."
-    assert str(caught.value) == refused
+    message = "optimizer test_optimizers:returns_text must return a torch.optim.Optimizer, got str."
+    assert refusal(RecipeError, made, network(), optimizer="test_optimizers:returns_text") == message
 
 
 def test_the_average_of_the_weights_is_numpys():

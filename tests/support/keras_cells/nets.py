@@ -13,10 +13,6 @@ def norms(width=8):
     return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
 
 
-def sequence():
-    return keras.Sequential([keras.Input((12, 6)), layers.Flatten(), layers.BatchNormalization(), layers.Dense(3)])
-
-
 class Late(keras.Model):
     """Makes its weights when it is called; x is a dict."""
 
