@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,26 @@ def test_a_killed_mpirun_of_the_same_process_id_is_in_nobodys_way(controller, tm
     ran = horovodrun(controller, 1, "echo", "here", by=["sh", "-c", left, "sh"], TMPDIR=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     assert "here" in ran.stdout
+
+
+HANDLER = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+TERMINATED = {
+    "a command below the shell": "echo; sleep 600; sleep 0.2; exit 7",
+    "a command that the shell has become": f'exec {sys.executable} -c "{HANDLER}"',
+}
+
+
+@pytest.mark.parametrize("command", TERMINATED.values(), ids=TERMINATED)
+def test_a_terminated_command_keeps_its_exit_code(command):
+    import psutil
+    from horovod.runner.common.util.safe_shell_exec import terminate_executor_shell_and_children
+
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE) as shell:
+        shell.stdout.readline()
+        while "exec" not in command and not psutil.Process(shell.pid).children():
+            time.sleep(0.01)
+        terminate_executor_shell_and_children(shell.pid)
+        assert shell.wait() == 7
 
 
 def test_mpich_is_recognised(tmp_path):
