@@ -145,8 +145,8 @@ REFUSED_COMMANDS = {  # argv: stderr
 
 
 @pytest.fixture
-def command(python):
-    return lambda argv: python(*(argv if argv[:1] == ["-c"] else ("-m", "hvdtrain", *argv)))
+def command(warm_python):
+    return lambda argv: warm_python(*(argv if argv[:1] == ["-c"] else ("-m", "hvdtrain", *argv)))
 
 
 @pytest.mark.parametrize(("argv", "code", "out"), COMMANDS.values(), ids=COMMANDS)
@@ -163,8 +163,8 @@ def test_refused_commands(argv, err, command):
     assert re.fullmatch(err, done.stderr), done.stderr
 
 
-def test_the_plan_of_four_ranks(python):
-    assert "batch       100 = 4 ranks x 25" in python("-m", "hvdtrain", "plan", "linear", "--ranks", "4").stdout
+def test_the_plan_of_four_ranks(warm_python):
+    assert "batch       100 = 4 ranks x 25" in warm_python("-m", "hvdtrain", "plan", "linear", "--ranks", "4").stdout
 
 
 FLAGS = {
@@ -286,8 +286,8 @@ BAD_RECIPE = ["none", "lineer"]
     [(0, 0, True), (1, 1, False), (2, 0, False)],
     ids=["rank 0", "its neighbour", "another host's first"],
 )
-def test_what_is_wrong_on_every_rank_is_reported_once(launcher, rank, local_rank, reports, python):
-    done = python("-c", TRAIN, *BAD_RECIPE, environ=launcher(rank, local_rank))
+def test_what_is_wrong_on_every_rank_is_reported_once(launcher, rank, local_rank, reports, warm_python):
+    done = warm_python("-c", TRAIN, *BAD_RECIPE, environ=launcher(rank, local_rank))
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
     assert len(lines) == reports
@@ -304,9 +304,9 @@ ERRORS = {  # raised in training: exit code, does a second rank of the host repo
 
 
 @pytest.mark.parametrize(("kind", "expected"), ERRORS.items(), ids=ERRORS)
-def test_an_error_in_training(kind, expected, python):
+def test_an_error_in_training(kind, expected, warm_python):
     code, second_reports = expected
-    first, second = (python("-c", TRAIN, kind, "linear", environ=horovodrun(rank, rank)) for rank in (0, 1))
+    first, second = (warm_python("-c", TRAIN, kind, "linear", environ=horovodrun(rank, rank)) for rank in (0, 1))
     assert first.stdout == "training horovod 25 runs/linear/" + first.stdout[-20:]
     assert second.stdout == "training horovod 25 None\n"
     assert (first.returncode, second.returncode) == (code, code)
@@ -314,21 +314,21 @@ def test_an_error_in_training(kind, expected, python):
     assert bool(second.stderr) == second_reports
 
 
-def test_a_failure_is_reported_in_status_json(python, tmp_path):
-    python("-c", TRAIN, "DivergedError", "linear", "--output", "mine")
+def test_a_failure_is_reported_in_status_json(warm_python, tmp_path):
+    warm_python("-c", TRAIN, "DivergedError", "linear", "--output", "mine")
     status = json.loads((tmp_path / "mine" / "status.json").read_text())
     assert (status["state"], status["error"]) == ("failed", "two\nlines.")
 
 
-def test_a_disk_that_fills_while_training(python, tmp_path):
-    done = python("-c", TRAIN, "full", "linear", "--output", "mine")
+def test_a_disk_that_fills_while_training(warm_python, tmp_path):
+    done = warm_python("-c", TRAIN, "full", "linear", "--output", "mine")
     assert done.returncode == 2
     assert done.stderr == "OutputError: metrics.jsonl: No space left on device; free space, then start again.\n"
     assert json.loads((tmp_path / "mine" / "status.json").read_text())["state"] == "failed"
 
 
-def test_a_run_that_ends_well(python):
-    done = python("-c", TRAIN, "none", "linear", "--output", "mine")
+def test_a_run_that_ends_well(warm_python):
+    done = warm_python("-c", TRAIN, "none", "linear", "--output", "mine")
     assert (done.returncode, done.stdout, done.stderr) == (0, "training local 100 mine\n", "")
 
 
@@ -359,7 +359,7 @@ SURROUNDINGS = {
 
 
 @pytest.mark.parametrize(("argv", "environ", "message"), SURROUNDINGS.values(), ids=SURROUNDINGS)
-def test_bad_surroundings_stop_before_training(argv, environ, message, python):
-    done = python("-c", TRAIN, "none", *argv, environ=environ)
+def test_bad_surroundings_stop_before_training(argv, environ, message, warm_python):
+    done = warm_python("-c", TRAIN, "none", *argv, environ=environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(message, done.stderr), done.stderr

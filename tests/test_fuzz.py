@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from costs import growth
 
 from hvdtrain import untrusted
@@ -235,7 +236,7 @@ def test_a_value_is_shown_on_a_line(value, shown):
 @pytest.mark.parametrize(("name", "count"), RANDOM)
 def test_random_inputs(name, count):
     """Reproduce a wrong one with: python tests/support/fuzz.py READER NUMBER 1."""
-    done = subprocess.run([sys.executable, FUZZ, name, "1", str(count)], capture_output=True, text=True, check=True)
+    done = subprocess.run(warm.command("hvdtrain", FUZZ, name, 1, count), capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["wrong"] == []
     assert found["mib"] < 1024

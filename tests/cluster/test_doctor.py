@@ -12,6 +12,16 @@ from ranks import Ended
 
 from hvdtrain.tools.doctor.findings import Check
 
+# What differs from another case in a name alone.
+SLOW = (
+    "right[MPICH, horovodrun",
+    "right[no MPI, srun",
+    "fixed[Open MPI, srun none",
+    "fixed[Open MPI, srun cray",
+    "fixed[MPICH, srun none",
+    "fixed[MPICH, srun cray",
+    "fixed[MPICH, Hydra",
+)
 pytestmark = [
     pytest.mark.cluster,
     *(

@@ -8,6 +8,7 @@ import pytest
 from cluster import ENVIRONMENTS, losses
 from paths import SUPPORT
 
+SLOW = ("--mpi=none", "--mpi=cray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 ENDPOINT = SUPPORT / "endpoint.py"

@@ -17,7 +17,7 @@ from labtools.exercise import Check
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 hvd = pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LABS = paths.LABS

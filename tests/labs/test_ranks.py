@@ -18,7 +18,7 @@ from labtools.scale import scaled
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 SLOW = ("beside_engines",)
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

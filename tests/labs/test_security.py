@@ -32,7 +32,7 @@ from labtools.admission import Listener, connect
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 SLOW = ("beside_engines", "hands_the_function_out[mpi]")
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 NOBODY = 65534
 LABS = Path(__file__).parents[2] / "labs"
 LOOPBACK = ("127.0.0.1", 0)

@@ -91,7 +91,7 @@ SAME = {
     "channels last curve": ("nesterov curve", 1e-4),
     "xla": ("short", 1e-5),
 }
-COMPARED = ("alone-1", "mpi-2", "ddp-2", "mpi-4", "ddp-4")
+COMPARED = ("alone-1", "mpi-2", "mpi-2-more", "ddp-2", "mpi-4", "ddp-4")
 
 
 @pytest.mark.parametrize(

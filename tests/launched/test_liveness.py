@@ -20,7 +20,7 @@ from hvdtrain.run.world import World
 
 PROGRAM = SUPPORT / "world_ranks.py"
 HOST = socket.gethostname()
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("waits")]
 SLOW = (
     "does not come",
     "many_ranks",

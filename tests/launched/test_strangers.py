@@ -10,7 +10,7 @@ import sys
 import pytest
 from paths import SUPPORT
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("waits")]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user: run the tests as root")
 NOBODY = 65534
 HOST = socket.gethostname()

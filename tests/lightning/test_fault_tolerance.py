@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 from fault_tolerance import check_that_a_hang_is_named, digests, killed_stopped_and_resumed, position, state, trained
-from ranks import NEEDS
+from ranks import NEEDS, needs_lightning
 from worlds import losses, of_kind
 
-pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
-pytestmark = [pytest.mark.launched, pytest.mark.timeout(300), NEEDS["torch"]]
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(300), NEEDS["torch"], needs_lightning]
 
 SLOW = ("hangs",)
 DROPPING = {"dropout": 0.3, "passes": 2}

@@ -4,15 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from ranks import lacking, once, programs
+from ranks import NEEDS, needs_lightning, once, programs
 from worlds import losses, of_kind
 
-pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
-pytestmark = [
-    pytest.mark.launched,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch")),
-]
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), NEEDS["torch"], needs_lightning]
 
 SLOW = ("mpi-4", "gloo-2", "mpi-2-more", "precisions")
 LINE = ["linear", "--epochs", "2", "--log-every-steps", "1", "--guard-every-steps", "10"]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from choices import choice
-from ranks import clean_environ, lacking
+from ranks import NEEDS, clean_environ, needs_lightning
 from refusals import refusal
 
 from hvdtrain.core.compatibility import check
@@ -13,8 +13,7 @@ from hvdtrain.core.recipe import load
 from hvdtrain.errors import DataError, DeviceError, RecipeError
 from hvdtrain.launch.topology import Topology
 
-pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
-pytestmark = pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
+pytestmark = [NEEDS["torch"], needs_lightning]
 
 
 def output_of(code):

@@ -1,6 +1,7 @@
 """Fixtures of the core's tests."""
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 
 from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
@@ -32,19 +34,27 @@ def make_plan() -> Callable[..., Plan]:
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """python("-m", "hvdtrain", …, environ={…}): a finished process in tmp_path that no launcher started."""
+    return functools.partial(_finished, tmp_path, [sys.executable])
 
-    def run(*argv: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-        return subprocess.run(
-            [sys.executable, *argv],
-            env={**clean, "COLUMNS": "80", **(environ or {})},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
 
-    return run
+@pytest.fixture
+def warm_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The same, forked from a process that has loaded hvdtrain, without a framework."""
+    return functools.partial(_finished, tmp_path, warm.command("hvdtrain"))
+
+
+def _finished(
+    folder: Path, command: list[str], *argv: str, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    return subprocess.run(
+        [*command, *argv],
+        env={**clean, "COLUMNS": "80", **(environ or {})},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @contextlib.contextmanager

@@ -82,6 +82,9 @@ needs_our_horovod = pytest.mark.skipif(
 )
 NEEDS = {name: pytest.mark.skipif(bool(lacking(name)), reason=lacking(name)) for name in TITLES}
 needs_tensorflow = NEEDS["tensorflow"]
+needs_lightning = pytest.mark.skipif(
+    not importlib.util.find_spec("lightning"), reason="needs Lightning: pip install -e .[lightning]"
+)
 FRAMEWORKS = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
 
 

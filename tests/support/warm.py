@@ -14,8 +14,9 @@ import sys
 
 Any = object  # typing takes longer to load than the small process runs
 
-# What each kind loads, beside the framework: all that a training of that kind imports.
+# What each kind loads: all that a training of that kind imports, or that most commands do.
 KINDS = {
+    "hvdtrain": ["hvdtrain.run.main", "hvdtrain.tools.doctor.gather", "hvdtrain.tools.plan", "hvdtrain.tools.slurm"],
     "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.trainer"],
     "tensorflow": ["hvdtrain.tensorflow", "horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.trainer"],
     "lightning": ["hvdtrain.lightning.train"],

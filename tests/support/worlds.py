@@ -131,9 +131,12 @@ GRADIENTS: dict[str, Any] = {
         "float64": {"compression": "fp64"},
     }
 }
-ON_TWO = [*LINES, "float16", "float16 clipped", "adasum", "sync float64 curve"]
+ON_TWO = ["line", "short", "micro-batches", "clipped", "float16", "adasum", "sync float64 curve"]
 # For slow tests alone.
-MORE_ON_TWO = ["workers", "few to validate", "inside", "frozen float64 curve"]
+MORE_ON_TWO = [
+    "workers", "few to validate", "inside", "frozen float64 curve", "clipped micro-batches", "compressed", "bfloat16",
+    "float16 clipped",
+]  # fmt: skip
 
 OPTIMIZED = {
     "adam": ["--optimizer", "adam"],

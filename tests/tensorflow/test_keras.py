@@ -43,6 +43,7 @@ TOLERANCES = {
 RANKS_ALONE = ["dropout", "built by a batch"]  # which have no counterpart in one process
 MORE = [
     "auto",
+    "auto on a GPU",
     "adam",
     "clipped",
     "float16 accumulating",

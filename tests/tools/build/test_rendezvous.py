@@ -26,7 +26,7 @@ from hvdtrain.launch import gloo
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.tools.build.patching import SOURCES
 
-pytestmark = [pytest.mark.launched, needs_our_horovod]
+pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("rendezvous"), needs_our_horovod]
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 SEATS = [Endpoint("localhost", 0, rank, "127.0.0.1") for rank in (0, 1)]
