@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -165,8 +166,8 @@ class Ended:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of stderr that hvdtrain wrote, without the launcher's prefix."""
-        stripped = [(line.partition("<stderr>:")[2] or line).strip() for line in self.err.splitlines()]
+        """The lines of stderr that hvdtrain wrote, without the launcher's prefix, which may follow an unended line."""
+        stripped = (line.strip() for line in re.split(r"\[[\d,]+\]<stderr>:|\n", self.err))
         return [line for line in stripped if line.partition(":")[0].partition(" ")[0] in vars(errors)]
 
 

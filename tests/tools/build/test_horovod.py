@@ -234,7 +234,7 @@ def test_a_terminated_command_keeps_its_exit_code(command):
     import psutil
     from horovod.runner.common.util.safe_shell_exec import terminate_executor_shell_and_children
 
-    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE) as shell:
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE) as shell:
         shell.stdout.readline()
         while "exec" not in command and not psutil.Process(shell.pid).children():
             time.sleep(0.01)
