@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from refusals import refusal
 
 from hvdtrain import __version__
 from hvdtrain.errors import RecipeError
@@ -245,9 +246,7 @@ REFUSED = {
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_refused_flags(argv, message, columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
-    with pytest.raises(RecipeError) as caught:
-        parse_run(PROG, argv.split())
-    assert str(caught.value) == message
+    assert refusal(RecipeError, parse_run, PROG, argv.split()) == message
 
 
 @pytest.mark.parametrize(("argv", "code"), [([], 2), (["-h"], 0), (["--help"], 0)], ids=["nothing", "-h", "--help"])

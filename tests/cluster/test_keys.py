@@ -1,10 +1,10 @@
 """How the ranks of several nodes come by one key: from a home that all see, through munge where they see none."""
 
-import json
 import sys
 
 import pytest
 from paths import REPOSITORY, SUPPORT
+from ranks import left_by
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -22,7 +22,7 @@ def test_the_ranks_of_two_nodes_join(cluster, tmp_path_factory, home):
     program = f"{home} XDG_CONFIG_HOME= exec {sys.executable} {SUPPORT / 'endpoint.py'} {folder}"
     ended = cluster.run(*SRUN, "bash", "-c", program).good()
     assert ended.err == ""
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    ranks = left_by(4, folder)
     assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
 
 

@@ -1,12 +1,12 @@
 """Every launcher on a SLURM of four nodes: the right ranks, the same losses to the bit, wrong plugins refused."""
 
-import json
 import sys
 from dataclasses import dataclass
 
 import pytest
 from cluster import ENVIRONMENTS, losses
 from paths import SUPPORT
+from ranks import left_by, once
 
 SLOW = ("--mpi=none", "--mpi=cray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -56,7 +56,7 @@ LAUNCHES = launches(2)
 def test_every_rank_knows_its_endpoint(cluster, tmp_path_factory, launch):
     folder = tmp_path_factory.mktemp("ranks", numbered=True)
     cluster.run(*launch.command(ENDPOINT, folder), build=launch.build).good()
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
+    ranks = left_by(8, folder)
     for rank, own in enumerate(ranks):
         assert (own["launcher"], own["rank"], own["size"]) == (launch.launcher, rank, 8)
         assert (own["host"], own["local_rank"], own["local_size"]) == (f"nid00{rank // 2 + 1}", rank % 2, 2)
@@ -88,17 +88,14 @@ LINEAR = ("linear", "--epochs", 4, "--log-every-steps", 1)
 @pytest.fixture(scope="module")
 def trained(cluster):
     """`trained("torch --engine ddp", "srun pmix", 1)`: every step's loss of that run, each made once."""
-    made = {}
 
-    def of(*which):
-        if which not in made:
-            adapter, name, a_node = which
-            folder, launch = cluster.folder / " ".join(map(str, which)), launches(a_node)[name]
-            adapter_name, *engine = adapter.split()
-            argv = ["-m", f"hvdtrain.{adapter_name}", *LINEAR, *engine, "--output", folder]
-            cluster.run(*launch.command(*argv), build=launch.build).good()
-            made[which] = losses(folder)
-        return made[which]
+    @once
+    def of(adapter, name, a_node):
+        folder, launch = cluster.folder / f"{adapter} {name} {a_node}", launches(a_node)[name]
+        adapter_name, *engine = adapter.split()
+        argv = ["-m", f"hvdtrain.{adapter_name}", *LINEAR, *engine, "--output", folder]
+        cluster.run(*launch.command(*argv), build=launch.build).good()
+        return losses(folder)
 
     return of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import Minicluster, losses, minicluster
 from paths import REPOSITORY
-from ranks import Ended, wait_until
+from ranks import Ended, once, wait_until
 
 from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.job_check import check
@@ -80,19 +80,17 @@ def shape(name: str) -> list[object]:
 @pytest.fixture(scope="module")
 def job_of(tmp_path_factory) -> Callable[[str, str], Job]:
     """job_of("alpha", "torchrun"): the end of that script's job on its site; each is submitted once."""
-    jobs: dict[tuple[str, str], Job] = {}
 
+    @once
     def of(name: str, launcher: str) -> Job:
-        if (name, launcher) not in jobs:
-            folder = tmp_path_factory.mktemp(name)
-            script = REPOSITORY / "slurm" / name / f"{launcher}.sbatch"
-            if launcher == "srun --mpi=pmix":
-                script = folder / "pmix.sbatch"
-                kept = (REPOSITORY / "slurm" / name / "srun.sbatch").read_text()
-                script.write_text(render(SITES[name], Options(nodes=2, mpi="pmix"), command_of(kept)))
-            with minicluster(folder, *shape(name)) as cluster:
-                jobs[name, launcher] = over(cluster, submit(cluster, script))
-        return jobs[name, launcher]
+        folder = tmp_path_factory.mktemp(name)
+        script = REPOSITORY / "slurm" / name / f"{launcher}.sbatch"
+        if launcher == "srun --mpi=pmix":
+            script = folder / "pmix.sbatch"
+            kept = (REPOSITORY / "slurm" / name / "srun.sbatch").read_text()
+            script.write_text(render(SITES[name], Options(nodes=2, mpi="pmix"), command_of(kept)))
+        with minicluster(folder, *shape(name)) as cluster:
+            return over(cluster, submit(cluster, script))
 
     return of
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import odd_json
 import pytest
+from refusals import refusal
 
 from hvdtrain.core import recipe
 from hvdtrain.core.progress import Progress
@@ -273,14 +274,14 @@ def test_a_refused_folder_is_left_as_it_was(plan):
     for step in (40, 80):
         save(begun, plan, step, framework="tensorflow")
     (Path("mine/checkpoints/step-00000080") / ARRAYS).write_bytes(b"")
-    refusal(CheckpointError, plan, output=MINE)
+    refusal(CheckpointError, begin, plan, output=MINE)
     assert sorted(path.name for path in Path("mine/checkpoints").iterdir()) == ["step-00000040", "step-00000080"]
 
 
 def test_a_checkpoint_that_is_not_a_runs_is_refused(plan):
     meta = {"step": 3, "model": model_identity(plan), "framework": "torch"}
     commit(Path("mine/checkpoints"), Checkpoint({}, meta), keep=2)
-    assert refusal(CheckpointError, plan, output=MINE) == (
+    assert refusal(CheckpointError, begin, plan, output=MINE) == (
         "the checkpoint of step 3 cannot be resumed from: epoch in meta.json: Field required; "
         "remove it, or give another --output."
     )
@@ -333,15 +334,9 @@ def test_nothing_whole_is_reported(plan):
     )
 
 
-def refusal(kind, plan, **options) -> str:
-    with pytest.raises(kind) as caught:
-        begin(plan, **options)
-    return str(caught.value)
-
-
 def test_resume_never_into_a_folder_with_checkpoints_is_refused(plan):
     save(begin(plan, output=MINE), plan, 40)
-    assert refusal(OutputError, plan, output=MINE, resume="never") == (
+    assert refusal(OutputError, begin, plan, output=MINE, resume="never") == (
         "mine holds checkpoints and --resume is never; give another --output, or drop --resume never."
     )
 
@@ -349,11 +344,11 @@ def test_resume_never_into_a_folder_with_checkpoints_is_refused(plan):
 def test_checkpoints_of_another_model_are_refused(plan, make_plan):
     save(begin(plan, output=MINE), plan, 40)
     before = Path("mine/recipe.yaml").read_text()
-    assert refusal(CheckpointError, make_plan("synthetic:tiny"), output=MINE) == (
+    assert refusal(CheckpointError, begin, make_plan("synthetic:tiny"), output=MINE) == (
         "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains resnet50, "
         "cifar stem, 23,528,522 parameters, momentum kept; give another --output."
     )
-    assert refusal(CheckpointError, make_plan("linear", momentum=0.9), output=MINE) == (
+    assert refusal(CheckpointError, begin, make_plan("linear", momentum=0.9), output=MINE) == (
         "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains linear, "
         "2 parameters, momentum kept; give another --output."
     )
@@ -362,7 +357,7 @@ def test_checkpoints_of_another_model_are_refused(plan, make_plan):
 
 def test_a_checkpoint_of_another_framework_is_refused(plan):
     save(begin(plan, output=MINE), plan, 40, framework="tensorflow")
-    assert refusal(CheckpointError, plan, output=MINE) == (
+    assert refusal(CheckpointError, begin, plan, output=MINE) == (
         "mine holds checkpoints of tensorflow, this run trains with torch; convert them: "
         "python -m hvdtrain convert mine --to torch"
     )
@@ -388,7 +383,7 @@ def test_a_job_that_was_queued_again_goes_on_with_its_own_run(plan):
 
 def test_a_folder_in_use_is_refused(plan):
     held = open_one(plan, ALONE, "torch", MINE, "auto")
-    assert refusal(OutputError, plan, output=MINE) == (
+    assert refusal(OutputError, begin, plan, output=MINE) == (
         "mine is being written by another run; wait for it, or give another --output."
     )
     held.folder.lock.close()
@@ -398,16 +393,16 @@ def test_a_lock_of_somebody_elses_making_is_refused(make_plan):
     Path("mine").mkdir()
     Path("precious").write_text("kept")
     Path("mine/.lock").symlink_to(Path("precious").resolve())
-    assert refusal(OutputError, make_plan(), output=MINE).startswith("cannot write to the run folder mine: ")
+    assert refusal(OutputError, begin, make_plan(), output=MINE).startswith("cannot write to the run folder mine: ")
     assert Path("precious").read_text() == "kept"
     Path("mine/.lock").unlink()
     os.mkfifo("mine/.lock")
-    assert refusal(OutputError, make_plan(), output=MINE).startswith("cannot write to the run folder mine: ")
+    assert refusal(OutputError, begin, make_plan(), output=MINE).startswith("cannot write to the run folder mine: ")
 
 
 def test_a_folder_below_a_file_is_refused(make_plan):
     Path("file").write_text("")
-    assert refusal(OutputError, make_plan(), output=Path("file/sub")) == (
+    assert refusal(OutputError, begin, make_plan(), output=Path("file/sub")) == (
         "cannot write to the run folder file/sub: Not a directory; give a writable --output."
     )
 
@@ -417,7 +412,7 @@ def test_a_file_in_the_place_of_the_run_folder_is_refused(where, make_plan):
     Path(where).parent.mkdir(parents=True, exist_ok=True)
     Path(where).write_text("")
     reason = "File exists" if where.endswith("22") else "Not a directory"
-    assert refusal(OutputError, make_plan()) == (
+    assert refusal(OutputError, begin, make_plan()) == (
         f"cannot write to the run folder runs/linear/22: {reason}; give a writable --output."
     )
 
@@ -437,13 +432,13 @@ def test_a_write_protected_folder_is_refused(plan):
     Path.cwd().chmod(0o755)
     Path("sealed").mkdir(mode=0o555)
     with no_root():
-        message = refusal(OutputError, plan, output=Path("sealed/run"))
+        message = refusal(OutputError, begin, plan, output=Path("sealed/run"))
     assert message == "cannot write to the run folder sealed/run: Permission denied; give a writable --output."
 
 
 def test_no_room_for_the_checkpoints_is_refused(make_plan, tiny_disk):
     plan = make_plan("synthetic:tiny")  # two kept, the best and one being written: 4 x 179.5 MiB
-    assert refusal(OutputError, plan, output=tiny_disk / "run") == (
+    assert refusal(OutputError, begin, plan, output=tiny_disk / "run") == (
         f"the run folder {tiny_disk}/run has no room for 718.0 MiB of checkpoints: No space left on device; "
         "free space or give another --output."
     )

@@ -37,7 +37,7 @@ def state(folder: Path) -> str:
 
 
 def killed_stopped_and_resumed(kind: str, folder: Path, killed: Case, stopped: Case) -> Ended:
-    """A rank of the one is killed inside an epoch, of the other told to stop there; how both ended that resumed."""
+    """A rank of the one is killed inside an epoch, of the other signalled to stop; how both ended that resumed."""
     ended = trained(kind, "mpi", 2, folder, {"killed": {**killed, "at": 9, "signal": signal.SIGKILL}})
     assert ended.code != 0
     assert any("rank 1 on " in line and "ended without a message" in line for line in ended.lines), ended.err
