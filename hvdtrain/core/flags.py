@@ -95,17 +95,22 @@ def given(
     _check_values(fields, argv)
     layout = layout or Layout()
     shown = {name: defaults.get(name, field.default) for name, field in fields.items()}
-    left_out = layout.hidden if {"-h", "--help"} & set(argv) else ()
+    wants_help = bool({"-h", "--help"} & set(argv))
+    left_out = layout.hidden if wants_help else ()
     typed = {name: _typed(name, fields[name], shown[name], layout) for name in fields if name not in left_out}
     page = _Page()
     try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(page):
+        with contextlib.ExitStack() as captured:
+            if wants_help:  # else what another thread prints meanwhile would be lost
+                captured.enter_context(contextlib.redirect_stdout(page))
+                captured.enter_context(contextlib.redirect_stderr(io.StringIO()))
             values, unknown = tyro.cli(  # type: ignore[var-annotated]
                 _grouped(typed, layout.groups),
                 prog=prog,
                 description=DESCRIPTION,
                 args=list(argv),
                 return_unknown_args=True,
+                console_outputs=wants_help,
             )
     except SystemExit as stop:
         if stop.code in {0, None}:

@@ -1,6 +1,9 @@
 """Keys whose value is a mapping: as flags, and what is refused of them in YAML and in flags alike."""
 
+import contextlib
 import datetime
+import sys
+import threading
 from typing import Any
 
 import pydantic
@@ -48,6 +51,25 @@ def test_a_flag_replaces_the_whole_mapping():
     fields = flags.fields_of(Options)
     assert flags.given(fields, "prog", ["--model-args", "b=2"], {"model_args": {"a": 1}}) == {"model_args": {"b": 2}}
     assert flags.given(fields, "prog", ["--epochs", "2"], {"model_args": {"a": 1}}) == {"epochs": 2}
+
+
+def test_what_another_thread_prints_meanwhile_is_not_lost(capsys):
+    ended, printed = threading.Event(), 0
+
+    def prints():
+        nonlocal printed
+        while not ended.is_set():
+            print("a rank is gone", file=sys.stderr)
+            printed += 1
+
+    thread = threading.Thread(target=prints)
+    thread.start()
+    for argv in [[], ["--model-args"], ["--no-such-flag"]] * 30:
+        with contextlib.suppress(RecipeError):
+            flags.parse(Options, "prog", argv)
+    ended.set()
+    thread.join()
+    assert capsys.readouterr() == ("", "a rank is gone\n" * printed)
 
 
 def test_the_help_shows_the_arguments(capsys):
