@@ -227,6 +227,27 @@ def test_gradients_are_sent_with_the_last_backward_alone():
     assert len(engine.sent) == 3
 
 
+def test_what_another_rank_alone_reached_is_added_to_the_gradient_that_was_there():
+    import torch
+
+    from hvdtrain.torch.own.gradients import Averager
+
+    model, engine = torch.nn.Linear(4, 1), Counting()
+    others = {
+        "gradients.0": torch.ones(1),
+        "gradients.1": torch.full([4], 3.0),
+        "reached": torch.tensor([1.0, 1, 0, 0]),
+    }
+    engine.size = 2
+    engine.average = lambda mine, name: lambda: mine.add_(others[name.removeprefix("hvdtrain.")].view_as(mine)).div_(2)
+    averager = Averager(model, engine, "none")
+    model.weight.grad = torch.ones(1, 4)
+    model.bias.sum().backward()
+    assert model.weight.grad.tolist() == [[2.0] * 4]
+    assert model.bias.grad.item() == 1
+    averager.close()
+
+
 @pytest.mark.parametrize("name", ["OwnEngineSettings", "OwnIntervals"])
 def test_without_a_recipe_its_defaults_hold(name):
     for field in dataclasses.fields(getattr(settings, name)):
