@@ -2,9 +2,9 @@
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Tests that start ranks run one after the other, in a process for each of the groups of tests/conftest.py; all others run
-# beside them.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
+# Tests that start ranks run one after the other, in a process for each of the groups of tests/conftest.py, which says
+# how many processes there are; all others run beside them.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 # The small build where there is one; none at all for a Python that TensorFlow is not made for yet.
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'

@@ -75,6 +75,14 @@ def pytest_collection_modifyitems(items):
     return (yield)
 
 
+def pytest_xdist_auto_num_workers():
+    """One more than there are processors, as ranks and notebooks wait; a quota of half a processor is left to one test,
+    as ranks that wait would use up what those of other tests need."""
+    from ranks import processors
+
+    return 1 if processors() < 1 else min(6, int(processors()) + 1)
+
+
 def pytest_configure():
     """Ctrl-C is for the programs of the tests as at a terminal: a shell's background job starts with it ignored. What a
     failed test waits for in a `with` is killed first."""

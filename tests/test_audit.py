@@ -51,7 +51,7 @@ def test_a_known_vulnerability_fails_the_check_but_for_one_with_a_reason(tmp_pat
     assert printed[1:] == ["pip-audit: 2 packages, 1 vulnerabilities"]
 
 
-@pytest.mark.parametrize("name", ["broken", "numpy"])
+@pytest.mark.parametrize("name", ["broken", pytest.param("numpy", marks=pytest.mark.slow)])
 def test_a_service_that_cannot_be_reached_is_reported_and_fails_nothing(tmp_path, service, capsys, name):
     assert audited(tmp_path, service if name == "broken" else "http://127.0.0.1:9/", name) == 0
     assert re.fullmatch("pip-audit: NOT AUDITED, the service cannot be reached: .*\n", capsys.readouterr().out)

@@ -79,7 +79,7 @@ ALIKE = [name for name in CASES if name not in BY_THEIR_BATCH]
 ON_HOROVOD = {"changing", "read in workers", "dict", "tuple", "few to validate", "bfloat16"}
 ON_DDP = [name for name in CASES if name not in ON_HOROVOD]
 # Of each example one, but for detection, which takes as long as all others, and of each odd network.
-FIRST = ["unet float64", "lm float64", "vit float64", "norms float64", "unused float64", "few to validate"]
+FIRST = ["unet float64", "lm float64", "norms float64", "unused float64", "few to validate"]
 FIRST += ["micro-batches", "changing"]
 FIRST_ON_DDP = ["lm float64", "unused float64", "micro-batches"]
 LAUNCHES = {  # by name: how many ranks, and what they train

@@ -14,6 +14,7 @@ from labtools import batches
 from labtools.batches import History, Setting
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+SLOW = ("gap_opens", "linear_rule_with")
 LAB = paths.LABS / "4-large_batches.py"
 
 

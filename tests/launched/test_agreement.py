@@ -5,7 +5,7 @@ import socket
 import numpy as np
 import pytest
 from ranks import FRAMEWORKS, NEEDS
-from worlds import NETWORKS, furthest, having, of_kind, on
+from worlds import NETWORKS, alone, furthest, having, of_kind, on
 
 from hvdtrain.datasets import linear
 
@@ -70,7 +70,7 @@ CURVES = {
 )
 def test_resnet50_has_one_curve(world, framework, launch, run):
     steps, limit = CURVES[run]
-    theirs = world("alone-1", framework).losses(run)
+    theirs = world(alone(framework, run), framework).losses(run)
     assert len(theirs) == steps
     assert furthest(world(launch, framework).losses(run), theirs) < limit
 
@@ -91,7 +91,7 @@ SAME = {
     "channels last curve": ("nesterov curve", 1e-4),
     "xla": ("short", 1e-5),
 }
-COMPARED = ("alone-1", "mpi-2", "mpi-2-more", "ddp-2", "mpi-4", "ddp-4")
+COMPARED = ("alone-1", "alone-1-more", "mpi-2", "mpi-2-more", "ddp-2", "mpi-4", "ddp-4")
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_ddp_compresses(world, run):
 
 @on_both
 def test_clipping_changes_the_curve(world, framework):
-    alone = world("alone-1", framework)
-    assert furthest(alone.losses("clipped"), alone.losses("short")) > 0.1
+    one = world("alone-1", framework)
+    assert furthest(one.losses("clipped"), one.losses("short")) > 0.1
 
 
 @on_both

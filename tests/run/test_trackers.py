@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from mlflow import MlflowClient
 from ranks import SMALL, cold_command, held, needs_torch, run, started, wait_for_step, wait_until
-from wandb.proto.wandb_internal_pb2 import Record
 
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
@@ -25,6 +23,7 @@ from hvdtrain.run.options import parse_run
 from hvdtrain.run.reporter import Reporter
 from hvdtrain.run.trackers import Trackers
 
+SLOW = ("begins_anew", "own_settings")
 HOUSE = str(Path(trackers.__file__).parents[3])
 BLOCK = 1 << 15
 
@@ -36,8 +35,11 @@ def patience(monkeypatch):
     monkeypatch.setattr(trackers, "STOP_SECONDS", 280.0)
 
 
-def wandb_records(path: Path) -> list[Record]:
+def wandb_records(path: Path) -> list:
     """Of a .wandb file: blocks of 32 KiB of pieces, each with a header of checksum, length and type."""
+    # Not above: both libraries take seconds, in every process that collects tests.
+    from wandb.proto.wandb_internal_pb2 import Record
+
     content, position, whole, found = path.read_bytes(), 7, b"", []
     while position + 7 <= len(content):
         if BLOCK - position % BLOCK < 7:
@@ -52,7 +54,7 @@ def wandb_records(path: Path) -> list[Record]:
     return found
 
 
-def wandb_runs(folder: Path) -> list[list[Record]]:
+def wandb_runs(folder: Path) -> list[list]:
     return [wandb_records(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
@@ -60,17 +62,19 @@ def values(items) -> dict:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def history(records: list[Record]) -> list[dict]:
+def history(records: list) -> list[dict]:
     return [values(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
 
 
-def config(records: list[Record]) -> dict:
+def config(records: list) -> dict:
     return values(next(record.run for record in records if record.WhichOneof("record_type") == "run").config.update)
 
 
-def mlflow_client(folder: Path, monkeypatch) -> MlflowClient:
+def mlflow_client(store: Path, monkeypatch):
+    from mlflow import MlflowClient
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    return MlflowClient((folder.parent / "mlruns").as_uri())
+    return MlflowClient(store.as_uri())
 
 
 def curve(records: list[dict], name: str) -> list[tuple[int, float]]:
@@ -101,7 +105,7 @@ def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
     names = {name for record in told for name in record} - {"kind", "step"}
     assert names >= {"epoch", "loss", "lr", "examples_per_second", "train_loss", "valid_loss", "seconds"}
 
-    client = mlflow_client(folder, monkeypatch)
+    client = mlflow_client(tmp_path / "mlruns", monkeypatch)
     (found,) = client.search_runs([client.get_experiment_by_name("linear").experiment_id])
     assert (found.info.run_id, found.info.status, found.info.run_name) == (first["mlflow"]["id"], "FINISHED", "run")
     assert found.data.params["recipe.base_lr"] == "0.5"
@@ -133,7 +137,7 @@ def test_a_training_that_begins_anew_has_a_new_run(tmp_path, monkeypatch):
         of = Trackers(("mlflow",), tmp_path / "run", "linear", {"recipe": {"base_lr": 0.5 + resumes}}, resumes)
         of.add({"loss": 1.0, "top@5": 0.5}, 1)
         assert [line for line in of.close("stopped") if "in file:" not in line] == []
-    client = mlflow_client(tmp_path / "run", monkeypatch)
+    client = mlflow_client(tmp_path / "mlruns", monkeypatch)
     new, old = client.search_runs([client.get_experiment_by_name("linear").experiment_id])
     assert [len(client.get_metric_history(one.info.run_id, "loss")) for one in (new, old)] == [1, 1]
     assert old.data.metrics["top_5"] == 0.5
@@ -142,9 +146,9 @@ def test_a_training_that_begins_anew_has_a_new_run(tmp_path, monkeypatch):
 
 
 def test_the_users_own_settings_win(tmp_path, monkeypatch):
-    store = (tmp_path / "store").as_uri()
+    store = tmp_path / "store"
     for name, value in {
-        "MLFLOW_TRACKING_URI": store,
+        "MLFLOW_TRACKING_URI": store.as_uri(),
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_EXPERIMENT_NAME": "mine",
         "WANDB_MODE": "offline",
@@ -155,9 +159,9 @@ def test_the_users_own_settings_win(tmp_path, monkeypatch):
     of = Trackers(("mlflow", "wandb"), tmp_path / "run", "linear", {})
     of.add({"loss": 1.0}, 1)
     lines = of.close("finished")
-    assert any(f"in {store}" in line for line in lines)
+    assert any(f"in {store.as_uri()}" in line for line in lines)
     assert any("tracker wandb: offline; to sync: wandb sync" in line for line in lines)
-    client = MlflowClient(store)
+    client = mlflow_client(store, monkeypatch)
     assert len(client.search_runs([client.get_experiment_by_name("mine").experiment_id])) == 1
     ((records),) = wandb_runs(tmp_path / "run")
     (about,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
@@ -397,7 +401,7 @@ with ht.join() as world:
 def test_a_loop_of_ones_own_hands_on_how_it_ended(tmp_path, monkeypatch):
     (tmp_path / "fails.py").write_text(FAILS)
     assert run("alone", 1, warm.command("torch", "fails.py"), cwd=tmp_path).code == 1
-    client = mlflow_client(tmp_path / "run", monkeypatch)
+    client = mlflow_client(tmp_path / "mlruns", monkeypatch)
     (found,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert found.info.status == "FAILED"
 

@@ -59,6 +59,25 @@ CONTROLLERS = ("mpi", "gloo")
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
+def processors(root: Path = Path("/")) -> float:
+    """How many this process may use: those of its affinity, or fewer where the quota of a control group is less."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        controllers, path = line.split(":", 2)[1:]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        groups = [top / path.strip("/"), *(top / path.strip("/")).parents]
+        for group in groups[: groups.index(top) + 1]:
+            with contextlib.suppress(OSError, ValueError):  # "max" is no quota
+                if controllers:
+                    quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+                else:
+                    quota, period = map(int, (group / "cpu.max").read_text().split())
+                allowed = min(allowed, quota / period) if quota > 0 else allowed
+    return allowed
+
+
 def lacking(framework: str) -> str:
     """What this machine lacks to start ranks of the framework, and how to get it; "" is nothing."""
     if not importlib.util.find_spec(framework):

@@ -202,15 +202,17 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "channels last curve",
                 "split curve",
                 "split micro-batches curve",
-                *NETWORKS,
+                "frozen curve",
+                *EXACT_NETWORKS,
             ],
             {"local_verbs": {}},
         ),
+        "alone-1-more": (["sync curve"], {}),
         "alone-1-resumed": ([], {"resumed_states": RESUMED["torch"]}),
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
         "mpi-2": (
-            [*ON_TWO, "sync curve"],
+            ON_TWO,
             {
                 "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
                 "gradients": GRADIENTS,
@@ -218,9 +220,9 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 **SMALL_FLOATS,
             },
         ),
-        "mpi-2-more": ([*MORE_ON_TWO, "frozen curve"], {}),
+        "mpi-2-more": ([*MORE_ON_TWO, "sync curve", "frozen curve"], {}),
         "mpi-2-resumed": ([], {"resumed_states": RESUMED["torch"]}),
-        "gloo-2": (["line", "sync curve"], {"gradients": GRADIENTS, "patience": {}, **OVER_GLOO}),
+        "gloo-2": (["line"], {"gradients": GRADIENTS, "patience": {}, **OVER_GLOO}),
         "mpi-3": (
             [],
             {
@@ -230,7 +232,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
             },
         ),
         "mpi-4": ([*ON_FOUR, "sync curve"], {}),
-        "gloo-4": (["line"], {}),
+        "gloo-4": (["line", "sync curve"], {}),
         "ddp-1": (["line", "micro-batches"], {}),
         "ddp-2": (
             [*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS],
@@ -241,7 +243,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
     },
     "tensorflow": {
         "alone-1": (
-            [*LINES, "float16", "float16 clipped", "xla", *EXACT_NETWORKS],
+            ["line", "short", "micro-batches", "clipped", "float16", "xla", "sync float64 curve"],
             {
                 "local_verbs": {},
                 "batch_norm": BATCH_NORM,
@@ -255,7 +257,10 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "events": {"folder": "{folder}"},
             },
         ),
-        "alone-1-more": ([], {"networks": {"classes": CLASSES}}),
+        "alone-1-more": (
+            ["clipped micro-batches", "compressed", "bfloat16", "float16 clipped", "frozen float64 curve"],
+            {"networks": {"classes": CLASSES}},
+        ),
         "alone-1-resumed": ([], {"resumed_states": RESUMED["tensorflow"]}),
         "mpi-2": (ON_TWO, {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
         "mpi-2-more": (MORE_ON_TWO, {}),
@@ -282,6 +287,12 @@ def on(*launches: str, besides: tuple[Any, ...] = ()) -> list[Any]:
 def having(launch: str, run: str) -> list[Any]:
     """The same of a launch and one of its runs, for each framework that makes it there."""
     return [param for param in on(launch, besides=(run,)) if run in LAUNCHES[param.values[0]][launch][0]]
+
+
+def alone(framework: str, run: str) -> str:
+    """The launch of one process that makes this run."""
+    launches = LAUNCHES[framework].items()
+    return next(name for name, (runs, _) in launches if name.startswith("alone-1") and run in runs)
 
 
 def begin(framework: str, name: str, folder: Path) -> World:

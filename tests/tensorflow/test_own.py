@@ -11,7 +11,7 @@ from worlds import arrays, losses, of_kind
 
 pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("killed", "-4]", "Keras's own loss", "what_a_recipe_says_beside")
+SLOW = ("killed", "-4]", "[items in float64", "[a step-", "Keras's own loss", "what_a_recipe_says_beside")
 CELLS = f"{SUPPORT}/keras_cells/cells.yaml"
 STEPPED = f"{CELLS}:stepped"
 NETS, DATA, COSTS = "keras_cells.nets:", "keras_cells.data:", "keras_cells.costs:"
@@ -27,6 +27,8 @@ RUNS = {
         STEPPED, "--step", f"{COSTS}token_step", "--model", f"{NETS}embedded", "--dataset", f"{DATA}tokens",
     ],
 }  # fmt: skip
+MORE = ("items in float64", "a step")
+"""For slow tests alone."""
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
 DROPPED = [CELLS, *LATE, "--model-args", "rate=0.5", "--batch-norm", "local", "--checkpoint-every-steps", "2"]
 DROPPED += ["--epochs", "3"]
@@ -34,30 +36,32 @@ DROPPED += ["--epochs", "3"]
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """`begun(2)`: the folder of that many ranks' runs, and what each rank returned; each is started once."""
+    """`begun(2, "items")`: the folder of that many ranks' runs with that one, and what each rank returned; each is
+    started once."""
 
     @once
-    def of(ranks):
+    def of(ranks, more):
         folder = tmp_path_factory.mktemp(f"own-{ranks}")
-        given = {name: [*argv, "--output", str(folder / name)] for name, argv in RUNS.items()}
+        chosen = [name for name in RUNS if (name in MORE) == more]
+        given = {name: [*RUNS[name], "--output", str(folder / name)] for name in chosen}
         results = programs("tensorflow", LAUNCHES[ranks], ranks, folder, {"trainings": {"given": given}}, cwd=SUPPORT)
         return folder, results["trainings"]
 
-    return of
+    return lambda ranks, run="arrays": of(ranks, run in MORE)
 
 
 @pytest.mark.launched
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
-    alone, together = (begun(number)[0] / name for number in (1, ranks))
+    alone, together = (begun(number, name)[0] / name for number in (1, ranks))
     ours, theirs = (losses(folder) for folder in (alone, together))
     assert len(ours) == 8 and len(set(ours)) == 8
     np.testing.assert_allclose(theirs, ours, rtol=1e-12 if "float64" in RUNS[name] else 1e-6)
     for mine, other in zip(of_kind("epoch", alone), of_kind("epoch", together), strict=True):
         for key in mine.keys() - {"kind", "seconds"}:
             assert other[key] == pytest.approx(mine[key], rel=1e-5), key
-    assert len({rank[name]["state"] for rank in begun(ranks)[1]}) == 1
+    assert len({rank[name]["state"] for rank in begun(ranks, name)[1]}) == 1
 
 
 @pytest.mark.launched

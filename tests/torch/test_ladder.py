@@ -17,8 +17,6 @@ from worlds import of_kind
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from functorch.compile import make_boxed_func  # noqa: E402
-from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
@@ -38,6 +36,7 @@ SLOW = (
     "compiled_in_blocks",
     "under_horovod",
     "recorded_step_learns_the_same[clipped bfloat16]",
+    "recorded_step_learns_the_same[one micro-batch]",
     "smoothing_is_for_training",
 )
 CPU = torch.device("cpu")
@@ -131,21 +130,26 @@ class Backend:
     """torch.compile's tracing without a C++ compiler: counts graphs, and records when a backward one runs."""
 
     def __init__(self):
-        self.graphs, self.events = 0, []
+        # Not above: it takes seconds, in every process that collects tests.
+        from functorch.compile import make_boxed_func
+
+        self.graphs, self.events, self.boxed = 0, [], make_boxed_func
 
     def compile(self, graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
         self.graphs += 1
         return aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)(graph, inputs)
 
     def forward(self, graph, inputs):
-        return make_boxed_func(graph.forward)
+        return self.boxed(graph.forward)
 
     def backward(self, graph, inputs):
         def run(*given):
             self.events.append("backward")
             return graph.forward(*given)
 
-        return make_boxed_func(run)
+        return self.boxed(run)
 
 
 @pytest.fixture

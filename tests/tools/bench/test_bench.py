@@ -132,7 +132,7 @@ def measured(*arguments, cwd=None):
 @pytest.mark.parametrize(
     ("framework", "engine"),
     [
-        pytest.param("torch", "horovod", marks=needs_torch),
+        pytest.param("torch", "horovod", marks=[needs_torch, pytest.mark.slow]),
         pytest.param("torch", "ddp", marks=[needs_torch, pytest.mark.slow]),
         pytest.param("tensorflow", "horovod", marks=[needs_tensorflow, pytest.mark.slow]),
         pytest.param("tensorflow", "multiworker", marks=[needs_tensorflow, pytest.mark.slow]),

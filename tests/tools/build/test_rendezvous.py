@@ -481,6 +481,7 @@ RFC4231 = [  # key, data, the start of its HMAC-SHA-256
 ]
 
 
+@pytest.mark.slow
 def test_hmac_in_cxx_has_the_published_values(tmp_path):
     compiler = shutil.which("c++") or pytest.skip("needs a C++ compiler: apt install g++")
     (header,) = SOURCES.rglob("http_auth.h")

@@ -21,7 +21,7 @@ from hvdtrain.tools.doctor import gather, host, judge, launch, report
 from hvdtrain.tools.doctor.expected import EXPECTED
 from hvdtrain.tools.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 
-SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "nothing_on_the_path")
+SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "nothing_on_the_path", "test_this_machine")
 OPENMPI = Mpi("openmpi", "5.0.11", Path("/v/lib/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.1.2", Path("/v/lib/libmpi.so.12"))
 CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), cray=True)
@@ -860,6 +860,7 @@ def test_a_step_of_two_ranks(controller, tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "doctor", "--json"]
     ended = run(controller, 2, command, limit=120, cwd=tmp_path)
     checks = reported(ended.out)
+    assert checks.keys() == set(EXPECTED) and all(check.expected for check in checks.values())
     assert checks["world"].status == checks["ports"].status == checks["allreduce"].status == "ok"
     launcher = {"mpi": "mpirun", "gloo": "horovodrun"}[controller]
     assert checks["world"].found == f"{launcher} started 2 ranks, and Horovod reports 2 on 1 host"
