@@ -46,6 +46,7 @@ class UNet(LightningModule):
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
         self.given = given
+        self.seeds: list[int] = []
         self.down, self.deep = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
         self.out, self.drop = nn.Conv2d(8, 1, 1), nn.Dropout(given.get("dropout", 0.0))
 
@@ -58,6 +59,7 @@ class UNet(LightningModule):
         last = self.trainer.global_rank == self.trainer.world_size - 1
         if last and self.given.get("at") == self.trainer.global_step:
             disturb(self.given)
+        self.seeds.append(torch.initial_seed())
         return F.binary_cross_entropy_with_logits(self(batch["image"]), batch["mask"])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -99,6 +101,9 @@ def fit(given: dict[str, Any]) -> str:
             enable_progress_bar=False,
             enable_model_summary=False,
         ).fit(module, hl.GlobalBatches(Cells(), Cells(), batch_size=8, seed=5))
+    assert len(set(module.seeds)) * given.get("passes", 1) == len(module.seeds), (
+        "an update drew another's numbers again"
+    )
     weights = b"".join(value.numpy().tobytes() for value in module.state_dict().values())
     return hashlib.sha256(weights).hexdigest()
 
