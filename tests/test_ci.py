@@ -39,7 +39,7 @@ def world():
     seen.touch()
     return comes
 
-@pytest.mark.parametrize("launch", ["gloo-4"])
+@pytest.mark.parametrize("launch", ["gloo-2"])
 @pytest.mark.parametrize("number", range({of_a_launch}))
 @pytest.mark.launched
 @pytest.mark.slow
