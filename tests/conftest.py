@@ -55,20 +55,20 @@ def train_here():
 
 STARTS_RANKS = ("launched", "lab", "cluster")
 LATER = (*STARTS_RANKS, "slow")
-LOADS_TENSORFLOW = re.compile("tensorflow|keras|lightning|test_frameworks")
+GROUPS = re.compile("(?P<tensorflow>tensorflow|keras|test_frameworks)|(?P<lightning>lightning)")
 
 
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
     """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
     notebooks come last, or, where tests run in several processes, in groups of one process each, as launches are begun
-    once a process, and TensorFlow loaded: TensorFlow's and Lightning's, PyTorch's, and those that modules name."""
+    once a process, and TensorFlow loaded: TensorFlow's, Lightning's, PyTorch's, and those that modules name."""
     for item in items:
         if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
             item.add_marker(pytest.mark.slow)
         if not item.get_closest_marker("xdist_group"):
-            if LOADS_TENSORFLOW.search(item.nodeid):
-                item.add_marker(pytest.mark.xdist_group("tensorflow"))
+            if found := GROUPS.search(item.nodeid):
+                item.add_marker(pytest.mark.xdist_group(found.lastgroup))
             elif any(map(item.get_closest_marker, STARTS_RANKS)):
                 item.add_marker(pytest.mark.xdist_group("torch"))
     items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))

@@ -11,7 +11,7 @@ from ranks import clean_environ, needs_tensorflow
 
 SLOW = ("resnet101", "vgg16")
 
-pytestmark = needs_tensorflow
+pytestmark = [needs_tensorflow, pytest.mark.slow]
 
 PROGRAM = """
 import json, os, sys
