@@ -93,9 +93,16 @@ def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
         wait_for_step(ranks, folder, 45)
         ranks.process.kill()
         assert ranks.left() == []
-    first = {name: json.loads((folder / "trackers" / f"{name}.json").read_text()) for name in ("wandb", "mlflow")}
+
+    kept = {name: folder / "trackers" / f"{name}.json" for name in ("wandb", "mlflow")}
+    first = {name: json.loads(path.read_text()) for name, path in kept.items()}
+    before, goes_on = {path: path.stat().st_ino for path in kept.values()}, tmp_path / "goes on"
     assert {of["last"]["loss"] >= 44 for of in first.values()} == {True}  # what was in the pipe is not lost
-    ended = run("alone", 1, cold_command("torch", *argv), **nowhere).good()
+    with started("alone", 1, command, **nowhere, **held(55, until=goes_on)) as ranks:
+        # Else a machine may take longer to load the libraries than the end of a run waits for them.
+        wait_until(lambda: all(path.stat().st_ino != number for path, number in before.items()))
+        goes_on.touch()
+        ended = ranks.wait().good()
     assert "resuming from step" in ended.out
     assert "tracker wandb: offline (127.0.0.1 does not answer); to sync: wandb sync" in ended.out
     assert "tracker" not in ended.err

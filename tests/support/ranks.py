@@ -319,10 +319,10 @@ def stopped_at(ranks: Ranks, folder: Path, step: int, victim: Callable[[], int],
     return ranks.wait()
 
 
-def held(step: int, rank: int = 0) -> dict[str, str]:
+def held(step: int, rank: int = 0, until: Path | str = "") -> dict[str, str]:
     """The environment in which a run waits, once it has recorded that step: the rank to be killed, or rank 0 to be told
-    to stop, and the others for it."""
-    return {"HVDTRAIN_TEST_HOLD": f"{rank} {step + 1}"}
+    to stop, and the others for it; or until that file is there."""
+    return {"HVDTRAIN_TEST_HOLD": f"{rank} {step + 1} {until}"}
 
 
 def wait_until(is_so: Callable[[], object], limit: float = 240) -> None:

@@ -14,7 +14,8 @@ from warm import perform
 WHOLE = "HVDTRAIN_TEST_WHOLE_NETWORK"
 """Set in the environment, it leaves ResNet50 as it is."""
 HOLD = "HVDTRAIN_TEST_HOLD"
-"""A rank, and the step after which it waits until it is told to stop: the others wait in the next one."""
+"""A rank, and the step after which it waits until it is told to stop, or until the file is there whose path may follow:
+the others wait in the next one."""
 
 
 def hold() -> None:
@@ -24,10 +25,12 @@ def hold() -> None:
     from hvdtrain.run.world import World
 
     stops_at = World.stops_at
+    rank, last, *released_by = os.environ[HOLD].split(maxsplit=2)
 
     def held(world: World, step: int) -> bool:
-        while f"{world.topology.rank} {step}" == os.environ[HOLD] and not world.stop._requested:
-            time.sleep(0.01)
+        if (world.topology.rank, step) == (int(rank), int(last)):
+            while not (world.stop._requested or any(map(os.path.exists, released_by))):
+                time.sleep(0.01)
         return stops_at(world, step)
 
     World.stops_at = held  # type: ignore[method-assign]
