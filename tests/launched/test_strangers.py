@@ -22,7 +22,7 @@ def start(start_ranks):
     """`start(3, steps=50)`: how those ranks ended."""
 
     def start(size, **spec):
-        constants = {"HEARTBEAT": 0.2, "SILENCE": 60, "GRACE": 1, "HANDSHAKE": 1, **spec.pop("constants", {})}
+        constants = {"HEARTBEAT": 0.2, "SILENCE": 10, "GRACE": 1, "HANDSHAKE": 1, **spec.pop("constants", {})}
         return start_ranks(size, constants=constants, **spec)
 
     return start
