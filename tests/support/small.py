@@ -14,8 +14,8 @@ from warm import perform
 WHOLE = "HVDTRAIN_TEST_WHOLE_NETWORK"
 """Set in the environment, it leaves ResNet50 as it is."""
 HOLD = "HVDTRAIN_TEST_HOLD"
-"""A rank, and the step after which it waits until it is signalled to stop, or until the file is there whose path may follow:
-the others wait in the next one."""
+"""A rank, and the step after which it waits until it is signalled to stop, or until the file is there whose path may
+follow: the others wait in the next one."""
 
 
 def hold() -> None:
