@@ -80,7 +80,8 @@ def pytest_xdist_auto_num_workers():
     as ranks that wait would use up what those of other tests need."""
     from ranks import processors
 
-    return 1 if processors() < 1 else min(6, int(processors()) + 1)
+    there = processors()
+    return 1 if there < 1 else min(6, int(there) + 1)
 
 
 def pytest_configure():

@@ -17,7 +17,6 @@ from worlds import of_kind
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-
 from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
@@ -130,26 +129,23 @@ class Backend:
     """torch.compile's tracing without a C++ compiler: counts graphs, and records when a backward one runs."""
 
     def __init__(self):
-        # Not above: it takes seconds, in every process that collects tests.
-        from functorch.compile import make_boxed_func
-
-        self.graphs, self.events, self.boxed = 0, [], make_boxed_func
+        self.graphs, self.events = 0, []
 
     def compile(self, graph, inputs):
+        # Not above: they take seconds, in every process that collects tests.
+        from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
 
+        def backward(graph, inputs):
+            def run(*given):
+                self.events.append("backward")
+                return graph.forward(*given)
+
+            return make_boxed_func(run)
+
         self.graphs += 1
-        return aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)(graph, inputs)
-
-    def forward(self, graph, inputs):
-        return self.boxed(graph.forward)
-
-    def backward(self, graph, inputs):
-        def run(*given):
-            self.events.append("backward")
-            return graph.forward(*given)
-
-        return self.boxed(run)
+        compiler = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+        return compiler(graph, inputs)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hvdtrain.tools.doctor import gather, host, judge, launch, report
 from hvdtrain.tools.doctor.expected import EXPECTED
 from hvdtrain.tools.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 
-SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "nothing_on_the_path", "test_this_machine")
+SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "test_this_machine")
 OPENMPI = Mpi("openmpi", "5.0.11", Path("/v/lib/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.1.2", Path("/v/lib/libmpi.so.12"))
 CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), cray=True)
