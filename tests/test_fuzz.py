@@ -23,7 +23,7 @@ from hvdtrain.tools import predict
 from hvdtrain.tools.doctor import gather
 from hvdtrain.tools.slurm.job_check import check
 
-SLOW = ("random_inputs[plan]", "random_inputs[flags]", "random_inputs[check]")
+SLOW = tuple(f"random_inputs[{name}]" for name in ("plan", "flags", "check", "points", "figures"))
 
 FUZZ = Path(__file__).parent / "support" / "fuzz.py"
 # A thousand inputs each; two hundred of those that take more than two milliseconds.

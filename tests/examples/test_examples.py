@@ -26,6 +26,7 @@ SLOW = (
     "more",
     "ssdlite",
     "workers_read",
+    "unet",
 )
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from hvdtrain.run.options import parse_run
 from hvdtrain.run.reporter import Reporter
 from hvdtrain.run.trackers import Trackers
 
-SLOW = ("begins_anew", "own_settings")
+SLOW = ("begins_anew", "own_settings", "killed_and_resumed")
 HOUSE = str(Path(trackers.__file__).parents[3])
 BLOCK = 1 << 15
 

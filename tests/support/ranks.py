@@ -338,6 +338,7 @@ def clean_environ() -> dict[str, str]:
     """The environment without any launcher's variables; one thread a rank. What has it ends with this process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the package
     return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", SESSION: _session()}
 
 

@@ -131,7 +131,7 @@ GRADIENTS: dict[str, Any] = {
         "float64": {"compression": "fp64"},
     }
 }
-ON_TWO = ["line", "short", "micro-batches", "clipped", "float16", "adasum", "sync float64 curve"]
+ON_TWO = ["line", "short", "micro-batches", "clipped", "float16", "adasum"]
 # For slow tests alone.
 MORE_ON_TWO = [
     "workers", "few to validate", "inside", "frozen float64 curve", "clipped micro-batches", "compressed", "bfloat16",
@@ -212,7 +212,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
         "mpi-2": (
-            ON_TWO,
+            [*ON_TWO, "sync float64 curve"],
             {
                 "sync_batch_norm": {"shape": [3, 5, 4, 6], "steps": 3},
                 "gradients": GRADIENTS,
@@ -243,7 +243,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
     },
     "tensorflow": {
         "alone-1": (
-            ["line", "short", "micro-batches", "clipped", "float16", "xla", "sync float64 curve"],
+            ["line", "short", "micro-batches", "clipped", "float16", "xla"],
             {
                 "local_verbs": {},
                 "batch_norm": BATCH_NORM,
@@ -258,12 +258,12 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
             },
         ),
         "alone-1-more": (
-            ["clipped micro-batches", "compressed", "bfloat16", "float16 clipped", "frozen float64 curve"],
+            ["clipped micro-batches", "compressed", "bfloat16", "float16 clipped", *EXACT_NETWORKS],
             {"networks": {"classes": CLASSES}},
         ),
         "alone-1-resumed": ([], {"resumed_states": RESUMED["tensorflow"]}),
         "mpi-2": (ON_TWO, {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
-        "mpi-2-more": (MORE_ON_TWO, {}),
+        "mpi-2-more": ([*MORE_ON_TWO, "sync float64 curve"], {}),
         "mpi-2-resumed": ([], {"resumed_states": RESUMED["tensorflow"]}),
         "gloo-2": (["line"], OVER_GLOO),
         "mpi-4": (ON_FOUR, {}),

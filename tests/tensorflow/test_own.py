@@ -11,7 +11,7 @@ from worlds import arrays, losses, of_kind
 
 pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("killed", "-4]", "[items in float64", "[a step-", "Keras's own loss", "what_a_recipe_says_beside")
+SLOW = ("killed", "-4]", "[items in float64", "[a step-", "Keras's own loss", "what_a_recipe_says_beside", "a class of")
 CELLS = f"{SUPPORT}/keras_cells/cells.yaml"
 STEPPED = f"{CELLS}:stepped"
 NETS, DATA, COSTS = "keras_cells.nets:", "keras_cells.data:", "keras_cells.costs:"
