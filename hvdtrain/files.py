@@ -161,12 +161,12 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def read(path: Path) -> str:
-    """The text of a small file. Raises OSError, and ValueError where it is large or not UTF-8."""
+def read(path: Path, limit: int = LIMIT) -> str:
+    """The text of a file of at most `limit` bytes. Raises OSError, and ValueError where it is larger or not UTF-8."""
     with opened(path) as file:
-        content = file.read(LIMIT + 1)
-    if len(content) > LIMIT:
-        raise ValueError(f"it has more than {LIMIT >> 20} MiB")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit >> 20} MiB")
     return content.decode()
 
 

@@ -139,6 +139,10 @@ RULES = (
         "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.",
     ),
     Rule(
+        lambda c: c.framework == "tensorflow" and c.recipe.buffers != "local",
+        "buffers is PyTorch's, this run is TensorFlow's; drop it.",
+    ),
+    Rule(
         lambda c: c.framework == "tensorflow" and c.recipe.data_on_device,
         "data_on_device is PyTorch's, this run is TensorFlow's; drop it.",
     ),

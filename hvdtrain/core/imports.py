@@ -119,13 +119,19 @@ def reason(error: BaseException, function: Callable[..., Any] | None = None) -> 
 
 
 def expanded(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The arguments with the environment's variables, as in $DATA/cells. Raises RecipeError where one is not set."""
+    """The arguments with the environment's variables, as in $DATA/cells, and a home, as in ~/cells. Raises RecipeError
+    where a variable is not set."""
     return {name: _expanded(value, f"{key} {name}") for name, value in arguments.items()}
+
+
+def with_home(path: str) -> str:
+    """The path with ~ and ~NAME as the home that they stand for, and as it is where there is none."""
+    return os.path.expanduser(path)  # noqa: PTH111 - Path's own raises there
 
 
 def _expanded(value: Any, where: str) -> Any:
     if isinstance(value, str):
-        text = os.path.expandvars(value)
+        text = with_home(os.path.expandvars(value))
         if unset := re.search(r"\$(\w+|\{\w+\})", text):
             raise RecipeError(f"{where} needs the environment variable {unset[0]}, which is not set; export it.")
         return text

@@ -11,6 +11,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import PlanError
+from hvdtrain.untrusted import printable
 
 INCEPTION_SIDE = 299
 """Pixels: of smaller images too little is left for the last convolution of the auxiliary classifier, whose output is
@@ -110,6 +111,7 @@ class Plan:
         return [
             f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
             f"{self.train_examples:,} examples to train, {_counted(self.valid_examples, 'to validate')}",
+            *([f"arguments   {given}"] if (given := self._arguments()) else []),
             f"batch       {self.global_batch} = {self.size} ranks x {self._local_batches()}{micro}",
             f"steps       {self.steps_per_epoch} an epoch"
             + (f" ({left_out} examples left out, others each epoch)" if left_out else "")
@@ -119,6 +121,13 @@ class Plan:
             *([self._memory_line()] if self.parameters else []),
             *([] if self.flops is None else [self._flops_line(self.flops)]),
         ]
+
+    def _arguments(self) -> str:
+        """What the user's code is given, as Python has it: YAML reads 010 as 10, and 12:30 as a text."""
+        kinds = "model_args", "dataset_args", "optimizer_args"
+        given = [(kind, getattr(self.recipe, kind)) for kind in kinds]
+        texts = [f"{kind}: {', '.join(f'{name}={value!r}' for name, value in of.items())}" for kind, of in given if of]
+        return printable("; ".join(texts), 500)
 
     def _gradients_text(self) -> str:
         return (

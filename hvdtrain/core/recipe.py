@@ -7,16 +7,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.events import AliasEvent, ScalarEvent
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from hvdtrain import datasets
 from hvdtrain.core import optimizer_rules, own_code
 from hvdtrain.core.arguments import Arguments
+from hvdtrain.core.imports import with_home
 from hvdtrain.core.interval import Every
 from hvdtrain.core.own_code import LOSSES, is_path
 from hvdtrain.core.settings import MTBF
@@ -31,12 +33,16 @@ MOST_DEPTH = 10
 MOST_EXTENDS = 10
 LONGEST_NAME = 4096  # a path's, on Linux
 
+BOOLEANS_OF_YAML_1_1 = {"yes", "no", "on", "off"}
+"""In any case: what YAML 1.2, which recipes are read as, takes as texts."""
+
 # Far above what anybody trains with, and low enough that products of three neither overflow nor fill the memory.
 Number = Annotated[int, Field(gt=0, le=10**9)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Side = Annotated[int, Field(gt=0, le=4096)]
 Text = Annotated[str, Field(max_length=LONGEST_NAME)]
 Paths = Annotated[dict[Text, Text], Field(max_length=100)]
+Folder = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(with_home(str(path))))]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Figures = Annotated[dict[Text, Annotated[float, Field(strict=True)]], Field(max_length=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
@@ -67,8 +73,8 @@ class Recipe(BaseModel):
     step: Text | None = Field(
         None, description="instead of loss and metrics: model and batch -> loss, metrics, as cells.train:step"
     )
-    data_dir: Annotated[Path, Field(strict=False)] | None = Field(None, description="folder of the data set")
-    cache_dir: Annotated[Path, Field(strict=False)] | None = Field(
+    data_dir: Folder | None = Field(None, description="folder of the data set")
+    cache_dir: Folder | None = Field(
         None, description="imagenet, packed: folder of the node's own, as $TMPDIR or /dev/shm, to copy the set to"
     )
     shuffle: Literal["global", "shards"] = Field(
@@ -117,6 +123,9 @@ class Recipe(BaseModel):
     )
     batch_norm: Literal["local", "sync", "frozen"] = Field(
         "local", description="statistics of a rank's local batch, of the global batch, or left as they are"
+    )
+    buffers: Literal["local", "average", "rank_0"] = Field(
+        "local", description="PyTorch: what a forward pass writes into buffers other than BatchNorm's, over the ranks"
     )
     channels_last: bool = Field(False, description="PyTorch: NHWC memory layout, which TensorFlow always has")
     fused_optimizer: bool = Field(False, description="PyTorch: one kernel for the whole update")
@@ -189,8 +198,18 @@ def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load` reads back to an equal recipe."""
     text = io.StringIO()
     keys = recipe.model_dump(mode="json", exclude={"name"})
-    YAML().dump({"default": keys}, text)
+    YAML().dump({"default": _marked(keys)}, text)
     return f"# {recipe.name}, resolved\n{text.getvalue()}"
+
+
+def _marked(value: Any) -> Any:
+    """With those texts in quotes that are refused without them."""
+    if isinstance(value, dict):
+        return {key: _marked(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_marked(each) for each in value]
+    is_refused = isinstance(value, str) and value.lower() in BOOLEANS_OF_YAML_1_1
+    return DoubleQuotedScalarString(value) if is_refused else value
 
 
 def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -273,6 +292,9 @@ class _Bounded(Composer):
         self._refuse(self._depth > MOST_DEPTH, f"goes more than {MOST_DEPTH} levels deep", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
+        if isinstance(event, ScalarEvent) and event.implicit[0] and (index is not None or parent is None):
+            rule = f"has {event.value}, which is a text in YAML 1.2 and true or false in 1.1; write true or false, or "
+            self._refuse(event.value.lower() in BOOLEANS_OF_YAML_1_1, f"{rule}'{event.value}' for the text", event)
         self._refuse(is_alias and event.anchor not in self._behind, "has an alias of what it stands in", event)
         self._values += self._behind[event.anchor] if is_alias else 1
         self._refuse(self._values > MOST_VALUES, f"holds more than {MOST_VALUES} values, those of aliases too", event)

@@ -40,6 +40,7 @@ SYNONYMS = (
     "gradient_clipping max_norm clip",
     "precision amp fp16 bf16 fp32 mixed_precision half float16 bfloat16 dtype use_amp autocast",
     "batch_norm sync_bn sync_batchnorm syncbn bn batchnorm sync_batch_norm norm",
+    "buffers broadcast_buffers sync_buffers",
     "channels_last nhwc memory_format",
     "fused_optimizer fused apex fused_adam fused_sgd",
     "cudnn_benchmark benchmark cudnn",

@@ -91,6 +91,9 @@ class Replica:
     def gradient_norm(self) -> None:
         """Keras's own train_step keeps no gradients."""
 
+    def after_first_step(self) -> tuple[str, ...]:
+        return ()
+
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)  # type: ignore[arg-type]
 

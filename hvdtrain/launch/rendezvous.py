@@ -65,7 +65,7 @@ class Endpoint:
 
 
 def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous | None:
-    """The rendezvous of an srun step or a torchrun; None where the launcher names no host, or for one rank.
+    """The rendezvous of an srun step, a torchrun or env://; None where the launcher names no host, or for one rank.
 
     The ports follow from job and step: neighbouring steps have neighbouring blocks, and no variable has to be
     exported by the job script.
@@ -82,6 +82,10 @@ def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous 
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         token = "-".join(environ.get(name, "") for name in names)
         return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(os.fsencode(token))), token)
+    if topology.launcher == "env://":
+        # Some operators give rank 0 another name of itself than the others have.
+        token = f"{environ.get('MASTER_PORT', '')}-{topology.size}"
+        return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(token.encode())), token)
     return None
 
 

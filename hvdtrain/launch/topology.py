@@ -1,6 +1,7 @@
 """The rank of this process among those of its run, as its launcher reports it in the environment."""
 
 import bisect
+import dataclasses
 import itertools
 import re
 import socket
@@ -133,6 +134,27 @@ class SlurmStep(Launcher):
         return groups[bisect.bisect(ends, node)][0]
 
 
+class ByHand(Launcher):
+    """The row of ranks that an operator of Kubernetes or a person numbers, as torch.distributed's env:// has them: one
+    on each host, unless LOCAL_RANK and LOCAL_WORLD_SIZE say otherwise."""
+
+    def is_in(self, environ: Environ) -> bool:
+        """Whether this process was given a number."""
+        return all(sign in environ for sign in self.signs)
+
+    def topology(self, environ: Environ, host: str) -> Topology:
+        """What the variables say; alone where that is one rank of one. Raises TopologyError."""
+        one_a_host = {} if self.local_rank in environ else {self.local_rank: "0", self.local_size: "1"}
+        topology = super().topology({**environ, **one_a_host}, host)
+        if topology.size == 1:
+            return Topology.alone(host, topology.job_id)
+        self._text(environ, "MASTER_ADDR")
+        return dataclasses.replace(topology, node=topology.rank) if one_a_host else topology
+
+    def _refuse(self, rule: str) -> TopologyError:
+        return TopologyError(f"{rule}; give every rank RANK, WORLD_SIZE and MASTER_ADDR, or unset all of them.")
+
+
 # The innermost launcher first: srun's variables outlive an mpirun, Hydra or torchrun started inside its step.
 # HOROVOD_CONTROLLER alone is no launcher, and a PMIX_RANK may be a daemon's.
 LAUNCHERS: tuple[Launcher, ...] = (
@@ -195,7 +217,20 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="PMI_LOCAL_RANK",
         local_size="PMI_LOCAL_SIZE",
     ),
+    ByHand(
+        "env://",
+        "",
+        signs=("RANK", "WORLD_SIZE"),
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+    ),
 )
+SIZES = ("WORLD_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "PMIX_SIZE")
+"""Variables of the number of ranks, by which no launcher of the table is known."""
+RANKS = ("PALS_RANKID", "JSM_NAMESPACE_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK", "FLUX_TASK_RANK")
+"""Variables of launchers that are not in the table: whoever has one is a rank, of however many."""
 
 
 def discover(environ: Environ, host: str | None = None) -> Topology:
@@ -208,7 +243,20 @@ def discover(environ: Environ, host: str | None = None) -> Topology:
     for launcher in LAUNCHERS:
         if launcher.is_in(environ):
             return launcher.topology(environ, host)
+    _check_alone(environ)
     return Topology.alone(host, _job_id(environ))
+
+
+def _check_alone(environ: Environ) -> None:
+    """Raises TopologyError where a variable says that this process is one of several ranks."""
+    sizes = [*SIZES, "SLURM_NTASKS"] if "SLURM_STEP_ID" in environ else SIZES
+    several = [name for name in sizes if re.fullmatch("0*[1-9][0-9]+|0*[2-9]", environ.get(name, ""))]
+    for name in [*several, *(name for name in RANKS if name in environ)]:
+        raise TopologyError(
+            f"{name}={printable(environ[name])} says that this is one of several ranks, and nothing says which; start "
+            "them with srun, mpirun, horovodrun or torchrun, give each RANK, WORLD_SIZE and MASTER_ADDR, or for one "
+            f"process unset {name}."
+        )
 
 
 def _job_id(environ: Environ) -> str | None:

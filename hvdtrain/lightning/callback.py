@@ -39,6 +39,7 @@ class RunCallback(Callback):
         """After a micro-batch; only the last one makes an update."""
         if self.loop.progress.step != self._step:
             self._step = self.loop.progress.step
+            self.loop.trainer.share_buffers()
             self.loop.after_update(self.module.lr)
 
     def on_train_epoch_end(self, *_: Any) -> None:

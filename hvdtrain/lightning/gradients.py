@@ -67,6 +67,7 @@ class Averager:
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad.is_sparse:
             raise RecipeError(f"the gradient of {name} is sparse, which Horovod averages only dense; drop sparse=True.")
-        compressed, context = self._compression.compress(parameter.grad)
+        own = parameter.grad.float() if parameter.grad.dtype == torch.bfloat16 else parameter.grad
+        compressed, context = self._compression.compress(own)  # Horovod has no bfloat16
         handle = hvd.allreduce_async_(flat(compressed), op=hvd.Average, name=f"gradient.{name}")
         self._sent[parameter] = handle, compressed, context

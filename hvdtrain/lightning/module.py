@@ -13,6 +13,7 @@ from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.objective import Objective
+from hvdtrain.torch.state import lr_ratios, set_lr
 
 
 class RecipeModule(LightningModule):
@@ -31,6 +32,7 @@ class RecipeModule(LightningModule):
         recipe = plan.recipe
         self.model = models.build(recipe, classes, engine)
         self.optimizer = optimizers.make(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
+        self.lr_ratios = lr_ratios(self.optimizer, plan.peak_lr)
         self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
         self._averaged = contextlib.ExitStack()
         self._is_lost = engine.is_lost
@@ -64,8 +66,7 @@ class RecipeModule(LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """One update, of the micro-batches of this rank's local batch."""
         self.lr = self.progress.lr(self.plan)
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
+        set_lr(self.optimizer, self.lr, self.lr_ratios)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.ema:
             self.ema.update()

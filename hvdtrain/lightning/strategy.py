@@ -20,7 +20,7 @@ from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
 from hvdtrain.lightning.gradients import Averager
 from hvdtrain.run import guard
-from hvdtrain.torch.engines.buckets import flat
+from hvdtrain.torch.engines.buckets import in_bytes
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd
 
 MOST_DIMENSIONS = 8
@@ -168,8 +168,8 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def _broadcast(self, state: dict[str, Any]) -> None:
         """Rank 0's tensors into everybody's, in place."""
-        tensors = {name: flat(value) for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
-        hvd.broadcast_parameters(tensors, root_rank=0)
+        with in_bytes({name: value for name, value in state.items() if isinstance(value, Tensor)}) as found:
+            hvd.broadcast_parameters(found, root_rank=0)
 
     def _join_metrics(self) -> None:
         """Horovod synchronises the module's metrics, except those with a dist_sync_fn of their own."""

@@ -35,7 +35,9 @@ def fit(run: Run, engine: Engine) -> None:
     scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
     state = State(module.model, module.optimizer, scaler, module.ema)
     same_statistics = run.recipe.batch_norm != "local"
-    replica = Replica(engine, module.model, state, module.meter, same_statistics=same_statistics)
+    replica = Replica(
+        engine, module.model, state, module.meter, same_statistics=same_statistics, buffers=run.recipe.buffers
+    )
     loop = Loop(run, replica)
     module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)

@@ -34,8 +34,10 @@ CHECKSUMS: Mapping[str, Callable[[bytes], Any]] = {CHECKSUM: xxhash.xxh3_128, "s
 """By the key of META. A checksum finds damage. Against a forger none would help, as he can write it too. SHA-256 took
 most of the writer's time: it is in older checkpoints, which are read."""
 NAME = re.compile(r"step-([0-9]{8,19})(\.old)?")
-HEADER_LIMIT = 4 << 20
+HEADER_LIMIT = 64 << 20
 """Bytes of the arrays' names and shapes; ResNet50 with momentum takes 50 KB."""
+META_LIMIT = 16 << 20
+"""Bytes of META; 800 groups of parameters with a scheduler take 504 KB."""
 DAMAGED_KEPT = 2
 IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
@@ -96,8 +98,9 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         old = final.with_name(f"{final.name}.old")
         with files.new_folder(final, aside=old) as unfinished:  # the old one counts until the new one does
             _write(unfinished, checkpoint)
+            _check_readable(unfinished)
         files.remove(old)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise OutputError(
             f"checkpoint {final} could not be written: {_reason(error)}; free space or give another --output. "
             "The checkpoints before it are whole: the same command resumes from there."
@@ -159,7 +162,7 @@ def read(path: Path) -> Checkpoint:
 def metadata(path: Path) -> dict[str, Any]:
     """Its `meta`, in the types of `Metadata`; the checksum is not looked at. Raises CheckpointError."""
     with _explained(path):
-        meta = files.parse_json(text := files.read(path / META))
+        meta = files.parse_json(text := files.read(path / META, META_LIMIT))
         if not isinstance(meta, dict) or _text(meta) != text:  # the checksum is of the values: 1e5 and 1E5 are one
             raise ValueError(f"{META} is not as it was written")
         step = Metadata.model_validate(meta).step
@@ -254,10 +257,20 @@ def _verified(path: Path) -> dict[str, Any]:
     with _explained(path):
         if _digest(path / ARRAYS, key, meta) != written:
             raise ValueError("its checksum differs")
-        with files.opened(path / ARRAYS) as file:
-            if int.from_bytes(file.read(8), "little") > HEADER_LIMIT:
-                raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
+        _check_header(path)
     return meta
+
+
+def _check_readable(folder: Path) -> None:
+    """Raises ValueError where what was written breaks a rule of those who read it."""
+    files.parse_json(files.read(folder / META, META_LIMIT))
+    _check_header(folder)
+
+
+def _check_header(folder: Path) -> None:
+    with files.opened(folder / ARRAYS) as file:
+        if int.from_bytes(file.read(8), "little") > HEADER_LIMIT:
+            raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
 
 
 def _text(meta: Mapping[str, Any]) -> str:

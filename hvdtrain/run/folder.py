@@ -9,6 +9,7 @@ import re
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -24,6 +25,7 @@ from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.run.holder import Holder
 from hvdtrain.run.resume import check_resumable
 from hvdtrain.untrusted import printable
 
@@ -46,6 +48,8 @@ class RunFolder:
 
     path: Path
     lock: IO[str]
+    holder: Holder | None = None
+    """What holds it where there is no flock."""
     _ended: _Ended = field(default_factory=_Ended, repr=False, compare=False)
 
     @property
@@ -286,8 +290,13 @@ def hold(path: Path) -> RunFolder:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OutputError(f"{path} is being written by another run; wait for it, or give another --output.") from None
-    except OSError:
-        pass  # Some parallel file systems have no flock: then nothing guards the folder, as without us.
+    except OSError:  # some parallel file systems have no flock
+        try:
+            holder = Holder(path)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        weakref.finalize(lock, holder.close)
+        return RunFolder(path, lock, holder)
     return RunFolder(path, lock)
 
 

@@ -21,6 +21,7 @@ REMEDIES = {
     "mpirun": "start with the mpirun of the MPI that Horovod was built with",
     "mpiexec": "start with the mpiexec of the MPI that Horovod was built with",
     "torchrun": "build Horovod with Gloo: python -m hvdtrain build",
+    "env://": "build Horovod with Gloo: python -m hvdtrain build",
     "horovodrun": "build Horovod with the controller that horovodrun used: python -m hvdtrain build",
     "alone": "take --engine local, or start with horovodrun, mpirun or srun",
 }

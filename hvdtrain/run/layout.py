@@ -10,7 +10,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import ENGINES
 
 GROUPS = {
-    "model": ("model", "model_args", "stem", "batch_norm", "loss", "metrics", "step"),
+    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "step"),
     "data": (
         *("dataset", "dataset_args", "collate", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
@@ -55,6 +55,7 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     ),
     **dict.fromkeys(("image_size", "classes", "examples"), lambda r, of: r.dataset == "synthetic"),
     "data_on_device": lambda r, of: r.dataset != "imagenet" and not is_path(r.dataset) and of != TENSORFLOW,
+    "buffers": lambda r, of: is_path(r.model) and of != TENSORFLOW,
     **dict.fromkeys(("fused_optimizer", "cudnn_benchmark"), lambda r, of: of != TENSORFLOW),
     "compile": lambda r, of: of not in {TENSORFLOW, LIGHTNING},
     "xla": lambda r, of: of not in {TORCH, LIGHTNING},

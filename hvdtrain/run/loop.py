@@ -92,6 +92,9 @@ class Replica(Protocol):
     def fingerprints(self) -> Sequence[int]:
         """64 bits of the weights of each of this rank's replicas."""
 
+    def after_first_step(self) -> Sequence[str]:
+        """Lines of the log on what the first step has shown. Every rank calls it."""
+
 
 class Trainer(Replica, Protocol):
     """One framework: a model with its data, its updates and its validation."""
@@ -161,6 +164,9 @@ class Hooks(Generic[R_co]):
             self._log(lr)
         if progress.step == 1 or done or due(progress.step, intervals.guard_every_steps):
             self.check_replicas()
+        if progress.step == 1:
+            for line in self.trainer.after_first_step():
+                self.note(line)
         if last or checkpoint_due:  # before validation and checkpoints, as every rank then holds one model
             self.trainer.average_statistics()
         if checkpoint_due and not last:
@@ -229,7 +235,7 @@ class Hooks(Generic[R_co]):
         self.launch.enter("checkpoint")
         self.checkpointing.wait()
         self.launch.enter("end")
-        self.run.finish(self.reporter, self.progress.step)
+        self.run.finish(self.reporter, self.progress.step, is_over=self.is_over)
 
     def close(self, error: type[BaseException] | None) -> None:
         """Ends a loop of the user's own: its reports, as that error has ended them. May be called twice."""

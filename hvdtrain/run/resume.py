@@ -8,6 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hvdtrain.errors import CheckpointError
 from hvdtrain.run.checkpoint import Count, ShortText, reason_of
 
+AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
+"""As of a metric that has no value in some batch."""
+MOST_METRICS = Field(max_length=1000)
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -22,7 +26,7 @@ class PlateauMetadata(Strict):
 class TotalsMetadata(Strict):
     loss: float
     count: float
-    metrics: Annotated[dict[ShortText, Annotated[tuple[float, float], Field(strict=False)]], Field(max_length=1000)]
+    metrics: Annotated[dict[ShortText, Annotated[tuple[AnyFloat, AnyFloat], Field(strict=False)]], MOST_METRICS]
 
 
 class ScalerMetadata(Strict):
@@ -43,7 +47,7 @@ class RunMetadata(Strict):
     train: TotalsMetadata
     scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
     """Empty where there is none."""
-    optimizer: dict[str, bool | int | float | str | None] = {}
+    optimizer: dict[str, bool | int | AnyFloat | str | None] = {}
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:

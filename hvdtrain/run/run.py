@@ -78,9 +78,15 @@ class BaseRun:
             "valid_score": valid_score,
         }
 
-    def finish(self, reporter: Reporter | None, step: int) -> None:
-        """Rank 0's last lines of the log."""
-        if reporter and self.folder:
+    def finish(self, reporter: Reporter | None, step: int, *, is_over: bool) -> None:
+        """Rank 0's last lines of the log; `is_over`: whether no epoch is left."""
+        if reporter and self.folder and not is_over:
+            self.folder.write_status("stopped", step=step)
+            reporter.note(
+                f"left at step {step} with epochs to go: the same command trains on. To end a run for good, call "
+                'run.stop("why") in its last epoch.'
+            )
+        elif reporter and self.folder:
             self.folder.write_status("finished", step=step)
             self.world.launch.is_finished = True
             reporter.note(f"finished at step {step}; everything is in {self.folder.path}")

@@ -70,6 +70,8 @@ class Writer:
 
     def _commit(self, made: Checkpoint) -> None:
         began = time.monotonic()
+        if self._folder.holder:
+            self._folder.holder.check()
         checkpoint.commit(self._folder.checkpoints, made, self._keep)
         self._folder.write_status("running", step=made.meta["step"])
         self.seconds = time.monotonic() - began

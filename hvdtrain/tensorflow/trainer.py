@@ -78,6 +78,9 @@ class Trainer:
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
 
+    def after_first_step(self) -> tuple[str, ...]:
+        return ()
+
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine, self.replication.copies)
 

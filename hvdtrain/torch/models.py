@@ -1,10 +1,16 @@
 """The recipes' networks, and BatchNorm over the global batch."""
 
-from typing import TYPE_CHECKING, Any
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from hvdtrain.core import sharing
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import networks
 from hvdtrain.torch.engines import Engine
@@ -67,62 +73,94 @@ def training_mode(model: nn.Module, recipe: "Recipe") -> None:
     if recipe.batch_norm == "frozen":
         for module in model.modules():
             if isinstance(module, BATCH_NORMS):
-                module.eval()
+                module.training = False  # not what it holds, as an activation
 
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
-    """The model with every BatchNorm1d, 2d and 3d normalising by the statistics of the global batch.
+    """The same model, whose BatchNorm layers, and layers of classes derived of them, normalise by the statistics of the
+    global batch. Nothing else of a layer changes. Raises RecipeError where a layer cannot be told to.
 
     Examples:
         >>> from hvdtrain.torch.engines.local import LocalEngine
         >>> model = with_sync_batch_norm(nn.Sequential(nn.BatchNorm2d(8)), LocalEngine(torch.device("cpu")))
-        >>> type(model[0]).__name__
-        'SyncBatchNorm'
+        >>> isinstance(model[0], SyncBatchNorm), isinstance(model[0], nn.BatchNorm2d)
+        (True, True)
     """
-    if isinstance(model, BATCH_NORMS):
-        synced = SyncBatchNorm(model.num_features, model.eps, model.momentum, engine, model.affine)
-        synced.load_state_dict(model.state_dict(), strict=model.track_running_stats)
-        return synced
-    for name, child in model.named_children():
-        setattr(model, name, with_sync_batch_norm(child, engine))
+    kinds: dict[type, type] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RecipeError(f"{name or 'the model'} is TorchScript, whose BatchNorm stays local; give it unscripted.")
+        if isinstance(module, BATCH_NORMS) and not isinstance(module, SyncBatchNorm):
+            kind = type(module)
+            if kind not in kinds:  # a class, as a copy of the layer copies what it holds, which an engine cannot be
+                kinds[kind] = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"engine": engine, "kind": kind})
+            module.__class__ = kinds[kind]
     return model
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm of [n, c] and [n, c, ...] whose training statistics are those of all ranks' examples together.
+    """What a BatchNorm layer of [n, c] and [n, c, ...] becomes, beside its own class: where that calls PyTorch's
+    `batch_norm` in training, the statistics are those of all ranks' examples together.
 
-    Horovod's own and PyTorch's work on GPUs only; this one works wherever the engine does.
+    Horovod's own and PyTorch's work on GPUs only; this one works wherever the engine does. Pickled, a layer is of its
+    own class again.
 
     Examples:
         >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> norm = SyncBatchNorm(3, 1e-5, 0.1, LocalEngine(torch.device("cpu")))
+        >>> norm = with_sync_batch_norm(nn.BatchNorm2d(3), LocalEngine(torch.device("cpu")))
         >>> norm(torch.randn(4, 3, 8, 8)).shape
         torch.Size([4, 3, 8, 8])
     """
 
-    def __init__(self, features: int, eps: float, momentum: float | None, engine: Engine, affine: bool = True) -> None:
-        super().__init__(features, eps, momentum, affine)
-        self._engine = engine
+    engine: Engine
+    kind: type[nn.Module]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return super().forward(x)
-        weight, bias = (self.weight, self.bias) if self.affine else self._unit
-        out, mean, variance = _GlobalNorm.apply(x, weight, bias, self.eps, self._engine)
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            # None is the plain mean over all batches.
-            momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean, momentum)
-            self.running_var.lerp_(variance, momentum)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if not self.training and self.track_running_stats:
+            return super().forward(*args, **options)
+        with _OverRanks(self.engine) as watch:
+            out = super().forward(*args, **options)
+        if not watch.was_called:
+            raise RecipeError(
+                f"{self.kind.__name__} takes its statistics without torch.nn.functional.batch_norm, so they would stay "
+                "local; call that in its forward, or take batch_norm local."
+            )
         return out
 
-    def _check_input_dim(self, x: torch.Tensor) -> None:
-        """Any that has channels."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
-    @property
-    def _unit(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones_like(self.running_mean), torch.zeros_like(self.running_mean)
+    def __reduce__(self) -> Any:
+        return self.kind.__new__, (self.kind,), self.__dict__
+
+
+class _OverRanks(TorchFunctionMode):
+    """Within it `batch_norm` of training takes the statistics of the global batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine, self.was_called = engine, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        if function is not F.batch_norm:
+            return function(*args, **(options or {}))
+        self.was_called = True
+        bound = _BATCH_NORM.bind(*args, **(options or {}))
+        bound.apply_defaults()
+        given = bound.arguments
+        if not given["training"]:
+            return function(*args, **(options or {}))
+        out, *now = _GlobalNorm.apply(given["input"], given["weight"], given["bias"], given["eps"], self._engine)
+        with torch.no_grad():
+            for running, of_batch in zip((given["running_mean"], given["running_var"]), now, strict=True):
+                if running is not None:
+                    running.lerp_(of_batch.to(running.dtype), given["momentum"])
+        return out
+
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 class _GlobalNorm(torch.autograd.Function):
@@ -133,33 +171,41 @@ class _GlobalNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, engine: Engine) -> Any:
-        wide = x.to(weight.dtype)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, engine: Engine
+    ) -> Any:
+        if engine.size == 1 and x.numel() == x.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = wide.new_full(wide.shape[1:2], x.numel() / max(1, x.shape[1]))
         variance, mean = torch.var_mean(wide, dim=_others(wide), correction=0)
-        count = torch.full_like(mean, x.numel() / x.shape[1])
-        counts, means, variances = engine.gather_rows(torch.cat([count, mean, variance])).chunk(3, dim=1)
+        here = torch.cat([count, mean, variance])
+        # A rank without examples has neither, and counts nothing.
+        counts, means, variances = engine.gather_rows(here if x.numel() else here.zero_()).chunk(3, dim=1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total
         variance = (counts * (variances + (means - mean).square())).sum(0) / total
         scale = torch.rsqrt(variance + eps)
         normal = (wide - _channels(mean, wide)) * _channels(scale, wide)
         ctx.save_for_backward(normal, scale, weight, total)
-        ctx.engine = engine
+        ctx.engine, ctx.is_biased = engine, bias is not None
         unbiased = variance * total / (total - 1)
         ctx.mark_non_differentiable(mean, unbiased)
-        return (normal * _channels(weight, wide) + _channels(bias, wide)).to(x.dtype), mean, unbiased
+        out = normal if weight is None else normal * _channels(weight, wide)
+        return (out if bias is None else out + _channels(bias, wide)).to(x.dtype), mean, unbiased
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
         normal, scale, weight, total = ctx.saved_tensors
-        wide = grad.to(weight.dtype)
+        wide = grad.to(normal.dtype)
         sum_grad = wide.sum(dim=_others(wide))
         sum_product = (wide * normal).sum(dim=_others(wide))
         sums = ctx.engine.gather_rows(torch.cat([sum_grad, sum_product])).sum(0) / total.repeat(2)
         mean_grad, mean_product = sums.chunk(2)
         centred = wide - _channels(mean_grad, wide) - normal * _channels(mean_product, wide)
-        grad_x = centred * _channels(weight * scale, wide)
-        return grad_x.to(grad.dtype), sum_product, sum_grad, None, None
+        grad_x = centred * _channels(scale if weight is None else weight * scale, wide)
+        of_weight, of_bias = None if weight is None else sum_product, sum_grad if ctx.is_biased else None
+        return grad_x.to(grad.dtype), of_weight, of_bias, None, None
 
 
 def _others(x: torch.Tensor) -> list[int]:
@@ -181,16 +227,50 @@ def average_statistics(model: nn.Module, engine: Engine) -> None:
     """
     if engine.size == 1:
         return
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    buffers = [buffer for norm in norms for buffer in norm.buffers() if buffer.is_floating_point()]
-    ours = {id(buffer) for norm in norms for buffer in norm.buffers()}
-    if others := {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}:
+    if others := own_buffers(model):
         engine.broadcast(others, None)
+    _average([buffer for buffer in _statistics(model) if buffer.is_floating_point()], engine)
+
+
+def share_buffers(model: nn.Module, engine: Engine, how: Literal["average", "rank_0"]) -> None:
+    """Gives all ranks one value of the buffers that are no BatchNorm's: their mean over the ranks, where they are
+    fractions, or rank 0's. Every rank calls it.
+
+    Examples:
+        >>> from hvdtrain.torch.engines.local import LocalEngine
+        >>> share_buffers(nn.Linear(1, 1), LocalEngine(torch.device("cpu")), "average")
+    """
+    others = own_buffers(model)
+    if engine.size == 1 or not others:
+        return
+    means = {name: each for name, each in others.items() if how == "average" and each.is_floating_point()}
+    engine.broadcast({name: each for name, each in others.items() if name not in means}, None)
+    _average(list(means.values()), engine)
+
+
+def own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are no BatchNorm's, by name.
+
+    Examples:
+        >>> own_buffers(nn.BatchNorm2d(3))
+        {}
+    """
+    ours = {id(buffer) for buffer in _statistics(model)}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
+
+
+def _statistics(model: nn.Module) -> list[torch.Tensor]:
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    return [buffer for norm in norms for buffer in norm.buffers()]
+
+
+@torch.no_grad()
+def _average(buffers: list[torch.Tensor], engine: Engine) -> None:
     if not buffers:
         return
-    flat = torch.cat([b.flatten() for b in buffers]).cpu()
+    flat = torch.cat([buffer.flatten().double() for buffer in buffers]).cpu()
     mean = torch.from_numpy(engine.sum(flat.numpy())) / engine.size
-    for buffer, part in zip(buffers, mean.split([b.numel() for b in buffers]), strict=True):
+    for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(part.view_as(buffer))
 
 
@@ -204,18 +284,38 @@ def fingerprint(model: nn.Module, with_statistics: bool) -> int:
         >>> fingerprint(model, with_statistics=False) == before
         False
     """
-    tensors = list(model.state_dict().values()) if with_statistics else list(model.parameters())
+    return _fingerprint([*model.parameters(), *(_statistics(model) if with_statistics else ())])
+
+
+def unlike_buffers(model: nn.Module, engine: Engine) -> list[str]:
+    """The names of those buffers that are no BatchNorm's and differ between ranks. Every rank calls it.
+
+    Examples:
+        >>> from hvdtrain.torch.engines.local import LocalEngine
+        >>> unlike_buffers(nn.Linear(1, 1), LocalEngine(torch.device("cpu")))
+        []
+    """
+    named = own_buffers(model)
+    if engine.size == 1 or not named:
+        return []
+    row = np.array([_fingerprint([each]) for each in named.values()], dtype=np.int64)
+    rows = sharing.gather(row, engine.rank, engine.size, engine.sum)
+    return [name for name, is_one in zip(named, (rows == rows[0]).all(0), strict=True) if not is_one]
+
+
+def _fingerprint(tensors: list[torch.Tensor]) -> int:
     where = tensors[0].device
     block = 2**16 if where.type == "cpu" else 2**24  # on a CPU a block stays in the cache
     # Odd, different factors: a swap of two values shows, and so does every single changed bit.
     factors = {device: torch.arange(1, 2 * block, 2, device=device) for device in {t.device for t in tensors}}
     total = torch.zeros((), dtype=torch.int64, device=where)
     for tensor in tensors:
-        for words in tensor.detach().flatten().view(_word(tensor)).split(block):
+        whole = tensor.detach().resolve_conj().resolve_neg().flatten()
+        for words in whole.view(_word(tensor)).split(block):
             total = total * 1_000_003 + (words * factors[tensor.device][: words.numel()]).sum().to(where)
     return int(total.item())
 
 
 def _word(tensor: torch.Tensor) -> torch.dtype:
     # 8 bytes as two words of 4: times an even difference of factors, a 64-bit word would lose its sign.
-    return {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]
+    return {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]

@@ -13,11 +13,12 @@ from hvdtrain.core import imports, own_code
 from hvdtrain.core.network import Network
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
+from hvdtrain.torch.state import check_kept
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
 
-BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 LIBRARIES = {"torchvision": "torchvision.models:get_model", "timm": "timm:create_model"}
 """What makes a network of a name of the library's own."""
 INITIALIZED = ("inception_v3", "googlenet")
@@ -66,6 +67,7 @@ def _made(recipe: "Recipe", make: functools.partial[Any]) -> nn.Module:
         raise RecipeError(f"model {path}: {imports.reason(error, make.func)}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model {path} must return a torch.nn.Module, got a {type(model).__name__}.")
+    check_kept(model)
     return model
 
 

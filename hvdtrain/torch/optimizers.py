@@ -61,6 +61,12 @@ def _imported(recipe: "Recipe", model: nn.Module, lr: float) -> torch.optim.Opti
         raise RecipeError(
             f"optimizer {recipe.optimizer} must return a torch.optim.Optimizer, got {type(optimizer).__name__}."
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is inspect.Parameter.empty:
+        raise RecipeError(
+            f"optimizer {recipe.optimizer} computes the loss several times in a step, which a recipe's does once; take "
+            "another, or keep your loop."
+        )
     return optimizer
 
 

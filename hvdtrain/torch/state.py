@@ -6,22 +6,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.torch import resumable
 from hvdtrain.torch.copies import Copies
 from hvdtrain.torch.ema import Ema
+from hvdtrain.torch.engines.buckets import distinct
 
 if TYPE_CHECKING:
     from hvdtrain.run.checkpoint import Checkpoint, Layout
 
 
-GROUPS = "groups"
+GROUPS, EXTRA = "groups", "extra."
+PLAIN = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32}
+PLAIN |= {torch.int64, torch.uint16, torch.uint32, torch.uint64}
+"""The dtypes that NumPy and the checkpoint's file format have."""
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name: `model.NAME`, `SLOT.NAME` as in momentum.NAME; the live ones, not copies."""
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return state | {name: value for name, value in _slots(model, optimizer) if isinstance(value, torch.Tensor)}
+    live = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {f"model.{name}": tensor for name, tensor in live} | {
+        name: value for name, value in _slots(model, optimizer) if isinstance(value, torch.Tensor)
+    }
 
 
 def _slots(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
@@ -57,6 +64,29 @@ def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> 
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
+    """What each group of parameters has as LR, as a multiple of the run's, with which the optimizer was made."""
+    return [float(group["lr"]) / lr for group in optimizer.param_groups]
+
+
+def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> list[str]:
+    """A line of the log on groups of parameters with LRs of their own; none where all have the run's."""
+    if set(ratios) == {1.0}:
+        return []
+    sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
+    groups = [f"x{ratio:g} for {size:,} parameters" for ratio, size in zip(ratios, sizes, strict=True)]
+    return [f"LR of the optimizer's {len(groups)} groups: {', '.join(groups)}"]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: list[float]) -> None:
+    """Gives each group its multiple of the LR."""
+    for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr * ratio)
+        else:
+            group["lr"] = lr * ratio
+
+
 class State:
     """A training state; see `hvdtrain.run.loop.State`."""
 
@@ -67,6 +97,7 @@ class State:
         scaler: torch.amp.GradScaler,
         ema: Ema | None = None,
     ) -> None:
+        check_kept(model)
         self._model, self._optimizer, self._ema, self.scaler = model, optimizer, ema, scaler
         self._copies = Copies()
         self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(optimizer)]
@@ -81,12 +112,16 @@ class State:
         values = dict(values)
         for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
             resumable.update(self._optimizer.param_groups[index], changed)
+        for name, module in _extras(self._model):
+            if text := values.pop(f"{EXTRA}{name}", None):
+                module.set_extra_state(resumable.unpacked(text))
+        self._make_buffers(layout)
         if self._optimizer.state:  # a named one's is there from the start
             return
         parameters = dict(self._model.named_parameters())
         state: dict[torch.Tensor, dict[str, Any]] = {parameter: {} for parameter in parameters.values()}
         for key in [*layout, *values]:
-            kind, _, name = key.partition(".")
+            kind, _, name = key.partition(":")[0].partition(".")
             if kind in {"model", "ema"}:
                 continue
             if name not in parameters:
@@ -94,23 +129,50 @@ class State:
                     f"the checkpoint holds {key}, but the model has no {name}; give another --output."
                 )
             slot = "momentum_buffer" if isinstance(self._optimizer, torch.optim.SGD) and kind == "momentum" else kind
-            state[parameters[name]][slot] = _zeros(parameters[name], *layout[key]) if key in layout else values[key]
+            state[parameters[name]][slot] = _zeros(parameters[name], key, layout[key]) if key in layout else values[key]
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         _set(self._optimizer, {index: state[each] for index, each in enumerate(order) if state.get(each)})
         for parameter, slots in self._optimizer.state.items():  # torch.optim gives all of them the parameter's dtype
             wanted = state[parameter]
             slots.update({slot: v.to(wanted[slot].dtype) for slot, v in slots.items() if isinstance(v, torch.Tensor)})
 
+    def _make_buffers(self, layout: "Layout") -> None:
+        """Those of the checkpoint that the model fills or makes while it trains."""
+        there = dict(self._model.named_buffers(remove_duplicate=False))
+        for key, (plain, shape) in layout.items():
+            kind, _, name = key.partition(":")[0].partition(".")
+            if kind != "model" or (name in there and there[name].numel()):
+                continue
+            owner, _, leaf = name.rpartition(".")
+            holder = dict(self._model.named_modules()).get(owner)
+            if holder is not None and leaf in holder._buffers:
+                dtype, wanted = _layout_of(key, plain, shape)
+                device = next(self._model.parameters()).device
+                holder._buffers[leaf] = torch.zeros(wanted, dtype=dtype, device=device)
+            elif holder is None or leaf not in holder._parameters:
+                raise CheckpointError(
+                    f"the checkpoint holds {key}, but the model has no {name}; give another --output."
+                )
+
     def load(self, checkpoint: "Checkpoint") -> None:
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                tensor.copy_(torch.from_numpy(checkpoint.array(name, tuple(tensor.shape))))
+                key, words = _stored(name, tensor)
+                found = torch.from_numpy(checkpoint.array(key, tuple(words.shape)))
+                if tensor.is_complex():
+                    found = torch.view_as_complex(found)
+                elif tensor.dtype not in PLAIN:
+                    found = found.view(tensor.dtype)
+                distinct(tensor, tensor).copy_(distinct(found, tensor))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {name: tensor.detach().cpu().numpy() for name, tensor in self.tensors.items()}
+        return {name: tensor.cpu().numpy() for name, tensor in self._words().items()}
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        return self._copies.of(self.tensors)
+        return self._copies.of(self._words())
+
+    def _words(self) -> dict[str, torch.Tensor]:
+        return dict(_stored(name, tensor) for name, tensor in self.tensors.items())
 
     def values(self) -> dict[str, Any]:
         slots = _slots(self._model, self._optimizer)
@@ -125,6 +187,8 @@ class State:
             [index, {key: settings[key] for key in settings if _text(settings[key]) != given.get(key)}]
             for index, (settings, given) in enumerate(zip(_settings(self._optimizer), self._given, strict=True))
         ]
+        for name, module in _extras(self._model):
+            values[f"{EXTRA}{name}"] = resumable.packed(module.get_extra_state(), _of_extra(name))
         if any(settings for _, settings in changed):
             values[GROUPS] = resumable.packed(changed, f"optimizer {type(self._optimizer).__name__}")
         return values
@@ -142,7 +206,51 @@ def _text(value: Any) -> str:
         return repr(value)
 
 
-def _zeros(parameter: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
-    """In the parameter's memory layout where the shape is its own."""
-    own = torch.from_numpy(np.zeros(0, dtype)).dtype
+def _zeros(parameter: torch.Tensor, key: str, layout: tuple[str, list[int]]) -> torch.Tensor:
+    """In the parameter's memory layout where the shape is its own; `key` and `layout` are those of `_stored`."""
+    own, shape = _layout_of(key, *layout)
     return torch.zeros_like(parameter, dtype=own) if list(parameter.shape) == shape else torch.zeros(shape, dtype=own)
+
+
+def _layout_of(key: str, plain: str, shape: list[int]) -> tuple[torch.dtype, list[int]]:
+    """Dtype and shape of a tensor, given those of `_stored`."""
+    _, _, named = key.partition(":")
+    own: torch.dtype = getattr(torch, named) if named else torch.from_numpy(np.zeros(0, plain)).dtype
+    return own, list(shape[:-1] if own.is_complex else shape)
+
+
+def _stored(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A tensor as a checkpoint holds it: one whose dtype the file has not as numbers or words of another, [..., 2] of a
+    complex one, under a name that says what they are, as in model.weight:bfloat16."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype in PLAIN:
+        return name, tensor
+    words = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(WORDS[tensor.element_size()])
+    return f"{name}:{str(tensor.dtype).removeprefix('torch.')}", words
+
+
+def check_kept(model: torch.nn.Module) -> None:
+    """Raises RecipeError where a checkpoint could not hold the model's state, or its ranks could not share it."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise RecipeError(f"{name} of the model is lazy; run a batch through the model where it is made.")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype == torch.complex32:
+            kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
+            raise RecipeError(f"{name} of the model is {kind}, which no checkpoint holds; make it dense, or no buffer.")
+        if isinstance(tensor, torch.nn.Parameter) and distinct(tensor, tensor).shape != tensor.shape:
+            raise RecipeError(f"{name} of the model is expanded, so no update could write it; make it contiguous().")
+    for name, module in _extras(model):
+        state = module.get_extra_state()
+        if isinstance(state, torch.Tensor):
+            raise RecipeError(f"{_of_extra(name)} is a tensor, which no checkpoint holds; register it as a buffer.")
+        resumable.packed(state, _of_extra(name))
+
+
+def _extras(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The modules that keep more than tensors, by name."""
+    base = torch.nn.Module.get_extra_state
+    return [(name, each) for name, each in model.named_modules() if type(each).get_extra_state is not base]
+
+
+def _of_extra(name: str) -> str:
+    return f"get_extra_state() of {name or 'the model'}"

@@ -11,6 +11,7 @@ from hvdtrain.torch import compiling, optimizers
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import Objective, Seen
+from hvdtrain.torch.state import lr_ratios, set_lr
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
@@ -102,6 +103,7 @@ class Step:
         self.network, self.optimizer = engine.wrap(
             self.objective.module(model), optimizers.make(recipe, model, lr, fused)
         )
+        self.lr_ratios = lr_ratios(self.optimizer, lr)
         self._parameters = list(model.parameters())
         self._norm: torch.Tensor | None = None
         """Of the gradients before they were clipped."""
@@ -113,7 +115,7 @@ class Step:
         if record:
             self.update = compiling.Captured(self._update, engine.device, record)
             for group in self.optimizer.param_groups:
-                group["lr"] = torch.tensor(lr, device=engine.device)  # a number would be recorded with the kernels
+                group["lr"] = torch.tensor(group["lr"], device=engine.device)  # a number would be recorded as it is
 
     def __call__(self, micro_batches: list[Any], lr: float) -> list[Seen]:
         """`update` at this LR."""
@@ -121,12 +123,8 @@ class Step:
         return self.update(micro_batches)
 
     def set_lr(self, lr: float) -> None:
-        """Sets the LR of the next updates."""
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+        """Sets the LR of the next updates; a group of parameters that began with another keeps its ratio to it."""
+        set_lr(self.optimizer, lr, self.lr_ratios)
 
     def _update(self, micro_batches: list[Any]) -> list[Seen]:
         self.optimizer.zero_grad()
@@ -134,7 +132,6 @@ class Step:
         with self._phase("allreduce"):
             self.engine.finish()
         with self._phase("update"):
-            self._fill_gradients()
             if self.recipe.clip_norm:
                 self.scaler.unscale_(self.optimizer)
                 self._norm = nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
@@ -143,13 +140,6 @@ class Step:
             if self.ema:
                 self.ema.update()
         return seen
-
-    def _fill_gradients(self) -> None:
-        """A parameter that the loss does not depend on has a gradient of 0, as the mean over ranks makes it: momentum
-        and weight decay then move it alike on any number of ranks."""
-        for parameter in self._parameters:
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
 
     def _differentiate(self, micro_batches: list[Any]) -> list[Seen]:
         results = []

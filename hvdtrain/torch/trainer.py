@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,19 +19,31 @@ from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.opening import is_one_graph
 from hvdtrain.torch.profiling import Profiler
-from hvdtrain.torch.state import State
+from hvdtrain.torch.state import State, lr_groups
 from hvdtrain.torch.step import Step, autocast, norm_of, unwatched
+
+Buffers = Literal["local", "average", "rank_0"]
+MOST_NAMED = 4
+REMEDY = 'give buffers: average or rank_0 (world.run: buffers="average")'
 
 
 class Replica:
     """A rank's model, whoever makes the updates; see `hvdtrain.run.loop.Replica`."""
 
     def __init__(
-        self, engine: Engine, model: torch.nn.Module, state: State, meter: Meter, *, same_statistics: bool = False
+        self,
+        engine: Engine,
+        model: torch.nn.Module,
+        state: State,
+        meter: Meter,
+        *,
+        same_statistics: bool = False,
+        buffers: Buffers = "local",
     ) -> None:
-        """`same_statistics`: whether the ranks' BatchNorm has the same statistics in every step."""
+        """`same_statistics`: whether the ranks' BatchNorm has the same statistics in every step. `buffers`: what
+        becomes of the other buffers after each update."""
         self.engine, self.model, self.state, self.meter = engine, model, state, meter
-        self._same_statistics = same_statistics
+        self._same_statistics, self._buffers = same_statistics, buffers
 
     def events(self, folder: Path, first_step: int) -> Events:
         from tensorboardX import SummaryWriter  # a second of imports, and rank 0's alone
@@ -46,6 +58,20 @@ class Replica:
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)
+
+    def share_buffers(self) -> None:
+        """After an update, in which each rank may have changed its buffers by its own examples."""
+        if self._buffers != "local":
+            models.share_buffers(self.model, self.engine, self._buffers)
+
+    def after_first_step(self) -> list[str]:
+        names = models.unlike_buffers(self.model, self.engine)
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return [
+            f"after a step each rank has another {', '.join(names[:MOST_NAMED])}{more}: the forward pass changes these "
+            "buffers by the rank's own examples, so the curve depends on the number of ranks, and all get rank 0's at "
+            f"an epoch's end; for one value on all ranks after every step, {REMEDY}"
+        ] * bool(names)
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
@@ -74,7 +100,14 @@ class Trainer(Replica):
             record=record_cuda_graph if is_one_graph(recipe, name, engine.device) else None,
         )
         state = State(model, self.step.optimizer, self.step.scaler, self.step.ema)
-        super().__init__(engine, model, state, Meter(engine.device), same_statistics=recipe.batch_norm != "local")
+        super().__init__(
+            engine,
+            model,
+            state,
+            Meter(engine.device),
+            same_statistics=recipe.batch_norm != "local",
+            buffers=recipe.buffers,
+        )
         self.loader = Loader(recipe, run.dataset, engine.device)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
@@ -92,12 +125,16 @@ class Trainer(Replica):
         self.step.set_lr(lr)
         for seen in self.step.update(batch):
             self.meter.add(seen)
+        self.share_buffers()
         if self.profiler:
             for line in self.profiler.step():
                 self._note(line)
 
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
+
+    def after_first_step(self) -> list[str]:
+        return [*lr_groups(self.step.optimizer, self.step.lr_ratios), *super().after_first_step()]
 
     def validate(self) -> Totals:
         """Totals of this rank's part: no example twice or padded."""

@@ -62,9 +62,19 @@ TOPOLOGIES = {  # environment: rank, size, local rank, local size, node, launche
     "srun --pty bash": (f"{SHELL} SLURM_LOCALID=0 SLURM_NODEID=0", (0, 1, 0, 1, 0, "srun", "22")),
     "batch shell": (JOB, (0, 1, 0, 1, 0, "alone", "22")),
     "batch shell, tasks exported": (
-        f"{JOB} SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=4 WORLD_SIZE=8 MASTER_PORT=29500",
+        f"{JOB} SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=4 WORLD_SIZE=1 MASTER_PORT=29500",
         (0, 1, 0, 1, 0, "alone", "22"),
     ),
+    "a pod of Kubeflow's": (
+        "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456 PET_NNODES=2 PET_NPROC_PER_NODE=1",
+        (1, 2, 0, 1, 1, "env://", None),
+    ),
+    "numbered by hand": (
+        "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a",
+        (3, 4, 1, 2, None, "env://", None),
+    ),
+    "numbered by hand, alone": ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", (0, 1, 0, 1, 0, "alone", None)),
+    "numbered in srun": (f"{STEP} RANK=0 WORLD_SIZE=9", (3, 4, 1, 2, 1, "srun", "22")),
 }
 
 
@@ -193,6 +203,32 @@ def test_a_contradiction_is_refused_in_one_line(command, case):
     assert refusal(TopologyError, discover, environ) == message + remedy
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    {
+        "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a": "RANK must lie in [0, WORLD_SIZE=2), got 2",
+        "RANK=0 WORLD_SIZE=2": "MASTER_ADDR must be set where RANK=0 is",
+        "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a LOCAL_RANK=1": "LOCAL_WORLD_SIZE must be set where RANK=1 is",
+        "RANK=one WORLD_SIZE=2 MASTER_ADDR=a": "RANK must be a whole number, got 'one'",
+    }.items(),
+)
+def test_ranks_that_are_numbered_by_hand_are_refused_in_one_line(text, message):
+    remedy = "; give every rank RANK, WORLD_SIZE and MASTER_ADDR, or unset all of them."
+    assert refusal(TopologyError, discover, environment(text)) == message + remedy
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["WORLD_SIZE=2", f"{JOB} WORLD_SIZE=8", "JSM_NAMESPACE_SIZE=6", "MV2_COMM_WORLD_SIZE=2", "PALS_RANKID=0",
+     "MVP_COMM_WORLD_SIZE=12", "FLUX_JOB_SIZE=4", "SLURM_STEP_ID=0 SLURM_NTASKS=4"],
+)  # fmt: skip
+def test_one_of_several_ranks_that_nobody_numbered_is_refused(text):
+    name, _, value = text.split()[-1].partition("=")
+    message = refusal(TopologyError, discover, environment(text))
+    assert message.startswith(f"{name}={value} says that this is one of several ranks, and nothing says which; ")
+    assert message.endswith(f"or for one process unset {name}.")
+
+
 @pytest.mark.parametrize("text", [text for text, _ in TOPOLOGIES.values()], ids=TOPOLOGIES.keys())
 def test_the_environment_is_only_the_argument_and_only_read(text, monkeypatch):
     for name in ("HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID"):
@@ -220,7 +256,7 @@ def test_alone_is_one_rank_and_the_chief():
 
 def test_the_table_is_innermost_first():
     names = [launcher.name for launcher in LAUNCHERS]
-    assert names == ["horovodrun", "torchrun", "mpirun", "mpiexec", "srun", "mpiexec"]
+    assert names == ["horovodrun", "torchrun", "mpirun", "mpiexec", "srun", "mpiexec", "env://"]
 
 
 ALL_4, ALL_8, SOME_8 = ({rank: rank for rank in ranks} for ranks in (range(4), range(8), (0, 3, 5, 7)))

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import needs_horovod, needs_torch, run, train
-from worlds import of_kind
+from ranks import command, needs_horovod, needs_torch, run, started, train
+from worlds import furthest, losses, of_kind
 
-SLOW = ("loop_of_ones_own", "recipe[float64]")
+SLOW = ("loop_of_ones_own", "recipe[float64]", "by_hand_train_as_one[ddp]")
 
 pytestmark = [pytest.mark.launched, needs_torch]
 PAGE = Path(__file__).parents[2] / "docs" / "bring.md"
@@ -55,3 +55,17 @@ def test_the_loop_of_ones_own(tmp_path):
         epochs.append([line["iou"] for line in of_kind("epoch", tmp_path / "runs" / "cells")])
     assert len(epochs[0]) == 3
     assert epochs[0] == pytest.approx(epochs[1], rel=1e-5)
+
+
+@needs_horovod
+@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+def test_ranks_that_are_numbered_by_hand_train_as_one(tmp_path, engine):
+    """As pods of Kubernetes are, whose operator sets these variables, and nothing else."""
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    argv = ["linear", "--epochs", "2", "--engine", engine, "--output", tmp_path / "run"]
+    with started("alone", 1, command("torch", *argv), RANK="1", **given) as other:
+        ended = run("alone", 1, command("torch", *argv), RANK="0", **given).good()
+        assert other.wait().good().left == []
+    assert "2 ranks, env://" in ended.out
+    train("torch", "alone", 1, "linear", "--epochs", "2", "--output", tmp_path / "alone").good()
+    assert furthest(losses(tmp_path / "run"), losses(tmp_path / "alone")) < 1e-6

@@ -4,7 +4,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +18,15 @@ from types import SimpleNamespace
 import numpy as np
 import odd_json
 import pytest
+from ranks import clean_environ
 from refusals import refusal
 
+from hvdtrain import files
 from hvdtrain.core import recipe
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.launch.topology import Topology
+from hvdtrain.run import holder
 from hvdtrain.run.checkpoint import ARRAYS, Checkpoint, commit
 from hvdtrain.run.folder import _is_finished, _metadata, hold, model_identity, open_run
 
@@ -455,3 +464,78 @@ def test_a_changed_recipe_is_reported(plan, make_plan):
     save(begin(plan, output=MINE), plan, 40)
     changed = begin(make_plan(base_lr=0.25, seed=3), output=MINE)
     assert changed.notes[1:] == ("the recipe has changed since; now seed: 3, base_lr: 0.25",)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from hvdtrain.run.folder import hold
+held = hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+held.holder.check()
+"""
+
+
+@pytest.fixture
+def without_flock(tmp_path):
+    """The environment of a process whose file systems have no flock."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc: apt install gcc")
+    source, library = tmp_path / "noflock.c", tmp_path / "noflock.so"
+    source.write_text("#include <errno.h>\nint flock(int file, int how) { errno = ENOSYS; return -1; }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return {**clean_environ(), "LD_PRELOAD": str(library)}
+
+
+def test_without_flock_one_run_holds_a_folder(tmp_path, without_flock):
+    def begun():
+        command = [sys.executable, "-c", HOLDS, tmp_path / "run"]
+        return subprocess.Popen(command, env=without_flock, stdin=-1, stdout=-1, stderr=-1, text=True)
+
+    with begun() as first:
+        assert first.stdout.readline() == "held\n"
+        with begun() as second:
+            message = f"{tmp_path}/run is being written by another run (process {first.pid} on {socket.gethostname()});"
+            assert message in second.stderr.read()
+        first.kill()
+    with begun() as third:  # a killed run holds nothing
+        assert third.stdout.readline() == "held\n"
+        held = tmp_path / "run" / holder.NAME
+        held.write_text(held.read_text().replace('"pid": ', '"pid": 9'))
+        _, err = third.communicate("\n")
+        assert f"{tmp_path}/run was taken by another run while this one stood still" in err
+    held.unlink()
+    with begun() as fourth:
+        assert fourth.stdout.readline() == "held\n"
+        assert fourth.communicate("\n") == ("", "")
+    assert not held.exists()
+
+
+def test_a_run_on_another_host_is_known_by_its_beat(tmp_path, monkeypatch):
+    monkeypatch.setattr(holder, "BEAT", 0.05)
+    monkeypatch.setattr(holder, "DEAD", 1.0)
+    (tmp_path / holder.NAME).write_text('{"host": "b", "boot": "x", "pid": 1, "beat": 7}')
+    holder.Holder(tmp_path).close()  # nobody beats
+    for odd in ("", "[", "null", '{"pid": "\\u001b[2J"}', "x" * 2**21):
+        (tmp_path / holder.NAME).write_text(odd)
+        holder.Holder(tmp_path).close()
+    (tmp_path / holder.NAME).symlink_to("/dev/zero")
+    holder.Holder(tmp_path).close()
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.05):
+            files.write(
+                tmp_path / holder.NAME, json.dumps({"host": "b", "boot": "x", "pid": 1, "beat": random.random()})
+            )
+
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        stop.wait(0.2)
+        message = f"{tmp_path} is being written by another run (process 1 on b); wait for it, or give another --output."
+        assert refusal(OutputError, holder.Holder, tmp_path) == message
+    finally:
+        stop.set()
+        other.join()

@@ -190,6 +190,7 @@ def hooks(folder):
         totals=lambda: Totals(0.0, 0.0),
         average_statistics=lambda: None,
         fingerprints=lambda: [1],
+        after_first_step=list,
     )
     run = SimpleNamespace(
         folder=folder,
@@ -201,7 +202,7 @@ def hooks(folder):
         topology=SimpleNamespace(host="here"),
         check_finite=lambda *_: None,
         metadata=lambda progress, *_: progress.metadata(),
-        finish=lambda reporter, step: folder.write_status("finished", step=step),
+        finish=lambda reporter, step, is_over: folder.write_status("finished", step=step),
     )
     return Hooks(run, trainer, OwnSampling(10, 100, 1, epochs=2))
 

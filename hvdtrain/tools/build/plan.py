@@ -65,6 +65,8 @@ class BuildPlan:
     mpi: str
     mpi_is: str
     gpu: str
+    why: str
+    """Why it is not for GPUs; "" where it is."""
     patches: tuple[Patch, ...]
     environment: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...]
@@ -109,6 +111,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         mpi=mpi,
         mpi_is=mpi_is,
         gpu=gpu,
+        why=_why_no_gpu(here, options, frameworks) if gpu == "none" else "",
         patches=chosen,
         environment=tuple(environment.items()),
         links=_cuda_links(here) if gpu == "nccl" else (),
@@ -168,6 +171,17 @@ def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
             f"pip uninstall {other}, then pip install --force-reinstall {wanted}."
         )
     return kind, f"{MPI_WHEELS[kind]} {wheels.get(kind, _version(MPI_WHEELS[kind]))}"
+
+
+def _why_no_gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> str:
+    """What was found, where no Horovod for GPUs is planned."""
+    if options.gpu == "none":
+        return "as --gpu says"
+    if "torch" not in frameworks:
+        return "torch is not among the frameworks"
+    if here.torch_cuda is None:
+        return "torch was built without CUDA"
+    return f"torch was built with CUDA {here.torch_cuda}, but this node shows no GPU; --gpu nccl builds for one"
 
 
 def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> str:
@@ -311,7 +325,8 @@ def tools(python: str) -> Command:
 
 def describe(it: BuildPlan) -> str:
     """The plan as text: what, patches with their reasons, environment, commands."""
-    lines = [f"Horovod {it.version} for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {it.gpu}"]
+    gpu = f"{it.gpu} ({it.why})" if it.why else it.gpu
+    lines = [f"Horovod {it.version} for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {gpu}"]
     lines += [f"wheel  {it.wheel}", "", f"{len(it.patches)} patches, in {patching.PATCHES}"]
     for patch in it.patches:
         lines += [f"  {patch.name}: {patch.subject} ({', '.join(patch.files)}) [{patch.upstream}]"]

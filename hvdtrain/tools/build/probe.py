@@ -2,6 +2,7 @@
 
 import ctypes.util
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -65,7 +66,7 @@ def probe(environ: Mapping[str, str]) -> Surroundings:
         site=site,
         tag=_wheel_tag(),
         frameworks=tuple((name, version) for name in FRAMEWORK_WHEELS if (version := _framework(name))),
-        torch_cuda=_torch_cuda(Path(site)),
+        torch_cuda=_torch_cuda(),
         cuda_toolkit=version_of("cuda-toolkit"),
         gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
         compiler=compiler,
@@ -97,10 +98,12 @@ def _wheel_tag() -> str:
     return f"{python}-{python}{sys.abiflags}-{machine}"
 
 
-def _torch_cuda(site: Path) -> str | None:
-    """The CUDA release torch was built with, as its version file has it; importing torch takes seconds."""
-    version_file = site / "torch" / "version.py"
-    text = version_file.read_text() if version_file.is_file() else ""
+def _torch_cuda() -> str | None:
+    """The CUDA release torch was built with, as its version file has it, wherever Python finds it: a centre's module
+    has it on PYTHONPATH, or below another environment. Importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    files = [Path(folder) / "version.py" for folder in (spec and spec.submodule_search_locations) or ()]
+    text = next((file.read_text() for file in files if file.is_file()), "")
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
     return found.group(1) if found else None
 

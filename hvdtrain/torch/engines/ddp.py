@@ -18,6 +18,7 @@ from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Forward
+from hvdtrain.torch.engines.buckets import in_bytes
 from hvdtrain.torch.objective import call
 
 try:
@@ -73,8 +74,9 @@ class DdpEngine:
         return cls(setup.settings, setup.topology, devices.take(setup))
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
-        for tensor in tensors.values():
-            dist.broadcast(tensor, 0, group=self._own)
+        with in_bytes(tensors) as found:
+            for each in found.values():
+                dist.broadcast(each, 0, group=self._own)
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(

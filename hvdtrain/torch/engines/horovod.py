@@ -18,7 +18,7 @@ from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Forward
-from hvdtrain.torch.engines.buckets import Buckets, flat
+from hvdtrain.torch.engines.buckets import Buckets, in_bytes
 from hvdtrain.torch.objective import call
 
 try:
@@ -119,7 +119,8 @@ class HorovodEngine:
         return None if self._adasum else _Waited.seconds  # Horovod's own optimizer waits for Adasum
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
-        hvd.broadcast_parameters({name: flat(tensor) for name, tensor in tensors.items()}, root_rank=0)
+        with in_bytes(tensors) as found:
+            hvd.broadcast_parameters(found, root_rank=0)
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:

@@ -17,7 +17,7 @@ from hvdtrain.torch.own.order import Best
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.run import Run
 from hvdtrain.torch.state import State
-from hvdtrain.torch.trainer import Replica
+from hvdtrain.torch.trainer import Buffers, Replica
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Place:
     engine: str
     own: Engine
     compression: str
+    buffers: Buffers = "local"
 
 
 def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: Best) -> Run:
@@ -37,7 +38,7 @@ def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: Bes
     program.check(place.own.device)
     program.began = settings.given(program.optimizer, program.scheduler)  # before a checkpoint's take their place
     state = State(program.model, program.optimizer, program.scaler)
-    replica = Replica(place.own, program.model, state, Meter(place.own.device))
+    replica = Replica(place.own, program.model, state, Meter(place.own.device), buffers=place.buffers)
     with in_own_words("world.run"):
         run = open_own(place.folder, program, "torch", place.engine, intervals, place.ending, place.trackers)
         hooks = Hooks(run, replica, OwnSampling(0, 0, place.own.size, program.seed, draws=DRAWS))

@@ -3,12 +3,13 @@
 from torch import nn
 
 from hvdtrain.core.progress import Extent, Progress
+from hvdtrain.torch.models import SyncBatchNorm
 from hvdtrain.torch.networks import BATCH_NORMS
 
 
 def of_batch_norms(model: nn.Module) -> str | None:
     """That BatchNorm layers of this model normalise by what their own rank sees; None where there are none."""
-    names = [name for name, each in model.named_modules() if isinstance(each, BATCH_NORMS) and _is_by_batch(each)]
+    names = [name for name, each in model.named_modules() if isinstance(each, BATCH_NORMS) and _is_local(each)]
     if not names:
         return None
     layers = f"{names[0] or 'the model'} and {len(names) - 1} more" if len(names) > 1 else names[0] or "the model"
@@ -28,6 +29,17 @@ def of_left_epoch(progress: Progress, extent: Extent) -> str:
     )
 
 
-def _is_by_batch(norm: nn.Module) -> bool:
-    """Whether it takes its batch's statistics, and not those that it has kept."""
+def of_nothing_to_do(progress: Progress, stopped: str | None) -> str:
+    """That a run which resumes has no epoch left."""
+    why = f" was stopped ({stopped})" if stopped else " has no epoch left"
+    return (
+        f"this folder's run{why}: it is finished at epoch {progress.epoch}, step {progress.step}, and nothing is "
+        "trained; another training, as of the next fold, needs a folder of its own"
+    )
+
+
+def _is_local(norm: nn.Module) -> bool:
+    """Whether it takes the statistics of its rank's batch, and not those that it has kept."""
+    if isinstance(norm, SyncBatchNorm):
+        return False
     return norm.training or not getattr(norm, "track_running_stats", True)

@@ -10,6 +10,7 @@ from torch import nn
 from hvdtrain.errors import LoopError
 from hvdtrain.torch import resumable
 from hvdtrain.torch.own import settings
+from hvdtrain.torch.state import check_kept
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
@@ -27,6 +28,8 @@ class Program:
     """Of the training set, once it is known: batch_size and examples."""
     began: dict[str, str] = field(default_factory=dict)
     """The settings with which the run began, as `settings.given` has them; empty in a run of before they were kept."""
+    stopped: str | None = None
+    """Why it was ended before its last epoch."""
 
     def check(self, device: torch.device) -> None:
         """Raises LoopError where its ranks would not train as one, or it could not be resumed."""
@@ -38,6 +41,7 @@ class Program:
         learning = [each for each in self.model.parameters() if each.requires_grad]
         if not learning:
             raise LoopError(f"model {type(self.model).__name__} has no parameter that learns; give one that has.")
+        check_kept(self.model)
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if tensor.device != device:
                 raise LoopError(
@@ -92,7 +96,7 @@ class Program:
         if self.scheduler is not None:
             state = self.scheduler.state_dict()
             found["scheduler"] = resumable.packed(state, f"scheduler {type(self.scheduler).__name__}")
-        return {**found, "seed": self.seed, "began": self.began}
+        return {**found, "seed": self.seed, "began": self.began, "stopped": self.stopped}
 
     def restore(self, meta: Mapping[str, Any], step: int) -> str | None:
         """Takes what a checkpoint holds; a line of the log where the program now gives other settings than when its run
@@ -108,6 +112,6 @@ class Program:
             self.scheduler.load_state_dict(resumable.unpacked(meta["scheduler"]))
         if meta["seed"] != self.seed:
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
-        self.data = dict(meta["data"])
+        self.data, self.stopped = dict(meta["data"]), meta.get("stopped")
         given, self.began = self.began, dict(meta.get("began", {}))
         return settings.difference(given, self.began)

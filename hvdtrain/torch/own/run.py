@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 from torch.utils.data import default_collate
 
 from hvdtrain.core.progress import OwnSampling, each_once, train_requests
@@ -19,6 +20,9 @@ from hvdtrain.torch.own.order import Best, Order, report_epoch, score, seen
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.reading import Collate, Reading
 from hvdtrain.torch.trainer import Replica
+from hvdtrain.untrusted import printable
+
+LONGEST_REASON = 500
 
 
 class Run:
@@ -50,6 +54,9 @@ class Run:
         self._reading, self._order, self._begun = Reading(self._engine), Order(program), False
         self._settled, self._is_left_early = True, False
         """Whether what is due at the end of an epoch's steps is done; whether any epoch was left before."""
+        self._why: str | None = None
+        self.is_left = False
+        """Whether the program has left its epochs by `break`."""
 
     @property
     def global_step(self) -> int:
@@ -58,16 +65,30 @@ class Run:
 
     def epochs(self, count: int, *, max_steps: int | None = None) -> Iterator[int]:
         """The epochs that are left of so many, each by its number from 0; with `max_steps` the run ends after so many
-        updates. A checkpoint is written when an epoch's body has ended."""
+        updates. A checkpoint is written when an epoch's body has ended. Leaving them by `break` leaves the rest for the
+        next start; `stop` ends them for good."""
         if count < 1 or (max_steps is not None and max_steps < 1):
             raise LoopError(f"epochs and max_steps must be at least 1, got {count} and {max_steps}.")
         hooks, self._begun = self._hooks, True
         hooks.extent = replace(self._extent, epochs=count, max_steps=max_steps)
-        while not hooks.is_over:
+        if hooks.resumed_from and self.is_over:
+            hooks.note(notes.of_nothing_to_do(hooks.progress, self._program.stopped))
+        while not self.is_over:
             self._order.begin_epoch()
             hooks.begin_epoch()
-            yield hooks.progress.epoch
+            try:
+                yield hooks.progress.epoch
+            except GeneratorExit:
+                self.is_left = True
+                raise
             self._end_epoch()
+
+    def stop(self, why: str) -> None:
+        """Ends the run after this epoch, on all ranks if any of them calls it: as early stopping does. The run counts
+        as finished then, and a later start trains no further. Raises LoopError outside of an epoch."""
+        if not self._order.in_epoch:
+            raise LoopError(f"run.stop({why!r}) was called outside of run.epochs(); call it in the run's last epoch.")
+        self._why = printable(str(why), LONGEST_REASON)
 
     def batches(
         self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0
@@ -119,6 +140,7 @@ class Run:
         """
         self._order.step()
         hooks, extent = self._hooks, self._extent
+        hooks.trainer.share_buffers()
         hooks.trainer.meter.add(seen(loss, metrics, extent.global_batch // extent.size))
         if self._averager and (never := self._averager.take_unreached()):
             hooks.note(f"backward reached none of {', '.join(never)}: the optimizer leaves them as they are")
@@ -132,8 +154,8 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether no epoch is left."""
-        return self._hooks.is_over
+        """Whether no epoch is left, or the run was stopped."""
+        return self._program.stopped is not None or self._hooks.is_over
 
     def finish(self) -> None:
         """The program's end: of a run whose loop was left early the epoch is ended first."""
@@ -157,8 +179,17 @@ class Run:
     def _end_epoch(self) -> None:
         self._order.end_epoch()
         self._settle()
+        self._agree_to_stop()
         values = report_epoch(self._hooks, self._extent, self._order.reported)
         self._hooks.end_epoch(self._hooks.progress.after_steps(self._extent), score(values, self._best))
+
+    def _agree_to_stop(self) -> None:
+        """Where any rank has called `stop`, this epoch is the last one of all."""
+        if self._engine.sum(np.array([float(self._why is not None)]))[0]:
+            hooks, why = self._hooks, self._why or "another rank called run.stop()"
+            self._program.stopped = why
+            hooks.extent = replace(self._extent, epochs=hooks.progress.epoch + 1)
+            hooks.note(f"stopped after epoch {hooks.progress.epoch}: {why}")
 
     def _settle(self) -> None:
         """Where the steps of an epoch were left early: what is due after its last one."""

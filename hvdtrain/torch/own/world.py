@@ -5,7 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from hvdtrain.torch.opening import opened
 from hvdtrain.torch.own.beginning import Place, begin_run
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.run import Run
+from hvdtrain.torch.trainer import Buffers
 
 CHOICES = {
     "engine": ("auto", *(name for name, row in ENGINES.items() if "torch" in row.classes and not row.devices)),
@@ -123,6 +124,8 @@ class World:
         self.local_rank, self.is_rank_0 = ending.topology.local_rank, own.rank == 0
         self._ending, self._engine, self._own, self._compression = ending, engine, own, compression
         self._run: Run | None = None
+        self._trained: dict[Path, torch.nn.Module] = {}
+        """By folder, the model of its run."""
 
     def print(self, *values: object) -> None:
         """Prints on rank 0 alone."""
@@ -161,6 +164,7 @@ class World:
         keep_checkpoints: int = 2,
         mtbf_hours: float | None = None,
         trackers: Sequence[str] = ("tensorboard",),
+        buffers: Buffers = "local",
     ) -> Run:
         """The training of this model, in this folder, from where its last checkpoint is; every rank calls it.
 
@@ -171,18 +175,28 @@ class World:
         `lowest`; left out: of the lowest valid_loss, where it is reported, else of the lowest training loss.
         With `checkpoint_every_steps` auto
         the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours between failures of the job.
-        `trackers`: tensorboard, wandb, mlflow, or none of them.
+        `trackers`: tensorboard, wandb, mlflow, or none of them. `buffers`: what the model's forward pass writes into
+        buffers other than BatchNorm's is local to a rank until an epoch's end, or after each step the ranks' average,
+        or rank_0's.
 
         Raises LoopError where the ranks would not train as one, OutputError, CheckpointError.
         """
-        if self._run and not self._run.is_over:
+        if self._run and not (self._run.is_over or self._run.is_left):
             raise LoopError(
-                "the run before this one has epochs left; end it first, or train both models as one Module."
+                'the run before this one has epochs left; end it first, by run.stop("why") in its last epoch or by '
+                "break, or train both models as one Module."
             )
         self.finish()
         self.close()
+        if self._trained.setdefault(Path(folder).absolute(), model) is not model:
+            raise LoopError(
+                f"{folder} is the folder of another model's run in this program, which it would continue; give each "
+                "run a folder of its own, as of each fold."
+            )
         if wrong := next((name for name in trackers if name not in TRACKERS), None):
             raise LoopError(f"trackers must be of {', '.join(TRACKERS)}, got {wrong!r}.")
+        if buffers not in get_args(Buffers):
+            raise LoopError(f"buffers must be one of {', '.join(get_args(Buffers))}, got {buffers!r}.")
         program = Program(model, optimizer, scheduler, scaler or torch.amp.GradScaler(enabled=False), seed)
         intervals = OwnIntervals(
             log_every_steps,
@@ -192,7 +206,7 @@ class World:
             keep_checkpoints,
             mtbf_hours,
         )
-        place = Place(Path(folder), tuple(trackers), self._ending, self._engine, self._own, self._compression)
+        place = Place(Path(folder), tuple(trackers), self._ending, self._engine, self._own, self._compression, buffers)
         self._run = begin_run(place, program, intervals, (highest, lowest))
         return self._run
 

@@ -1,0 +1,114 @@
+"""Who writes a run folder on a file system without flock, as Lustre mounted without it: a file that says who and beats.
+
+The file appears by O_EXCL, which holds there too. Its holder writes a new number into it every two seconds. Who finds
+it there watches it: a number that changes is a run that lives, one that stays is a run that was killed.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from hvdtrain import files
+from hvdtrain.errors import OutputError
+from hvdtrain.launch.keys import boot_id
+from hvdtrain.untrusted import printable
+
+NAME = ".holder"
+BEAT = 2.0
+"""Seconds."""
+DEAD = 30.0
+"""Seconds without a beat after which a run counts as killed, where its process is not seen to be gone."""
+
+
+class Holder:
+    """The file of this process; `close` removes it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OutputError where another run holds the folder, OSError."""
+        self.path, self._closed, self._beats = folder / NAME, threading.Event(), 0
+        while not self._created():
+            before = _read(self.path)
+            if _lives(self.path, before):
+                raise OutputError(
+                    f"{folder} is being written by another run{_named(before)}; wait for it, or give another --output."
+                )
+            self._remove(before)
+        threading.Thread(target=self._beat, name="holder", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises OutputError where another run has taken the folder, as from one that was suspended."""
+        if not self._closed.is_set() and not self._is_own(_read(self.path)):
+            raise OutputError(f"{self.path.parent} was taken by another run while this one stood still; it ends here.")
+
+    def close(self) -> None:
+        """Gives the folder free."""
+        if not self._closed.is_set():
+            self._closed.set()
+            if self._is_own(_read(self.path)):
+                files.remove(self.path)
+
+    def _text(self) -> str:
+        return json.dumps({"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "beat": self._beats})
+
+    def _created(self) -> bool:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self.path, flags, 0o666)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(self._text())
+        return True
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT):
+            self._beats += 1
+            with contextlib.suppress(OSError):
+                if self._is_own(_read(self.path)):
+                    files.write(self.path, self._text())
+
+    def _is_own(self, found: dict[str, object]) -> bool:
+        return (found.get("boot"), found.get("pid")) == (boot_id(), os.getpid())
+
+    def _remove(self, dead: dict[str, object]) -> None:
+        """Removes a dead run's file, and not that of a run which has come meanwhile."""
+        aside = files.temporary(self.path)
+        with contextlib.suppress(OSError):
+            self.path.rename(aside)
+            if _read(aside) == dead:
+                aside.unlink()
+            else:
+                aside.rename(self.path)
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Empty where there is nothing to read, or somebody else's."""
+    try:
+        found = files.read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lives(path: Path, before: dict[str, object]) -> bool:
+    """Whether the run that holds the folder is alive."""
+    pid = before.get("pid")
+    if before.get("boot") == boot_id() and not Path(f"/proc/{pid}").exists():
+        return False
+    deadline = time.monotonic() + DEAD
+    while time.monotonic() < deadline:
+        if not path.exists():
+            return False
+        if _read(path) not in ({}, before):
+            return True
+        time.sleep(BEAT / 2)
+    return False
+
+
+def _named(found: dict[str, object]) -> str:
+    host, pid = found.get("host"), found.get("pid")
+    return f" (process {printable(str(pid), 20)} on {printable(str(host), 100)})" if host else ""

@@ -1,0 +1,336 @@
+"""Odd little models and trainings, made from a seed, by plain PyTorch and in each way of hvdtrain's.
+
+`python odd_programs.py torch FOLDER`: FOLDER/given.json holds the `way` ("plain", "recipe" or "loop"), the `engine` and
+`seeds`, and `resumed`: whether each is left at a random step and started again. What became of each seed goes to
+FOLDER/rank-R.json: every tensor of the trained model, or what refused it.
+
+A batch is the whole set, in whatever order: one process and N ranks then see the same examples in each step.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from captured import captured
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hvdtrain.torch as ht
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.topology import discover
+from hvdtrain.run.loop import Loop
+from hvdtrain.torch import opening
+from hvdtrain.torch.trainer import Trainer
+
+EXAMPLES, STEPS, LR = 12, 4, 0.05
+ODDITIES = (
+    "view", "transposed", "tied", "overlap", "scalar", "empty", "conj", "complex", "bfloat16", "float32",
+    "channels last", "frozen", "under no_grad", "never used", "in odd steps", "for some examples", "norm",
+    "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
+    "checkpointed", "several losses", "groups", "accumulated", "clipped", "expanded", "lazy",
+)  # fmt: skip
+REFUSED = {"expanded", "lazy"}
+ALONE_WITH = {"accumulated": {"counter", "average", "not persistent", "made later", "growing", "extra state", "norm"}}
+ALONE_WITH["accumulated"] |= {"norm used twice", "in odd steps", "for some examples"}
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "torch.optim:RMSprop", "torch.optim:Adagrad", "torch.optim:NAdam")
+
+
+def oddities(seed: int) -> set[str]:
+    """Of that program: the first seeds have one each, later ones up to four."""
+    if seed < len(ODDITIES):
+        return {ODDITIES[seed]}
+    draw = random.Random(seed)
+    found = set(draw.sample([each for each in ODDITIES if each not in REFUSED], draw.randint(2, 4)))
+    return found - {"accumulated"} if found & ALONE_WITH["accumulated"] else found
+
+
+def kind_of(seed: int) -> str:
+    if "conj" in oddities(seed):  # PyTorch's other optimizers do not take a conjugate view
+        return "sgd"
+    return random.Random(-seed).choice(OPTIMIZERS)
+
+
+class NormAct(nn.BatchNorm1d):
+    """A layer that adds to BatchNorm, as timm's does."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, momentum=None)
+        self.power = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.power * super().forward(x))
+
+
+class Counted(nn.Module):
+    """Keeps more than tensors: how often it was called in training."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return x * (1 + 0.01 * self.calls)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:  # noqa: PLR0912
+        super().__init__()
+        torch.manual_seed(seed)
+        self.has = has = oddities(seed)
+        self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+        if "view" in has:
+            self.first.weight = nn.Parameter(torch.randn(6, 10)[:, 1:5])
+        if "transposed" in has:
+            self.second.weight = nn.Parameter(torch.randn(6, 6).t())
+        if "tied" in has:
+            self.again = nn.Linear(6, 6)
+            self.again.weight = self.second.weight
+        if "overlap" in has:
+            whole = torch.randn(9, 6)
+            self.one, self.other = nn.Parameter(whole[:6]), nn.Parameter(whole[3:])
+        if "channels last" in has:
+            self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        numbers = {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
+        for name, value in numbers.items():
+            if name in has:
+                self.register_parameter(name, nn.Parameter(value))
+        for name in ("frozen", "under no_grad", "never used", "in odd steps", "for some examples"):
+            if name in has:
+                setattr(self, name.replace(" ", "_"), nn.Linear(6, 6))
+        if "frozen" in has:
+            self.frozen.requires_grad_(False)
+        if has & {"norm", "norm used twice", "norm in eval"}:
+            self.norm = NormAct(6)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent="not persistent" not in has)
+        if "average" in has:
+            self.register_buffer("average", torch.zeros(4))
+        if "made later" in has:
+            self.register_buffer("kept", None)
+        if "growing" in has:
+            self.register_buffer("seen", torch.empty(0))
+        if "extra state" in has:
+            self.counted = Counted()
+        if "lazy" in has:
+            self.lazy = nn.LazyLinear(6)
+        self.double()
+        for name, dtype in (("complex", torch.complex128), ("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+            if name in has:
+                self.register_parameter(f"as_{name}", nn.Parameter(torch.randn(6, dtype=dtype)))
+        if "expanded" in has:
+            self.expanded = nn.Parameter(torch.ones(1, dtype=torch.float64).expand(6))
+        if "conj" in has:
+            self.conjugate = nn.Parameter(torch.randn(6, dtype=torch.complex128).conj())
+
+    def train(self, mode: bool = True) -> "Net":
+        super().train(mode)
+        if "norm in eval" in self.has:
+            self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: PLR0912
+        has = self.has
+        if self.training:
+            self.calls += 1
+        h = torch.tanh(self.first(x))
+        h = checkpoint(self.second, h, use_reentrant=False) if "checkpointed" in has else self.second(h)
+        h = torch.tanh(h)
+        if "tied" in has:
+            h = h + torch.tanh(self.again(h))
+        if "overlap" in has:
+            h = torch.tanh(h @ self.one + h @ self.other)
+        if "channels last" in has:
+            h = h + self.conv(x.view(-1, 2, 1, 2).repeat(1, 1, 2, 1)).flatten(1).repeat(1, 2)
+        if "scalar" in has:
+            h = h * self.scalar
+        if "empty" in has:
+            h = h + self.empty.sum()
+        if "expanded" in has:
+            h = h * self.expanded
+        if "frozen" in has:
+            h = h + self.frozen(h)
+        if "under no_grad" in has:
+            with torch.no_grad():
+                fixed = self.under_no_grad(h)
+            h = h + fixed
+        if "in odd steps" in has and self.calls % 2:
+            h = h + self.in_odd_steps(h)
+        if "for some examples" in has and (some := x[:, 0] > 0.9).any():
+            h = h.masked_scatter(some[:, None].expand_as(h), h[some] + self.for_some_examples(h[some]))
+        if hasattr(self, "norm"):
+            h = self.norm(self.norm(h)) if "norm used twice" in has else self.norm(h)
+        if "average" in has and self.training:
+            self.average.lerp_(x.detach().mean(0), 0.1)
+        if "made later" in has:
+            self.kept = self.calls.double() * 0.01 if self.training else self.kept
+            h = h + self.kept
+        if "growing" in has:
+            self.seen = torch.cat([self.seen, torch.ones(1, dtype=self.seen.dtype)]) if self.training else self.seen
+            h = h + 0.01 * len(self.seen)
+        if "counter" in has or "not persistent" in has:
+            h = h * (1 + 0.01 * self.calls)
+        if "extra state" in has:
+            h = self.counted(h)
+        for name in ("as_complex", "conjugate"):
+            if hasattr(self, name):
+                turned = h.to(torch.complex128) * getattr(self, name)
+                h = turned.real + turned.imag
+        for name in ("as_bfloat16", "as_float32"):
+            if hasattr(self, name):
+                h = h * getattr(self, name).to(h.dtype)
+        return self.last(self.lazy(h) if "lazy" in has else h)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        gap = self(x.double()) - y.double()
+        return gap.square().mean() + (0.1 * gap.abs().mean() if "several losses" in self.has else 0)
+
+
+def step(model: Net, batch: Any) -> torch.Tensor:
+    return model.loss(*batch)
+
+
+def data() -> tuple[Any, Any]:
+    x = torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(0))  # a recipe's run may read it as float32
+    whole = torch.utils.data.TensorDataset(x.double(), x.sum(1, keepdim=True).double())
+    return whole, whole
+
+
+def optimizer(parameters: Any, lr: float, seed: int) -> torch.optim.Optimizer:
+    """Of plain PyTorch, for all ways."""
+    given: Any = list(parameters)
+    if "groups" in oddities(seed):
+        given = [{"params": given[::2], "lr": lr / 10}, {"params": given[1::2], "weight_decay": 0.2}]
+    kind = kind_of(seed)
+    if kind in {"sgd", "momentum"}:
+        return torch.optim.SGD(given, lr=lr, momentum=0.9 * (kind == "momentum"), weight_decay=0.1)
+    name = {"adam": "Adam", "adamw": "AdamW"}.get(kind, kind.partition(":")[2])
+    return getattr(torch.optim, name)(given, lr=lr, weight_decay=0.1)
+
+
+def parts_of(model: Net, batch: Any) -> list[Any]:
+    """Its micro-batches."""
+    parts = 2 if "accumulated" in model.has else 1
+    return list(zip(*(each.chunk(parts) for each in batch), strict=True))
+
+
+def clip(model: Net) -> None:
+    if "clipped" in model.has:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def plain(seed: int, folder: Path, left: int | None) -> Net:
+    """What PyTorch alone makes of it."""
+    model = Net(seed)
+    made = optimizer(model.parameters(), LR, seed)
+    model.train()
+    for _ in range(STEPS):
+        parts = parts_of(model, data()[0][:])
+        for part in parts:
+            (model.loss(*part) / len(parts)).backward()
+        clip(model)
+        made.step()
+        made.zero_grad()
+    return model
+
+
+def loop(seed: int, folder: Path, left: int | None) -> Net:
+    """A loop of one's own; `left`: the step after which it is started again."""
+    world = WORLDS[0]
+    for last in (left, STEPS) if left else (STEPS,):
+        model = Net(seed)
+        model = world.sync_batch_norm(model) if hasattr(model, "norm") else model
+        made = optimizer(model.parameters(), LR, seed)
+        buffers = "average" if "average" in model.has else "local"
+        run = world.run(folder, model, made, trackers=(), buffers=buffers, checkpoint_every_epochs=STEPS)
+        world._trained.clear()  # as if it were another process
+        for _ in run.epochs(STEPS, max_steps=last):
+            model.train()
+            for batch in run.batches(data()[0], batch_size=EXAMPLES):
+                parts = parts_of(model, batch)
+                total = 0.0
+                for number, part in enumerate(parts, 1):
+                    with run.accumulating(number < len(parts)):
+                        loss = model.loss(*part) / len(parts)
+                        loss.backward()
+                    total += loss.detach()
+                clip(model)
+                made.step()
+                made.zero_grad()
+                run.step(total)
+    return model
+
+
+def recipe(seed: int, folder: Path, left: int | None) -> Net:
+    """A recipe that names it."""
+    has, made = oddities(seed), []
+    argv = [
+        str(Path(__file__).with_name("odd.yaml")),
+        "--model-args",
+        f"seed={seed}",
+        "--optimizer-args",
+        f"seed={seed}",
+    ]
+    argv += ["--engine", ENGINE, "--output", str(folder), "--epochs", str(STEPS)]
+    argv += ["--batch-norm", "sync"] if any("norm" in each for each in has) else []
+    argv += ["--precision", "float32"] if has & {"bfloat16", "float32"} else []  # which leaves dtypes as they are
+    argv += ["--buffers", "average"] if "average" in has else []
+    argv += ["--accumulation-steps", "2"] if "accumulated" in has else []
+    argv += ["--clip-norm", "0.5"] if "clipped" in has else []
+
+    def train(run: Any) -> None:
+        engine = opening.open_engine(run)  # and leaves it open for the next
+        run.world.exchange(engine.sum)
+        trainer = Trainer(run, engine)
+        made.append(trainer.model)
+        Loop(run, trainer).train()
+
+    for last in (left, STEPS) if left else (STEPS,):
+        ended = captured("torch", [*argv, "--max-steps", str(last)], train)
+        if ended["code"]:
+            raise Ended(ended["err"].strip() or ended["code"])
+    return made[-1]
+
+
+WORLDS: list[Any] = []
+
+
+class Ended(Exception):
+    """How a recipe's run ended."""
+
+
+def became(way: str, seed: int, folder: Path, left: int | None) -> Any:
+    try:
+        model = globals()[way](seed, folder / f"{way}-{seed}", left)
+    except (HvdtrainError, Ended, SystemExit, Exception) as error:
+        return f"{type(error).__name__}: {error}"
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: torch.view_as_real(each.detach().resolve_conj()).tolist() if each.is_complex() else each.tolist()
+        for name, each in tensors
+    }
+
+
+if __name__ == "__main__":
+    own = Path(sys.argv[2])
+    given = json.loads((own / "given.json").read_text())
+    ENGINE = given["engine"]
+    gc.freeze()  # each run ends with a collection, which need not look at what was imported
+    with ht.join(ENGINE, "cpu") if given["way"] == "loop" else contextlib.nullcontext() as world:
+        WORLDS.append(world)
+        results = {
+            str(seed): became(
+                given["way"], seed, own, random.Random(seed).randint(1, STEPS - 1) if given["resumed"] else None
+            )
+            for seed in given["seeds"]
+        }
+    (own / f"rank-{discover(os.environ).rank}.json").write_text(json.dumps(results))

@@ -1,0 +1,75 @@
+"""Odd models and trainings: what plain PyTorch makes of them on one process is what every way of ours makes of them, on
+one and two ranks, and once more where they are left at a random step and resumed; or they are refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+import warm
+from odd_programs import ODDITIES, REFUSED, oddities
+from paths import SUPPORT
+from ranks import NEEDS, left_by, once, run
+
+pytestmark = [pytest.mark.launched, NEEDS["torch"], pytest.mark.timeout(900)]
+
+SLOW = ("more", "[recipe-ddp", "bits")
+ALL = [seed for seed in range(len(ODDITIES) + 60) if not oddities(seed) & REFUSED]
+SEEDS = {"first": ALL[:40], "more": ALL[40:]}
+LIMITS = {"bfloat16": 1e-2, "float32": 1e-6}
+"""Relative, of programs with numbers of that kind; 1e-12 of all others."""
+ON_DDP = "engine ddp needs a model whose parameters all get a gradient in every step"
+
+
+@pytest.fixture(scope="module")
+def became(tmp_path_factory):
+    """`became("loop", "ddp", 2, "first", False)`: by seed, what became of it on each rank."""
+
+    @once
+    def of(way, engine, ranks, seeds, resumed):
+        folder = tmp_path_factory.mktemp(f"{way}-{engine}")
+        given = {"way": way, "engine": engine, "seeds": SEEDS.get(seeds, seeds), "resumed": resumed}
+        (folder / "given.json").write_text(json.dumps(given))
+        command = warm.command("torch", SUPPORT / "odd_programs.py", "torch", folder)
+        run("alone" if ranks == 1 else "mpi", ranks, command).good()
+        return left_by(ranks, folder)
+
+    return of
+
+
+def check_alike(seed, ours, theirs):
+    """Every tensor of the trained model."""
+    if isinstance(ours, str):
+        assert ON_DDP in ours or ours == "Ended: 2", (oddities(seed), ours)
+        assert oddities(seed) & {"in odd steps", "for some examples"}, oddities(seed)
+        return
+    limit = max([LIMITS[each] for each in oddities(seed) & LIMITS.keys()], default=1e-12)
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=limit, atol=limit, err_msg=f"{oddities(seed)} {name}")
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize(("engine", "ranks"), [("local", 1), ("horovod", 2), ("ddp", 2)])
+@pytest.mark.parametrize("way", ["recipe", "loop"])
+def test_it_trains_as_plain_pytorch_does(became, way, engine, ranks, seeds):
+    (theirs,) = became("plain", "local", 1, seeds, False)
+    for ours in became(way, engine, ranks, seeds, False):
+        assert ours.keys() == theirs.keys()
+        for seed in theirs:
+            check_alike(int(seed), ours[seed], theirs[seed])
+
+
+@pytest.mark.parametrize(("engine", "ranks", "seeds"), [("local", 1, "first"), ("horovod", 2, "more")])
+@pytest.mark.parametrize("way", ["recipe", "loop"])
+def test_resumed_at_a_random_step_it_has_the_same_bits(became, way, engine, ranks, seeds):
+    for left, whole in zip(*(became(way, engine, ranks, seeds, resumed) for resumed in (True, False)), strict=True):
+        for seed in whole:
+            assert left[seed] == whole[seed], oddities(int(seed))
+
+
+@pytest.mark.parametrize("oddity", sorted(REFUSED))
+def test_what_cannot_be_trained_is_refused_by_name(became, oddity):
+    seed = ODDITIES.index(oddity)
+    for way in ("recipe", "loop"):
+        (found,) = became(way, "local", 1, (seed,), False)
+        assert f" of the model is {oddity}" in found[str(seed)], found
