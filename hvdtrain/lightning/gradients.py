@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from hvdtrain.errors import RecipeError
-from hvdtrain.torch.engines.buckets import flat
+from hvdtrain.torch.engines.buckets import flat, is_dense, real
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd, wait
 
 
@@ -41,8 +41,9 @@ class Averager:
                 self._send(name, parameter)
         for parameter, (handle, compressed, context) in self._sent.items():
             wait(handle, compressed.device.type)
-            if compressed is not parameter.grad:
-                parameter.grad.copy_(self._compression.decompress(compressed, context))
+            own = real(parameter.grad)
+            if compressed.data_ptr() != own.data_ptr():
+                own.copy_(self._compression.decompress(compressed, context))
         self._sent.clear()
         for parameter, ranks in zip(learning.values(), wait(counted).tolist(), strict=True):
             if not ranks:
@@ -67,7 +68,10 @@ class Averager:
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad.is_sparse:
             raise RecipeError(f"the gradient of {name} is sparse, which Horovod averages only dense; drop sparse=True.")
-        own = parameter.grad.float() if parameter.grad.dtype == torch.bfloat16 else parameter.grad
-        compressed, context = self._compression.compress(own)  # Horovod has no bfloat16
+        if parameter.grad.is_conj() or not is_dense(parameter.grad):
+            parameter.grad = parameter.grad.resolve_conj().contiguous()
+        own = real(parameter.grad)
+        own = own.float() if own.dtype == torch.bfloat16 else own  # which Horovod has not
+        compressed, context = self._compression.compress(own)
         handle = hvd.allreduce_async_(flat(compressed), op=hvd.Average, name=f"gradient.{name}")
         self._sent[parameter] = handle, compressed, context

@@ -37,6 +37,8 @@ class Step:
             self.objective = Objective(recipe, dataset)
             self._norm = GradientNorm() if type(replication) is OneReplica else None
             self._gathered = zeros_like(self.weights) if recipe.accumulation_steps > 1 else []
+        self._unreached: list[int] = []
+        """The weights that the loss does not depend on, once a step was traced: no update moves them."""
         self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
         self._update, self._add = replication.replicate(self._make_update), replication.replicate(self._add_gradients)
         self._update_with_gathered = replication.replicate(self._apply_gathered)
@@ -94,6 +96,7 @@ class Step:
                 f"{key} {getattr(self.recipe, key)} gives a loss without gradient; compute it of the model's outputs "
                 "with TensorFlow's or Keras's functions, without numpy() or stop_gradient()."
             )
+        self._unreached = [index for index, gradient in enumerate(gradients) if gradient is None]
         pairs = zip(gradients, self.weights, strict=True)
         return [tf.zeros_like(weight) if one is None else tf.convert_to_tensor(one) for one, weight in pairs]
 
@@ -137,7 +140,10 @@ class Step:
         if self._norm:
             self._norm.measure(gradients)
         clip = self.recipe.clip_norm
+        before = [(self.weights[index], tf.identity(self.weights[index])) for index in self._unreached]
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
+        for weight, old in before:  # which weight decay has moved
+            variables.put(weight, old)
 
     def _measure(self, batch: Any, weight: tf.Tensor) -> None:
         self.meter.add(self.objective.measure(self.model, batch, training=False)[1], weight)

@@ -178,7 +178,7 @@ class Net(nn.Module):
             self.seen = torch.cat([self.seen, torch.ones(1, dtype=self.seen.dtype)]) if self.training else self.seen
             h = h + 0.01 * len(self.seen)
         if "counter" in has or "not persistent" in has:
-            h = h * (1 + 0.01 * self.calls)
+            h = h * (1 + 0.01 * self.calls.double())
         if "extra state" in has:
             h = self.counted(h)
         for name in ("as_complex", "conjugate"):
@@ -270,7 +270,38 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
     return model
 
 
-def recipe(seed: int, folder: Path, left: int | None) -> Net:
+def lightning(seed: int, folder: Path, left: int | None) -> Net:
+    """The recipe with Lightning's Trainer."""
+    from hvdtrain.lightning import train as with_lightning
+
+    made: list[Any] = []
+
+    class Kept(with_lightning.RecipeModule):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            made.append(self.model)
+
+    def train(run: Any) -> Net:
+        engine = opening.open_engine(run, fuses=True)
+        run.world.exchange(engine.sum)
+        with_lightning.RecipeModule = Kept
+        with with_lightning.quiet():
+            with_lightning.fit(run, engine)
+        return made[-1]
+
+    return recipe(seed, folder, left, "lightning", train)
+
+
+def with_torch(run: Any) -> Net:
+    """Trains a recipe's run with our own loop."""
+    engine = opening.open_engine(run)  # and leaves it open for the next
+    run.world.exchange(engine.sum)
+    trainer = Trainer(run, engine)
+    Loop(run, trainer).train()
+    return trainer.model
+
+
+def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", train: Any = with_torch) -> Net:
     """A recipe that names it."""
     has, made = oddities(seed), []
     argv = [
@@ -287,15 +318,8 @@ def recipe(seed: int, folder: Path, left: int | None) -> Net:
     argv += ["--accumulation-steps", "2"] if "accumulated" in has else []
     argv += ["--clip-norm", "0.5"] if "clipped" in has else []
 
-    def train(run: Any) -> None:
-        engine = opening.open_engine(run)  # and leaves it open for the next
-        run.world.exchange(engine.sum)
-        trainer = Trainer(run, engine)
-        made.append(trainer.model)
-        Loop(run, trainer).train()
-
     for last in (left, STEPS) if left else (STEPS,):
-        ended = captured("torch", [*argv, "--max-steps", str(last)], train)
+        ended = captured(adapter, [*argv, "--max-steps", str(last)], lambda run: made.append(train(run)))
         if ended["code"]:
             raise Ended(ended["err"].strip() or ended["code"])
     return made[-1]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from paths import SUPPORT
 from ranks import command, held, needs_horovod, needs_tensorflow, once, programs, started, train, wait_for_step
+from safetensors.numpy import load_file
 from worlds import arrays, losses, of_kind
 
 pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
@@ -168,6 +169,22 @@ def test_what_a_recipe_says_beside_holds(train_alone, name):
     assert ended.code == 0, ended.err
     of_epochs = [line["train_loss"] for line in of_kind("epoch", folder)]
     assert of_epochs[-1] < of_epochs[0] - 0.02, of_epochs
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weights_that_no_gradient_reaches_are_not_decayed(train_alone, optimizer):
+    how = ["--model", f"{NETS}stopped", "--optimizer", optimizer, "--weight-decay", "0.1"]
+    how += [] if optimizer == "sgd" else ["--momentum", "0"]
+    found = []
+    for steps in ("1", "4"):
+        ended, folder = train_alone(*how, "--max-steps", steps)
+        assert ended.code == 0, ended.err
+        (newest,) = (folder / "checkpoints").glob("step-*")
+        found.append(load_file(newest / "state.safetensors"))
+    first, last = found
+    moved = {name: bool((first[name] != last[name]).any()) for name in first if name.startswith("model.")}
+    assert moved == {name: "top" in name for name in moved}
+    assert len(moved) == 4
 
 
 # Mistakes.

@@ -54,8 +54,8 @@ MISUSE = {
     "schedule after the step": "LoopError: the learning rate changed after run.step(), whose checkpoint does not hold "
     "that; call scheduler.step() before it.",
     "no steps": "LoopError: epoch 0 ended without a step; train on run.batches() and call run.step().",
-    "two runs": 'LoopError: the run before this one has epochs left; end it first, by run.stop("why") in its last epoch '
-    "or by break, or train both models as one Module.",
+    "two runs": 'LoopError: the run before this one has epochs left; end it first, by run.stop("why") in its last '
+    "epoch or by break, or train both models as one Module.",
     "loss of several": "LoopError: a loss or metric must be one number, got shape [8, 1]; take its mean().",
     "loss of nothing": "LoopError: a loss or metric must be a number, got a NoneType.",
     "reported name": "LoopError: a reported number must not be called epoch, which each record has; take another name.",

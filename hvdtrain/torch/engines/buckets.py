@@ -185,14 +185,14 @@ class _Alone(Message):
         assert parameter.grad is not None
         if parameter.grad.is_conj() or not is_dense(parameter.grad):
             parameter.grad = parameter.grad.resolve_conj().contiguous()
-        return flat(_real(parameter.grad))
+        return flat(real(parameter.grad))
 
 
 class _Bucket(Message):
     """Gradients in one tensor, as the type that is communicated."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
-        self._whole = torch.zeros(sum(_real(each).numel() for each in parameters), dtype=dtype, device=device)
+        self._whole = torch.zeros(sum(real(each).numel() for each in parameters), dtype=dtype, device=device)
         super().__init__(parameters)
         self._divide()
 
@@ -207,13 +207,13 @@ class _Bucket(Message):
         begin = 0
         for parameter in self.parameters:
             # In the parameter's order of dimensions, without which the optimizer takes a slower way.
-            like = _real(parameter if is_dense(parameter) else torch.empty_like(parameter, device="meta").contiguous())
+            like = real(parameter if is_dense(parameter) else torch.empty_like(parameter, device="meta").contiguous())
             self._views[parameter] = self._whole.as_strided(like.shape, like.stride(), begin)
             begin += like.numel()
 
     def fill(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        self._views[parameter].copy_(_real(parameter.grad))
+        self._views[parameter].copy_(real(parameter.grad))
         parameter.grad = None
 
     def content(self) -> torch.Tensor:
@@ -222,12 +222,12 @@ class _Bucket(Message):
     def hand_out(self) -> None:
         for parameter, view in self._views.items():
             if parameter.is_complex():
-                parameter.grad = torch.view_as_complex(view.to(parameter.dtype.to_real()))
+                parameter.grad = torch.view_as_complex(view.to(parameter.dtype.toreal()))
             else:
                 parameter.grad = view.to(parameter.dtype)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def real(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor, of a complex one as [..., 2]."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
@@ -236,7 +236,7 @@ def messages(parameters: Iterable[nn.Parameter], limit: int, dtype: torch.dtype 
     """The gradients of the parameters in messages of at most `limit` bytes, in the order in which backward has them."""
     found: list[Message] = []
     for group in grouped(parameters, limit):
-        own = group[0].dtype.to_real()
+        own = group[0].dtype.toreal()
         sent = dtype or (torch.float32 if own == torch.bfloat16 else own)  # Horovod has no bfloat16
         found.append(_Alone(group) if len(group) == 1 and sent == own else _Bucket(group, sent, group[0].device))
     return found

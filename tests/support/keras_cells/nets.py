@@ -34,6 +34,13 @@ def embedded():
     return keras.Model(tokens, {"logits": layers.Dense(3)(frozen(x)), "unused": layers.Dense(2)(x)})
 
 
+def stopped():
+    """Whose first layer no gradient reaches."""
+    x = inputs = keras.Input((12, 6))
+    x = keras.ops.stop_gradient(layers.Dense(8, "tanh", name="fixed")(x))
+    return keras.Model(inputs, layers.Dense(3, name="top")(layers.GlobalAveragePooling1D()(x)))
+
+
 def no_model():
     return 3
 
