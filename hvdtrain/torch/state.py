@@ -160,7 +160,7 @@ class State:
                 key, words = _stored(name, tensor)
                 found = torch.from_numpy(checkpoint.array(key, tuple(words.shape)))
                 if tensor.is_complex():
-                    found = torch.view_as_complex(found)
+                    found = torch.complex(found[..., 0], found[..., 1])
                 elif tensor.dtype not in PLAIN:
                     found = found.view(tensor.dtype)
                 distinct(tensor, tensor).copy_(distinct(found, tensor))

@@ -7,7 +7,7 @@ from choices import choice
 from refusals import refusal
 from ruamel.yaml import YAML
 
-from hvdtrain.core import compatibility, recipe
+from hvdtrain.core import compatibility, flags, imports, recipe
 from hvdtrain.core.recipe import Recipe, dump, load, nearest, validate
 from hvdtrain.errors import RecipeError
 
@@ -463,3 +463,29 @@ def test_each_framework_refuses_what_it_has_not(keys, abroad, message):
     requested = recipe.load("digits", keys)
     compatibility.check(choice(adapter="tensorflow" if abroad == "torch" else "torch", recipe=requested), {})
     assert refusal(RecipeError, compatibility.check, choice(adapter=abroad, recipe=requested), {}) == message
+
+
+OF_A_NET = BASE.replace("model: linear", "model: m:Net")
+
+
+@pytest.mark.parametrize("word", ["no", "yes", "off", "On", "NO"])
+def test_booleans_of_yaml_1_1_are_refused(mine, word):
+    rule = (
+        f"has {word}, which is a text in YAML 1.2 and true or false in 1.1; write true or false, or '{word}' for the "
+    )
+    rule += "text."
+    for value in (f"{{pretrained: {word}}}", f"{{of: [{word}]}}"):
+        assert refusal(RecipeError, load, mine(f"{OF_A_NET}  model_args: {value}")) == f"mine.yaml line 7 {rule}"
+    given = load(mine(f"{OF_A_NET}  model_args: {{of: '{word}', {word}: 1}}"))
+    assert given.model_args == {"of": word, word: 1}
+    assert load(mine(dump(given))).model_args == given.model_args
+    assert refusal(RecipeError, flags._mapping, "--model-args", [f"of={word}"]) == f"--model-args of line 1 {rule}"
+
+
+def test_arguments_are_read_as_yaml_1_2_and_a_tilde_is_the_home(mine, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    text = f"{OF_A_NET}  data_dir: ~/cells\n  model_args: {{a: 010, b: 12:30, c: ~, d: ~/x, e: 'no'}}"
+    loaded = load(mine(text))
+    assert loaded.data_dir == Path("/home/ada/cells")
+    assert loaded.model_args == {"a": 10, "b": "12:30", "c": None, "d": "~/x", "e": "no"}
+    assert imports.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"

@@ -630,3 +630,26 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         "free space or give another --output. "
         "The checkpoints before it are whole: the same command resumes from there."
     )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_without_a_value_is_resumed_from(tmp_path, value):
+    totals = {"loss": 1.0, "count": 4.0, "metrics": {"dice": [value, 4.0]}}
+    meta = {**Progress(3, 0, 12).metadata(), "train": totals, "scaler": {}, "optimizer": {"x.w": value}, "model": "m"}
+    commit(tmp_path, Checkpoint({"x": np.zeros(3)}, meta), 1)
+    (found, _) = newest(tmp_path)
+    check_resumable(found.meta)
+    assert str(found.meta["train"]["metrics"]) == str(totals["metrics"])
+
+
+def test_what_is_written_is_held_to_what_is_read(tmp_path):
+    large = made(2, text="x" * (3 << 19))  # 1.5 MiB, which was once too much to read
+    commit(tmp_path, large, 2)
+    assert newest(tmp_path)[0].meta["text"] == large.meta["text"]
+    deep = []
+    for _ in range(30):
+        deep = [deep]
+    for beyond in ({"text": "x" * checkpoint.META_LIMIT}, {"deep": deep}):
+        with pytest.raises(OutputError, match=r"could not be written: it (has more than 16 MiB|is nested too deeply)"):
+            commit(tmp_path, made(3, **beyond), 2)
+        assert names(tmp_path) == ["step-00000002"]

@@ -1,16 +1,21 @@
 """The networks, their fingerprint, and SGD as the adapter starts it."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from networks import CLASSES, ENTRIES
 from ranks import needs_torch
+from refusals import refusal
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
 from hvdtrain.core import network, recipe  # noqa: E402
+from hvdtrain.errors import RecipeError  # noqa: E402
+from hvdtrain.run.checkpoint import Checkpoint, commit, read  # noqa: E402
 from hvdtrain.torch import models, state  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 
@@ -138,3 +143,109 @@ def test_frozen_statistics_stay_while_training():
     assert torch.equal(model.bn1.running_mean, torch.zeros(64))
     assert model.bn1.num_batches_tracked == 0
     assert model.bn1.weight.requires_grad
+
+
+class Gated(torch.nn.BatchNorm1d):
+    """A layer that adds to BatchNorm."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class OwnMean(torch.nn.BatchNorm1d):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_a_synchronised_layer_stays_what_it_is_in_all_else():
+    shared = Gated(3, momentum=None)
+    shared.weight.requires_grad_(False)
+    seen = []
+    shared.register_forward_hook(lambda *given: seen.append(given))
+    model = torch.nn.Sequential(
+        shared, torch.nn.BatchNorm1d(3, track_running_stats=False), shared, torch.nn.BatchNorm1d(3).eval()
+    )
+    plain = copy.deepcopy(model)
+    names, x = list(model.state_dict()), torch.randn(8, 3)
+    synced = models.with_sync_batch_norm(model, LocalEngine(torch.device("cpu")))
+    assert synced is model and model[0] is model[2] is shared
+    assert all(isinstance(each, models.SyncBatchNorm) for each in model) and isinstance(shared, Gated)
+    assert list(model.state_dict()) == names
+    assert [each.training for each in model] == [True, True, True, False]
+    assert not shared.weight.requires_grad
+    torch.testing.assert_close(model(x), plain(x))
+    assert len(seen) == 4  # twice by each
+    assert shared.num_batches_tracked == 2
+    torch.testing.assert_close(shared.running_mean, plain[0].running_mean)
+
+
+def test_pickled_it_is_of_its_own_class_again():
+    layer = models.with_sync_batch_norm(torch.nn.BatchNorm2d(3, eps=0.5), LocalEngine(torch.device("cpu")))
+    again = pickle.loads(pickle.dumps(layer))
+    assert (type(again), again.eps) == (torch.nn.BatchNorm2d, 0.5)
+    assert isinstance(copy.deepcopy(layer), models.SyncBatchNorm)
+
+
+def test_layers_that_cannot_be_synchronised_are_refused_by_name():
+    engine = LocalEngine(torch.device("cpu"))
+    own = models.with_sync_batch_norm(OwnMean(3), engine)
+    message = refusal(RecipeError, own, torch.randn(4, 3))
+    assert message.startswith("OwnMean takes its statistics without torch.nn.functional.batch_norm, so they would stay")
+    scripted = torch.nn.Sequential(torch.jit.script(torch.nn.BatchNorm1d(3)))
+    message = refusal(RecipeError, models.with_sync_batch_norm, scripted, engine)
+    assert message == "0 is TorchScript, whose BatchNorm stays local; give it unscripted."
+
+
+@pytest.mark.parametrize(
+    ("of", "what"),
+    [
+        (
+            lambda: torch.nn.LazyLinear(3),
+            "weight of the model is lazy; run a batch through the model",
+        ),
+        (lambda: holding(torch.ones(1).expand(4)), "w of the model is expanded, so no update could write it; "),
+        (lambda: buffered(torch.eye(3).to_sparse()), "b of the model is sparse_coo, which no checkpoint holds; "),
+        (lambda: Kept(torch.ones(3)), "get_extra_state() of the model is a tensor, which no checkpoint holds; "),
+    ],
+    ids=["lazy", "expanded", "sparse", "extra state"],
+)
+def test_what_no_checkpoint_could_hold_is_refused_by_name(of, what):
+    assert refusal(RecipeError, state.check_kept, of()).startswith(what)
+
+
+def holding(tensor):
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(tensor)
+    return model
+
+
+def buffered(tensor):
+    model = torch.nn.Module()
+    model.register_buffer("b", tensor)
+    return model
+
+
+class Kept(torch.nn.Module):
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "bfloat16", "float8_e4m3fn", "int8", "bool", "float16"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (4, 3)])
+def test_a_checkpoint_holds_every_dtype_to_the_bit(tmp_path, dtype, shape):
+    def of(seed):
+        model = torch.nn.Linear(2, 1)
+        drawn = torch.randn((*shape, 2), generator=torch.Generator().manual_seed(seed)) * 3
+        whole = torch.view_as_complex(drawn) if dtype.startswith("complex") else drawn[..., 0]
+        model.register_buffer("b", whole.to(getattr(torch, dtype)))
+        return model, state.State(model, torch.optim.SGD(model.parameters(), lr=1), torch.amp.GradScaler(enabled=False))
+
+    (model, ours), (other, theirs) = of(0), of(1)
+    path = commit(tmp_path, Checkpoint(ours.snapshot(), {"step": 1, "model": "m"}), 1)
+    theirs.load(read(path))
+    assert other.b.dtype == model.b.dtype and other.b.shape == model.b.shape
+    torch.testing.assert_close(other.b.to(torch.complex128), model.b.to(torch.complex128), rtol=0, atol=0)

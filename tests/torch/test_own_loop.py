@@ -253,3 +253,47 @@ def test_what_another_rank_alone_reached_is_added_to_the_gradient_that_was_there
 def test_without_a_recipe_its_defaults_hold(name):
     for field in dataclasses.fields(getattr(settings, name)):
         assert field.default == Recipe.model_fields[field.name].default, field.name
+
+
+STOPS = """
+import sys, torch
+import hvdtrain.torch as ht
+X, Y = torch.ones(8, 1), torch.zeros(8, 1)
+def train(world, folder, stop=None, leave=None):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run, trained = world.run(folder, model, optimizer, trackers=()), []
+    for epoch in run.epochs(5):
+        trained.append(epoch)
+        for x, y in run.batches((X, Y), batch_size=4):
+            loss = (model(x) - y).square().mean()
+            loss.backward(), optimizer.step(), optimizer.zero_grad(), run.step(loss)
+        if epoch == stop: run.stop("no better")
+        if epoch == leave: break
+    print("TRAINED", folder, trained)
+for _ in range(2):
+    with ht.join(device="cpu") as world:
+        train(world, "stopped", stop=1)
+        train(world, "left", leave=1)
+with ht.join(device="cpu") as world:
+    train(world, "fold")
+    train(world, "fold")
+"""
+
+
+def test_a_run_is_stopped_for_good_left_or_refused_a_folder(python):
+    ended = python("-c", STOPS)
+    trained = [line for line in ended.stdout.splitlines() if line.startswith("TRAINED")]
+    stopped, left = "TRAINED stopped", "TRAINED left"
+    assert trained == [
+        f"{stopped} [0, 1]", f"{left} [0, 1]", f"{stopped} []", f"{left} [2, 3, 4]", "TRAINED fold [0, 1, 2, 3, 4]"
+    ]  # fmt: skip
+    assert "stopped after epoch 1: no better" in ended.stdout
+    assert "this folder's run was stopped (no better): it is finished at epoch 2, step 4, and" in ended.stdout
+    assert "left at step 4 with epochs to go: the same command trains on." in ended.stdout
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(
+        "fold is the folder of another model's run in this program, which it would continue; give each run a folder of "
+        "its own, as of each fold.\n"
+    )

@@ -259,6 +259,14 @@ def test_negative_jobs_are_refused():
 def test_gpu_auto_wants_a_gpu_and_a_cuda_build_of_torch():
     assert planned(gpu_visible=True).gpu == "nccl"
     assert planned(gpu_visible=True, torch_cuda=None).gpu == "none"
+    for changes, why in (
+        ({"gpu_visible": True, "torch_cuda": None}, "torch was built without CUDA"),
+        (
+            {"gpu_visible": False},
+            "torch was built with CUDA 13.2, but this node shows no GPU; --gpu nccl builds for one",
+        ),
+    ):
+        assert f"; GPU: none ({why})" in describe(planned(**changes))
     assert planned().gpu == "none"
 
 
