@@ -222,7 +222,7 @@ class _Bucket(Message):
     def hand_out(self) -> None:
         for parameter, view in self._views.items():
             if parameter.is_complex():
-                parameter.grad = torch.view_as_complex(view.to(parameter.dtype.toreal()))
+                parameter.grad = torch.view_as_complex(view.to(parameter.dtype.to_real()))
             else:
                 parameter.grad = view.to(parameter.dtype)
 
@@ -236,7 +236,7 @@ def messages(parameters: Iterable[nn.Parameter], limit: int, dtype: torch.dtype 
     """The gradients of the parameters in messages of at most `limit` bytes, in the order in which backward has them."""
     found: list[Message] = []
     for group in grouped(parameters, limit):
-        own = group[0].dtype.toreal()
+        own = group[0].dtype.to_real()
         sent = dtype or (torch.float32 if own == torch.bfloat16 else own)  # Horovod has no bfloat16
         found.append(_Alone(group) if len(group) == 1 and sent == own else _Bucket(group, sent, group[0].device))
     return found
