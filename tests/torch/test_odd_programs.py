@@ -8,7 +8,7 @@ import pytest
 import warm
 from odd_programs import ODDITIES, REFUSED, oddities
 from paths import SUPPORT
-from ranks import NEEDS, left_by, once, run
+from ranks import NEEDS, left_by, once, run, train
 
 pytestmark = [pytest.mark.launched, NEEDS["torch"], pytest.mark.timeout(900)]
 
@@ -73,3 +73,17 @@ def test_what_cannot_be_trained_is_refused_by_name(became, oddity):
     for way in ("recipe", "loop"):
         (found,) = became(way, "local", 1, (seed,), False)
         assert f" of the model is {oddity}" in found[str(seed)], found
+
+
+@pytest.mark.parametrize(
+    ("oddity", "line"),
+    {
+        "average": "after a step each rank has another average: the forward pass changes these buffers by the rank's",
+        "groups": "LR of the optimizer's 2 groups: x0.1 for ",
+    }.items(),
+)
+def test_the_log_names_what_depends_on_the_number_of_ranks_and_lrs(tmp_path, oddity, line):
+    seed = f"seed={ODDITIES.index(oddity)}"
+    argv = [SUPPORT / "odd.yaml", "--model-args", seed, "--optimizer-args", seed, "--batch-norm", "sync"]
+    ended = train("torch", "mpi", 2, *argv, "--output", tmp_path / "run", cwd=SUPPORT).good()
+    assert line in ended.out
