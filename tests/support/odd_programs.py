@@ -89,16 +89,9 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.has = has = oddities(seed)
         self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 1)
-        if "view" in has:
-            self.first.weight = nn.Parameter(torch.randn(6, 10)[:, 1:5])
-        if "transposed" in has:
-            self.second.weight = nn.Parameter(torch.randn(6, 6).t())
         if "tied" in has:
             self.again = nn.Linear(6, 6)
             self.again.weight = self.second.weight
-        if "overlap" in has:
-            whole = torch.randn(9, 6)
-            self.one, self.other = nn.Parameter(whole[:6]), nn.Parameter(whole[3:])
         if "channels last" in has:
             self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
         numbers = {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
@@ -123,7 +116,14 @@ class Net(nn.Module):
             self.counted = Counted()
         if "lazy" in has:
             self.lazy = nn.LazyLinear(6)
-        self.double()
+        self.double()  # which makes views contiguous: those come behind it
+        if "view" in has:
+            self.first.weight = nn.Parameter(torch.randn(6, 10, dtype=torch.float64)[:, 1:5])
+        if "transposed" in has:
+            self.last.weight = nn.Parameter(torch.randn(6, 1, dtype=torch.float64).t())
+        if "overlap" in has:
+            whole = torch.randn(9, 6, dtype=torch.float64)
+            self.one, self.other = nn.Parameter(whole[:6]), nn.Parameter(whole[3:])
         for name, dtype in (("complex", torch.complex128), ("bfloat16", torch.bfloat16), ("float32", torch.float32)):
             if name in has:
                 self.register_parameter(f"as_{name}", nn.Parameter(torch.randn(6, dtype=dtype)))
