@@ -6,7 +6,7 @@ from ranks import needs_torch
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain.torch.engines.buckets import flat, grouped  # noqa: E402
+from hvdtrain.torch.engines.buckets import distinct, flat, grouped, in_bytes  # noqa: E402
 
 GROUPS = {
     "all together": ([3, 2, 1], 6, [[1, 2, 3]]),
@@ -48,3 +48,28 @@ def test_a_flat_tensor_is_the_same_memory(tensor):
 def test_a_tensor_with_gaps_has_no_flat_one(tensor):
     with pytest.raises(RuntimeError):
         flat(tensor)
+
+
+STATES = {
+    **LAYOUTS,
+    "gaps": torch.rand(4, 6)[:, :3],
+    "repeated": torch.rand(3, 1).expand(3, 2),
+    "a number": torch.tensor(2.5),
+    "complex": torch.randn(3, 2, dtype=torch.complex64),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "bfloat16": torch.rand(2, 3).bfloat16().t(),
+    "whether": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("tensor", STATES.values(), ids=STATES.keys())
+def test_what_is_written_into_a_tensors_bytes_is_in_the_tensor(tensor):
+    other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    distinct(other, other).copy_(distinct(tensor * 2, other))
+    own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    own = own.conj() if tensor.is_conj() else own
+    with in_bytes({"": own}) as mine, in_bytes({"": other}) as theirs:
+        assert mine.keys() == theirs.keys() == ({""} if tensor.numel() else set())
+        for name in mine:
+            mine[name].copy_(theirs[name])
+    torch.testing.assert_close(own, other)
