@@ -1,4 +1,4 @@
-"""Who writes a run folder on a file system without flock, as Lustre mounted without it: a file that says who and beats.
+"""Who writes a run folder on a file system without flock, as Lustre mounted without it: a file with a heartbeat.
 
 The file appears by O_EXCL, which holds there too. Its holder writes a new number into it every two seconds. Who finds
 it there watches it: a number that changes is a run that lives, one that stays is a run that was killed.
@@ -18,10 +18,10 @@ from hvdtrain.launch.keys import boot_id
 from hvdtrain.untrusted import printable
 
 NAME = ".holder"
-BEAT = 2.0
+HEARTBEAT = 2.0
 """Seconds."""
 DEAD = 30.0
-"""Seconds without a beat after which a run counts as killed, where its process is not seen to be gone."""
+"""Seconds without a heartbeat after which a run counts as killed, where its process is not seen to be gone."""
 
 
 class Holder:
@@ -29,7 +29,7 @@ class Holder:
 
     def __init__(self, folder: Path) -> None:
         """Raises OutputError where another run holds the folder, OSError."""
-        self.path, self._closed, self._beats = folder / NAME, threading.Event(), 0
+        self.path, self._closed, self._heartbeats = folder / NAME, threading.Event(), 0
         while not self._created():
             before = _read(self.path)
             if _lives(self.path, before):
@@ -37,7 +37,7 @@ class Holder:
                     f"{folder} is being written by another run{_named(before)}; wait for it, or give another --output."
                 )
             self._remove(before)
-        threading.Thread(target=self._beat, name="holder", daemon=True).start()
+        threading.Thread(target=self._keep_alive, name="holder", daemon=True).start()
 
     def check(self) -> None:
         """Raises OutputError where another run has taken the folder, as from one that was suspended."""
@@ -52,7 +52,9 @@ class Holder:
                 files.remove(self.path)
 
     def _text(self) -> str:
-        return json.dumps({"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "beat": self._beats})
+        return json.dumps(
+            {"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "heartbeat": self._heartbeats}
+        )
 
     def _created(self) -> bool:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -64,9 +66,9 @@ class Holder:
             file.write(self._text())
         return True
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT):
-            self._beats += 1
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(HEARTBEAT):
+            self._heartbeats += 1
             with contextlib.suppress(OSError):
                 if self._is_own(_read(self.path)):
                     files.write(self.path, self._text())
@@ -105,7 +107,7 @@ def _lives(path: Path, before: dict[str, object]) -> bool:
             return False
         if _read(path) not in ({}, before):
             return True
-        time.sleep(BEAT / 2)
+        time.sleep(HEARTBEAT / 2)
     return False
 
 

@@ -78,7 +78,7 @@ def training_mode(model: nn.Module, recipe: "Recipe") -> None:
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
     """The same model, whose BatchNorm layers, and layers of classes derived of them, normalise by the statistics of the
-    global batch. Nothing else of a layer changes. Raises RecipeError where a layer cannot be told to.
+    global batch. Nothing else of a layer changes. Raises RecipeError where a layer cannot be changed so.
 
     Examples:
         >>> from hvdtrain.torch.engines.local import LocalEngine

@@ -213,9 +213,11 @@ def _zeros(parameter: torch.Tensor, key: str, layout: tuple[str, list[int]]) -> 
 
 
 def _layout_of(key: str, plain: str, shape: list[int]) -> tuple[torch.dtype, list[int]]:
-    """Dtype and shape of a tensor, given those of `_stored`."""
+    """Dtype and shape of a tensor, given those of `_stored`. Raises CheckpointError."""
     _, _, named = key.partition(":")
-    own: torch.dtype = getattr(torch, named) if named else torch.from_numpy(np.zeros(0, plain)).dtype
+    own = getattr(torch, named, None) if named else torch.from_numpy(np.zeros(0, plain)).dtype
+    if not isinstance(own, torch.dtype):
+        raise CheckpointError(f"the checkpoint holds {key}, and {named} is no dtype; give another --output.")
     return own, list(shape[:-1] if own.is_complex else shape)
 
 

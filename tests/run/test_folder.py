@@ -512,11 +512,11 @@ def test_without_flock_one_run_holds_a_folder(tmp_path, without_flock):
     assert not held.exists()
 
 
-def test_a_run_on_another_host_is_known_by_its_beat(tmp_path, monkeypatch):
-    monkeypatch.setattr(holder, "BEAT", 0.05)
+def test_a_run_on_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):
+    monkeypatch.setattr(holder, "HEARTBEAT", 0.05)
     monkeypatch.setattr(holder, "DEAD", 1.0)
-    (tmp_path / holder.NAME).write_text('{"host": "b", "boot": "x", "pid": 1, "beat": 7}')
-    holder.Holder(tmp_path).close()  # nobody beats
+    (tmp_path / holder.NAME).write_text('{"host": "b", "boot": "x", "pid": 1, "heartbeat": 7}')
+    holder.Holder(tmp_path).close()  # no heartbeat
     for odd in ("", "[", "null", '{"pid": "\\u001b[2J"}', "x" * 2**21):
         (tmp_path / holder.NAME).write_text(odd)
         holder.Holder(tmp_path).close()
@@ -524,13 +524,13 @@ def test_a_run_on_another_host_is_known_by_its_beat(tmp_path, monkeypatch):
     holder.Holder(tmp_path).close()
     stop = threading.Event()
 
-    def beat():
+    def live():
         while not stop.wait(0.05):
             files.write(
-                tmp_path / holder.NAME, json.dumps({"host": "b", "boot": "x", "pid": 1, "beat": random.random()})
+                tmp_path / holder.NAME, json.dumps({"host": "b", "boot": "x", "pid": 1, "heartbeat": random.random()})
             )
 
-    other = threading.Thread(target=beat)
+    other = threading.Thread(target=live)
     other.start()
     try:
         stop.wait(0.2)

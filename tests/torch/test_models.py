@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 pytestmark = needs_torch
 
 from hvdtrain.core import network, recipe  # noqa: E402
-from hvdtrain.errors import RecipeError  # noqa: E402
+from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
 from hvdtrain.run.checkpoint import Checkpoint, commit, read  # noqa: E402
 from hvdtrain.torch import models, state  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
@@ -232,6 +232,17 @@ class Kept(torch.nn.Module):
 
     def get_extra_state(self):
         return self.extra
+
+
+@pytest.mark.parametrize("name", ["load", "no_such", "nn"])
+def test_a_checkpoint_that_names_no_dtype_is_refused(name):
+    model = buffered(torch.empty(0))
+    model.w = torch.nn.Parameter(torch.ones(1))
+    own = state.State(model, torch.optim.SGD(model.parameters(), lr=1), torch.amp.GradScaler(enabled=False))
+    message = refusal(CheckpointError, own.start, {f"model.b:{name}": ("uint8", [3])}, {})
+    assert message == f"the checkpoint holds model.b:{name}, and {name} is no dtype; give another --output."
+    message = refusal(CheckpointError, own.start, {"model.other": ("uint8", [3])}, {})
+    assert message == "the checkpoint holds model.other, but the model has no other; give another --output."
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "bfloat16", "float8_e4m3fn", "int8", "bool", "float16"])
