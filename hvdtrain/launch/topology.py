@@ -58,9 +58,11 @@ class Launcher:
     local_size: str
     node: str | None = None
 
+    _enough = staticmethod(any)
+
     def is_in(self, environ: Environ) -> bool:
-        """Whether this launcher left its variables, be it only some of them."""
-        return any(sign in environ for sign in self.signs)
+        """Whether this launcher left its variables, be it only some of them where its row is content with that."""
+        return self._enough(sign in environ for sign in self.signs)
 
     def topology(self, environ: Environ, host: str) -> Topology:
         """What the launcher promised this rank. Raises TopologyError where it contradicts itself."""
@@ -101,10 +103,8 @@ class Launcher:
 class SlurmStep(Launcher):
     """The row of a SLURM step, which gives the ranks of all its hosts in one variable."""
 
-    def is_in(self, environ: Environ) -> bool:
-        """Whether this is a task of a step."""
-        # A batch shell has SLURM_PROCID=0 and the task count too, yet is no rank: only a step has both signs.
-        return all(sign in environ for sign in self.signs)
+    # A batch shell has SLURM_PROCID=0 and the task count too, yet is no rank: only a step has both signs.
+    _enough = staticmethod(all)
 
     def topology(self, environ: Environ, host: str) -> Topology:
         """The step's own numbers. Raises TopologyError where PMI, PMIx or Cray's PALS have others for it."""
@@ -138,9 +138,7 @@ class ByHand(Launcher):
     """The row of ranks that an operator of Kubernetes or a person numbers, as torch.distributed's env:// has them: one
     on each host, unless LOCAL_RANK and LOCAL_WORLD_SIZE say otherwise."""
 
-    def is_in(self, environ: Environ) -> bool:
-        """Whether this process was given a number."""
-        return all(sign in environ for sign in self.signs)
+    _enough = staticmethod(all)
 
     def topology(self, environ: Environ, host: str) -> Topology:
         """What the variables say; alone where that is one rank of one. Raises TopologyError."""

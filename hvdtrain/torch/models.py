@@ -244,7 +244,8 @@ def share_buffers(model: nn.Module, engine: Engine, how: Literal["average", "ran
     if engine.size == 1 or not others:
         return
     means = {name: each for name, each in others.items() if how == "average" and each.is_floating_point()}
-    engine.broadcast({name: each for name, each in others.items() if name not in means}, None)
+    if rest := {name: each for name, each in others.items() if name not in means}:
+        engine.broadcast(rest, None)
     _average(list(means.values()), engine)
 
 

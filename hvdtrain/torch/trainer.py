@@ -66,12 +66,14 @@ class Replica:
 
     def after_first_step(self) -> list[str]:
         names = models.unlike_buffers(self.model, self.engine)
+        if not names:
+            return []
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return [
             f"after a step each rank has another {', '.join(names[:MOST_NAMED])}{more}: the forward pass changes these "
             "buffers by the rank's own examples, so the curve depends on the number of ranks, and all get rank 0's at "
             f"an epoch's end; for one value on all ranks after every step, {REMEDY}"
-        ] * bool(names)
+        ]
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]

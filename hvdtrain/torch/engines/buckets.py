@@ -78,18 +78,18 @@ class Buckets:
         """`limit`: the most bytes of parameters whose gradients share a bucket; 0 leaves each alone. `dtype`: what they
         are communicated as, None for the parameter's own. `wait` returns once the tensor of a handle is averaged."""
         self._send, self._wait, self._passes = send, wait, passes
-        self._learning = [parameter for parameter in parameters if parameter.requires_grad]
-        self._messages = messages(self._learning, limit, dtype)
+        learning = [parameter for parameter in parameters if parameter.requires_grad]
+        self._indices = {parameter: index for index, parameter in enumerate(learning)}
+        self._messages = messages(learning, limit, dtype)
         last = self._messages[-1]
         if not isinstance(last, _Bucket):
-            last = _Bucket([], torch.float32, self._learning[0].device)
+            last = _Bucket([], torch.float32, learning[0].device)
             self._messages.append(last)
-        self._reached = last.with_flags(len(self._learning))
+        self._reached = last.with_flags(len(learning))
         """Of each parameter, whether backward reached it: once averaged, 0 where no rank's did. The last message has
         it, and leaves last."""
         self._unreached: set[nn.Parameter] = set()
         """By this rank's backward."""
-        self._incomplete = self._all()
         for number, message in enumerate(self._messages):
             for parameter in message.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._computed, number))
@@ -107,14 +107,11 @@ class Buckets:
             message.hand_out()
             message.reset()
         if self._unreached:  # else nothing is read, for which a host would wait for its GPU
-            for parameter, ranks in zip(self._learning, self._reached.tolist(), strict=True):
-                if not ranks:
+            reached = self._reached.tolist()
+            for parameter in self._unreached:
+                if not reached[self._indices[parameter]]:
                     parameter.grad = None
             self._unreached.clear()
-        self._incomplete = self._all()
-
-    def _all(self) -> set[int]:
-        return {number for number, message in enumerate(self._messages) if message.parameters}
 
     def _computed(self, number: int, parameter: nn.Parameter) -> None:
         message = self._messages[number]
@@ -140,13 +137,12 @@ class Buckets:
         message.missing.remove(parameter)
         if message.missing:
             return
-        self._incomplete.remove(number)
         if number != last:
             self._begin(number)
-        if not self._incomplete:
+        if not any(each.missing for each in self._messages):
             self._reached.fill_(1)
-            for index in [index for index, each in enumerate(self._learning) if each in self._unreached]:
-                self._reached[index] = 0
+            for unreached in self._unreached:
+                self._reached[self._indices[unreached]] = 0
             self._begin(last)
 
     def _begin(self, number: int) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from hvdtrain.errors import LoopError
 from hvdtrain.torch import resumable
 from hvdtrain.torch.own import settings
-from hvdtrain.torch.state import check_kept
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
@@ -41,7 +40,6 @@ class Program:
         learning = [each for each in self.model.parameters() if each.requires_grad]
         if not learning:
             raise LoopError(f"model {type(self.model).__name__} has no parameter that learns; give one that has.")
-        check_kept(self.model)
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if tensor.device != device:
                 raise LoopError(
