@@ -96,7 +96,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         )
     frameworks = _frameworks(here, options)
     mpi, mpi_is = _mpi(here, options)
-    gpu = _gpu(here, options, frameworks)
+    gpu, why = _gpu(here, options, frameworks)
     releases = {name: _release(version) for name, version in frameworks.items()}
     target = Target(releases.get("torch", ()), releases.get("tensorflow", ()), mpi != "none", gpu == "nccl")
     chosen = patching.chosen(target)
@@ -111,7 +111,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         mpi=mpi,
         mpi_is=mpi_is,
         gpu=gpu,
-        why=_why_no_gpu(here, options, frameworks) if gpu == "none" else "",
+        why=why,
         patches=chosen,
         environment=tuple(environment.items()),
         links=_cuda_links(here) if gpu == "nccl" else (),
@@ -173,21 +173,18 @@ def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
     return kind, f"{MPI_WHEELS[kind]} {wheels.get(kind, _version(MPI_WHEELS[kind]))}"
 
 
-def _why_no_gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> str:
-    """What was found, where no Horovod for GPUs is planned."""
+def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> tuple[str, str]:
+    """nccl and "", or none and why."""
     if options.gpu == "none":
-        return "as --gpu says"
-    if "torch" not in frameworks:
-        return "torch is not among the frameworks"
-    if here.torch_cuda is None:
-        return "torch was built without CUDA"
-    return f"torch was built with CUDA {here.torch_cuda}, but this node shows no GPU; --gpu nccl builds for one"
-
-
-def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> str:
+        return "none", "as --gpu says"
     cuda_torch = "torch" in frameworks and here.torch_cuda is not None
-    if options.gpu == "none" or (options.gpu == "auto" and not (cuda_torch and here.gpu_visible)):
-        return "none"
+    if options.gpu == "auto" and not (cuda_torch and here.gpu_visible):
+        if "torch" not in frameworks:
+            return "none", "torch is not among the frameworks"
+        if not cuda_torch:
+            return "none", "torch was built without CUDA"
+        built = f"torch was built with CUDA {here.torch_cuda}"
+        return "none", f"{built}, but this node shows no GPU; --gpu nccl builds for one"
     if not cuda_torch:
         raise BuildError("--gpu nccl needs a CUDA build of torch among the frameworks: install one, or --gpu none.")
     if "tensorflow" in frameworks:
@@ -197,7 +194,7 @@ def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> st
             f"--gpu nccl takes nvcc from pip's CUDA 13 packages, but torch was built with CUDA {here.torch_cuda}: "
             "install a torch built with CUDA 13, or --gpu none."
         )
-    return "nccl"
+    return "nccl", ""
 
 
 def _release(version: str | None) -> Release:
