@@ -14,7 +14,7 @@ MAKEFILE = f"""
 check minicluster:
 \t@echo checked
 test:
-{PYTEST} -m 'not cluster and not slow'
+{PYTEST} -p xdist.plugin --numprocesses 1 --dist loadgroup -m 'not cluster and not slow'
 cluster-test:
 {PYTEST} -m cluster
 test-all:
@@ -25,6 +25,7 @@ import pathlib, pytest
 
 @pytest.mark.parametrize("number", range({flaky}))
 @pytest.mark.launched
+@pytest.mark.xdist_group("waits")
 def test_flaky(number):
     seen = pathlib.Path(f"seen-{{number}}")
     passes = seen.exists()

@@ -34,7 +34,10 @@ class SignalWatcher:
             return
         self._wakeup = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, _nothing)
+            before = signal.signal(number, _nothing)
+            # A warning that comes once the run has ended must not kill what has all its results.
+            unheard = number in TIME_LIMIT_SIGNALS and before == signal.SIG_DFL
+            self._before[number] = signal.SIG_IGN if unheard else before
             signal.siginterrupt(number, False)  # not every library tries again where a signal cut its call short
         # SLURM may signal every process of a step, and the warning would kill a reader of data, which has no handler:
         # readers inherit that it is blocked here.
@@ -56,7 +59,7 @@ class SignalWatcher:
             self._written.send(b"\0")
 
     def close(self) -> None:
-        """Gives the signals back."""
+        """Gives the signals back; a warning that nobody handled before is ignored from now on."""
         if self._before:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, TIME_LIMIT_SIGNALS)
         self.close_in_child()

@@ -76,6 +76,19 @@ def test_the_signals_are_given_back():
         signal.signal(number, handler)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 3), (signal.SIGUSR2, 3), (signal.SIGTERM, -15)])
+def test_a_warning_after_the_end_kills_nobody(number, code):
+    pid = os.fork()
+    if not pid:
+        signal.signal(number, signal.SIG_DFL)
+        watcher = SignalWatcher()
+        watcher.open(lambda: None)
+        watcher.close()
+        os.kill(os.getpid(), number)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 0), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_started_program_outlives_the_warning(watcher, taken, number, code):
     # SLURM may signal every process of a step, readers of data too.
