@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.core import imports, own_code
+from hvdtrain.core import imports, optimizers, own_code
 from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -69,6 +69,13 @@ def with_flops(network: Network, recipe: Recipe, framework: str, dataset: Datase
         return network
     flops = _module(framework, "flops", recipe).count(recipe, dataset)
     return dataclasses.replace(network, flops=flops)
+
+
+def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> str:
+    """Which groups of parameters have LRs of their own; empty where all have the run's. Raises RecipeError."""
+    if framework != "torch" or recipe.optimizer in optimizers.NAMED:
+        return ""
+    return _module(framework, "flops", recipe).lr_groups(recipe, dataset, lr)  # type: ignore[no-any-return]
 
 
 def resnet50_flops(stem: str, side: int, classes: int) -> int:

@@ -20,7 +20,7 @@ ENGINES = {
             {
                 "torch": "hvdtrain.torch.engines.horovod:HorovodEngine",
                 "tensorflow": "hvdtrain.tensorflow.engines.horovod:HorovodEngine",
-                "lightning": "hvdtrain.lightning.strategies:horovod",
+                "lightning": "hvdtrain.torch.engines.horovod:HorovodEngine",
             },
             "any launcher, any MPI, both frameworks",
             launcher="horovodrun",
@@ -33,7 +33,7 @@ ENGINES = {
             {
                 "torch": "hvdtrain.torch.engines.local:LocalEngine",
                 "tensorflow": "hvdtrain.tensorflow.engines.local:LocalEngine",
-                "lightning": "hvdtrain.lightning.strategies:local",
+                "lightning": "hvdtrain.torch.engines.local:LocalEngine",
             },
             "one device; the reference of all others",
             horovod_keys=True,
@@ -44,7 +44,7 @@ ENGINES = {
             "torch.distributed",
             {
                 "torch": "hvdtrain.torch.engines.ddp:DdpEngine",
-                "lightning": "hvdtrain.lightning.strategies:ddp",
+                "lightning": "hvdtrain.torch.engines.ddp:DdpEngine",
             },
             "PyTorch alone, with nothing to build",
             launcher="torchrun",
@@ -120,8 +120,6 @@ class Setup:
     """Where each rank can be reached, by rank."""
     timeline: Path | None = None
     """Where Horovod is to write its timeline; on rank 0 alone."""
-    fuses: bool = False
-    """Whether Horovod puts gradients together by itself, because another loop than ours hands over each one alone."""
 
 
 def choose(name: str, launcher: str) -> EngineSpec:

@@ -32,9 +32,6 @@ class RunCallback(Callback):
         models.training_mode(self.module.model, self.loop.recipe)
         self.loop.begin_epoch()
 
-    def on_after_backward(self, *_: Any) -> None:
-        self.loop.trainer.engine.finish()  # which notes how long DistributedDataParallel's backward has waited
-
     def on_train_batch_end(self, *_: Any) -> None:
         """After a micro-batch; only the last one makes an update."""
         if self.loop.progress.step != self._step:

@@ -247,7 +247,7 @@ def _engine(ranks: Ranks, device: torch.device) -> "Engine":
     if ranks.name == "horovod":
         from hvdtrain.torch.engines.horovod import HorovodEngine  # which imports Horovod
 
-        engine = HorovodEngine(OwnEngineSettings(), None, fuses=True)
+        engine = HorovodEngine(OwnEngineSettings(), None)
         engine.device = device
         return engine
     if ranks.name == "ddp":

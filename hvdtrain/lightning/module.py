@@ -31,11 +31,12 @@ class RecipeModule(LightningModule):
         self.plan, self.classes, self.progress, self.lr = plan, classes, Progress(), plan.peak_lr
         recipe = plan.recipe
         self.model = models.build(recipe, classes, engine)
-        self.optimizer = optimizers.make(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
+        made = optimizers.make(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
+        _, self.optimizer = engine.wrap(self.model, made)
         self.lr_ratios = lr_ratios(self.optimizer, plan.peak_lr)
         self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
         self._averaged = contextlib.ExitStack()
-        self._is_lost = engine.is_lost
+        self._engine, self._is_last = engine, True
         self.objective, self.meter = Objective(recipe), Meter(engine.device)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -50,8 +51,16 @@ class RecipeModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The mean loss of this rank's local batch, times its weight in the mean over all ranks."""
+        self._is_last = (batch_idx + 1) % self.plan.recipe.accumulation_steps == 0
         loss, count = self._loss(batch, training=True)
         return loss * self.plan.weight(count)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Of a micro-batch; only with an update's last one the ranks communicate."""
+        with contextlib.nullcontext() if self._is_last else self._engine.pause():
+            super().backward(loss, *args, **kwargs)
+        if self._is_last:
+            self._engine.finish()
 
     def on_validation_start(self) -> None:
         if self.ema:
@@ -74,8 +83,8 @@ class RecipeModule(LightningModule):
 
     def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, int]:
         inputs = self.objective.inputs(batch)
-        with self.objective.explained(self._is_lost):
-            out = self.objective.forward(self.objective.module(self.model), inputs)
+        with self.objective.explained(self._engine.is_lost):
+            out = self.objective.forward(self.model, inputs)
             loss, seen = self.objective.measure(out, batch, training)
         self.meter.add(seen)
         return loss, seen.count

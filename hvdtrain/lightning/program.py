@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -12,40 +11,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.global_batches import GlobalBatches
-from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import resumable
-from hvdtrain.torch.copies import Copies
 from hvdtrain.torch.state import State
-
-
-class FitState:
-    """The tensors of a module and all its optimizers; see `hvdtrain.run.loop.State`."""
-
-    def __init__(self, module: LightningModule, optimizers: list[torch.optim.Optimizer], scaler: Any) -> None:
-        self.scaler = scaler
-        self._copies = Copies()
-        self._states = [State(module, optimizer, scaler) for optimizer in optimizers]
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for state in self._states for name, tensor in state.tensors.items()}
-
-    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        for state in self._states:
-            state.start(layout, values)
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        for state in self._states:
-            state.load(checkpoint)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {name: array for state in self._states for name, array in state.arrays().items()}
-
-    def snapshot(self) -> dict[str, np.ndarray]:
-        return self._copies.of(self.tensors)
-
-    def values(self) -> dict[str, Any]:
-        return {name: value for state in self._states for name, value in state.values().items()}
 
 
 class Program:
@@ -54,7 +21,7 @@ class Program:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
-        self.state = FitState(module, trainer.optimizers, scaler)
+        self.state = State(module, trainer.optimizers, scaler)
 
     @property
     def data(self) -> GlobalBatches | None:
@@ -65,8 +32,7 @@ class Program:
     @property
     def identity(self) -> str:
         parameters = sum(each.numel() for each in self.module.parameters())
-        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.trainer.optimizers)
-        return f"{type(self.module).__name__}, {parameters:,} parameters, {optimizers}"
+        return f"{type(self.module).__name__}, {parameters:,} parameters, {resumable.named(self.trainer.optimizers)}"
 
     @property
     def state_bytes(self) -> int:
@@ -79,16 +45,7 @@ class Program:
 
     def check(self) -> None:
         """Raises LoopError where what is trained could not be resumed."""
-        known, seen = set(self.module.parameters()), set[torch.nn.Parameter]()
-        for optimizer in self.trainer.optimizers:
-            own = {each for group in optimizer.param_groups for each in group["params"]}
-            if own - known or own & seen:
-                wrong = "that the module has not" if own - known else "that another one has too"
-                raise LoopError(
-                    f"optimizer {type(optimizer).__name__} has parameters {wrong}, so no checkpoint could name its "
-                    "state; give each parameter of the module to one optimizer."
-                )
-            seen |= own
+        resumable.check_owners(self.module, self.trainer.optimizers)
         if self.trainer.ckpt_path:
             raise LoopError(
                 f"Trainer.fit got ckpt_path={str(self.trainer.ckpt_path)!r}, but FaultTolerance resumes from its own "
@@ -97,7 +54,7 @@ class Program:
         self.metadata()
 
     def metadata(self) -> dict[str, Any]:
-        groups = [resumable.settings(optimizer) for optimizer in self.trainer.optimizers]
+        groups = [resumable.settings([optimizer]) for optimizer in self.trainer.optimizers]
         schedulers = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         loops = self.trainer.fit_loop.state_dict()
         loops["state_dict"].pop("combined_loader", None)  # of a loader that keeps its own position
@@ -119,7 +76,7 @@ class Program:
                     "another --output."
                 )
         for optimizer, settings in zip(self.trainer.optimizers, groups, strict=True):
-            resumable.set_settings(optimizer, settings, progress.step)
+            resumable.set_settings([optimizer], settings, progress.step)
         for config, state in zip(configs, schedulers, strict=True):
             config.scheduler.load_state_dict(state)
         if progress.sample and dict(meta["data"]) != self._order:

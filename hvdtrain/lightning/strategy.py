@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
+from hvdtrain.core.settings import OwnEngineSettings
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
-from hvdtrain.lightning.gradients import Averager
 from hvdtrain.run import guard
-from hvdtrain.torch.engines.buckets import in_bytes
-from hvdtrain.torch.engines.horovod import COMPRESSIONS, hvd
+from hvdtrain.torch.engines.buckets import Averager
+from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
 
 MOST_DIMENSIONS = 8
 # Validation is in inference mode, whose tensors Horovod's own thread may not write: what it is given is made outside.
@@ -62,7 +62,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         super().__init__(accelerator, parallel_devices, environment, checkpoint_io, precision_plugin)
         self.environment, self.compression, self.num_nodes = environment, compression, 1
         self._averager: Averager | None = None
-        self._accumulating = False
         self._gathering: list[tuple[Metric, Callable[[], bool]]] = []
 
     @property
@@ -78,7 +77,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
-        hvd.init()
+        self._engine = HorovodEngine(OwnEngineSettings(), None)
         topology = self.environment.topology
         guard.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
@@ -101,29 +100,17 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
             state = optimizer.state_dict()
             if self.broadcast(bool(state["state"])):
                 optimizer.load_state_dict(self.broadcast(move_data_to_device(state, torch.device("cpu"))))
-        self._averager = Averager(self._whole, self.compression) if self.world_size > 1 else None
+        if self.world_size > 1:
+            self._averager = Averager(self._whole, self._engine, self.compression)
 
     @outside_inference
     def on_validation_start(self) -> None:
         """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
         self._broadcast(dict(self._whole.named_buffers()))
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._averager and not self._accumulating:
-            self._averager.begin()
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        if self._averager and not self._accumulating:
-            self._averager.finish()
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Within it gradients add up on their ranks, without communication."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
+        return self._averager.pause() if self._averager else contextlib.nullcontext()
 
     def model_to_device(self) -> None:
         self._whole.to(self.root_device)
@@ -168,8 +155,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def _broadcast(self, state: dict[str, Any]) -> None:
         """Rank 0's tensors into everybody's, in place."""
-        with in_bytes({name: value for name, value in state.items() if isinstance(value, Tensor)}) as found:
-            hvd.broadcast_parameters(found, root_rank=0)
+        self._engine.broadcast({name: value for name, value in state.items() if isinstance(value, Tensor)}, None)
 
     def _join_metrics(self) -> None:
         """Horovod synchronises the module's metrics, except those with a dist_sync_fn of their own."""

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.engines import registry
 from hvdtrain.lightning.callback import RunCallback
 from hvdtrain.lightning.data import RecipeDataModule
+from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
@@ -25,7 +26,7 @@ from hvdtrain.torch.trainer import Replica
 
 def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
-    with engine_of(run, fuses=True) as engine, quiet():
+    with engine_of(run) as engine, quiet():
         fit(run, engine)
 
 
@@ -33,7 +34,7 @@ def fit(run: Run, engine: Engine) -> None:
     """Trains what is left of the run over an open engine."""
     module = RecipeModule(run.plan, run.dataset.classes, engine)
     scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
-    state = State(module.model, module.optimizer, scaler, module.ema)
+    state = State(module.model, [module.optimizer], scaler, module.ema)
     same_statistics = run.recipe.batch_norm != "local"
     replica = Replica(
         engine, module.model, state, module.meter, same_statistics=same_statistics, buffers=run.recipe.buffers
@@ -56,8 +57,8 @@ def trainer_of(loop: Loop[Replica], module: RecipeModule) -> Trainer:
     return Trainer(
         accelerator="cpu" if engine.device.type == "cpu" else "gpu",
         devices=1 if engine.device.type == "cpu" else [engine.device.index],
-        strategy=registry.load(run.engine, "lightning")(run, engine),
-        plugins=[precision_of(recipe, engine.device, loop.trainer.state.scaler)],
+        strategy=SingleDeviceStrategy(device=engine.device),  # the module averages over the ranks, by the engine
+        plugins=[precision_of(recipe, engine.device, loop.trainer.state.scaler), RankEnvironment(run.topology)],
         max_epochs=recipe.epochs - progress.epoch,
         max_steps=recipe.max_steps - progress.step if recipe.max_steps else -1,
         accumulate_grad_batches=recipe.accumulation_steps,

@@ -54,6 +54,18 @@ def check_replicas(fingerprint: int, step: int, ranks: tuple[int, int], host: st
     raise _error(named, "rank 0's", "host", step)
 
 
+def of_unlike_buffers(names: Sequence[str], kind: str, end: str, remedy: str) -> list[str]:
+    """A line of the log on what the forward pass has made differ between ranks; none where nothing has."""
+    if not names:
+        return []
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return [
+        f"after a step each rank has another {', '.join(names[:MOST_NAMED])}{more}: the forward pass changes these "
+        f"{kind} by the rank's own examples, so the curve depends on the number of ranks, and all get {end} at an "
+        f"epoch's end; for one value on all ranks after every step, {remedy}"
+    ]
+
+
 def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]) -> None:
     """Compares the fingerprints of one process's replicas, one a device. Raises ReplicaError, naming each that
     differs from the first."""

@@ -32,11 +32,11 @@ class Opened(Protocol):
 AnEngine = TypeVar("AnEngine", bound=Opened)
 
 
-def setup_of(run: Run, *, fuses: bool = False) -> Setup:
+def setup_of(run: Run) -> Setup:
     """What the run's engine is opened with."""
     SCREEN.waiting(f"starting {ENGINES[run.engine].title} with {run.topology.size} ranks")
     timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
-    return Setup(run.recipe, run.topology, run.devices, endpoints(run.world), timeline, fuses)
+    return Setup(run.recipe, run.topology, run.devices, endpoints(run.world), timeline)
 
 
 def endpoints(world: World) -> Sequence[Endpoint]:

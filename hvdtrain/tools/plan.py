@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     of_recipe, more = _network(recipe, framework, dataset)
     made = plan.make(recipe, options.ranks, dataset, of_recipe)  # before what takes longer
     if of_recipe.parameters:
+        if groups := network.lr_groups(recipe, framework, dataset, made.peak_lr):
+            more.append(f"LR groups   {groups}")
         made, flops = _with_flops(made, of_recipe, framework, dataset)
         more += flops
     print("\n".join([*made.lines(), *more, *notes]))

@@ -1,4 +1,4 @@
-"""What a recipe's network computes for one example, counted by PyTorch."""
+"""What a plan says of a network and its optimizer: FLOPs, as PyTorch counts them, and groups with LRs of their own."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hvdtrain.core import imports
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
-from hvdtrain.torch import models, networks
+from hvdtrain.torch import models, networks, optimizers, state
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.objective import Objective
 
@@ -51,6 +51,12 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
             raise PlanError(f"{recipe.step or recipe.model}: {imports.reason(error)}") from error
 
 
+def lr_groups(recipe: "Recipe", dataset: Dataset, lr: float) -> str:
+    """What a plan says of groups of parameters with LRs of their own. Raises RecipeError."""
+    optimizer = optimizers.make(recipe, networks.without_memory(recipe, dataset.classes), lr, fused=False)
+    return state.lr_groups(optimizer, state.lr_ratios(optimizer, lr))
+
+
 def _draws(dataset: Dataset) -> Any:
     return np.zeros((EXAMPLES, dataset.draws), np.float32)
 
@@ -60,7 +66,7 @@ def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any
         model = model.double()
     models.training_mode(model, recipe)
     with FlopCounterMode(display=False) as counter:
-        objective.forward(objective.module(model), data)
+        objective.forward(model, data)
     return int(counter.get_total_flops()) // EXAMPLES
 
 

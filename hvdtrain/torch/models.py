@@ -225,10 +225,7 @@ def average_statistics(model: nn.Module, engine: Engine) -> None:
         >>> from hvdtrain.torch.engines.local import LocalEngine
         >>> average_statistics(nn.BatchNorm2d(3), LocalEngine(torch.device("cpu")))  # every rank calls it
     """
-    if engine.size == 1:
-        return
-    if others := own_buffers(model):
-        engine.broadcast(others, None)
+    share_buffers(model, engine, "rank_0")
     _average([buffer for buffer in _statistics(model) if buffer.is_floating_point()], engine)
 
 
@@ -267,7 +264,7 @@ def _statistics(model: nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _average(buffers: list[torch.Tensor], engine: Engine) -> None:
-    if not buffers:
+    if not buffers or engine.size == 1:
         return
     flat = torch.cat([buffer.flatten().double() for buffer in buffers]).cpu()
     mean = torch.from_numpy(engine.sum(flat.numpy())) / engine.size

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from hvdtrain.core import imports
@@ -80,8 +79,8 @@ class Objective:
         self._metrics = {name: _load(path, f"metrics {name}", None, None) for name, path in recipe.metrics.items()}
         self._forward_of = f"step {recipe.step}" if recipe.step else f"model {recipe.model}"
         self._all_ours = not recipe.step and not is_path(recipe.model) and not is_path(recipe.dataset)
-        self.forward: Callable[[Any, Any], Any] = _whole if self._step else call
-        """What `module` made, and inputs -> outputs, which `measure` takes."""
+        self.forward: Callable[[Any, Any], Any] = self._step or call
+        """Network and inputs -> outputs, which `measure` takes."""
 
     @contextlib.contextmanager
     def explained(self, is_lost: Callable[[Exception], bool]) -> Iterator[None]:
@@ -94,10 +93,6 @@ class Objective:
             if self._all_ours or is_lost(error):
                 raise
             raise ProgramError(f"{self._forward_of}: {imports.reason(error)}") from error
-
-    def module(self, model: nn.Module) -> nn.Module:
-        """What an engine wraps: the model, or with a step the module that calls the step with the model itself."""
-        return _Stepped(model, self._step) if self._step else model
 
     def inputs(self, batch: Any) -> Any:
         """What `forward` takes of a batch: the whole for a step, else x."""
@@ -212,22 +207,6 @@ NAMED: dict[str, Callable[..., torch.Tensor]] = {
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "l1": F.l1_loss,
 }
-
-
-class _Stepped(nn.Module):
-    """A step of the user's as a module, so that DistributedDataParallel goes around the step, which is given the model
-    as the user wrote it: with its attributes, and called as often as the step likes."""
-
-    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.model, self.step = model, step
-
-    def forward(self, batch: Any) -> Any:
-        return self.step(self.model, batch)
-
-
-def _whole(network: Any, batch: Any) -> Any:
-    return network(batch)
 
 
 @contextlib.contextmanager

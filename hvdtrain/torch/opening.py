@@ -15,16 +15,16 @@ from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
 
 
-def engine_of(run: Run, *, fuses: bool = False) -> AbstractContextManager[Engine]:
-    """The run's engine, of the world that the launcher promised, until the block ends; `fuses`: see Setup.
-    Raises HvdtrainError, also where another rank is lost within the block."""
-    engine = open_engine(run, fuses=fuses)
+def engine_of(run: Run) -> AbstractContextManager[Engine]:
+    """The run's engine, of the world that the launcher promised, until the block ends. Raises HvdtrainError, also where
+    another rank is lost within the block."""
+    engine = open_engine(run)
     return opening.joined(run.world, run.engine, engine, engine.rank, engine.size)
 
 
-def open_engine(run: Run, *, fuses: bool = False) -> Engine:
-    """The engine of the run, joined with the other ranks and bound to its device; `fuses`: see Setup."""
-    return opened(run.engine, opening.setup_of(run, fuses=fuses))
+def open_engine(run: Run) -> Engine:
+    """The engine of the run, joined with the other ranks and bound to its device."""
+    return opened(run.engine, opening.setup_of(run))
 
 
 def opened(name: str, setup: Setup) -> Engine:

@@ -24,8 +24,7 @@ class Profiler:
     """After WARM_STEPS, TIMED_STEPS for the table `phases.json`, then a trace of TRACED_STEPS, `profile.json`.
 
     Use as a context manager around the steps. A step begins with its data and ends with its update. On a GPU its phases
-    lie between CUDA events: what the GPU did, or waited for, from one to the next; no step waits for the clock. DDP
-    waits for its gradients within backward, Horovod in allreduce.
+    lie between CUDA events: what the GPU did, or waited for, from one to the next; no step waits for the clock.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:

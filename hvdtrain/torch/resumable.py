@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,20 +22,45 @@ def unpacked(text: str) -> Any:
     return _decoded(json.loads(text))
 
 
-def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What the optimizer's groups say beside their parameters: the learning rate and more."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """The groups of parameters of one optimizer after the other."""
+    return [group for each in optimizers for group in each.param_groups]
 
 
-def set_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], step: int) -> None:
-    """Gives the optimizer's groups these settings. Raises CheckpointError where there are others."""
-    if len(groups) != len(optimizer.param_groups):
+def settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """What the groups say beside their parameters: the learning rate and more."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups(optimizers)]
+
+
+def set_settings(optimizers: Iterable[torch.optim.Optimizer], saved: list[dict[str, Any]], step: int) -> None:
+    """Gives the groups these settings. Raises CheckpointError where there are others."""
+    own = groups(optimizers)
+    if len(saved) != len(own):
         raise CheckpointError(
-            f"the checkpoint of step {step} has an optimizer of {len(groups)} groups, this one has "
-            f"{len(optimizer.param_groups)}; give another --output."
+            f"the checkpoint of step {step} has {len(saved)} groups of parameters, the optimizers here have "
+            f"{len(own)}; give another --output."
         )
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        update(group, saved)
+    for group, values in zip(own, saved, strict=True):
+        update(group, values)
+
+
+def check_owners(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises LoopError where an optimizer's parameters are not the model's, or another's too."""
+    known, seen = set(model.parameters()), set[torch.nn.Parameter]()
+    for optimizer in optimizers:
+        own = {each for group in optimizer.param_groups for each in group["params"]}
+        if own - known or own & seen:
+            wrong = "that the model has not" if own - known else "that another one has too"
+            raise LoopError(
+                f"optimizer {type(optimizer).__name__} has parameters {wrong}, so no checkpoint could name its state; "
+                "give each parameter of the model to one optimizer."
+            )
+        seen |= own
+
+
+def named(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """What the optimizers are called."""
+    return ", ".join(type(each).__name__ for each in optimizers)
 
 
 def update(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,17 +24,17 @@ PLAIN |= {torch.int64, torch.uint16, torch.uint32, torch.uint64}
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name: `model.NAME`, `SLOT.NAME` as in momentum.NAME; the live ones, not copies."""
     live = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {f"model.{name}": tensor for name, tensor in live} | {
-        name: value for name, value in _slots(model, optimizer) if isinstance(value, torch.Tensor)
+        name: value for name, value in _slots(model, optimizers) if isinstance(value, torch.Tensor)
     }
 
 
-def _slots(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """What the optimizer keeps beside each parameter, by name."""
-    for name, parameter in model.named_parameters():
+def _slots(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
+    """What the optimizers keep beside each parameter, by name."""
+    for optimizer, (name, parameter) in itertools.product(optimizers, model.named_parameters()):
         for slot, value in optimizer.state.get(parameter, {}).items():
             yield f"{_named(slot, optimizer)}.{name}", value
 
@@ -69,13 +70,12 @@ def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
     return [float(group["lr"]) / lr for group in optimizer.param_groups]
 
 
-def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> list[str]:
-    """A line of the log on groups of parameters with LRs of their own; none where all have the run's."""
+def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
+    """What groups of parameters have LRs of their own; empty where all have the run's."""
     if set(ratios) == {1.0}:
-        return []
+        return ""
     sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
-    groups = [f"x{ratio:g} for {size:,} parameters" for ratio, size in zip(ratios, sizes, strict=True)]
-    return [f"LR of the optimizer's {len(groups)} groups: {', '.join(groups)}"]
+    return ", ".join(f"x{ratio:g} for {size:,} parameters" for ratio, size in zip(ratios, sizes, strict=True))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: list[float]) -> None:
@@ -93,31 +93,35 @@ class State:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler,
         ema: Ema | None = None,
     ) -> None:
         check_kept(model)
-        self._model, self._optimizer, self._ema, self.scaler = model, optimizer, ema, scaler
+        self._model, self._optimizers, self._ema, self.scaler = model, optimizers, ema, scaler
         self._copies = Copies()
-        self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(optimizer)]
-        """What the optimizer's groups said before the first update: what is another then is state too."""
+        self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(optimizers)]
+        """What the optimizers' groups said before the first update: what is another then is state too."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         averages = self._ema.averages if self._ema else {}
-        return tensors(self._model, self._optimizer) | {f"ema.{name}": average for name, average in averages.items()}
+        return tensors(self._model, *self._optimizers) | {f"ema.{name}": average for name, average in averages.items()}
 
     def start(self, layout: "Layout", values: Mapping[str, Any]) -> None:
         values = dict(values)
         for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
-            resumable.update(self._optimizer.param_groups[index], changed)
+            resumable.update(resumable.groups(self._optimizers)[index], changed)
         for name, module in _extras(self._model):
             if text := values.pop(f"{EXTRA}{name}", None):
                 module.set_extra_state(resumable.unpacked(text))
         self._make_buffers(layout)
-        if self._optimizer.state:  # a named one's is there from the start
-            return
+        for optimizer in self._optimizers:
+            if not optimizer.state:  # a named one's is there from the start
+                self._start(optimizer, layout, values)
+
+    def _start(self, optimizer: torch.optim.Optimizer, layout: "Layout", values: Mapping[str, Any]) -> None:
+        """Makes what the optimizer keeps in the checkpoint."""
         parameters = dict(self._model.named_parameters())
         state: dict[torch.Tensor, dict[str, Any]] = {parameter: {} for parameter in parameters.values()}
         for key in [*layout, *values]:
@@ -128,11 +132,11 @@ class State:
                 raise CheckpointError(
                     f"the checkpoint holds {key}, but the model has no {name}; give another --output."
                 )
-            slot = "momentum_buffer" if isinstance(self._optimizer, torch.optim.SGD) and kind == "momentum" else kind
+            slot = "momentum_buffer" if isinstance(optimizer, torch.optim.SGD) and kind == "momentum" else kind
             state[parameters[name]][slot] = _zeros(parameters[name], key, layout[key]) if key in layout else values[key]
-        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        _set(self._optimizer, {index: state[each] for index, each in enumerate(order) if state.get(each)})
-        for parameter, slots in self._optimizer.state.items():  # torch.optim gives all of them the parameter's dtype
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        _set(optimizer, {index: state[each] for index, each in enumerate(order) if state.get(each)})
+        for parameter, slots in optimizer.state.items():  # torch.optim gives all of them the parameter's dtype
             wanted = state[parameter]
             slots.update({slot: v.to(wanted[slot].dtype) for slot, v in slots.items() if isinstance(v, torch.Tensor)})
 
@@ -175,28 +179,28 @@ class State:
         return dict(_stored(name, tensor) for name, tensor in self.tensors.items())
 
     def values(self) -> dict[str, Any]:
-        slots = _slots(self._model, self._optimizer)
+        slots = _slots(self._model, self._optimizers)
         values = {name: value for name, value in slots if not isinstance(value, torch.Tensor)}
         for name, value in values.items():
             if not isinstance(value, bool | int | float | str | None):
-                kind, own = type(self._optimizer).__name__, type(value).__name__
+                kind, own = resumable.named(self._optimizers), type(value).__name__
                 raise CheckpointError(
                     f"optimizer {kind} keeps a {own} as {name}, which no checkpoint holds; take another optimizer."
                 )
         changed = [
             [index, {key: settings[key] for key in settings if _text(settings[key]) != given.get(key)}]
-            for index, (settings, given) in enumerate(zip(_settings(self._optimizer), self._given, strict=True))
+            for index, (settings, given) in enumerate(zip(_settings(self._optimizers), self._given, strict=True))
         ]
         for name, module in _extras(self._model):
             values[f"{EXTRA}{name}"] = resumable.packed(module.get_extra_state(), _of_extra(name))
         if any(settings for _, settings in changed):
-            values[GROUPS] = resumable.packed(changed, f"optimizer {type(self._optimizer).__name__}")
+            values[GROUPS] = resumable.packed(changed, f"optimizer {resumable.named(self._optimizers)}")
         return values
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """What each group says beside its learning rate."""
-    return [{k: v for k, v in group.items() if k != "lr"} for group in resumable.settings(optimizer)]
+    return [{k: v for k, v in group.items() if k != "lr"} for group in resumable.settings(optimizers)]
 
 
 def _text(value: Any) -> str:

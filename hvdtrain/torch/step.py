@@ -100,9 +100,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.objective = Objective(recipe)
-        self.network, self.optimizer = engine.wrap(
-            self.objective.module(model), optimizers.make(recipe, model, lr, fused)
-        )
+        self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
         self.lr_ratios = lr_ratios(self.optimizer, lr)
         self._parameters = list(model.parameters())
         self._norm: torch.Tensor | None = None

@@ -9,6 +9,7 @@ import torch
 
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.totals import Totals
+from hvdtrain.run import guard
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import Run
 from hvdtrain.torch import devices, models
@@ -23,7 +24,6 @@ from hvdtrain.torch.state import State, lr_groups
 from hvdtrain.torch.step import Step, autocast, norm_of, unwatched
 
 Buffers = Literal["local", "average", "rank_0"]
-MOST_NAMED = 4
 REMEDY = 'give buffers: average or rank_0 (world.run: buffers="average")'
 
 
@@ -66,14 +66,7 @@ class Replica:
 
     def after_first_step(self) -> list[str]:
         names = models.unlike_buffers(self.model, self.engine)
-        if not names:
-            return []
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return [
-            f"after a step each rank has another {', '.join(names[:MOST_NAMED])}{more}: the forward pass changes these "
-            "buffers by the rank's own examples, so the curve depends on the number of ranks, and all get rank 0's at "
-            f"an epoch's end; for one value on all ranks after every step, {REMEDY}"
-        ]
+        return guard.of_unlike_buffers(names, "buffers", "rank 0's", REMEDY)
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
@@ -101,7 +94,7 @@ class Trainer(Replica):
             in_one=name == "local",
             record=record_cuda_graph if is_one_graph(recipe, name, engine.device) else None,
         )
-        state = State(model, self.step.optimizer, self.step.scaler, self.step.ema)
+        state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
         super().__init__(
             engine,
             model,
@@ -136,7 +129,8 @@ class Trainer(Replica):
         return self.step.gradient_norm()
 
     def after_first_step(self) -> list[str]:
-        return [*lr_groups(self.step.optimizer, self.step.lr_ratios), *super().after_first_step()]
+        groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
+        return [*([f"LR of the optimizer's groups: {groups}"] if groups else []), *super().after_first_step()]
 
     def validate(self) -> Totals:
         """Totals of this rank's part: no example twice or padded."""

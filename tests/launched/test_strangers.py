@@ -114,7 +114,7 @@ def test_a_name_that_no_host_can_have_is_named(start):
 
 
 def test_a_rank_that_reports_what_it_is_busy_with_is_waited_for(start):
-    ended = start(3, steps=20, reads={"1": 8}, constants={"ARRIVAL": 4})
+    ended = start(3, steps=20, reads={"1": 12}, constants={"ARRIVAL": 8})
     assert ended["codes"] == [0, 0, 0], ended
     waiting = f"warning (rank 0 on {HOST}): waiting for rank 1 on {HOST}, which prepares the data set linear."
     assert set(ended["err"][0].splitlines()) == {waiting}

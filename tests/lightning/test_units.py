@@ -113,19 +113,6 @@ def test_the_sampler_refuses_ranks_without_an_example():
         UnpaddedSampler(range(2), 0, 3)
 
 
-def test_a_sparse_gradient_is_refused():
-    import torch
-
-    from hvdtrain.lightning.gradients import Averager
-
-    module = torch.nn.Embedding(3, 2, sparse=True)
-    averager = Averager(module, "none")
-    averager.begin()
-    message = r"^the gradient of weight is sparse, which Horovod averages only dense; drop"
-    with pytest.raises(RecipeError, match=message):
-        module(torch.tensor([1])).sum().backward()
-
-
 def test_an_unknown_compression_is_refused():
     from hvdtrain.lightning import HorovodStrategy
 

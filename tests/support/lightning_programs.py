@@ -18,12 +18,12 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from hvdtrain.lightning import ExactAccuracy, HorovodStrategy, RankDDPStrategy, RankEnvironment, UnpaddedSampler
-from hvdtrain.lightning.gradients import Averager
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
 from hvdtrain.lightning.train import fit, quiet
 from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
+from hvdtrain.torch.engines.buckets import Averager
 from hvdtrain.torch.opening import open_engine
 from hvdtrain.torch.trainer import Trainer as TorchTrainer
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from captured import captured
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 import hvdtrain.torch as ht
@@ -33,11 +34,14 @@ ODDITIES = (
     "view", "transposed", "tied", "overlap", "scalar", "empty", "conj", "complex", "bfloat16", "float32",
     "channels last", "frozen", "under no_grad", "never used", "in odd steps", "for some examples", "norm",
     "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
-    "checkpointed", "several losses", "groups", "accumulated", "clipped", "expanded", "lazy",
+    "checkpointed", "several losses", "groups", "accumulated", "clipped", "thawed", "compiled", "nested", "averaged",
+    "two optimizers", "expanded", "lazy",
 )  # fmt: skip
+ONLY_LOOPS = {"two optimizers"}
+"""What a recipe has no key for."""
 REFUSED = {"expanded", "lazy"}
 ALONE_WITH = {"accumulated": {"counter", "average", "not persistent", "made later", "growing", "extra state", "norm"}}
-ALONE_WITH["accumulated"] |= {"norm used twice", "in odd steps", "for some examples"}
+ALONE_WITH["accumulated"] |= {"norm used twice", "thawed", "in odd steps", "for some examples"}
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "torch.optim:RMSprop", "torch.optim:Adagrad", "torch.optim:NAdam")
 
 
@@ -98,11 +102,11 @@ class Net(nn.Module):
         for name, value in numbers.items():
             if name in has:
                 self.register_parameter(name, nn.Parameter(value))
-        for name in ("frozen", "under no_grad", "never used", "in odd steps", "for some examples"):
+        for name in ("frozen", "under no_grad", "never used", "in odd steps", "for some examples", "thawed"):
             if name in has:
                 setattr(self, name.replace(" ", "_"), nn.Linear(6, 6))
-        if "frozen" in has:
-            self.frozen.requires_grad_(False)
+        for name in has & {"frozen", "thawed"}:
+            getattr(self, name).requires_grad_(False)
         if has & {"norm", "norm used twice", "norm in eval"}:
             self.norm = NormAct(6)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent="not persistent" not in has)
@@ -143,7 +147,8 @@ class Net(nn.Module):
         if self.training:
             self.calls += 1
         h = torch.tanh(self.first(x))
-        h = checkpoint(self.second, h, use_reentrant=False) if "checkpointed" in has else self.second(h)
+        second = torch.compile(self.second, backend="aot_eager") if "compiled" in has else self.second
+        h = checkpoint(second, h, use_reentrant=False) if "checkpointed" in has else second(h)
         h = torch.tanh(h)
         if "tied" in has:
             h = h + torch.tanh(self.again(h))
@@ -159,6 +164,8 @@ class Net(nn.Module):
             h = h * self.expanded
         if "frozen" in has:
             h = h + self.frozen(h)
+        if "thawed" in has:
+            h = h + self.thawed.requires_grad_(bool(self.calls > STEPS // 2))(h)
         if "under no_grad" in has:
             with torch.no_grad():
                 fixed = self.under_no_grad(h)
@@ -190,18 +197,28 @@ class Net(nn.Module):
                 h = h * getattr(self, name).to(h.dtype)
         return self.last(self.lazy(h) if "lazy" in has else h)
 
-    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = (batch["in"]["x"], batch["out"]["y"]) if isinstance(batch, dict) else batch
         gap = self(x.double()) - y.double()
         return gap.square().mean() + (0.1 * gap.abs().mean() if "several losses" in self.has else 0)
 
 
 def step(model: Net, batch: Any) -> torch.Tensor:
-    return model.loss(*batch)
+    return model.loss(batch)
 
 
-def data() -> tuple[Any, Any]:
+class Nested(torch.utils.data.TensorDataset):
+    """Whose samples are dictionaries of dictionaries."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return {"in": {"x": x}, "out": {"y": y}}
+
+
+def data(seed: int) -> tuple[Any, Any]:
     x = torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(0))  # a recipe's run may read it as float32
-    whole = torch.utils.data.TensorDataset(x.double(), x.sum(1, keepdim=True).double())
+    kind = Nested if "nested" in oddities(seed) else torch.utils.data.TensorDataset
+    whole = kind(x.double(), x.sum(1, keepdim=True).double())
     return whole, whole
 
 
@@ -219,27 +236,47 @@ def optimizer(parameters: Any, lr: float, seed: int) -> torch.optim.Optimizer:
 
 def parts_of(model: Net, batch: Any) -> list[Any]:
     """Its micro-batches."""
-    parts = 2 if "accumulated" in model.has else 1
-    return list(zip(*(each.chunk(parts) for each in batch), strict=True))
+    leaves, shape = tree_flatten(batch)
+    parts = [each.chunk(2 if "accumulated" in model.has else 1) for each in leaves]
+    return [tree_unflatten(list(part), shape) for part in zip(*parts, strict=True)]
 
 
-def clip(model: Net) -> None:
+def optimizers(model: Net, seed: int) -> list[torch.optim.Optimizer]:
+    """One, or one of the last layer too."""
+    if "two optimizers" not in model.has:
+        return [optimizer(model.parameters(), LR, seed)]
+    last = list(model.last.parameters())
+    rest = [each for each in model.parameters() if all(each is not one for one in last)]
+    return [torch.optim.SGD(last, lr=LR / 2, momentum=0.5), optimizer(rest, LR, seed)]
+
+
+def update(model: Net, made: list[torch.optim.Optimizer]) -> None:
     if "clipped" in model.has:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    for each in made:
+        each.step()
+        each.zero_grad()
+    if hasattr(model, "ema"):
+        model.ema.lerp_(model.last.bias.detach(), 0.1)
 
 
 def plain(seed: int, folder: Path, left: int | None) -> Net:
     """What PyTorch alone makes of it."""
-    model = Net(seed)
-    made = optimizer(model.parameters(), LR, seed)
+    model = averaged(Net(seed))
+    made = optimizers(model, seed)
     model.train()
     for _ in range(STEPS):
-        parts = parts_of(model, data()[0][:])
+        parts = parts_of(model, data(seed)[0][:])
         for part in parts:
-            (model.loss(*part) / len(parts)).backward()
-        clip(model)
-        made.step()
-        made.zero_grad()
+            (model.loss(part) / len(parts)).backward()
+        update(model, made)
+    return model
+
+
+def averaged(model: Net) -> Net:
+    """With an average of one of its weights, where it is to have one."""
+    if "averaged" in model.has:
+        model.register_buffer("ema", model.last.bias.detach().clone())
     return model
 
 
@@ -247,25 +284,23 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
     """A loop of one's own; `left`: the step after which it is started again."""
     world = WORLDS[0]
     for last in (left, STEPS) if left else (STEPS,):
-        model = Net(seed)
+        model = averaged(Net(seed))
         model = world.sync_batch_norm(model) if hasattr(model, "norm") else model
-        made = optimizer(model.parameters(), LR, seed)
+        made = optimizers(model, seed)
         buffers = "average" if "average" in model.has else "local"
         run = world.run(folder, model, made, trackers=(), buffers=buffers, checkpoint_every_epochs=STEPS)
         world._trained.clear()  # as if it were another process
         for _ in run.epochs(STEPS, max_steps=last):
             model.train()
-            for batch in run.batches(data()[0], batch_size=EXAMPLES):
+            for batch in run.batches(data(seed)[0], batch_size=EXAMPLES):
                 parts = parts_of(model, batch)
                 total = 0.0
                 for number, part in enumerate(parts, 1):
                     with run.accumulating(number < len(parts)):
-                        loss = model.loss(*part) / len(parts)
+                        loss = model.loss(part) / len(parts)
                         loss.backward()
                     total += loss.detach()
-                clip(model)
-                made.step()
-                made.zero_grad()
+                update(model, made)
                 run.step(total)
     return model
 
@@ -279,15 +314,15 @@ def lightning(seed: int, folder: Path, left: int | None) -> Net:
     class Kept(with_lightning.RecipeModule):
         def __init__(self, *given: Any, **more: Any) -> None:
             super().__init__(*given, **more)
-            made.append(self.model)
+            made.append(self)
 
     def train(run: Any) -> Net:
-        engine = opening.open_engine(run, fuses=True)
+        engine = opening.open_engine(run)
         run.world.exchange(engine.sum)
         with_lightning.RecipeModule = Kept
         with with_lightning.quiet():
             with_lightning.fit(run, engine)
-        return made[-1]
+        return with_average(made[-1].model, made[-1].ema)
 
     return recipe(seed, folder, left, "lightning", train)
 
@@ -298,7 +333,13 @@ def with_torch(run: Any) -> Net:
     run.world.exchange(engine.sum)
     trainer = Trainer(run, engine)
     Loop(run, trainer).train()
-    return trainer.model
+    return with_average(trainer.model, trainer.step.ema)
+
+
+def with_average(model: Any, ema: Any) -> Any:
+    if ema:
+        model.register_buffer("ema", ema.averages["last.bias"])
+    return model
 
 
 def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", train: Any = with_torch) -> Net:
@@ -307,6 +348,8 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
     argv = [
         str(Path(__file__).with_name("odd.yaml")),
         "--model-args",
+        f"seed={seed}",
+        "--dataset-args",
         f"seed={seed}",
         "--optimizer-args",
         f"seed={seed}",
@@ -317,6 +360,7 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
     argv += ["--buffers", "average"] if "average" in has else []
     argv += ["--accumulation-steps", "2"] if "accumulated" in has else []
     argv += ["--clip-norm", "0.5"] if "clipped" in has else []
+    argv += ["--ema-decay", "0.9"] if "averaged" in has else []
 
     for last in (left, STEPS) if left else (STEPS,):
         ended = captured(adapter, [*argv, "--max-steps", str(last)], lambda run: made.append(train(run)))

@@ -102,6 +102,14 @@ def two_runs(world, folder):
     world.run(f"{folder}-2", *parts())
 
 
+def not_given(world, folder):
+    """Two optimizers step, and one is given."""
+    model = nn.Linear(1, 1)
+    weight, bias = (torch.optim.SGD([each], lr=0.1, momentum=0.9) for each in model.parameters())
+    weight.register_step_post_hook(lambda *_: bias.step())
+    loop(world, folder, model=model, optimizer=weight)
+
+
 def others_scheduler(world, folder):
     loop(world, folder, scheduler=torch.optim.lr_scheduler.StepLR(parts()[1], 1))
 
@@ -140,6 +148,8 @@ CASES = {
     "nothing learns": frozen,
     "optimizer of another model": lambda world, folder: loop(world, folder, optimizer=parts()[1]),
     "no optimizer": lambda world, folder: loop(world, folder, optimizer="adam"),
+    "optimizer not given": not_given,
+    "optimizer twice": lambda world, folder: loop(world, folder, optimizer=(parts()[1], "adam")),
     "scheduler of another optimizer": others_scheduler,
     "scheduler without a state": lambda world, folder: loop(world, folder, scheduler=Stateless()),
     "scheduler with another state": lambda world, folder: loop(world, folder, scheduler=Unsaved()),

@@ -5,6 +5,8 @@ import pickle
 import pytest
 from cifar100_files import batch, write
 from images import write_tree
+from paths import SUPPORT
+from ranks import needs_torch
 
 from hvdtrain import cli
 from hvdtrain.datasets import published
@@ -162,3 +164,15 @@ def test_the_published_sets_are_those_whose_files_a_user_brings():
     assert {
         name: published.missing(name, None) for name in ("linear", "digits", "synthetic", "a.b:c")
     } == dict.fromkeys(("linear", "digits", "synthetic", "a.b:c"), "")
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("oddity", "line"), [("groups", "x0.1 for 66 parameters, x1 for 13 parameters"), ("view", None)]
+)
+def test_groups_with_lrs_of_their_own(oddity, line, capsys):
+    from odd_programs import ODDITIES
+
+    seed = f"seed={ODDITIES.index(oddity)}"
+    out = planned(f"{SUPPORT}/odd.yaml --model-args {seed} --dataset-args {seed} --optimizer-args {seed}", capsys)
+    assert [each for each in out.splitlines() if each.startswith("LR groups")] == [f"LR groups   {line}"] * bool(line)

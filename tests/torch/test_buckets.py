@@ -6,7 +6,8 @@ from ranks import needs_torch
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain.torch.engines.buckets import distinct, flat, grouped, in_bytes  # noqa: E402
+from hvdtrain.errors import RecipeError  # noqa: E402
+from hvdtrain.torch.engines.buckets import Averager, distinct, flat, grouped, in_bytes  # noqa: E402
 
 GROUPS = {
     "all together": ([3, 2, 1], 6, [[1, 2, 3]]),
@@ -73,3 +74,43 @@ def test_what_is_written_into_a_tensors_bytes_is_in_the_tensor(tensor):
         for name in mine:
             mine[name].copy_(theirs[name])
     torch.testing.assert_close(own, other)
+
+
+class Twos:
+    """An engine of two ranks; the other one's gradients are 0, and it reached all."""
+
+    def __init__(self):
+        self.sent = []
+
+    def bucket_bytes(self):
+        return 16
+
+    def average(self, tensor, name):
+        self.sent.append(name)
+        return lambda: tensor.div_(2)
+
+
+def test_a_parameter_that_begins_to_learn_is_averaged():
+    model, engine = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), Twos()
+    model[0].requires_grad_(False)
+    averager = Averager(model, engine, "none")
+    model(torch.ones(1, 8)).sum().backward()
+    assert model[1].bias.grad.item() == 0.5
+    assert len(engine.sent) == 3  # the weight, the bias, what was reached
+    model[0].requires_grad_(True)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        torch.testing.assert_close(model[0].bias.grad, model[1].weight[0] / 2)
+    averager.close()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_sparse_gradient_is_refused(hidden):
+    model, message = (
+        torch.nn.Embedding(3, 2, sparse=not hidden),
+        r"^the gradient of weight is sparse, ranks average dense",
+    )
+    with pytest.raises(RecipeError, match=message):
+        Averager(model, Twos(), "none")
+        torch.nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()

@@ -238,7 +238,7 @@ class Kept(torch.nn.Module):
 def test_a_checkpoint_that_names_no_dtype_is_refused(name):
     model = buffered(torch.empty(0))
     model.w = torch.nn.Parameter(torch.ones(1))
-    own = state.State(model, torch.optim.SGD(model.parameters(), lr=1), torch.amp.GradScaler(enabled=False))
+    own = state.State(model, [torch.optim.SGD(model.parameters(), lr=1)], torch.amp.GradScaler(enabled=False))
     message = refusal(CheckpointError, own.start, {f"model.b:{name}": ("uint8", [3])}, {})
     assert message == f"the checkpoint holds model.b:{name}, and {name} is no dtype; give another --output."
     message = refusal(CheckpointError, own.start, {"model.other": ("uint8", [3])}, {})
@@ -253,7 +253,9 @@ def test_a_checkpoint_holds_every_dtype_to_the_bit(tmp_path, dtype, shape):
         drawn = torch.randn((*shape, 2), generator=torch.Generator().manual_seed(seed)) * 3
         whole = torch.view_as_complex(drawn) if dtype.startswith("complex") else drawn[..., 0]
         model.register_buffer("b", whole.to(getattr(torch, dtype)))
-        return model, state.State(model, torch.optim.SGD(model.parameters(), lr=1), torch.amp.GradScaler(enabled=False))
+        return model, state.State(
+            model, [torch.optim.SGD(model.parameters(), lr=1)], torch.amp.GradScaler(enabled=False)
+        )
 
     (model, ours), (other, theirs) = of(0), of(1)
     path = commit(tmp_path, Checkpoint(ours.snapshot(), {"step": 1, "model": "m"}), 1)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import warm
-from odd_programs import ODDITIES, REFUSED, oddities
+from odd_programs import ODDITIES, ONLY_LOOPS, REFUSED, oddities
 from paths import SUPPORT
 from ranks import NEEDS, left_by, once, run, train
 
@@ -17,7 +17,6 @@ ALL = [seed for seed in range(len(ODDITIES) + 60) if not oddities(seed) & REFUSE
 SEEDS = {"first": ALL[:40], "more": ALL[40:]}
 LIMITS = {"bfloat16": 1e-2, "float32": 1e-6}
 """Relative, of programs with numbers of that kind; 1e-12 of all others."""
-ON_DDP = "engine ddp needs a model whose parameters all get a gradient in every step", "that were not used in producing"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,10 @@ def became(tmp_path_factory):
     @once
     def of(way, engine, ranks, seeds, resumed):
         folder = tmp_path_factory.mktemp(f"{way}-{engine}")
-        given = {"way": way, "engine": engine, "seeds": SEEDS.get(seeds, seeds), "resumed": resumed}
+        chosen = SEEDS.get(seeds, seeds)
+        if way in {"recipe", "lightning"}:
+            chosen = [seed for seed in chosen if not oddities(seed) & ONLY_LOOPS]
+        given = {"way": way, "engine": engine, "seeds": chosen, "resumed": resumed}
         (folder / "given.json").write_text(json.dumps(given))
         command = warm.command("torch", SUPPORT / "odd_programs.py", "torch", folder)
         run("alone" if ranks == 1 else "mpi", ranks, command).good()
@@ -38,10 +40,7 @@ def became(tmp_path_factory):
 
 def check_alike(seed, ours, theirs):
     """Every tensor of the trained model."""
-    if isinstance(ours, str):
-        assert any(text in ours for text in ON_DDP) or ours == "Ended: 2", (oddities(seed), ours)
-        assert oddities(seed) & {"in odd steps", "for some examples"}, oddities(seed)
-        return
+    assert not isinstance(ours, str), (oddities(seed), ours)
     limit = max([LIMITS[each] for each in oddities(seed) & LIMITS.keys()], default=1e-12)
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
@@ -54,8 +53,9 @@ def check_alike(seed, ours, theirs):
 def test_it_trains_as_plain_pytorch_does(became, way, engine, ranks, seeds):
     (theirs,) = became("plain", "local", 1, seeds, False)
     for ours in became(way, engine, ranks, seeds, False):
-        assert ours.keys() == theirs.keys()
-        for seed in theirs:
+        left_out = {str(seed) for seed in ALL if way != "loop" and oddities(seed) & ONLY_LOOPS}
+        assert ours.keys() == theirs.keys() - left_out
+        for seed in ours:
             check_alike(int(seed), ours[seed], theirs[seed])
 
 
@@ -79,11 +79,12 @@ def test_what_cannot_be_trained_is_refused_by_name(became, oddity):
     ("oddity", "line"),
     {
         "average": "after a step each rank has another average: the forward pass changes these buffers by the rank's",
-        "groups": "LR of the optimizer's 2 groups: x0.1 for ",
+        "groups": "LR of the optimizer's groups: x0.1 for ",
     }.items(),
 )
 def test_the_log_names_what_depends_on_the_number_of_ranks_and_lrs(tmp_path, oddity, line):
     seed = f"seed={ODDITIES.index(oddity)}"
-    argv = [SUPPORT / "odd.yaml", "--model-args", seed, "--optimizer-args", seed, "--batch-norm", "sync"]
+    argv = [SUPPORT / "odd.yaml", "--batch-norm", "sync"]
+    argv += [each for kind in ("model", "dataset", "optimizer") for each in (f"--{kind}-args", seed)]
     ended = train("torch", "mpi", 2, *argv, "--output", tmp_path / "run", cwd=SUPPORT).good()
     assert line in ended.out

@@ -119,7 +119,7 @@ def importable(monkeypatch):
 def test_what_a_checkpoint_holds_continues_to_the_bit(keys, dtype):
     model, again = network(dtype), network(dtype)
     optimizer, resumed = made(model, **keys), made(again, **keys)
-    state, target = State(model, optimizer, NONE), State(again, resumed, NONE)
+    state, target = State(model, [optimizer], NONE), State(again, [resumed], NONE)
     for step in range(6):
         update(model, optimizer, step)
     kept = Checkpoint(state.snapshot(), {"step": 6})
@@ -138,7 +138,7 @@ def test_what_a_checkpoint_holds_continues_to_the_bit(keys, dtype):
 def test_the_slots_by_name():
     def names(**keys):
         model = network()
-        return {name.partition(".")[0] for name in State(model, made(model, **keys), NONE).tensors}
+        return {name.partition(".")[0] for name in State(model, [made(model, **keys)], NONE).tensors}
 
     assert names() == {"model"}
     assert names(momentum=0.9) == names(optimizer="lars", momentum=0.9) == {"model", "momentum"}
@@ -151,12 +151,12 @@ def test_what_no_checkpoint_holds_is_refused():
     optimizer = made(model, optimizer="test_optimizers:Listing")
     update(model, optimizer, 0)
     message = "optimizer Listing keeps a list as old.kernel, which no checkpoint holds; take another optimizer."
-    assert refusal(CheckpointError, State(model, optimizer, NONE).values) == message
+    assert refusal(CheckpointError, State(model, [optimizer], NONE).values) == message
 
 
 def test_slots_of_another_model_are_refused():
     model = network()
-    state = State(model, made(model, optimizer="torch.optim:RAdam"), NONE)
+    state = State(model, [made(model, optimizer="torch.optim:RAdam")], NONE)
     message = "the checkpoint holds exp_avg.other, but the model has no other; give another --output."
     assert refusal(CheckpointError, state.start, {"exp_avg.other": ("float32", [3])}, {}) == message
 
@@ -212,7 +212,7 @@ def test_each_update_of_a_run_moves_the_average():
         step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)
         expected.lerp_(step.model.weight.detach(), 0.5)
     assert torch.equal(step.ema.averages["weight"], expected)
-    assert torch.equal(State(step.model, step.optimizer, NONE, step.ema).tensors["ema.weight"], expected)
+    assert torch.equal(State(step.model, [step.optimizer], NONE, step.ema).tensors["ema.weight"], expected)
 
 
 def test_each_rank_draws_its_own_dropout():

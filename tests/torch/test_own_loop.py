@@ -26,8 +26,11 @@ MISUSE = {
     "model elsewhere": "LoopError: weight of the model is on meta, this rank computes on cpu; call "
     "model.to(world.device) before the optimizer is made.",
     "nothing learns": "LoopError: model Linear has no parameter that learns; give one that has.",
-    "optimizer of another model": "LoopError: the optimizer has parameters that the model has not; make it of "
-    "model.parameters().",
+    "optimizer of another model": "LoopError: optimizer SGD has parameters that the model has not, so no checkpoint "
+    "could name its state; give each parameter of the model to one optimizer.",
+    "optimizer not given": "LoopError: SGD updates bias of the model, and no checkpoint would hold its state; give "
+    "world.run all optimizers, as (first, second).",
+    "optimizer twice": "LoopError: the optimizer must be a torch.optim.Optimizer, got a str.",
     "no optimizer": "LoopError: the optimizer must be a torch.optim.Optimizer, got a str.",
     "scheduler of another optimizer": "LoopError: the scheduler is of another optimizer; make it of the one that is "
     "given.",
@@ -67,7 +70,7 @@ MISUSE = {
     "folder.",
     "other data": f"LoopError: {BEGAN} examples 32, got 24; it can change only between epochs, or in another folder.",
     "another seed": "LoopError: the run began with seed=0, got 1; give that, or another folder.",
-    "a scheduler since": "LoopError: the checkpoint of step 2 has no scheduler, this program has one; make them alike, "
+    "a scheduler since": "LoopError: the checkpoint of step 2 has 0 schedulers, this program has 1; make them alike, "
     "or give another folder.",
     "another model": "CheckpointError: another-model holds checkpoints of another model (Linear, 2 parameters, SGD), "
     "this run trains Linear, 1 parameters, SGD; give world.run another folder.",
@@ -146,7 +149,7 @@ def made(lr=0.1, scheduler=None, groups=1, **more):
 
     parameters = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(groups)]
     optimizer = torch.optim.AdamW(parameters, lr=lr, **more)
-    return given(optimizer, scheduler and scheduler(optimizer))
+    return given([optimizer], [scheduler(optimizer)] if scheduler else [])
 
 
 def warmed_up(optimizer, steps=30):
@@ -213,34 +216,29 @@ class Counting:
 def test_gradients_are_sent_with_the_last_backward_alone():
     import torch
 
-    from hvdtrain.torch.own.gradients import Averager
+    from hvdtrain.torch.own.gradients import LoopAverager
 
     model, engine = torch.nn.Linear(4, 1), Counting()
-    averager = Averager(model, engine, "none")
+    averager = LoopAverager(model, engine, "none")
     with averager.pause(True):
         model(torch.ones(2, 4)).sum().backward()
     assert engine.sent == []
     model(torch.ones(2, 4)).sum().backward()
-    assert engine.sent == ["hvdtrain.gradients.0", "hvdtrain.gradients.1", "hvdtrain.reached"]
+    assert engine.sent == [*(f"hvdtrain.gradients.{number}" for number in range(3)), "hvdtrain.leaving"]
     assert model.bias.grad.item() == 4
     averager.close()
     model(torch.ones(2, 4)).sum().backward()
-    assert len(engine.sent) == 3
+    assert len(engine.sent) == 4
 
 
 def test_what_another_rank_alone_reached_is_added_to_the_gradient_that_was_there():
     import torch
 
-    from hvdtrain.torch.own.gradients import Averager
+    from hvdtrain.torch.engines.buckets import Averager
 
     model, engine = torch.nn.Linear(4, 1), Counting()
-    others = {
-        "gradients.0": torch.ones(1),
-        "gradients.1": torch.full([4], 3.0),
-        "reached": torch.tensor([1.0, 1, 0, 0]),
-    }
-    engine.size = 2
-    engine.average = lambda mine, name: lambda: mine.add_(others[name.removeprefix("hvdtrain.")].view_as(mine)).div_(2)
+    others = [torch.ones(1), torch.full([4], 3.0), torch.ones(2)]  # the bias, the weight, whether they were reached
+    engine.average = lambda mine, name: lambda: mine.add_(others[int(name[-1])].view_as(mine)).div_(2)
     averager = Averager(model, engine, "none")
     model.weight.grad = torch.ones(1, 4)
     model.bias.sum().backward()

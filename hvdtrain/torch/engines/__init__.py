@@ -1,6 +1,7 @@
 """Engines: one collective library each, behind the same few methods."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,9 @@ class Engine(Waiting, Protocol):
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         """`forward(network, x)` for the inputs x of each of this rank's micro-batches, one by one; backward through one
         comes before the next is requested. Gradients are averaged with the last one's."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Around the backward of all micro-batches but the last, where `outputs` is not called."""
 
     def finish(self) -> None:
         """Waits until every gradient is the averaged one; only then may they be clipped."""

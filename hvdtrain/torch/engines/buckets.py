@@ -7,16 +7,20 @@ arXiv:2006.15704, section 3.2) hold the large ones as well.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from hvdtrain.errors import RecipeError
+from hvdtrain.errors import HvdtrainError, RecipeError
+from hvdtrain.torch.engines import Engine, Forward
+from hvdtrain.torch.objective import call
 
-Send = Callable[[torch.Tensor, str], int]
-"""Begins to average a tensor [n] over the ranks, in place, under a name that all ranks give it; a handle."""
+DTYPES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+"""By compression, what gradients are communicated as; None is their own."""
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,91 +67,151 @@ def in_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Te
             own.copy_(lying)
 
 
-class Buckets:
-    """The gradients of some parameters, averaged over the ranks in every `passes`-th backward."""
+class Averager:
+    """Averages a model's gradients while backward computes them. Model and optimizer stay what they are.
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        limit: int,
-        dtype: torch.dtype | None,
-        passes: int,
-        send: Send,
-        wait: Callable[[int], object],
-    ) -> None:
-        """`limit`: the most bytes of parameters whose gradients share a bucket; 0 leaves each alone. `dtype`: what they
-        are communicated as, None for the parameter's own. `wait` returns once the tensor of a handle is averaged."""
-        self._send, self._wait, self._passes = send, wait, passes
-        learning = [parameter for parameter in parameters if parameter.requires_grad]
-        self._indices = {parameter: index for index, parameter in enumerate(learning)}
-        self._messages = messages(learning, limit, dtype)
-        last = self._messages[-1]
-        if not isinstance(last, _Bucket):
-            last = _Bucket([], torch.float32, learning[0].device)
-            self._messages.append(last)
-        self._reached = last.with_flags(len(learning))
-        """Of each parameter, whether backward reached it: once averaged, 0 where no rank's did. The last message has
-        it, and leaves last."""
-        self._unreached: set[nn.Parameter] = set()
-        """By this rank's backward."""
-        for number, message in enumerate(self._messages):
-            for parameter in message.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._computed, number))
+    Every rank sends the same messages in the same order, whichever parameters its backward reached. A parameter that no
+    rank reached keeps the gradient that it had, so that 1 rank and N ranks train alike; which those are travels in the
+    last message.
+    """
 
-    def finish(self) -> None:
-        """Returns once every gradient is the mean over the ranks. Every rank calls it after its backward; a parameter
-        that its backward did not reach counts as 0, and keeps the gradient None where no rank's did."""
-        for number, message in enumerate(self._messages):
-            for parameter in message.parameters:
-                if parameter in message.missing:
-                    self._fill(number, parameter)
-        for message in self._messages:
-            assert message.handle is not None
-            self._wait(message.handle)
+    error: type[HvdtrainError] = RecipeError
+
+    def __init__(self, model: nn.Module, engine: Engine, compression: str, *, at_end: bool = True) -> None:
+        """`at_end`: each backward ends with `finish`, which otherwise every rank calls behind its backward."""
+        self._engine, self._dtype, self._at_end = engine, DTYPES[compression], at_end
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise self._refusal_of_sparse(f"{name}.weight" if name else "weight")
+        self._limit = engine.bucket_bytes()
+        self._named = dict(model.named_parameters())
+        self._accumulating = self._running = False
+        self._computed_here: set[nn.Parameter] = set()
+        """Whose gradients hold what was not averaged yet."""
+        self._sent: list[tuple[Message, Callable[[], object]]] = []
+        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
+        """The gradients of parameters that backward did not reach on this rank."""
+        self._hooks: list[RemovableHandle] = []
+        self._divide()
+
+    def close(self) -> None:
+        """Releases the model: removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def pause(self, enabled: bool = True) -> Iterator[None]:
+        """Within it gradients add up on their ranks."""
+        self._accumulating = enabled
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def finish(self) -> list[str]:
+        """Returns once every gradient is the mean over the ranks; the names of what no rank's backward reached."""
+        if self._accumulating:
+            return []
+        never = self._finish()
+        if any(each.requires_grad and each not in self._names for each in self._named.values()):  # from now on
+            self._divide()
+            self._computed_here.update(each for each in self._names if each.grad is not None)
+            self._finish()
+        return never
+
+    def _refusal_of_sparse(self, name: str) -> HvdtrainError:
+        return self.error(f"the gradient of {name} is sparse, ranks average dense ones; drop sparse.")
+
+    def _divide(self) -> None:
+        """Takes the parameters that learn."""
+        self.close()
+        self._names = {each: name for name, each in self._named.items() if each.requires_grad}
+        self._messages = messages(self._names, self._limit, self._dtype)
+        if self._messages:
+            last = self._messages[-1]
+            if not isinstance(last, _Bucket):
+                last = _Bucket([], torch.float32, last.parameters[0].device)
+                self._messages.append(last)
+            self._reached = last.with_flags(len(self._names))
+        self._message_of = {each: message for message in self._messages for each in message.parameters}
+        self._hooks = [each.register_post_accumulate_grad_hook(self._computed) for each in self._names]
+
+    def _computed(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise self._refusal_of_sparse(self._names[parameter])
+        self._computed_here.add(parameter)
+        if self._accumulating:
+            return
+        if self._at_end and not self._running:
+            self._running = True
+            queue: Any = torch.autograd.Variable._execution_engine
+            queue.queue_callback(self.finish)
+        message = self._message_of[parameter]
+        if parameter not in message.missing:
+            raise self.error(
+                f"backward computed the gradient of {self._names[parameter]} twice, so it cannot be averaged while it "
+                "runs; where it is checkpointed, take torch.utils.checkpoint with use_reentrant=False."
+            )
+        message.missing.remove(parameter)
+        while len(self._sent) < len(self._messages) and not self._messages[len(self._sent)].missing:
+            self._send(self._messages[len(self._sent)])
+
+    def _send(self, message: "Message") -> None:
+        for parameter in message.parameters:
+            if parameter not in self._computed_here:  # another rank may have reached it
+                self._before[parameter] = before = parameter.grad
+                parameter.grad = torch.zeros_like(parameter) if before is None else before.clone()
+            message.fill(parameter)
+        if message is self._messages[-1]:
+            self._reached.fill_(1)
+            for index, parameter in enumerate(self._names if self._before else ()):
+                if parameter in self._before:
+                    self._reached[index] = 0
+        wait = self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._sent)}")
+        self._sent.append((message, wait))
+
+    def _send_rest(self) -> None:
+        for message in self._messages[len(self._sent) :]:
+            self._send(message)
+
+    def _finish(self) -> list[str]:
+        self._send_rest()
+        for message, wait in self._sent:
+            wait()
             message.hand_out()
             message.reset()
-        if self._unreached:  # else nothing is read, for which a host would wait for its GPU
-            reached = self._reached.tolist()
-            for parameter in self._unreached:
-                if not reached[self._indices[parameter]]:
-                    parameter.grad = None
-            self._unreached.clear()
+        never = []
+        if self._before:  # else nothing is read, for which a host would wait for its GPU
+            for (parameter, name), ranks in zip(self._names.items(), self._reached.tolist(), strict=True):
+                if not ranks:
+                    parameter.grad = self._before[parameter]
+                    never.append(name)
+        self._running = False
+        self._computed_here.clear()
+        self._sent.clear()
+        self._before.clear()
+        return never
 
-    def _computed(self, number: int, parameter: nn.Parameter) -> None:
-        message = self._messages[number]
-        if message.passes[parameter] == self._passes:
-            raise RecipeError(
-                f"backward computed a gradient of shape {list(parameter.shape)} twice, so it cannot be averaged while "
-                "it runs; where it is checkpointed, take torch.utils.checkpoint with use_reentrant=False."
-            )
-        message.passes[parameter] += 1
-        if message.passes[parameter] == self._passes:
-            self._fill(number, parameter)
 
-    def _fill(self, number: int, parameter: nn.Parameter) -> None:
-        message, last = self._messages[number], len(self._messages) - 1
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise RecipeError(
-                f"a gradient of shape {list(parameter.shape)} is sparse, ranks average dense ones; drop sparse."
-            )
-        if parameter.grad is None:
-            self._unreached.add(parameter)
-            parameter.grad = torch.zeros_like(parameter)
-        message.fill(parameter)
-        message.missing.remove(parameter)
-        if message.missing:
-            return
-        if number != last:
-            self._begin(number)
-        if not any(each.missing for each in self._messages):
-            self._reached.fill_(1)
-            for unreached in self._unreached:
-                self._reached[self._indices[unreached]] = 0
-            self._begin(last)
+class AveragingEngine:
+    """An engine's part that averages gradients, where the engine has set `_averager`."""
 
-    def _begin(self, number: int) -> None:
-        message = self._messages[number]
-        message.handle = self._send(message.content(), f"hvdtrain.gradients.{number}")
+    _averager: Averager | None = None
+
+    def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
+        *first, last = inputs
+        for each in first:
+            with self.pause():
+                yield forward(network, each)
+        yield forward(network, last)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Around the backward of all micro-batches but the last."""
+        return self._averager.pause() if self._averager else contextlib.nullcontext()
+
+    def finish(self) -> None:
+        if self._averager:
+            self._averager.finish()
 
 
 class Message:
@@ -158,9 +222,8 @@ class Message:
         self.reset()
 
     def reset(self) -> None:
-        self.handle: int | None = None
+        """Nothing of the next backward is here yet."""
         self.missing = set(self.parameters)
-        self.passes = dict.fromkeys(self.parameters, 0)
 
     def fill(self, parameter: nn.Parameter) -> None:
         """Takes the parameter's gradient."""

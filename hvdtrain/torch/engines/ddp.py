@@ -1,10 +1,8 @@
-"""PyTorch's DistributedDataParallel behind the engine's methods: NCCL on GPUs, else Gloo, or MPI where torch has it."""
+"""torch.distributed behind the engine's methods: NCCL on GPUs, else Gloo, or MPI where torch has it."""
 
-import inspect
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,42 +12,24 @@ from torch import nn
 from hvdtrain.core import sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
-from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
+from hvdtrain.errors import EngineUnavailable, StoppedError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.torch import devices
-from hvdtrain.torch.engines import Forward
-from hvdtrain.torch.engines.buckets import in_bytes
-from hvdtrain.torch.objective import call
+from hvdtrain.torch.engines.buckets import Averager, AveragingEngine, in_bytes
 
 try:
     import torch.distributed as dist
-    import torch.distributed.nn.functional  # by DistributedDataParallel too late: a default keeps a group that is there
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.nn.parallel import DistributedDataParallel
+    import torch.distributed.nn.functional  # by Lightning's DDP too late: a default keeps a group that is there
 except ImportError as error:
     raise EngineUnavailable(
         f"this PyTorch was built without torch.distributed ({error}); install one that has it: pip install torch"
     ) from None
 
-# BatchNorm's statistics are averaged at the end of an epoch. PyTorch 2.15 has another name for that.
-_KNOWN = inspect.signature(DistributedDataParallel).parameters
-NO_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
-
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's (Li et al. 2020, arXiv:2006.15704, section 4.2)
 MPI_LAUNCHERS = {"mpirun", "mpiexec"}
 
 
-def widened(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: gradients are communicated as float64, where no order of the ranks changes the sum."""
-    buffer = bucket.buffer()
-    sent = dist.all_reduce(buffer.double(), group=group, async_op=True).get_future()
-    return sent.then(lambda done: buffer.copy_(done.value()[0] / dist.get_world_size(group)))
-
-
-HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook, "fp64": widened}
-
-
-class DdpEngine:
+class DdpEngine(AveragingEngine):
     """Ranks joined by torch.distributed; see `Engine` for the methods.
 
     Address and port of rank 0 are read from MASTER_ADDR and MASTER_PORT, which the run has set for itself.
@@ -67,7 +47,6 @@ class DdpEngine:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Buckets are sent while backward runs: what the loop itself adds up must not get between them.
         self._own = dist.new_group(backend=_backend(topology, device))  # Lightning's has NCCL alone
-        self._networks: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":
@@ -79,39 +58,19 @@ class DdpEngine:
                 dist.broadcast(each, 0, group=self._own)
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
-    def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-        network = DistributedDataParallel(
-            model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            **NO_BUFFERS,
-            init_sync=False,  # the loop broadcasts the whole state
-            gradient_as_bucket_view=True,
-            static_graph=self._settings.accumulation_steps == 1,  # no_sync makes another graph of the last micro-batch
-        )
-        self.watch(model)
-        if self._settings.compression != "none":
-            network.register_comm_hook(None, HOOKS[self._settings.compression])
-        self._networks.add(network)
-        return network, optimizer
-
-    def outputs(
-        self, network: DistributedDataParallel, inputs: Sequence[Any], forward: Forward = call
-    ) -> Iterator[Any]:
-        *first, last = inputs
-        for each in first:
-            with network.no_sync():
-                yield _checked(forward, network, each)
-        yield _checked(forward, network, last)
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        if self.size > 1:
+            self._averager = Averager(model, self, self._settings.compression, at_end=False)
+        return model, optimizer
 
     def watch(self, model: nn.Module) -> None:
-        """Notes from now on when each backward has computed the model's last gradient."""
+        """Notes from now on when each backward of Lightning's DDP has computed the model's last gradient."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_computed)
 
     def finish(self) -> None:
+        super().finish()
         if self._computed is not None:  # since then backward has waited for the last bucket
             self._count_waiting(self._computed)
             self._computed = None
@@ -127,13 +86,17 @@ class DdpEngine:
         return BUCKET_BYTES
 
     def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
+        is_half = tensor.dtype == torch.float16  # whose sum could be too large
+        if is_half:
+            tensor.div_(self.size)
         work = dist.all_reduce(tensor, async_op=True)
 
         def averaged() -> None:
             began = time.monotonic()
             work.wait()
             self._count_waiting(began)
-            tensor.div_(self.size)
+            if not is_half:
+                tensor.div_(self.size)
 
         return averaged
 
@@ -156,27 +119,10 @@ class DdpEngine:
 
     def close(self) -> None:
         dist.destroy_process_group()
+        # The last owner of a group waits for Gloo's threads: one that still held the last collective's tensor when the
+        # interpreter ends would abort the process (pytorch/pytorch#179291).
         if isinstance(sys.exc_info()[1], StoppedError | None):  # else a collective may wait for a rank that is gone
-            self._join_threads()
-
-    def _join_threads(self) -> None:
-        """Lets go of the groups, the last of whose owners waits for Gloo's threads. One that still held the last
-        collective's tensor when the interpreter ends would abort the process (pytorch/pytorch#179291)."""
-        for network in self._networks:
-            network.logger = network.reducer = network.process_group = None
-        del self._own
-
-
-def _checked(forward: Forward, network: DistributedDataParallel, x: Any) -> Any:
-    try:
-        return forward(network, x)
-    except RuntimeError as error:
-        if "finished reduction in the prior iteration" not in str(error):
-            raise
-        raise RecipeError(
-            "engine ddp needs a model whose parameters all get a gradient in every step, or with accumulation_steps 1 "
-            f"the same ones each time, and {type(network.module).__name__} left some out; take engine horovod."
-        ) from None
+            del self._own
 
 
 def _backend(topology: Topology, device: torch.device) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from hvdtrain.engines import horovod_settings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.torch import devices
-from hvdtrain.torch.engines import Forward
-from hvdtrain.torch.engines.buckets import Buckets, in_bytes
-from hvdtrain.torch.objective import call
+from hvdtrain.torch.engines.buckets import Averager, AveragingEngine, in_bytes
 
 try:
     import horovod.torch as hvd
@@ -43,8 +41,6 @@ class Widened(hvd.Compression.none):
 
 
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
-DTYPES = {"none": None, "fp16": torch.float16, "fp64": torch.float64}
-
 
 POLL_SECONDS = 0.0005
 
@@ -82,14 +78,13 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-class HorovodEngine:
+class HorovodEngine(AveragingEngine):
     """Ranks joined by Horovod; see `Engine` for the methods."""
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, settings: EngineSettings, timeline: Path | None, *, fuses: bool = False) -> None:
-        """`fuses`: see Setup."""
-        self._together = None if fuses else horovod_settings.fusion_bytes(settings, os.environ)
+    def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
+        self._together = horovod_settings.fusion_bytes(settings, os.environ)
         variables = horovod_settings.variables(settings, os.environ)
         if self._together is not None:
             variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together
@@ -98,14 +93,13 @@ class HorovodEngine:
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), torch.device("cpu")
         self._settings = settings
         self._adasum = settings.reduction == "adasum"
-        self._buckets: Buckets | None = None
         compatibility.check_adasum(settings, self.size, hvd.mpi_enabled())
         if timeline:
             hvd.start_timeline(str(timeline))
 
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
-        engine = cls(setup.settings, setup.timeline, fuses=setup.fuses)
+        engine = cls(setup.settings, setup.timeline)
         engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
         return engine
 
@@ -124,33 +118,17 @@ class HorovodEngine:
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        passes = self._settings.accumulation_steps
         if self._adasum:  # combines updates, not gradients, inside step()
             return model, hvd.DistributedOptimizer(
                 optimizer,
                 named_parameters=model.named_parameters(),
                 compression=COMPRESSIONS[self._settings.compression],
-                backward_passes_per_step=passes,
+                backward_passes_per_step=self._settings.accumulation_steps,
                 op=hvd.Adasum,
             )
-        if self.size == 1:
-            return model, optimizer
-        self._buckets = Buckets(
-            model.parameters(),
-            self.bucket_bytes(),
-            DTYPES[self._settings.compression],
-            passes,
-            lambda message, name: hvd.allreduce_async_(message, op=hvd.Average, name=name),
-            partial(wait, where=self.device.type),
-        )
+        if self.size > 1:
+            self._averager = Averager(model, self, self._settings.compression, at_end=False)
         return model, optimizer
-
-    def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
-        return (forward(network, x) for x in inputs)  # the buckets count the micro-batches by themselves
-
-    def finish(self) -> None:
-        if self._buckets:
-            self._buckets.finish()
 
     def bucket_bytes(self) -> int:
         # Rank 0 decides: another environment on another host would stall all of them.

@@ -1,6 +1,7 @@
 """The engine of one process: every method is the identity."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ class LocalEngine:
 
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         return (forward(network, x) for x in inputs)
+
+    def pause(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def finish(self) -> None:
         pass

@@ -12,7 +12,7 @@ from hvdtrain.run.own import in_own_words, open_own
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.own import notes, settings
-from hvdtrain.torch.own.gradients import Averager
+from hvdtrain.torch.own.gradients import LoopAverager
 from hvdtrain.torch.own.order import Best
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.run import Run
@@ -36,8 +36,8 @@ class Place:
 def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: Best) -> Run:
     """The program's run, continued from its folder's last checkpoint. Raises HvdtrainError."""
     program.check(place.own.device)
-    program.began = settings.given(program.optimizer, program.scheduler)  # before a checkpoint's take their place
-    state = State(program.model, program.optimizer, program.scaler)
+    program.began = settings.given(program.optimizers, program.schedulers)  # before a checkpoint's take their place
+    state = State(program.model, program.optimizers, program.scaler)
     replica = Replica(place.own, program.model, state, Meter(place.own.device), buffers=place.buffers)
     with in_own_words("world.run"):
         run = open_own(place.folder, program, "torch", place.engine, intervals, place.ending, place.trackers)
@@ -48,5 +48,5 @@ def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: Bes
             hooks.note(note)
     if place.own.size > 1 and (note := notes.of_batch_norms(program.model)):
         hooks.note(note)
-    averager = Averager(program.model, place.own, place.compression) if place.own.size > 1 else None
+    averager = LoopAverager(program.model, place.own, place.compression) if place.own.size > 1 else None
     return Run(hooks, program, averager, best)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdtrain.core.progress import OwnSampling
 from hvdtrain.errors import LoopError
@@ -24,7 +25,8 @@ class Order:
 
     def __init__(self, program: "Program") -> None:
         self._program, self._is_updated, self._lr = program, False, program.lr
-        self._hook = program.optimizer.register_step_post_hook(self._updated)
+        self._hooks = [each.register_step_post_hook(self._updated) for each in program.optimizers]
+        self._hooks.append(register_optimizer_step_pre_hook(program.check_updating))
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """In this epoch."""
@@ -53,8 +55,7 @@ class Order:
             raise LoopError(
                 "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after."
             )
-        if self._program.scheduler is None:
-            self._program.check_scheduler()
+        self._program.check_late_schedulers()
         self._has_batch = self._is_updated = False
         self._lr = self._program.lr
 
@@ -69,7 +70,8 @@ class Order:
             )
 
     def close(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _updated(self, *_: Any) -> None:
         self._is_updated = True

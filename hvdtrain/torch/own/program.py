@@ -19,8 +19,8 @@ class Program:
     """A program's own objects, and the numbers that its order of samples follows from."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Any, ...]
     scaler: torch.amp.GradScaler
     seed: int
     data: dict[str, int] = field(default_factory=dict)
@@ -46,37 +46,53 @@ class Program:
                     f"{name} of the model is on {tensor.device}, this rank computes on {device}; call "
                     "model.to(world.device) before the optimizer is made."
                 )
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise LoopError(f"the optimizer must be a torch.optim.Optimizer, got a {type(self.optimizer).__name__}.")
-        known = set(self.model.parameters())
-        if any(each not in known for group in self.optimizer.param_groups for each in group["params"]):
-            raise LoopError("the optimizer has parameters that the model has not; make it of model.parameters().")
-        self.check_scheduler()
+        for optimizer in self.optimizers or (None,):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise LoopError(f"the optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
+        resumable.check_owners(self.model, self.optimizers)
+        self.check_schedulers()
         self.metadata()
 
-    def check_scheduler(self) -> None:
-        """Raises LoopError where the run could not be resumed with the optimizer's scheduler. It may be made late, so
-        each step asks again."""
-        if self.scheduler is None:
-            if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # so PyTorch marks it
+    def check_schedulers(self) -> None:
+        """Raises LoopError where the run could not be resumed with the optimizers' schedulers."""
+        self.check_late_schedulers()
+        for each in self.schedulers:
+            if getattr(each, "optimizer", self.optimizers[0]) not in self.optimizers:
+                raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise LoopError(
+                    f"the scheduler ({type(each).__name__}) has no state_dict and load_state_dict, so the run could "
+                    "not be resumed; give it both."
+                )
+
+    def check_late_schedulers(self) -> None:
+        """Raises LoopError where an optimizer has a scheduler that is not given; it may be made after some steps."""
+        for optimizer in self.optimizers:
+            if any(getattr(each, "optimizer", optimizer) is optimizer for each in self.schedulers):
+                continue
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # so PyTorch marks it
                 raise LoopError(
                     "the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give "
                     "it as world.run(..., scheduler=scheduler)."
                 )
+
+    def check_updating(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raises LoopError where an optimizer is to update the model and is not given."""
+        if optimizer in self.optimizers:
             return
-        if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
-            raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
-        if not (hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict")):
+        own = {each for group in resumable.groups(self.optimizers) for each in group["params"]}
+        theirs = {each for group in optimizer.param_groups for each in group["params"]} - own
+        if name := next((name for name, each in self.model.named_parameters() if each in theirs), None):
             raise LoopError(
-                f"the scheduler ({type(self.scheduler).__name__}) has no state_dict and load_state_dict, so the run "
-                "could not be resumed; give it both."
+                f"{type(optimizer).__name__} updates {name} of the model, and no checkpoint would hold its state; give "
+                "world.run all optimizers, as (first, second)."
             )
 
     @property
     def identity(self) -> str:
         """What two runs must share to exchange checkpoints."""
         parameters = sum(each.numel() for each in self.model.parameters())
-        return f"{type(self.model).__name__}, {parameters:,} parameters, {type(self.optimizer).__name__}"
+        return f"{type(self.model).__name__}, {parameters:,} parameters, {resumable.named(self.optimizers)}"
 
     @property
     def state_bytes(self) -> int:
@@ -85,29 +101,28 @@ class Program:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def metadata(self) -> dict[str, Any]:
         """What a checkpoint holds of it beside tensors."""
-        groups = resumable.settings(self.optimizer)
-        found = {"groups": resumable.packed(groups, f"optimizer {type(self.optimizer).__name__}"), "data": self.data}
-        if self.scheduler is not None:
-            state = self.scheduler.state_dict()
-            found["scheduler"] = resumable.packed(state, f"scheduler {type(self.scheduler).__name__}")
+        groups = resumable.settings(self.optimizers)
+        found = {"groups": resumable.packed(groups, f"optimizer {resumable.named(self.optimizers)}"), "data": self.data}
+        found["schedulers"] = [
+            resumable.packed(each.state_dict(), f"scheduler {type(each).__name__}") for each in self.schedulers
+        ]
         return {**found, "seed": self.seed, "began": self.began, "stopped": self.stopped}
 
     def restore(self, meta: Mapping[str, Any], step: int) -> str | None:
         """Takes what a checkpoint holds; a line of the log where the program now gives other settings than when its run
         began. Raises CheckpointError and LoopError."""
-        resumable.set_settings(self.optimizer, resumable.unpacked(meta["groups"]), step)
-        if (self.scheduler is None) != ("scheduler" not in meta):
-            has, this = ("a", "none") if self.scheduler is None else ("no", "one")
+        resumable.set_settings(self.optimizers, resumable.unpacked(meta["groups"]), step)
+        if len(self.schedulers) != len(meta["schedulers"]):
             raise LoopError(
-                f"the checkpoint of step {step} has {has} scheduler, this program has {this}; make them alike, "
-                "or give another folder."
+                f"the checkpoint of step {step} has {len(meta['schedulers'])} schedulers, this program has "
+                f"{len(self.schedulers)}; make them alike, or give another folder."
             )
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(resumable.unpacked(meta["scheduler"]))
+        for scheduler, state in zip(self.schedulers, meta["schedulers"], strict=True):
+            scheduler.load_state_dict(resumable.unpacked(state))
         if meta["seed"] != self.seed:
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data, self.stopped = dict(meta["data"]), meta.get("stopped")

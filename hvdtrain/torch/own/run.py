@@ -15,7 +15,7 @@ from hvdtrain.run.loop import Hooks
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.own import notes
-from hvdtrain.torch.own.gradients import Averager
+from hvdtrain.torch.own.gradients import LoopAverager
 from hvdtrain.torch.own.order import Best, Order, report_epoch, score, seen
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.reading import Collate, Reading
@@ -48,7 +48,7 @@ class Run:
         INFO - ...
     """
 
-    def __init__(self, hooks: Hooks[Replica], program: Program, averager: Averager | None, best: Best) -> None:
+    def __init__(self, hooks: Hooks[Replica], program: Program, averager: LoopAverager | None, best: Best) -> None:
         self._hooks, self._program, self._averager, self._best = hooks, program, averager, best
         self._engine: Engine = hooks.trainer.engine  # type: ignore[assignment]
         self._reading, self._order, self._begun = Reading(self._engine), Order(program), False

@@ -1,6 +1,6 @@
 """What a program gave its optimizer and its scheduler when its run began, beside what it gives as the run resumes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ PARTS = "_schedulers"
 """Of a scheduler that is made of others."""
 
 
-def given(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+def given(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> dict[str, str]:
     """The settings with which both were made, as JSON texts. Raises LoopError where no checkpoint could hold them."""
-    groups = [_as_made(group) for group in resumable.settings(optimizer)]
-    found = {"optimizer": resumable.packed(groups, f"optimizer {type(optimizer).__name__}")}
-    if scheduler is not None:
-        found["scheduler"] = resumable.packed(scheduler.state_dict(), f"scheduler {type(scheduler).__name__}")
+    groups = [_as_made(group) for group in resumable.settings(optimizers)]
+    found = {"optimizer": resumable.packed(groups, f"optimizer {resumable.named(optimizers)}")}
+    if schedulers:
+        found["scheduler"] = resumable.packed([each.state_dict() for each in schedulers], "a scheduler")
     return found
 
 

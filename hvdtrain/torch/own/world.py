@@ -150,7 +150,7 @@ class World:
         self,
         folder: str | Path,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -170,14 +170,13 @@ class World:
 
         All ranks get rank 0's weights, buffers and optimizer state, and from now on backward() leaves the gradients
         averaged over the ranks. `model` and `optimizer` stay what they are, and so do `scheduler` and `scaler`, whose
-        states are part of each checkpoint. `seed` is that of the order of the samples and of the random numbers of
-        each step. The best checkpoint, which is kept beside the newest, is that of the reported metric `highest` or
-        `lowest`; left out: of the lowest valid_loss, where it is reported, else of the lowest training loss.
-        With `checkpoint_every_steps` auto
-        the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours between failures of the job.
-        `trackers`: tensorboard, wandb, mlflow, or none of them. `buffers`: what the model's forward pass writes into
-        buffers other than BatchNorm's is local to a rank until an epoch's end, or after each step the ranks' average,
-        or rank_0's.
+        states are part of each checkpoint; several optimizers or schedulers are given as a tuple. `seed` is that of
+        the order of the samples and of the random numbers of each step. The best checkpoint, which is kept beside the
+        newest, is that of the reported metric `highest` or `lowest`; left out: of the lowest valid_loss, where it is
+        reported, else of the lowest training loss. With `checkpoint_every_steps` auto the run decides, by what a
+        checkpoint costs and `mtbf_hours`, the mean hours between failures of the job. `trackers`: tensorboard, wandb,
+        mlflow, or none of them. `buffers`: what the model's forward pass writes into buffers other than BatchNorm's is
+        local to a rank until an epoch's end, or after each step the ranks' average, or rank_0's.
 
         Raises LoopError where the ranks would not train as one, OutputError, CheckpointError.
         """
@@ -197,7 +196,7 @@ class World:
             raise LoopError(f"trackers must be of {', '.join(TRACKERS)}, got {wrong!r}.")
         if buffers not in get_args(Buffers):
             raise LoopError(f"buffers must be one of {', '.join(get_args(Buffers))}, got {buffers!r}.")
-        program = Program(model, optimizer, scheduler, scaler or torch.amp.GradScaler(enabled=False), seed)
+        program = Program(model, _all(optimizer), _all(scheduler), scaler or torch.amp.GradScaler(enabled=False), seed)
         intervals = OwnIntervals(
             log_every_steps,
             guard_every_steps,
@@ -219,3 +218,10 @@ class World:
         """Closes the run's files, which an error may have ended."""
         if self._run:
             self._run.close(error)
+
+
+def _all(given: Any) -> tuple[Any, ...]:
+    """One, several or none."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (given,)

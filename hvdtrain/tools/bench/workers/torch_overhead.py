@@ -46,8 +46,18 @@ class Training:
 
     def loss(self, network: nn.Module, batch: Any) -> torch.Tensor:
         """Of `network`, which is the model or what has been put around it."""
-        out = self.objective.forward(network, self.objective.inputs(batch))
-        return self.objective.loss(out, batch)  # type: ignore[no-any-return]
+        return self.objective.loss(network(self.objective.inputs(batch)), batch)  # type: ignore[no-any-return]
+
+
+class Whole(nn.Module):
+    """All that is computed of a batch with gradients, as one module: what DistributedDataParallel can go around."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.compute = model, objective.forward
+
+    def forward(self, inputs: Any) -> Any:
+        return self.compute(self.model, inputs)
 
 
 def training(run: Run) -> Training:
@@ -67,7 +77,7 @@ def training(run: Run) -> Training:
     )
     model = models.build(recipe, dataset.classes, LocalEngine(torch.device("cpu")))
     objective = Objective(recipe)
-    return Training(objective.module(model), _optimizer(recipe, model, run.plan.peak_lr), batches, objective)
+    return Training(Whole(model, objective), _optimizer(recipe, model, run.plan.peak_lr), batches, objective)
 
 
 def _data(run: Run) -> tuple[Any, Callable[[list[Any]], Any] | None]:
