@@ -139,8 +139,8 @@ RULES = (
         "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.",
     ),
     Rule(
-        lambda c: c.framework == "tensorflow" and c.recipe.buffers != "local",
-        "buffers is PyTorch's, this run is TensorFlow's; drop it.",
+        lambda c: c.framework == "tensorflow" and c.recipe.buffers != "local" and not c.engine.horovod_keys,
+        "buffers goes with engines local and horovod in TensorFlow, this run has engine {e.name}; drop it.",
     ),
     Rule(
         lambda c: c.framework == "tensorflow" and c.recipe.data_on_device,

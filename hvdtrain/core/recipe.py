@@ -125,7 +125,7 @@ class Recipe(BaseModel):
         "local", description="statistics of a rank's local batch, of the global batch, or left as they are"
     )
     buffers: Literal["local", "average", "rank_0"] = Field(
-        "local", description="PyTorch: what a forward pass writes into buffers other than BatchNorm's, over the ranks"
+        "local", description="what a forward pass writes into buffers other than BatchNorm's, over the ranks"
     )
     channels_last: bool = Field(False, description="PyTorch: NHWC memory layout, which TensorFlow always has")
     fused_optimizer: bool = Field(False, description="PyTorch: one kernel for the whole update")

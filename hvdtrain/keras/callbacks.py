@@ -12,6 +12,8 @@ from hvdtrain.core import sharing
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.optimizer import check_called, check_distributed
 from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
+from hvdtrain.run import guard
+from hvdtrain.tensorflow import models
 
 Logs = dict[str, Any]
 MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
@@ -43,7 +45,7 @@ class BroadcastCallback(_Callback):
     def __init__(self, root_rank: int = 0) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._sent = False
+        self._sent = self._compared = False
         self._apart = False  # whether batches have made the ranks' statistics differ
 
     def set_model(self, model: keras.Model) -> None:
@@ -55,11 +57,19 @@ class BroadcastCallback(_Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         super().on_train_begin(logs)
+        self._sent = self._compared = False
         self._send()
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._send()
         self._apart = True
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        if not self._compared:
+            self._compared = True
+            names = models.unlike_weights(models.own_weights(self.model), (hvd.rank(), hvd.size()), _sum)
+            for line in guard.of_unlike_buffers(names, "weights", "their mean", "average them by hvd.allreduce"):
+                self._note(line)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         self._unify()
@@ -68,19 +78,27 @@ class BroadcastCallback(_Callback):
         check_called(self.model.optimizer)
         self._unify()
 
+    def _note(self, line: str) -> None:
+        if hvd.rank() == 0:
+            print(line, flush=True)
+
     def _send(self) -> None:
         if self._sent or not self.model.built:
             return
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
+        if self._apart:  # of a model that its first batch has built
+            self._average()
         broadcast_variables([*self.model.weights, *optimizer.variables], self.root_rank)
         self._sent = True
 
     def _unify(self) -> None:
-        if not self._apart:
-            return
-        self._send()
+        if self._apart:
+            self._send()
+            self._average()
+
+    def _average(self) -> None:
         statistics = _statistics(self.model)
         for variable, total in zip(statistics, sum_arrays([v.numpy() for v in statistics]), strict=True):
             variable.assign(total / hvd.size())

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Literal
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core.progress import OwnSampling, Progress
@@ -84,6 +85,7 @@ class FaultTolerance(BroadcastCallback):
         self._settled = True
         self._resumed = contextlib.ExitStack()
         """Around an epoch of which a part is left."""
+        self._trained: list[np.ndarray] = []
         self._lr: float | None = None
         """That of a resumed epoch, which callbacks may have changed at its beginning once more."""
         self._logs: Logs | None = None
@@ -120,6 +122,7 @@ class FaultTolerance(BroadcastCallback):
         self._started.trainer.seed(self._started.progress.step)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        super().on_train_batch_end(batch, logs)
         hooks = self._started
         hooks.progress.advance(hooks.extent)
         self._settled = hooks.progress.is_done(hooks.extent) or hooks.progress.is_epoch_done(hooks.extent)
@@ -133,10 +136,14 @@ class FaultTolerance(BroadcastCallback):
         if not self._settled:
             self._settled = True
             self._started.settle(self._program.lr)
-        self._logs = logs or {}
+        self._logs, optimizer = logs or {}, self.model.optimizer
+        if getattr(
+            optimizer, "inner_optimizer", optimizer
+        ).use_ema:  # whose averages take the weights' place before `on_train_end`
+            self._trained = [np.array(weight) for weight in self.model.trainable_weights]
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        with self._reported():
+        with self._reported(), self._as_trained():
             self._end_epoch()
             self._started.finish()
         self._release(None)
@@ -144,6 +151,21 @@ class FaultTolerance(BroadcastCallback):
         if self._ranks:
             self._ranks.left()
             self._ranks = None
+
+    @contextlib.contextmanager
+    def _as_trained(self) -> Iterator[None]:
+        """With the weights that training would continue from, as the last checkpoint is to have them."""
+        self._swap()
+        yield
+        self._swap()
+
+    def _swap(self) -> None:
+        for index, weight in enumerate(self.model.trainable_weights if self._trained else ()):
+            self._trained[index], own = np.array(weight), self._trained[index]
+            weight.assign(own)
+
+    def _note(self, line: str) -> None:
+        self._started.note(line)
 
     @property
     def _started(self) -> Hooks[Replica]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import RecipeError
+from hvdtrain.tensorflow.sgd import norm_of
 from hvdtrain.tensorflow.variables import add, put
 
 Metric = tuple[tf.Tensor, tf.Tensor]
@@ -74,7 +75,7 @@ class GradientNorm:
         """Within a graph: notes their norm, if it is wanted."""
 
         def note() -> None:
-            put(self._norm, tf.cast(tf.linalg.global_norm(gradients), tf.float32))
+            put(self._norm, tf.cast(norm_of(gradients), tf.float32))
             put(self._is_wanted, tf.constant(False))
 
         tf.cond(self._is_wanted, note, lambda: None)

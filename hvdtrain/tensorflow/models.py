@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 from keras.layers import BatchNormalization
 
+from hvdtrain.core import sharing
 from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -225,20 +226,49 @@ class BatchNorm(layers.Layer):
 def average_statistics(model: keras.Model, engine: Engine, copies_of: Copies = lambda variable: (variable,)) -> None:
     """Sets BatchNorm's running statistics to the mean over the replicas, and other weights that are not trained to rank
     0's, so that all of them hold one model; `copies_of` is a `Replication`'s."""
-    layers_of_norm = [layer for layer in model._flatten_layers() if isinstance(layer, BatchNorm | BatchNormalization)]
-    statistics = [weight.value for layer in layers_of_norm for weight in (layer.moving_mean, layer.moving_variance)]
-    ours = set(map(id, statistics))
-    others = {weight.path: weight.value for weight in model.non_trainable_weights if id(weight.value) not in ours}
-    if others and engine.size > 1:
-        engine.broadcast(others, None)
-    copies = list(zip(*map(copies_of, statistics), strict=True))
+    share_weights(model, engine, "rank_0")
+    _set_means(_statistics(model), engine, copies_of)
+
+
+def own_weights(model: keras.Model) -> dict[str, tf.Variable]:
+    """The weights that no gradient trains and that are no BatchNorm's statistics, by path."""
+    ours = set(map(id, _statistics(model)))
+    return {weight.path: weight.value for weight in model.non_trainable_weights if id(weight.value) not in ours}
+
+
+def share_weights(model: keras.Model, engine: Engine, how: Literal["average", "rank_0"]) -> None:
+    """Gives all ranks one value of `own_weights`: their mean over the ranks, where they are fractions, or rank 0's."""
+    others = own_weights(model)
+    means = {path: each for path, each in others.items() if how == "average" and each.dtype.is_floating}
+    rest = {path: each for path, each in others.items() if path not in means}
+    if rest and engine.size > 1:
+        engine.broadcast(rest, None)
+    _set_means(list(means.values()), engine)
+
+
+def unlike_weights(others: dict[str, tf.Variable], ranks: tuple[int, int], sum_over_ranks: sharing.Sum) -> list[str]:
+    """The paths of those that differ between ranks (this one's number, how many there are). Every rank calls it."""
+    if ranks[1] == 1 or not others:
+        return []
+    row = np.array([fingerprint([each]).numpy() for each in others.values()], dtype=np.int64)
+    rows = sharing.gather(row, *ranks, sum_over_ranks)
+    return [path for path, is_one in zip(others, (rows == rows[0]).all(0), strict=True) if not is_one]
+
+
+def _statistics(model: keras.Model) -> list[tf.Variable]:
+    norms = [layer for layer in model._flatten_layers() if isinstance(layer, BatchNorm | BatchNormalization)]
+    return [weight.value for layer in norms for weight in (layer.moving_mean, layer.moving_variance)]
+
+
+def _set_means(weights: list[tf.Variable], engine: Engine, copies_of: Copies = lambda variable: (variable,)) -> None:
+    copies = list(zip(*map(copies_of, weights), strict=True))
     if engine.size * len(copies) < 2:
         return
-    flat = np.sum([np.concatenate([statistic.numpy() for statistic in copy]) for copy in copies], axis=0)
+    flat = np.sum([np.concatenate([np.ravel(each.numpy()) for each in copy]) for copy in copies], axis=0)
     mean = engine.sum(flat) / flat.dtype.type(engine.size * len(copies))
-    parts = np.split(mean, np.cumsum([statistic.shape[0] for statistic in statistics])[:-1])
-    for statistic, part in zip(statistics, parts, strict=True):
-        statistic.assign(part)
+    parts = np.split(mean, np.cumsum([math.prod(weight.shape) for weight in weights])[:-1])
+    for weight, part in zip(weights, parts, strict=True):
+        weight.assign(part.reshape(weight.shape))
 
 
 @functools.partial(tf.function, autograph=False)

@@ -48,6 +48,12 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
         raise RecipeError(f"model {path}: {imports.reason(error, make)}") from error
     if not isinstance(model, keras.Model):
         raise RecipeError(f"model {path} must return a keras.Model, got a {type(model).__name__}.")
+    for name in ("train_step", "compute_loss") if not recipe.step else ():
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise RecipeError(
+                f"model {path} has a {name} of its own, which a recipe does not call; give a step, or train it with "
+                "fit and hvdtrain.keras."
+            )
     if not model.built:
         _build_by_sample(model, recipe, dataset)
     paths = [weight.path for weight in model.weights]

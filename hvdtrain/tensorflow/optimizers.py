@@ -15,6 +15,8 @@ from hvdtrain.tensorflow.variables import add, put, subtract
 from hvdtrain.untrusted import one_line
 
 Tensors = list[tf.Tensor]
+INSTEAD = {"an LR schedule": "lr_schedule", "use_ema": "ema_decay", "gradient_accumulation_steps": "accumulation_steps"}
+"""What a recipe has in place of what Keras's optimizers may have."""
 
 
 class Optimizer(Protocol):
@@ -33,6 +35,12 @@ def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> Optimizer:
     if recipe.optimizer not in optimizers.NAMED:
         return KerasOptimizer(recipe, weights)
     variables = [weight.value for weight in weights]
+    odd = next((weight for weight in weights if weight.dtype != weights[0].dtype), None)
+    if odd is not None:
+        raise RecipeError(
+            f"optimizer {recipe.optimizer} wants weights of one type, {weights[0].path} is {weights[0].dtype} and "
+            f"{odd.path} {odd.dtype}; take one of Keras's, as keras.optimizers:SGD."
+        )
     match optimizers.settings(recipe):
         case optimizers.Lamb() as lamb:
             return LAMB(lamb, variables)
@@ -148,7 +156,13 @@ class KerasOptimizer:
                 f"optimizer {recipe.optimizer} must return a keras.optimizers.Optimizer, got "
                 f"{type(self._optimizer).__name__}."
             )
-        self._optimizer.build(self._weights)
+        own = self._optimizer
+        has = (not isinstance(own._learning_rate, keras.Variable), own.use_ema, own.gradient_accumulation_steps)
+        for (argument, key), is_there in zip(INSTEAD.items(), has, strict=True):
+            if is_there:
+                its = f"optimizer {recipe.optimizer} has {argument} of its own"
+                raise RecipeError(f"{its}, which no recipe runs; drop it, and give {key}.")
+        own.build(self._weights)
 
     @property
     def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:

@@ -53,9 +53,15 @@ def zeros_like(variables: list[tf.Variable]) -> list[tf.Variable]:
 
 def clipped(gradients: list[tf.Tensor], norm: float) -> list[tf.Tensor]:
     """The gradients, scaled down so that their common norm is at most `norm` (torch.nn.utils.clip_grad_norm_)."""
-    total = tf.linalg.global_norm(gradients)
+    total = norm_of(gradients)
     factor = tf.minimum(norm / (total + 1e-6), tf.ones((), total.dtype))
-    return [gradient * factor for gradient in gradients]
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+
+
+def norm_of(gradients: list[tf.Tensor]) -> tf.Tensor:
+    """Their common norm, in the widest of their types."""
+    widest = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.size)
+    return tf.linalg.global_norm([tf.cast(gradient, widest) for gradient in gradients])
 
 
 class Scaler:

@@ -129,6 +129,7 @@ class Step:
         changes = [weight - old for weight, old in zip(self.weights, before, strict=True)]
         for weight, old, change in zip(self.weights, before, self._engine.combine(changes), strict=True):
             weight.assign(old + change)
+        self._constrain()
         if self.ema:
             self.ema.update()
 
@@ -142,8 +143,16 @@ class Step:
         clip = self.recipe.clip_norm
         before = [(self.weights[index], tf.identity(self.weights[index])) for index in self._unreached]
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
+        if not isinstance(self.optimizer, optimizers.KerasOptimizer):  # which does it by itself
+            self._constrain()
         for weight, old in before:  # which weight decay has moved
             variables.put(weight, old)
+
+    def _constrain(self) -> None:
+        """What Keras does behind an update."""
+        for weight in self.model.trainable_weights:
+            if weight.constraint is not None:
+                variables.put(weight.value, weight.constraint(tf.convert_to_tensor(weight.value)))
 
     def _measure(self, batch: Any, weight: tf.Tensor) -> None:
         self.meter.add(self.objective.measure(self.model, batch, training=False)[1], weight)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.totals import Totals
 from hvdtrain.engines.registry import ENGINES
+from hvdtrain.run import guard
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.data import Loader, evened
@@ -53,6 +54,8 @@ class Trainer:
     def update(self, batch: list[Any], lr: float, step: int) -> None:
         self._seed(step)
         self.step(batch, lr)
+        if self.recipe.buffers != "local":
+            models.share_weights(self.model, self.engine, self.recipe.buffers)
         self._trace.step()
 
     def _seed(self, step: int) -> None:
@@ -78,8 +81,10 @@ class Trainer:
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
 
-    def after_first_step(self) -> tuple[str, ...]:
-        return ()
+    def after_first_step(self) -> list[str]:
+        own = {path: self.replication.copies(each)[0] for path, each in models.own_weights(self.model).items()}
+        names = models.unlike_weights(own, (self.engine.rank, self.engine.size), self.engine.sum)
+        return guard.of_unlike_buffers(names, "weights", "rank 0's", "give buffers: average or rank_0")
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine, self.replication.copies)

@@ -1,0 +1,284 @@
+"""Odd Keras models, optimizers and trainings, made from a seed, by plain Keras and in each way of hvdtrain's.
+
+`python odd_keras.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "fit", "tolerant" or "recipe"), the `seeds`,
+and `resumed`: whether each is left after a random epoch and started again. What became of each seed goes to
+FOLDER/rank-R.json: every weight of the trained model, or what refused it.
+
+A batch is the whole set, in whatever order: one process and N ranks then see the same examples in each step.
+"""
+
+import gc
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from captured import captured
+from keras import layers, ops
+from odd_keras_kinds import oddities
+
+import hvdtrain.keras as hvd
+from hvdtrain.launch.topology import discover
+from hvdtrain.run.loop import Loop
+from hvdtrain.tensorflow import opening
+from hvdtrain.tensorflow.trainer import Trainer
+
+EXAMPLES, STEPS, LR = 12, 4, 0.05
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "Nadam", "Ftrl", "Adadelta", "Adafactor")
+
+
+class Odd(layers.Layer):
+    """Weights that no loss reaches, of no dimension, and such as the forward pass changes."""
+
+    def __init__(self, has: set[str]) -> None:
+        super().__init__(name="odd")
+        self.has = has
+        if "scalar" in has:
+            self.scalar = self.add_weight(name="scalar", shape=(), initializer=keras.initializers.Constant(1.5))
+        if "never used" in has:
+            self.unused = self.add_weight(name="unused", shape=(3,))
+        if "counter" in has:
+            self.calls = self.add_weight(name="calls", shape=(), dtype="int32", initializer="zeros", trainable=False)
+        if "average" in has:
+            self.average = self.add_weight(name="average", shape=(6,), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if "added loss" in self.has:
+            self.add_loss(0.1 * ops.mean(ops.square(x)))
+        if "scalar" in self.has:
+            x = x * self.scalar
+        if "counter" in self.has:
+            if training:
+                self.calls.assign_add(1)
+            x = x * (1 + 0.01 * ops.cast(self.calls, x.dtype))
+        if "average" in self.has and training:
+            self.average.assign(0.9 * self.average + 0.1 * ops.mean(x, 0))
+        return x
+
+
+class Stepped(keras.Model):
+    """With a train_step of its own, which takes a second update of the last layer."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply([None if each is None else 2 * each for each in gradients], self.trainable_variables)
+        return {"loss": loss}
+
+
+class Late(keras.Model):
+    """Makes its weights when it is called."""
+
+    def __init__(self, has: set[str], norm: Any) -> None:
+        super().__init__(name="late")
+        self.parts = Parts(has, norm)
+        for name, each in vars(self.parts).items():
+            if isinstance(each, layers.Layer):
+                setattr(self, name, each)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.parts(x, training)
+
+
+class Parts:
+    """The layers, and how they follow one another."""
+
+    def __init__(self, has: set[str], norm: Any) -> None:
+        self.has = has
+        given: dict[str, Any] = {"kernel_constraint": keras.constraints.MaxNorm(0.6)} if "constraint" in has else {}
+        given |= {"kernel_regularizer": keras.regularizers.L2(0.05)} if "regularizer" in has else {}
+        self.first, self.second = (layers.Dense(6, "tanh", name=name, **given) for name in ("first", "second"))
+        self.odd, self.last = Odd(has), layers.Dense(1, name="last")
+        if "frozen" in has:
+            self.second.trainable = False
+        if "embedding" in has:
+            self.embedding = layers.Embedding(5, 6, name="embedding")
+        if has & {"norm", "norm in inference"}:
+            self.norm = norm(name="norm")
+            self.norm.trainable = "norm in inference" not in has
+        if "float32" in has:
+            self.narrow = layers.Dense(6, dtype="float32", name="narrow")
+        if "recurrent" in has:
+            self.recurrent = layers.GRU(6, name="recurrent")
+        if "two outputs" in has:
+            self.other = layers.Dense(2, name="other")
+
+    def __call__(self, x: Any, training: Any = None) -> Any:
+        x = x["in"]["x"] if "nested" in self.has else x
+        how = {} if training is None else {"training": training}
+        h = self.second(self.first(x))
+        if "tied" in self.has:
+            h = self.second(h)
+        if "embedding" in self.has:
+            h = h + self.embedding(ops.cast(x[:, 0] > 0, "int32"))
+        if hasattr(self, "norm"):
+            h = self.norm(h, **how)
+        if "float32" in self.has:
+            h = h + ops.cast(self.narrow(h), h.dtype)
+        if "recurrent" in self.has:
+            h = self.recurrent(ops.reshape(h, (-1, 3, 2)))
+        h = self.odd(h, **how)
+        return {"y": self.last(h), "other": self.other(h)} if "two outputs" in self.has else self.last(h)
+
+
+def net(seed: int, norm: Any = layers.BatchNormalization) -> keras.Model:
+    has = oddities(seed)
+    keras.utils.set_random_seed(seed)
+    if "subclass" in has:
+        return Late(has, norm)
+    x = keras.Input((4,), name="x", dtype="float64")
+    given = {"in": {"x": x}} if "nested" in has else x
+    return (Stepped if "train_step" in has else keras.Model)(given, Parts(has, norm)(given))
+
+
+def data(seed: int) -> Any:
+    """(x, y), or (x, y, weights)."""
+    has, draw = oddities(seed), np.random.default_rng(0)
+    x = draw.normal(size=(EXAMPLES, 4))
+    y: Any = x.sum(1, keepdims=True)
+    y = {"y": y, "other": x[:, :2]} if "two outputs" in has else y
+    weights = draw.random(EXAMPLES)
+    if "sample weights" in has and "two outputs" in has:
+        weights = {"y": weights, "other": weights[::-1].copy()}
+    return ({"in": {"x": x}} if "nested" in has else x, y, *([weights] if "sample weights" in has else []))
+
+
+def whole(seed: int) -> Any:
+    """Of a recipe."""
+    return data(seed), data(seed)
+
+
+def optimizer(learning_rate: float, seed: int) -> keras.optimizers.Optimizer:
+    has = oddities(seed)
+    rate: Any = (
+        keras.optimizers.schedules.ExponentialDecay(learning_rate, 2, 0.5) if "scheduled" in has else learning_rate
+    )
+    if "plain sgd" in has:
+        return keras.optimizers.SGD(rate, momentum=0.9)
+    kind = random.Random(-seed).choice(OPTIMIZERS)
+    more: dict[str, Any] = dict.fromkeys(has & {"clipnorm", "clipvalue", "global_clipnorm"}, 0.3)
+    more |= {"use_ema": True, "ema_momentum": 0.9} if "use_ema" in has else {}
+    more |= {"gradient_accumulation_steps": 2} if "accumulated" in has else {}
+    made = getattr(keras.optimizers, kind)(rate, weight_decay=0.1, **more)
+    if "excluded from decay" in has:
+        made.exclude_from_weight_decay(var_names=["bias"])
+    return made
+
+
+def error(y: Any, out: Any, weights: Any = None) -> Any:
+    loss = ops.mean(ops.square(out - y), -1)
+    return ops.mean(loss if weights is None else loss * weights)
+
+
+def step(model: Any, batch: Any) -> Any:
+    """Of a recipe: what `compile` makes of the losses."""
+    x, y, *weights = batch
+    out = model(x)
+    if isinstance(y, dict):
+        pairs = [(y[name], out[name], *(each[name] for each in weights)) for name in ("y", "other")]
+        loss = error(*pairs[0]) + 0.5 * error(*pairs[1])
+    else:
+        loss = error(y, out, *weights)
+    return loss + sum(model.losses)
+
+
+def compiled(seed: int, made: keras.optimizers.Optimizer, norm: Any, **how: Any) -> keras.Model:
+    model = net(seed, norm)
+    two = "two outputs" in oddities(seed)
+    given: dict[str, Any] = {"loss": {"y": "mse", "other": "mse"}, "loss_weights": {"y": 1.0, "other": 0.5}}
+    model.compile(made, **(given if two else {"loss": "mse"}), jit_compile=False, **how)
+    return model
+
+
+def plain(seed: int, folder: Path, left: int | None) -> keras.Model:
+    """What Keras alone makes of it."""
+    model = compiled(seed, optimizer(LR, seed), layers.BatchNormalization, run_eagerly=True)
+    model.fit(*data(seed)[:2], EXAMPLES, STEPS, 0, sample_weight=(*data(seed), None)[2], shuffle=False)
+    return model
+
+
+def fit(seed: int, folder: Path, left: int | None) -> keras.Model:
+    """Keras's fit on ranks."""
+    model = compiled(seed, hvd.DistributedOptimizer(optimizer(LR, seed)), hvd.SyncBatchNormalization)
+    disturb(model)
+    model.fit(hvd.GlobalBatches(data(seed), EXAMPLES), epochs=STEPS, verbose=0, callbacks=[hvd.BroadcastCallback()])
+    return model
+
+
+def tolerant(seed: int, folder: Path, left: int | None) -> keras.Model:
+    """The same with FaultTolerance; `left`: the epoch after which it is started again."""
+    for last in (left, STEPS) if left else (STEPS,):
+        keras.utils.clear_session()  # in another process its names begin anew
+        model = compiled(seed, hvd.DistributedOptimizer(optimizer(LR, seed)), hvd.SyncBatchNormalization)
+        model(keras.tree.map_structure(lambda each: tf.constant(each[:1]), data(seed)[0]))
+        disturb(model)
+        batches = hvd.GlobalBatches(data(seed), EXAMPLES)
+        model.fit(batches, epochs=last, verbose=0, callbacks=[hvd.FaultTolerance(folder, batches)])
+    return model
+
+
+def disturb(model: keras.Model) -> None:
+    """Other weights on the other ranks, which begin with rank 0's."""
+    if hvd.rank() and model.built:
+        for weight in model.trainable_weights:
+            weight.assign(weight + 1)
+
+
+def with_tensorflow(run: Any) -> keras.Model:
+    engine = opening.open_engine(run)  # and leaves it open for the next
+    run.world.exchange(engine.sum)
+    trainer = Trainer(run, engine)
+    Loop(run, trainer).train()
+    return trainer.model
+
+
+def recipe(seed: int, folder: Path, left: int | None) -> keras.Model:
+    """A recipe that names it."""
+    has, made = oddities(seed), []
+    argv = [str(Path(__file__).with_name("odd_keras.yaml"))]
+    for key in ("model", "dataset", "optimizer"):
+        if not (key == "optimizer" and "plain sgd" in has):
+            argv += [f"--{key}-args", f"seed={seed}"]
+    argv += ["--optimizer", "sgd", "--momentum", "0.9"] if "plain sgd" in has else []
+    argv += ["--batch-norm", "sync"] if has & {"norm", "norm in inference"} else []
+    argv += ["--buffers", "average"] if "average" in has else []
+    argv += ["--engine", "horovod" if hvd.size() > 1 else "local", "--output", str(folder)]
+    for last in (left, STEPS) if left else (STEPS,):
+        ended = captured("tensorflow", [*argv, "--max-steps", str(last)], lambda run: made.append(with_tensorflow(run)))
+        if ended["code"]:
+            raise Ended(ended["err"].strip() or ended["code"])
+    return made[-1]
+
+
+class Ended(Exception):
+    """How a recipe's run ended."""
+
+
+def became(way: str, seed: int, folder: Path, left: int | None) -> Any:
+    keras.utils.clear_session()
+    try:
+        model = globals()[way](seed, folder / f"{way}-{seed}", left)
+    except (SystemExit, Exception) as error:
+        return f"{type(error).__name__}: {error}"
+    named = {weight.path.removeprefix("late/"): np.asarray(weight).tolist() for weight in model.weights}
+    return {name: value for name, value in named.items() if "seed_generator" not in name}
+
+
+if __name__ == "__main__":
+    own = Path(sys.argv[1])
+    given = json.loads((own / "given.json").read_text())
+    keras.config.set_floatx("float64")
+    hvd.init()
+    gc.freeze()
+    results = {}
+    for seed in given["seeds"]:
+        left = random.Random(seed).randint(1, STEPS - 1) if given["resumed"] else None
+        results[str(seed)] = became(given["way"], seed, own, left)
+    (own / f"rank-{discover(os.environ).rank}.json").write_text(json.dumps(results))
