@@ -137,9 +137,8 @@ class FaultTolerance(BroadcastCallback):
             self._settled = True
             self._started.settle(self._program.lr)
         self._logs, optimizer = logs or {}, self.model.optimizer
-        if getattr(
-            optimizer, "inner_optimizer", optimizer
-        ).use_ema:  # whose averages take the weights' place before `on_train_end`
+        # Its averages take the weights' place before `on_train_end`.
+        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
             self._trained = [np.array(weight) for weight in self.model.trainable_weights]
 
     def on_train_end(self, logs: Logs | None = None) -> None:
