@@ -26,7 +26,7 @@ class Order:
     def __init__(self, program: "Program") -> None:
         self._program, self._is_updated, self._lr = program, False, program.lr
         self._hooks = [each.register_step_post_hook(self._updated) for each in program.optimizers]
-        self._hooks.append(register_optimizer_step_pre_hook(program.check_updating))
+        self._hooks.append(register_optimizer_step_pre_hook(self._updates))
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """In this epoch."""
@@ -72,6 +72,10 @@ class Order:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.in_epoch and optimizer not in self._program.optimizers:
+            self._program.check_other(optimizer)
 
     def _updated(self, *_: Any) -> None:
         self._is_updated = True

@@ -76,10 +76,8 @@ class Program:
                     "it as world.run(..., scheduler=scheduler)."
                 )
 
-    def check_updating(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raises LoopError where an optimizer is to update the model and is not given."""
-        if optimizer in self.optimizers:
-            return
+    def check_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises LoopError where an optimizer that is not given is to update the model."""
         own = {each for group in resumable.groups(self.optimizers) for each in group["params"]}
         theirs = {each for group in optimizer.param_groups for each in group["params"]} - own
         if name := next((name for name, each in self.model.named_parameters() if each in theirs), None):
