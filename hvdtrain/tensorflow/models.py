@@ -250,8 +250,8 @@ def unlike_weights(others: dict[str, tf.Variable], ranks: tuple[int, int], sum_o
     """The paths of those that differ between ranks (this one's number, how many there are). Every rank calls it."""
     if ranks[1] == 1 or not others:
         return []
-    row = np.array([fingerprint([each]).numpy() for each in others.values()], dtype=np.int64)
-    rows = sharing.gather(row, *ranks, sum_over_ranks)
+    row = [fingerprint.python_function([each]).numpy() for each in others.values()]  # graphs would take seconds
+    rows = sharing.gather(np.array(row, dtype=np.int64), *ranks, sum_over_ranks)
     return [path for path, is_one in zip(others, (rows == rows[0]).all(0), strict=True) if not is_one]
 
 

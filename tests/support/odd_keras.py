@@ -62,7 +62,7 @@ class Odd(layers.Layer):
 
 
 class Stepped(keras.Model):
-    """With a train_step of its own, which takes a second update of the last layer."""
+    """With a train_step of its own, to which each gradient counts twice."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)

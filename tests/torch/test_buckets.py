@@ -8,6 +8,7 @@ pytestmark = needs_torch
 
 from hvdtrain.errors import RecipeError  # noqa: E402
 from hvdtrain.torch.engines.buckets import Averager, distinct, flat, grouped, in_bytes  # noqa: E402
+from hvdtrain.torch.own.gradients import LoopAverager  # noqa: E402
 
 GROUPS = {
     "all together": ([3, 2, 1], 6, [[1, 2, 3]]),
@@ -76,22 +77,50 @@ def test_what_is_written_into_a_tensors_bytes_is_in_the_tensor(tensor):
     torch.testing.assert_close(own, other)
 
 
-class Twos:
-    """An engine of two ranks; the other one's gradients are 0, and it reached all."""
+class Counting:
+    """An engine that notes what it is given; the other ranks of `of`, if any, have reached all, by gradients of 0."""
 
-    def __init__(self):
-        self.sent = []
+    rank, size = 0, 1
+
+    def __init__(self, of=1):
+        self.sent, self.of = [], of
 
     def bucket_bytes(self):
         return 16
 
     def average(self, tensor, name):
         self.sent.append(name)
-        return lambda: tensor.div_(2)
+        return lambda: tensor.div_(self.of)
+
+
+def test_gradients_are_sent_with_the_last_backward_alone():
+    model, engine = torch.nn.Linear(4, 1), Counting()
+    averager = LoopAverager(model, engine, "none")
+    with averager.pause(True):
+        model(torch.ones(2, 4)).sum().backward()
+    assert engine.sent == []
+    model(torch.ones(2, 4)).sum().backward()
+    assert engine.sent == [*(f"hvdtrain.gradients.{number}" for number in range(3)), "hvdtrain.leaving"]
+    assert model.bias.grad.item() == 4
+    averager.close()
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(engine.sent) == 4
+
+
+def test_what_another_rank_alone_reached_is_added_to_the_gradient_that_was_there():
+    model, engine = torch.nn.Linear(4, 1), Counting()
+    others = [torch.ones(1), torch.full([4], 3.0), torch.ones(2)]  # the bias, the weight, whether they were reached
+    engine.average = lambda mine, name: lambda: mine.add_(others[int(name[-1])].view_as(mine)).div_(2)
+    averager = Averager(model, engine, "none")
+    model.weight.grad = torch.ones(1, 4)
+    model.bias.sum().backward()
+    assert model.weight.grad.tolist() == [[2.0] * 4]
+    assert model.bias.grad.item() == 1
+    averager.close()
 
 
 def test_a_parameter_that_begins_to_learn_is_averaged():
-    model, engine = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), Twos()
+    model, engine = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), Counting(of=2)
     model[0].requires_grad_(False)
     averager = Averager(model, engine, "none")
     model(torch.ones(1, 8)).sum().backward()
@@ -107,10 +136,7 @@ def test_a_parameter_that_begins_to_learn_is_averaged():
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_sparse_gradient_is_refused(hidden):
-    model, message = (
-        torch.nn.Embedding(3, 2, sparse=not hidden),
-        r"^the gradient of weight is sparse, ranks average dense",
-    )
-    with pytest.raises(RecipeError, match=message):
-        Averager(model, Twos(), "none")
+    model = torch.nn.Embedding(3, 2, sparse=not hidden)
+    with pytest.raises(RecipeError, match=r"^the gradient of weight is sparse, ranks average dense"):
+        Averager(model, Counting(of=2), "none")
         torch.nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()

@@ -197,56 +197,6 @@ def test_other_settings_than_the_runs_first_are_named(now, began, kinds, values)
     assert difference(made(**now), {}) is None
 
 
-class Counting:
-    """An engine that counts what it is given."""
-
-    rank, size = 0, 1
-
-    def __init__(self):
-        self.sent = []
-
-    def bucket_bytes(self):
-        return 16
-
-    def average(self, tensor, name):
-        self.sent.append(name)
-        return lambda: None
-
-
-def test_gradients_are_sent_with_the_last_backward_alone():
-    import torch
-
-    from hvdtrain.torch.own.gradients import LoopAverager
-
-    model, engine = torch.nn.Linear(4, 1), Counting()
-    averager = LoopAverager(model, engine, "none")
-    with averager.pause(True):
-        model(torch.ones(2, 4)).sum().backward()
-    assert engine.sent == []
-    model(torch.ones(2, 4)).sum().backward()
-    assert engine.sent == [*(f"hvdtrain.gradients.{number}" for number in range(3)), "hvdtrain.leaving"]
-    assert model.bias.grad.item() == 4
-    averager.close()
-    model(torch.ones(2, 4)).sum().backward()
-    assert len(engine.sent) == 4
-
-
-def test_what_another_rank_alone_reached_is_added_to_the_gradient_that_was_there():
-    import torch
-
-    from hvdtrain.torch.engines.buckets import Averager
-
-    model, engine = torch.nn.Linear(4, 1), Counting()
-    others = [torch.ones(1), torch.full([4], 3.0), torch.ones(2)]  # the bias, the weight, whether they were reached
-    engine.average = lambda mine, name: lambda: mine.add_(others[int(name[-1])].view_as(mine)).div_(2)
-    averager = Averager(model, engine, "none")
-    model.weight.grad = torch.ones(1, 4)
-    model.bias.sum().backward()
-    assert model.weight.grad.tolist() == [[2.0] * 4]
-    assert model.bias.grad.item() == 1
-    averager.close()
-
-
 @pytest.mark.parametrize("name", ["OwnEngineSettings", "OwnIntervals"])
 def test_without_a_recipe_its_defaults_hold(name):
     for field in dataclasses.fields(getattr(settings, name)):
