@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs test test-all cluster-test minicluster check docs pins horovod clean
+.PHONY: train labs bench test test-all cluster-test minicluster check docs pins horovod clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -17,6 +17,10 @@ train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 
 labs: horovod .venv/labs  ## the notebooks, in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
+
+bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and its step beside a hand-written loop's
+	$(BIN)/python tests/benchmarks/checkpoint.py
+	$(BIN)/python -m hvdtrain bench overhead
 
 test: horovod  ## what matters, on real ranks in both frameworks: ten to twenty minutes on two cores
 	$(PYTEST) -m 'not cluster and not slow' $(PYTEST_FLAGS)

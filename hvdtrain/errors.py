@@ -12,6 +12,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
 ├── BuildError                 Horovod could not be built or did not prove itself
 ├── EngineUnavailable          a collective library, or a compiler, is not installed
 ├── WorldError                 the launcher and the collective library disagree about the number of ranks
+├── AgreementError             the ranks have not the same data, code, recipe or settings
 ├── DeviceError                the visible GPUs do not fit the ranks
 ├── LabError                   a learner's mistake in a lab, explained; its text may have several lines
 ├── LoopError                  a loop of one's own would not train its ranks as one
@@ -80,6 +81,12 @@ class EngineUnavailable(HvdtrainError):
 
 class WorldError(HvdtrainError):
     """The launcher and the collective library disagree about the number of ranks."""
+
+    everywhere = True
+
+
+class AgreementError(HvdtrainError):
+    """The ranks have not the same data, code, recipe or settings."""
 
     everywhere = True
 

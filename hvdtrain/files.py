@@ -15,11 +15,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.errors import RecipeError
+
 LIMIT = 1 << 20
 """Bytes a small file has at most."""
 DEPTH = 20
 DIGITS = 20
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{16}\.tmp")
+
+
+def expanded(path: str, key: str) -> str:
+    """The path with $NAME and ${NAME} of this process's environment, and ~ as the home. Raises RecipeError, naming the
+    `key`, where a variable is not set or empty."""
+
+    def value(found: re.Match[str]) -> str:
+        if text := os.environ.get(found[1] or found[2]):
+            return text
+        unset = RecipeError(f"{key} needs the environment variable {found[0]}, which is not set; export it.")
+        unset.everywhere = False  # another node may have it
+        raise unset
+
+    return with_home(VARIABLE.sub(value, path))
+
+
+def with_home(path: str) -> str:
+    """The path with ~ and ~NAME as the home that they stand for, and as it is where there is none."""
+    return os.path.expanduser(path)  # noqa: PTH111 - Path's own raises there
 
 
 def write(path: Path, text: str) -> None:
@@ -98,9 +120,9 @@ def move(path: Path, to: Path) -> None:
     sync(to.parent)
 
 
-def temporary(path: Path) -> Path:
-    """A hidden name beside `path` that no other process or call uses; `sweep` knows it."""
-    return path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+def temporary(path: Path, token: str = "") -> Path:
+    """A hidden name beside `path` that no other process or call uses, unless with the same token; `sweep` knows it."""
+    return path.with_name(f".{path.name.lstrip('.')}.{token or f'{os.getpid()}-{secrets.token_hex(8)}'}.tmp")
 
 
 def sweep(folder: Path, name: str = "*") -> None:

@@ -1,6 +1,10 @@
-"""Ctrl-C without a traceback, whenever it comes: the first ends what runs in order, a second at once."""
+"""Ctrl-C without a traceback, whenever it comes: the first ends what runs in order, a second at once.
+
+Nor is there one where the reader of stdout leaves, as `head` does: the program does all that it was started for.
+"""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -13,10 +17,27 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def listen() -> None:
     """To be called before slow imports. Where Ctrl-C is ignored, as behind nohup, it stays so."""
+    if isinstance(out := sys.stdout, io.TextIOWrapper):  # None where it was closed
+        raw = _Output(out.fileno(), "w", closefd=False)
+        buffer: Any = raw if out.write_through else io.BufferedWriter(raw)
+        sys.stdout = io.TextIOWrapper(
+            buffer, out.encoding, out.errors, None, out.line_buffering, write_through=out.write_through
+        )
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _first)
         sys.excepthook = _quiet
         sys.unraisablehook = _quiet_at_the_end
+
+
+class _Output(io.FileIO):
+    """Discards what nobody reads any more."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self.fileno())
+            return len(content)
 
 
 @contextlib.contextmanager

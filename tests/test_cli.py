@@ -1,10 +1,17 @@
 """The command lines in processes of their own: help, flags, errors on stderr, exit codes, which rank reports."""
 
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from core_fixtures import LAUNCHERS
+from images import write_tree
+from paths import REPOSITORY
+from ranks import lacking
 from refusals import refusal
 
 from hvdtrain import __version__
@@ -162,6 +169,65 @@ def test_refused_commands(argv, err, command):
     done = command(argv)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(err, done.stderr), done.stderr
+
+
+def unread(folder, *argv, unbuffered=""):
+    """Exit code and stderr of a command whose stdout nobody reads, as behind `| head -0`."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, *argv],
+        env={**clean, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": unbuffered},
+        cwd=folder,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    return done.returncode, done.stderr
+
+
+UNREAD = {
+    "help": (["--help"], 0),
+    "nothing": ([], 2),
+    "version": (["--version"], 0),
+    "plan": (["plan", "linear"], 0),
+    "plan's help": (["plan", "--help"], 0),
+    "a flag's help": (["plan", "linear", "--help"], 0),
+    "doctor": (["doctor", "--help"], 0),
+}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(("argv", "code"), UNREAD.values(), ids=UNREAD)
+def test_a_command_whose_reader_leaves_ends_as_ever(tmp_path, argv, code, unbuffered):
+    assert unread(tmp_path, "-m", "hvdtrain", *argv, unbuffered=unbuffered) == (code, "")
+
+
+def test_a_command_whose_reader_leaves_does_its_work(tmp_path):
+    write_tree(tmp_path / "tree", 1, 1)
+    assert unread(tmp_path, "-m", "hvdtrain", "pack", "tree", "dest") == (0, "")
+    assert (tmp_path / "dest" / "index.npz").exists()
+
+
+@pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
+def test_a_run_whose_reader_leaves_trains_on(tmp_path):
+    argv = ["-m", "hvdtrain.torch", "linear", "--output", "mine", "--max-steps", "20", "--tracker", "none"]
+    assert unread(tmp_path, *argv) == (0, "")
+    status = json.loads((tmp_path / "mine" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 20)
+
+
+def test_output_is_expanded_and_a_variable_that_is_not_set_refused(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/ada")
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    _, options = parse_run(PROG, ["linear", "--output", "${SCRATCH}/a"])
+    assert options.output == Path("/scratch/ada/a")
+    assert refusal(RecipeError, parse_run, PROG, ["linear", "--output", "$NO_SUCH/a"]) == (
+        "--output needs the environment variable $NO_SUCH, which is not set; export it."
+    )
 
 
 def test_the_plan_of_four_ranks(warm_python):

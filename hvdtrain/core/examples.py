@@ -7,12 +7,15 @@ epoch, index), so that 1 rank and N ranks draw alike: `random`, `numpy.random`, 
 
 import contextlib
 import inspect
+import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from hvdtrain.core import imports
@@ -23,6 +26,10 @@ from hvdtrain.untrusted import one_line
 
 DRAWS = 3
 """Uniform numbers that a sample's seed is made of: 24 bits of each."""
+LISTS = {"targets", "labels", "indices"}
+"""Attributes of a data set whose numbers are of its examples."""
+MOST_ROWS = 64
+"""Of an array, that a digest is of."""
 CHECKED = 2
 """Samples that are read twice, to see that they come out alike."""
 
@@ -52,7 +59,9 @@ def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Datase
         split(one, f"dataset {path}, {name}")
         for one, name in zip(made, ("training set", "validation set"), strict=True)
     )
-    return Dataset(path, train, valid, None, (), (), (), draws=DRAWS, items=getattr(train, "items", ()))
+    return Dataset(
+        path, train, valid, None, (), (), (), draws=DRAWS, items=getattr(train, "items", ()), names=train.names
+    )
 
 
 class Examples:
@@ -92,6 +101,22 @@ class Examples:
             return self.collate(samples)
         except Exception as error:
             raise DataError(self._unequal(indices, samples) or f"{self.name}: {imports.reason(error)}") from error
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its classes, as torchvision's data sets have them; () where it has none."""
+        names = getattr(getattr(self.dataset, "dataset", self.dataset), "classes", ())
+        return tuple(names) if isinstance(names, list | tuple) and all(isinstance(n, str) for n in names) else ()
+
+    def digest(self) -> str:
+        """Of what can be seen without computing samples: how many, its lists of files and labels, some rows of its
+        arrays. Files are named without the folders above their own."""
+        return digest_of(self.dataset, len(self.dataset))
+
+    def contents(self) -> dict[str, Any]:
+        """What must be the same on all ranks, and when a run is resumed; JSON values by name."""
+        names = {"class names": list(self.names)} if self.names else {}
+        return {"examples": len(self), **names, "list of examples": self.digest()}
 
     def check_repeatable(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> None:
         """Reads the first samples twice, then with another's seed. Raises DataError where one comes out otherwise the
@@ -181,6 +206,38 @@ class Examples:
         )
 
     alike = "make them alike"
+
+
+def digest_of(dataset: Any, length: int) -> str:
+    """See `Examples.digest`: of what an object holds, or of arrays themselves."""
+    digest, held = xxhash.xxh3_64(str(length).encode()), getattr(dataset, "__dict__", {"": dataset})
+    for name in sorted(held):
+        items = held[name] if isinstance(held[name], tuple | list) else (held[name],)
+        first: Any = items[0] if items else None
+        if hasattr(first, "shape"):
+            digest.update("".join(map(_rows, items)).encode())
+        elif len(items) == length and (name in LISTS or isinstance(first, str | PathLike | tuple)):
+            digest.update(_listed(items).encode(errors="surrogateescape"))
+        elif hasattr(first, "__len__") and name == "dataset":  # of a Subset and its like
+            digest.update(digest_of(first, len(first)).encode())
+    return str(digest.hexdigest())
+
+
+def _rows(array: Any) -> str:
+    """Shape, type and a digest of some rows of an array of any library's."""
+    about = f"{shape_text(array)} "
+    with contextlib.suppress(Exception):  # on a GPU, or what is no array
+        rows = np.unique(np.linspace(0, len(array) - 1, MOST_ROWS).astype(np.int64))
+        about += str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array[rows]).tobytes()))
+    return about
+
+
+def _listed(items: Sequence[Any]) -> str:
+    """The entries of a list of examples, each a number, a file, or a tuple of such; files from where they differ."""
+    columns = [items] if not isinstance(items[0], tuple) else zip(*items, strict=False)
+    texts = [[str(each) for each in column] for column in columns if isinstance(column[0], int | str | PathLike)]
+    begins = [len(os.path.commonprefix([min(column), max(column)])) for column in texts]  # noqa: RUF071 - or none
+    return "\n".join("\n".join(each[begin:] for each in column) for begin, column in zip(begins, texts, strict=True))
 
 
 def seeds_of(draws: NDArray[np.float32]) -> list[int]:

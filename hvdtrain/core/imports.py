@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import inspect
-import os
 import re
 import sys
 import sysconfig
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import interrupts
+from hvdtrain import files, interrupts
 from hvdtrain.core.own_code import IMPORT_PATH
 from hvdtrain.core.wording import closest, nearest
 from hvdtrain.errors import RecipeError
@@ -124,17 +123,9 @@ def expanded(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: _expanded(value, f"{key} {name}") for name, value in arguments.items()}
 
 
-def with_home(path: str) -> str:
-    """The path with ~ and ~NAME as the home that they stand for, and as it is where there is none."""
-    return os.path.expanduser(path)  # noqa: PTH111 - Path's own raises there
-
-
 def _expanded(value: Any, where: str) -> Any:
     if isinstance(value, str):
-        text = with_home(os.path.expandvars(value))
-        if unset := re.search(r"\$(\w+|\{\w+\})", text):
-            raise RecipeError(f"{where} needs the environment variable {unset[0]}, which is not set; export it.")
-        return text
+        return files.expanded(value, where)
     if isinstance(value, list):
         return [_expanded(each, where) for each in value]
     if isinstance(value, dict):

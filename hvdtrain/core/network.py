@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,11 +15,10 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import EngineUnavailable
 
-# He et al. 2016 as torchvision builds it (no convolution bias): everything but the classifier.
-RESNET50_BODY = 23_508_032
-RESNET50_FEATURES = 2048
-RESNET50_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
-"""Of each stage, how many bottlenecks and how wide."""
+RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
+"""Of each stage, how many bottlenecks: He et al. 2016, arXiv:1512.03385, table 1, as torchvision builds them (no
+convolution has a bias)."""
+Shape = tuple[int, ...]
 LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
@@ -46,18 +46,18 @@ def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
 
 
 def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
-    """The recipe's network in that framework, which is loaded for any but linear and resnet50.
+    """The recipe's network in that framework, which is loaded for any but MODELS.
 
     Raises RecipeError, and EngineUnavailable where the framework is missing.
     """
     own_code.check_framework(recipe.model, framework)
     if recipe.model == "linear":
         return Network(2, has_batch_norm=False, flops=2)
-    if recipe.model == "resnet50":
+    if recipe.model in RESNETS:
         classes = dataset.classes or 0
-        parameters = RESNET50_BODY + (RESNET50_FEATURES + 1) * classes
+        parameters = sum(math.prod(shape) for shape in weights(recipe.model, classes)[0].values())
         side = dataset.sample_shape[0] if dataset.sample_shape else None
-        flops = resnet50_flops(recipe.stem, side, classes) if side else None
+        flops = resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
         return Network(parameters, has_batch_norm=True, flops=flops)
     assert recipe.model not in MODELS
     return _module(framework, "networks", recipe).count(recipe, dataset)  # type: ignore[no-any-return]
@@ -78,20 +78,45 @@ def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> st
     return _module(framework, "flops", recipe).lr_groups(recipe, dataset, lr)  # type: ignore[no-any-return]
 
 
-def resnet50_flops(stem: str, side: int, classes: int) -> int:
+def resnet_flops(model: str, stem: str, side: int, classes: int) -> int:
     """Of one image of that side, in pixels: convolutions and classifier, forward, a multiply-add as 2."""
-    side = side if stem == "cifar" else math.ceil(side / 2)
-    weights = [(49 * 3 * 64, side)]
-    """Of each convolution: how many, and the side of its output."""
-    side = side if stem == "cifar" else math.ceil(side / 2)
+    convolutions = [(shape, out) for _, _, shape, out in _convolutions(model, stem, side)]
+    features = convolutions[-1][0][0]
+    return 2 * (sum(math.prod(shape) * out**2 for shape, out in convolutions) + features * classes)
+
+
+def weights(model: str, classes: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """What a checkpoint holds of one of MODELS, by PyTorch's names: shapes of what is trained, and of BatchNorm's
+    statistics."""
+    if model == "linear":
+        return {"weight": (1, 1), "bias": (1,)}, {}
+    trained, statistics, shape = dict[str, Shape](), dict[str, Shape](), Shape()
+    for convolution, norm, shape, _ in _convolutions(model):
+        trained |= {f"{convolution}.weight": shape, f"{norm}.weight": shape[:1], f"{norm}.bias": shape[:1]}
+        statistics |= {f"{norm}.running_mean": shape[:1], f"{norm}.running_var": shape[:1]}
+        statistics[f"{norm}.num_batches_tracked"] = ()
+    return trained | {"fc.weight": (classes, shape[0]), "fc.bias": (classes,)}, statistics
+
+
+def _convolutions(model: str, stem: str = "imagenet", side: int = 0) -> Iterator[tuple[str, str, Shape, int]]:
+    """Of each convolution of a ResNet: its name, the BatchNorm's behind it, its shape [out, in, height, width], and the
+    side of its output for images of that side, in pixels."""
+    halved = 1 if stem == "cifar" and model == "resnet50" else 2
+    side = math.ceil(side / halved)
+    yield "conv1", "bn1", (64, 3, 7, 7), side
+    side = math.ceil(side / halved)
     channels = 64
-    for stage, (blocks, width) in enumerate(RESNET50_STAGES):
+    for stage, blocks in enumerate(RESNETS[model]):
+        width = 64 << stage
         for block in range(blocks):
-            first, side = side, math.ceil(side / 2) if stage and not block else side
-            weights += [(channels * width, first), (9 * width**2, side), (4 * width**2, side)]
-            weights += [] if block else [(channels * 4 * width, side)]
+            name = f"layer{stage + 1}.{block}"
+            before, side = side, math.ceil(side / 2) if stage and not block else side
+            yield f"{name}.conv1", f"{name}.bn1", (width, channels, 1, 1), before
+            yield f"{name}.conv2", f"{name}.bn2", (width, width, 3, 3), side
+            yield f"{name}.conv3", f"{name}.bn3", (4 * width, width, 1, 1), side
+            if not block:
+                yield f"{name}.downsample.0", f"{name}.downsample.1", (4 * width, channels, 1, 1), side
             channels = 4 * width
-    return 2 * (sum(count * out**2 for count, out in weights) + channels * classes)
 
 
 def _module(framework: str, name: str, recipe: Recipe) -> Any:

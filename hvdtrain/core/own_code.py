@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Literal
 
 from hvdtrain import datasets
 from hvdtrain.core.wording import nearest
-from hvdtrain.errors import RecipeError
+from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.untrusted import quoted
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
 
 IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
-MODELS = ("linear", "resnet50")
+MODELS = ("linear", "resnet50", "resnet101")
+"""hvdtrain's own, the same in both frameworks."""
 NAMED = {
-    "resnet101": {"torch": "torchvision:resnet101", "tensorflow": "keras.applications:ResNet101"},
     "inception_v3": {"torch": "torchvision:inception_v3", "tensorflow": "hvdtrain.tensorflow.inception:inception_v3"},
     "vgg16": {"torch": "torchvision:vgg16", "tensorflow": "keras.applications:VGG16"},
 }
@@ -61,6 +61,19 @@ def check_framework(model: str, framework: str) -> None:
     if library == "tensorflow" and framework == "torch":
         raise RecipeError(
             f"model {model} is TensorFlow's, this run is PyTorch's; take one of torchvision, as torchvision:resnet101."
+        )
+
+
+def check_labels(r: "Recipe", outputs: int, least: int, most: int, classes: str = "") -> None:
+    """Raises DataError where labels from `least` to `most` are not all outputs of the network, and RecipeError where
+    they are of that many `classes`, as "4 classes"."""
+    if least < 0 or most >= outputs:
+        wrong = least if least < 0 else most
+        names = (f"model_args {name}={most + 1}" for name, value in r.model_args.items() if value == outputs)
+        more = f", or give {next(names, f'it {most + 1} outputs')}" if most >= outputs else ""
+        raise (RecipeError if classes else DataError)(
+            f"model {r.model} gives {outputs} outputs, dataset {r.dataset} has {classes or f'label {wrong}'}: labels "
+            f"must be 0 to {outputs - 1} (PyTorch leaves out -100); change them{more}."
         )
 
 

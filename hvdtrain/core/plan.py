@@ -44,6 +44,8 @@ class Plan:
     """Training examples in each shard, where ranks read shard after shard; () where the whole set is shuffled."""
     items: tuple[int, ...] = ()
     """Training examples in each item, where a data set computes them item by item; () elsewhere."""
+    left_out: str = ""
+    """A line on the files of the data that are not read; "" where there are none."""
 
     @property
     def peak_lr(self) -> float:
@@ -88,7 +90,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers, without the recipe (which has a file of its own)."""
         numbers = asdict(self)
-        del numbers["recipe"], numbers["shards"], numbers["items"]
+        for key in ("recipe", "shards", "items", "left_out"):
+            del numbers[key]
         return {
             **numbers,
             "gradient_bytes": self.gradient_bytes,
@@ -105,16 +108,17 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a reader: every number with where it comes from."""
         r = self.recipe
-        left_out = self.train_examples - self.steps_per_epoch * self.global_batch
+        rest = self.train_examples - self.steps_per_epoch * self.global_batch
         micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
         capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
         return [
             f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
             f"{self.train_examples:,} examples to train, {_counted(self.valid_examples, 'to validate')}",
+            *([f"data        {self.left_out}"] if self.left_out else []),
             *([f"arguments   {given}"] if (given := self._arguments()) else []),
             f"batch       {self.global_batch} = {self.size} ranks x {self._local_batches()}{micro}",
             f"steps       {self.steps_per_epoch} an epoch"
-            + (f" ({left_out} examples left out, others each epoch)" if left_out else "")
+            + (f" ({rest} examples left out, others each epoch)" if rest else "")
             + f", {r.epochs} epochs, {self.total_steps} in all{capped}",
             f"LR          {self._lr_line()}",
             f"precision   {r.precision}" + (f"; {self._gradients_text()}" if self.parameters else ""),
@@ -229,6 +233,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         draws=dataset.draws,
         shards=dataset.shards,
         items=dataset.items,
+        left_out=dataset.left_out,
     )
 
 

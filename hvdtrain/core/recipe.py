@@ -18,12 +18,12 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from hvdtrain import datasets
 from hvdtrain.core import optimizer_rules, own_code
 from hvdtrain.core.arguments import Arguments
-from hvdtrain.core.imports import with_home
 from hvdtrain.core.interval import Every
 from hvdtrain.core.own_code import LOSSES, is_path
 from hvdtrain.core.settings import MTBF
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
+from hvdtrain.files import expanded, with_home
 from hvdtrain.untrusted import printable, quoted, read_bytes
 
 # A recipe file may be somebody else's: what is read of it is bounded, so that none takes longer than half a second.
@@ -46,6 +46,11 @@ Folder = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(w
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Figures = Annotated[dict[Text, Annotated[float, Field(strict=True)]], Field(max_length=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
+
+
+def expanding(key: str) -> AfterValidator:
+    """Of a flag's path: as `files.expanded` has it."""
+    return AfterValidator(lambda path: Path(expanded(str(path), key)))
 
 
 class Recipe(BaseModel):
@@ -194,6 +199,14 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def located(recipe: Recipe) -> Recipe:
+    """With its folders as this process's environment has them; the recipe itself keeps $NAME, which differs from node
+    to node and from job to job. Raises RecipeError where a variable is not set."""
+    folders = {"data_dir": recipe.data_dir, "cache_dir": recipe.cache_dir}
+    found = {key: Path(expanded(str(path), key)) for key, path in folders.items() if path}
+    return recipe.model_copy(update=found)
+
+
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load` reads back to an equal recipe."""
     text = io.StringIO()
@@ -268,7 +281,7 @@ def _text(file: str) -> str:
             )
         return (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8")
     try:
-        return read_bytes(Path(file), MOST_BYTES).decode()
+        return read_bytes(Path(expanded(file, f"recipe file {file}")), MOST_BYTES).decode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None

@@ -3,9 +3,10 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from hvdtrain.errors import DataError
@@ -19,7 +20,10 @@ SHOWN = 200
 
 
 class Split(Protocol):
-    """Samples read by index, from any thread, and from other processes after pickling."""
+    """Samples read by index, from any thread, and from other processes after pickling.
+
+    Where it has a method `digest() -> str`, as the built-in ones do, that is of the list of its samples in their order.
+    """
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -53,6 +57,18 @@ class Dataset:
     """The training samples in each item, where they are computed item by item; () elsewhere."""
     draws: int = DRAWS
     """How many uniform numbers its augmentation is given for each sample."""
+    names: tuple[str, ...] = ()
+    """The classes' names by label; () where they have none."""
+    left_out: str = ""
+    """A line on the files that are not read; "" where there are none."""
+
+    def contents(self) -> dict[str, Any]:
+        """What must be the same wherever and whenever the run reads it, as JSON's values by name."""
+        splits = {"training": self.train, "validation": self.valid}
+        digests = {f"{kind} list": split.digest() for kind, split in splits.items() if hasattr(split, "digest")}
+        counts = {f"{kind} examples": len(split) for kind, split in splits.items()}
+        names = {"class names": list(self.names)} if self.names else {}
+        return {**counts, "classes": self.classes, **names, **digests}
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +84,22 @@ class Arrays:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         return self.x[indices], self.y[indices]
 
+    def digest(self) -> str:
+        return digest(self.x, self.y)
+
 
 def is_read_at_once(split: Split, batch: int) -> bool:
     """Whether so many of the split's examples are read sooner than a thread is woken to read them ahead."""
     return isinstance(split, Arrays) and split.x[:batch].nbytes <= SMALL
+
+
+def digest(*arrays: np.ndarray) -> str:
+    """64 bits, in hex, of the arrays' types, shapes and values."""
+    found = xxhash.xxh3_64()
+    for array in arrays:
+        found.update(f"{array.dtype.str} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 def sha256(path: Path) -> str:

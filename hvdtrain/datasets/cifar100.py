@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.datasets.base import Dataset
+from hvdtrain.datasets.base import Dataset, digest
 from hvdtrain.datasets.download import default_data_dir, download_cifar100
 from hvdtrain.datasets.pickles import read_batch
 from hvdtrain.errors import DataError
@@ -42,6 +42,9 @@ class Cifar:
         else:
             images = self._augmented(indices, draws)
         return images, self.labels[indices]
+
+    def digest(self) -> str:
+        return digest(self.pixels, self.labels)
 
     def _augmented(self, indices: NDArray[np.int64], draws: NDArray[np.float32]) -> NDArray[np.uint8]:
         pixel, inside = source_pixels(draws)

@@ -4,6 +4,7 @@ Boxes and flips are ours, drawn as for Pillow, so that pixels differ by rounding
 """
 
 import os
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.datasets.imagenet import Encoded, opened, random_part
+from hvdtrain.datasets.base import SHOWN
+from hvdtrain.datasets.imagenet import BadImage, Encoded, opened, random_part
 from hvdtrain.errors import EngineUnavailable
+from hvdtrain.untrusted import one_line
 
-MODES = ("RGB", "L")
+FORMATS, MODES = ("JPEG", "MPO"), ("RGB", "L")
 FED = ("encoded", "corner", "size", "is_flipped")
 """The JPEG's bytes, its box's left upper corner and size as (x, y), and if it is flipped."""
 
@@ -25,21 +28,32 @@ class _Pipeline:
     def __init__(self) -> None:
         self._lock, self._largest = threading.Lock(), 0
         self._built: Any = None
+        self._is_reported = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Pipeline, ()
 
-    def run(self, inputs: list[tuple[np.ndarray, ...]], crop: int) -> NDArray[np.uint8]:
-        """[n, crop, crop, 3]. Raises RuntimeError where DALI cannot decode one of them."""
+    def run(self, inputs: list[tuple[np.ndarray, ...]], crop: int) -> list[NDArray[np.uint8] | None]:
+        """Each [crop, crop, 3], or None where DALI cannot decode it."""
+        if not inputs:
+            return []
         with self._lock:
             if self._built is None or len(inputs) > self._largest:
                 self._built, self._largest = _build(len(inputs), crop), len(inputs)
             try:
                 (images,) = self._built.run(**dict(zip(FED, map(list, zip(*inputs, strict=True)), strict=True)))
-                return np.array(images.as_array())
-            except RuntimeError:
+                return list(np.array(images.as_array()))
+            except RuntimeError as error:
                 self._built = None  # after an error it stays as it is
-                raise
+                self.report(one_line(error, SHOWN))
+        half = len(inputs) // 2
+        return [*self.run(inputs[:half], crop), *self.run(inputs[half:], crop)] if half else [None]
+
+    def report(self, reason: str) -> None:
+        """Once in a process, why an image is left to Pillow."""
+        if not self._is_reported:
+            print(f"decoder dali leaves images to Pillow, here the first: {reason}", file=sys.stderr, flush=True)
+        self._is_reported = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,25 +70,33 @@ class Dali:
         if draws is None:
             return self.split.read(indices, None)
         inputs = [self._inputs(int(index), numbers) for index, numbers in zip(indices, draws, strict=True)]
-        usual = np.array([one is not None for one in inputs])
+        images = iter(self._pipeline.run([one for one in inputs if one], self.split.crop))
         x = np.empty((len(indices), self.split.crop, self.split.crop, 3), np.uint8)
-        if usual.any():
-            try:
-                x[usual] = self._pipeline.run([one for one in inputs if one], self.split.crop)
-            except RuntimeError:  # Pillow reads more, or names the damaged image
-                usual[:] = False
-        if not usual.all():
-            x[~usual] = self.split.read(indices[~usual], draws[~usual])[0]
+        others = []
+        for number, one in enumerate(inputs):
+            if one and (image := next(images)) is not None:
+                x[number] = image
+            else:
+                others.append(number)
+        if others:
+            x[others] = self.split.read(indices[others], draws[others])[0]
         return x, self.split.labels[indices]
+
+    def digest(self) -> str:
+        return self.split.digest()
 
     def _inputs(self, index: int, draws: NDArray[np.float32]) -> tuple[np.ndarray, ...] | None:
         """The values of FED for the pipeline; None for an image that Pillow decodes."""
-        with self.split.as_data_error(index):
-            encoded = self.split.encoded(index)
-            with opened(encoded) as image:
-                if image.format != "JPEG" or image.mode not in MODES:
-                    return None
-                (left, upper, right, lower), is_flipped = random_part(draws, *image.size)
+        try:
+            with self.split.as_data_error(index):
+                encoded = self.split.encoded(index)
+                with opened(encoded) as image:
+                    if image.format not in FORMATS or image.mode not in MODES:
+                        self._pipeline.report(f"{image.format} of mode {image.mode}")
+                        return None
+                    (left, upper, right, lower), is_flipped = random_part(draws, *image.size)
+        except BadImage:  # Pillow's reader names all of a batch
+            return None
         corner, size = np.array([left, upper], np.int32), np.array([right - left, lower - upper], np.int32)
         return np.frombuffer(encoded, np.uint8), corner, size, np.array(is_flipped, np.int32)
 
@@ -85,12 +107,18 @@ def _build(batch: int, crop: int) -> Any:
     @pipeline_def(batch_size=batch, num_threads=len(os.sched_getaffinity(0)), device_id=None, prefetch_queue_depth=1)
     def pipeline() -> Any:
         encoded, corner, size, is_flipped = (fn.external_source(name=name) for name in FED)
-        cropped = fn.decoders.image_slice(encoded, start=corner, shape=size, axis_names="WH", output_type=types.RGB)
+        cropped = fn.decoders.image_slice(
+            encoded, start=corner, shape=size, axis_names="WH", output_type=types.RGB, adjust_orientation=False
+        )
         resized = fn.resize(cropped, size=[crop, crop], interp_type=types.INTERP_LINEAR, antialias=True)
         return fn.flip(resized, horizontal=is_flipped)
 
-    built = pipeline()
-    built.build()
+    try:
+        built = pipeline()
+        built.build()
+    except RuntimeError as error:
+        remedy = "install what it names, or take decoder pillow"
+        raise EngineUnavailable(f"decoder dali cannot start ({one_line(error)}); {remedy}.") from None
     return built
 
 
@@ -107,12 +135,3 @@ def _dali() -> tuple[Any, Any, Any]:
 def check() -> None:
     """Raises EngineUnavailable where DALI is not installed."""
     _dali()
-
-
-def is_installed() -> bool:
-    """Whether `check` finds DALI."""
-    try:
-        check()
-    except EngineUnavailable:
-        return False
-    return True

@@ -4,10 +4,12 @@ Augmented as ResNet is usually trained: a random part resized (torchvision's Ran
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,33 +21,57 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from hvdtrain import files
-from hvdtrain.datasets.base import SHOWN, Dataset, require_positive
+from hvdtrain.datasets import folders
+from hvdtrain.datasets.base import SHOWN, Dataset, digest, require_positive
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-SUFFIXES = (".jpeg", ".jpg", ".png")
 AREA = (0.08, 1.0)
 LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 TRIES = 10
-FORMATS = ("JPEG", "PNG")
-"""Some of ImageNet's .JPEG files are PNG. Whatever the suffix, Pillow would take an EPS too, and start Ghostscript."""
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+"""Some of ImageNet's .JPEG files are PNG. Whatever the suffix, Pillow would take an EPS too, and start Ghostscript.
+
+An MPO is a JPEG to it."""
 MOST_BYTES = 1 << 27
 """In one image's file; ImageNet's largest holds 15 MB."""
 MOST_PIXELS = 1 << 26
 """In one image, also once it is resized: 268 MB in memory."""
 MOST_SCANS = 50
 """In a progressive JPEG, where ten are usual: each costs a pass over all pixels."""
+SCAN, END = 0xDA, 0xD9
+MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
+"""Of a JPEG, but those that stand alone within the data of a scan."""
+MOST_NAMED = 8
+"""Bad images of one batch."""
 MOST_CLASSES = 100_000
 """Which a file may name: the last layer of a ResNet50 takes .8 GB for so many."""
 Box = tuple[int, int, int, int]
 """Left, upper, right and lower edge, in pixels."""
 
 
+class BadImage(DataError):
+    """An image cannot be read; its arguments are where it lies, and why."""
+
+    def __str__(self) -> str:
+        where, reason = self.args
+        return f"{where} cannot be read as an image ({reason}): fetch it again, or remove it."
+
+
+def together(bad: Sequence[BadImage]) -> DataError:
+    """One error for all of them."""
+    if len(bad) == 1:
+        return DataError(str(bad[0]))
+    named = "; ".join("{} ({})".format(*error.args) for error in bad[:MOST_NAMED])
+    more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
+    return DataError(f"{len(bad)} images cannot be read: {named}{more}: fetch them again, or remove them.")
+
+
 @dataclass(frozen=True, eq=False)
 class Encoded(ABC):
-    """A split of images that lie somewhere as JPEG or PNG, decoded in a few threads."""
+    """A split of images that lie somewhere in one of FORMATS, decoded in a few threads."""
 
     labels: NDArray[np.int64]
     resize: int
@@ -64,16 +90,25 @@ class Encoded(ABC):
     def location(self, index: int) -> str:
         """Where the image lies, for a message."""
 
+    @abstractmethod
+    def digest(self) -> str:
+        """Of the list of images in their order."""
+
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         images = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
-        left = iter(range(len(indices)))
+        left, bad = iter(range(len(indices))), dict[int, BadImage]()
 
         def decode() -> None:
             for number in left:
                 crop = functools.partial(self._cropped, draws=None if draws is None else draws[number])
-                images[number] = self.decoded(int(indices[number]), crop)
+                try:
+                    images[number] = self.decoded(int(indices[number]), crop)
+                except BadImage as error:
+                    bad[number] = error
 
         in_threads(decode)
+        if bad:
+            raise together([bad[number] for number in sorted(bad)])
         return images, self.labels[indices]
 
     def _cropped(self, image: Image.Image, draws: NDArray[np.float32] | None) -> Image.Image:
@@ -82,13 +117,13 @@ class Encoded(ABC):
         return random_crop(image, self.crop, draws)
 
     def decoded(self, index: int, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
-        """The image, prepared. Raises DataError naming its location where it is damaged."""
+        """The image, prepared. Raises BadImage where it is damaged."""
         with self.as_data_error(index), opened(self.encoded(index)) as image:
             return np.asarray(prepare(image))
 
     @contextlib.contextmanager
     def as_data_error(self, index: int) -> Iterator[None]:
-        """Around the reading of an image: whatever is wrong with it is a DataError that names its location."""
+        """Around the reading of an image: whatever is wrong with it is a BadImage."""
         try:
             yield
         except HvdtrainError:
@@ -96,7 +131,7 @@ class Encoded(ABC):
         except Exception as error:  # a damaged image raises nearly any exception there is
             reason = "of no known format" if isinstance(error, UnidentifiedImageError) else one_line(error, SHOWN)
             where = printable(self.location(index), LONGEST_MESSAGE)
-            raise DataError(f"{where} cannot be read as an image ({reason}): fetch it again, or remove it.") from None
+            raise BadImage(where, reason) from None
 
 
 class Names:
@@ -109,13 +144,17 @@ class Names:
     def __getitem__(self, index: int) -> bytes:
         return self._joined[self._ends[index] : self._ends[index + 1]]
 
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The names' bytes, and where each begins and the last ends."""
+        return np.frombuffer(self._joined, np.uint8), self._ends
+
 
 @dataclass(frozen=True, eq=False)
 class Images(Encoded):
     """Image files by number; a million of them take some 30 MB, so that workers get them quickly."""
 
     root: Path
-    names: NDArray[np.bytes_] | Names
+    names: Names
 
     def path(self, index: int) -> Path:
         return self.root / self.classes[self.labels[index]] / os.fsdecode(self.names[index])
@@ -125,6 +164,9 @@ class Images(Encoded):
 
     def location(self, index: int) -> str:
         return str(self.path(index))
+
+    def digest(self) -> str:
+        return digest(*self.names.arrays(), self.labels)
 
 
 def content(path: Path) -> bytes:
@@ -137,11 +179,25 @@ def content(path: Path) -> bytes:
 
 def opened(encoded: bytes) -> Image.Image:
     """The image, not yet decoded. Raises nearly any exception where it is damaged, too large or of other FORMATS."""
-    if encoded.startswith(b"\xff\xd8") and (scans := encoded.count(b"\xff\xda")) > MOST_SCANS:
-        raise ValueError(f"{scans} scans are more than {MOST_SCANS}")
+    if encoded.startswith(b"\xff\xd8") and _has_many_scans(encoded):
+        raise ValueError(f"more than {MOST_SCANS} scans")
     image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     _require_pixels(*image.size)
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        raise ValueError(f"white is no known value of mode {image.mode}: save it with 8 or 16 bits a channel")
     return image
+
+
+def _has_many_scans(jpeg: bytes) -> bool:
+    """Whether there are more than MOST_SCANS up to its end, without those of thumbnails and of a film behind it."""
+    if jpeg.count(b"\xff\xda") <= MOST_SCANS:
+        return False
+    scans, place = 0, 2
+    while scans <= MOST_SCANS and (found := MARKER.search(jpeg, place)) and (marker := found[0][1]) != END:
+        scans += marker == SCAN
+        # A length counts its own two bytes; libjpeg refuses a smaller one.
+        place = found.end() + max(2, int.from_bytes(jpeg[found.end() : found.end() + 2], "big"))
+    return scans > MOST_SCANS
 
 
 def _require_pixels(width: int, height: int) -> None:
@@ -176,22 +232,21 @@ os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
-    """The images under data_dir/train and data_dir/val (or valid), numbered by class and file name.
+    """The images under data_dir/train and data_dir/val (or valid), numbered by class, folder and file name.
 
     Raises DataError where a folder is missing or empty, or the two hold different classes.
     """
     check_sides(train_crop, valid_resize, valid_crop)
     if data_dir is None:
         raise DataError("imagenet needs a data_dir with the folders train/<class> and val/<class>.")
-    train_root, valid_root = _subfolder(data_dir, "train"), _subfolder(data_dir, "val", "valid")
-    classes = _classes(train_root)
-    _require_same_classes(train_root, classes, valid_root, _classes(valid_root))
+    train = folders.find(folders.split_folder(data_dir, "train"))
+    valid = folders.find(folders.split_folder(data_dir, "val", "valid"))
+    folders.require_same_classes(train, valid)
     train_resize = resize_beside(train_crop, valid_resize, valid_crop)
-    return dataset(
-        _images(train_root, classes, train_resize, train_crop),
-        _images(valid_root, classes, valid_resize, valid_crop),
-        len(classes),
+    whole = dataset(
+        _images(train, train_resize, train_crop), _images(valid, valid_resize, valid_crop), len(train.classes)
     )
+    return dataclasses.replace(whole, left_out=folders.left_out(train, valid))
 
 
 def check_sides(train_crop: int, valid_resize: int, valid_crop: int) -> None:
@@ -208,62 +263,13 @@ def resize_beside(train_crop: int, valid_resize: int, valid_crop: int) -> int:
 
 def dataset(train: Encoded, valid: Encoded, classes: int) -> Dataset:
     """The two splits, with ImageNet's mean and standard deviation."""
-    return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD)
+    names = train.classes if len(train.classes) == classes else ()
+    return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD, names=names)
 
 
-def _subfolder(data_dir: Path, *names: str) -> Path:
-    for name in names:
-        if (data_dir / name).is_dir():
-            return data_dir / name
-    wanted = " or ".join(str(data_dir / name) for name in names)
-    raise DataError(f"{wanted} is missing: data_dir must hold the folders train/<class> and val/<class>.")
-
-
-def _classes(root: Path) -> tuple[str, ...]:
-    with _listed(root) as entries:
-        classes = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
-    if not classes:
-        raise DataError(f"{root} holds no class folders: sort its images into {root}/<class>.")
-    return classes
-
-
-def _require_same_classes(train_root: Path, train: tuple[str, ...], valid_root: Path, valid: tuple[str, ...]) -> None:
-    for root, others, lacking in (
-        (valid_root, train_root, set(train) - set(valid)),
-        (train_root, valid_root, set(valid) - set(train)),
-    ):
-        if lacking:
-            some = one_line(", ".join(sorted(lacking)[:3]), SHOWN) + (", ..." if len(lacking) > 3 else "")
-            raise DataError(
-                f"{root} lacks {len(lacking)} of the classes in {others} ({some}): both must hold the same."
-            )
-
-
-def _images(root: Path, classes: tuple[str, ...], resize: int, crop: int) -> Images:
-    names: list[bytes] = []
-    counts = []
-    for name in classes:
-        with _listed(root / name) as entries:
-            images = sorted(os.fsencode(entry.name) for entry in entries if _is_image(entry))
-        if not images:
-            raise DataError(f"{root / name} holds no {', '.join(SUFFIXES)} image: fill it, or remove that class.")
-        names += images
-        counts.append(len(images))
-    return Images(np.repeat(np.arange(len(classes)), counts), resize, crop, classes, root, np.array(names))
-
-
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    # macOS leaves ._NAME.JPEG files in archives.
-    return entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
-
-
-@contextlib.contextmanager
-def _listed(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
-    try:
-        with os.scandir(folder) as entries:
-            yield entries
-    except OSError as error:
-        raise DataError(f"{folder} cannot be listed ({error.strerror}): fix its permissions.") from None
+def _images(found: folders.Found, resize: int, crop: int) -> Images:
+    labels = np.repeat(np.arange(len(found.classes)), found.counts)
+    return Images(labels, resize, crop, found.classes, found.root, Names(found.names))
 
 
 def centre_crop(image: Image.Image, resize: int, crop: int) -> Image.Image:

@@ -1,12 +1,15 @@
 """ImageNet by index files: train_data.pkl and val_data.pkl, each a pickled {path of an image: class}.
 
-Paths are absolute, or relative to the folder of the files. Classes are numbers from 0, or names, which are numbered
-in alphabetical order. A pickle may have Python run anything: only what an index is made of is let through.
+Paths are absolute, relative to the folder of the files, or begin with $NAME/ or ~/. Classes are the numbers 0 to n - 1,
+or names, which are numbered in alphabetical order. A pickle may have Python run anything: only what an index is made of
+is let through.
 """
 
+import contextlib
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,12 +24,20 @@ from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line, quoted
 
 TRAIN, VALID = "train_data.pkl", "val_data.pkl"
-PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}
+PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
+DICTS = {"OrderedDict", "defaultdict"}
+DEFAULTS = {"int", "long", "str"}
+"""What a defaultdict may have been made with."""
 LONGEST = 4096
 """Bytes of a path: longer ones cannot be opened."""
 MOST_AT_ONCE = 1 << 20
 """Bytes of one value; Python writes frames of 64 KiB."""
+MOST_LOOKED_FOR = 1000
+"""Images of a file, spread over it: on a parallel file system a million would take minutes."""
+VARIABLE = re.compile(r"\A(\$\w+|\$\{\w+\}|~)(?=/)", re.ASCII)
+NUMBER = re.compile("[0-9]{1,5}")
 REMEDY = "an index file is a pickled dict {path: class}; write it again."
+PLAIN = "write a dict {str(path): int(number)}, or with str(name) for the number."
 NUMBERED = "must all be names or all numbers from 0"
 
 
@@ -35,7 +46,8 @@ class Listed(Images):
     """Images whose whole paths an index file gives."""
 
     def path(self, index: int) -> Path:
-        return self.root / os.fsdecode(self.names[index])
+        name = os.fsdecode(self.names[index])
+        return self.root / VARIABLE.sub(lambda found: files.expanded(found[0], "an index file"), name)
 
 
 def is_in(data_dir: Path | None) -> bool:
@@ -46,7 +58,8 @@ def is_in(data_dir: Path | None) -> bool:
 def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
     """The images that data_dir/train_data.pkl and data_dir/val_data.pkl name, in the order of the files.
 
-    Raises DataError where a file is missing, damaged or empty, or a class of the second is not in the first.
+    Raises DataError where a file or its images are missing, it is damaged or empty, a class has no image to train with,
+    or a class of the second is not in the first; RecipeError where a path needs a variable that is not set.
     """
     check_sides(train_crop, valid_resize, valid_crop)
     if data_dir is None:
@@ -64,50 +77,109 @@ def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: 
 
 def read(path: Path) -> dict[bytes, int | str]:
     """The index in that file. Raises DataError, and runs nothing, for all that is none."""
+    index: dict[bytes, int | str] = {}
     with pickles.as_data_error(path, REMEDY), files.opened(path) as file:
-        index = _IndexUnpickler(file, MOST_AT_ONCE, encoding="utf-8", errors="surrogateescape").load()
-        if not isinstance(index, dict) or not index:
-            held = "an empty index" if index == {} else f"an object of type {type(index).__name__}"
-            raise DataError(f"{path} holds {held}: {REMEDY}")
-        return dict(_checked(path, index))
+        held = _IndexUnpickler(path, file).load()
+        pairs = list(held.items()) if isinstance(held, dict) else held
+        if not isinstance(pairs, list) or not all(isinstance(each, tuple | list) and len(each) == 2 for each in pairs):
+            raise DataError(f"{path} holds an object of type {type(held).__name__}: {PLAIN}")
+        if not held:
+            raise DataError(f"{path} holds an empty index: {REMEDY}")
+        for image, label in _checked(path, pairs):
+            if image in index:
+                raise DataError(f"{path} names {quoted(os.fsdecode(image))} twice: name each image once.")
+            index[image] = label
+    return index
 
 
-def _checked(path: Path, index: Mapping[Any, Any]) -> Iterator[tuple[bytes, int | str]]:
-    for image, label in index.items():
+def _checked(path: Path, pairs: Iterable[Any]) -> Iterator[tuple[bytes, int | str]]:
+    is_windows = None
+    for image, held in pairs:
+        label = held.number() if isinstance(held, pickles.PickledArray) else held
         if type(image) not in {str, bytes} or type(label) not in {int, str}:
-            held = f"{quoted(image)} with class {quoted(label)}"
-            raise DataError(f"{path} must map paths to classes, got {held}: {REMEDY}")
+            raise DataError(
+                f"{path} must map paths to classes, got {quoted(image)} with class {quoted(label)} of type "
+                f"{type(label).__name__}: {PLAIN}"
+            )
         if isinstance(label, int) and not 0 <= label < MOST_CLASSES:
             rule = f"must be below {MOST_CLASSES:,}" if label > 0 else NUMBERED
-            raise DataError(f"{path}: classes {rule}, got {quoted(label)}: {REMEDY}")
+            raise DataError(f"{path}: classes {rule}, got {quoted(label)}: {PLAIN}")
         if len(encoded := os.fsencode(image)) > LONGEST:
             raise DataError(f"{path} must hold paths of at most {LONGEST} bytes, got {quoted(image)}: {REMEDY}")
+        if b"\\" in encoded:
+            if is_windows is None:  # a file's name on Linux may have one
+                is_windows = not _is_file(path.parent / os.fsdecode(encoded))
+            encoded = encoded.replace(b"\\", b"/") if is_windows else encoded
         yield encoded, label
 
 
-class _IndexUnpickler(pickles.DataUnpickler):
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113 - Path's own raises for a name that is too long
+
+
+class _IndexUnpickler(pickles.ArrayUnpickler):
     kind = "index file"
+    codes = r"\|?([iuf][1248]|b1|[SU][0-9]{1,5})"
+
+    def __init__(self, path: Path, file: Any) -> None:
+        super().__init__(file, MOST_AT_ONCE, encoding="utf-8", errors="surrogateescape")
+        self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "pathlib" and name in PATHS:
-            return self._path
-        return super().find_class(module, name)
+        match module.partition(".")[0], name:
+            case "pathlib", _ if name in PATHS:
+                return self._joined
+            case "numpy", "scalar":
+                return self._scalar
+            case "numpy", "_frombuffer":
+                return lambda content, kind, shape, order: pickles.PickledArray(1, shape, kind, order == "F", content)
+            case "collections", _ if name in DICTS:
+                return lambda *given: next((each for each in given if isinstance(each, dict | list)), {})
+            case "builtins" | "__builtin__", _ if name in DEFAULTS:
+                return name
+        series = ", of which dict(series) makes a dict" if name == "Series" else ""
+        with self._refusing(f"an object of {module}.{name}{series}"):
+            return super().find_class(module, name)
 
-    def _path(self, *parts: str) -> str:
+    def _type(self, code: Any, *_: object) -> Any:
+        with self._refusing(f"an array of kind {quoted(code)}"):
+            return super()._type(code)
+
+    @contextlib.contextmanager
+    def _refusing(self, held: str) -> Iterator[None]:
+        """A file that holds other objects may well be whole."""
+        try:
+            yield
+        except pickle.UnpicklingError:
+            raise DataError(f"{self._path} holds {one_line(held, SHOWN)}: {PLAIN}") from None
+
+    def _joined(self, *parts: str) -> str:
         """Stands for pathlib's classes; text, which no opcode can write to."""
         if len(parts) > LONGEST or sum(map(len, parts)) > LONGEST:
             raise pickle.UnpicklingError(f"a path of more than {LONGEST} characters")
         return self.made(str(PurePosixPath(*parts)))
 
+    def _scalar(self, kind: Any, content: bytes) -> Any:
+        """Stands for NumPy's numbers and text, as Python's."""
+        value = np.frombuffer(content, kind.dtype, 1)[0].item()
+        return self.made(os.fsdecode(value)) if isinstance(value, str | bytes) else value
+
 
 def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
     """Class -> number."""
     found = set(labels)
-    if all(isinstance(label, str) for label in found):
+    names = [label for label in found if isinstance(label, str)]
+    if names and len(names) < len(found):
+        raise DataError(f"{path}: classes {NUMBERED}, got {quoted(names[0])}: {PLAIN}")
+    if not all(isinstance(label, int) or NUMBER.fullmatch(label) for label in found):
         return {label: number for number, label in enumerate(sorted(found, key=str))}
-    if names := [label for label in found if isinstance(label, str)]:
-        raise DataError(f"{path}: classes {NUMBERED}, got {quoted(names[0])}: {REMEDY}")
-    return {label: int(label) for label in sorted(found)}
+    numbers = {label: int(label) for label in sorted(found, key=int)}
+    used = set(numbers.values())
+    if lacking := set(range(max(used))) - used:
+        gap = f"class {min(lacking)} has no image; number them from 0 without gaps, or write names that are no numbers"
+        wrong = "they count from 0; write each less 1" if lacking == {0} else gap
+        raise DataError(f"{path}: classes {min(used)}..{max(used)} for {len(used)} classes: {wrong}.")
+    return numbers
 
 
 def _listed(
@@ -121,5 +193,15 @@ def _listed(
     if unknown := sorted({str(label) for label in index.values() if label not in numbers}):
         some = one_line(", ".join(unknown[:3]), SHOWN)
         raise DataError(f"{path} holds {len(unknown)} classes that {TRAIN} lacks ({some}): both must hold the same.")
+    for start in {os.fsdecode(name).partition("/")[0] for name in index if name[:1] == b"$"}:
+        VARIABLE.sub(lambda found: files.expanded(found[0], str(path)), f"{start}/")
     labels = np.array([numbers[label] for label in index.values()], np.int64)
-    return Listed(labels, resize, crop, classes, path.parent, Names(tuple(index)))
+    listed = Listed(labels, resize, crop, classes, path.parent, Names(tuple(index)))
+    looked_for = np.unique(np.linspace(0, len(listed) - 1, MOST_LOOKED_FOR).astype(int)).tolist()
+    if missing := [number for number in looked_for if not _is_file(listed.path(number))]:
+        raise DataError(
+            f"{path}: {len(missing)} of {len(looked_for)} images that were looked for are not there, the first "
+            f"{quoted(str(listed.path(missing[0])))}: write paths that are absolute, relative to {path.parent}, or "
+            "begin with $NAME/ or ~/."
+        )
+    return listed

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -20,6 +21,7 @@ MOST_BYTES = 1 << 28
 MADE = 16
 """Times its own size, the text that a file may have put together from strings that it repeats."""
 KEYS = {str, bytes, int}
+BYTE_ORDERS = ("<", ">", "|", "=")
 LARGEST_KEY = 60  # bits: up to them each number is its own hash
 OPCODES = (
     "PROTO FRAME STOP MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWFALSE NEWTRUE INT BININT "
@@ -144,60 +146,88 @@ class DataUnpickler(pickle._Unpickler):
 
 
 class _PickledType:
-    """Stands for numpy.dtype, and can only mean bytes.
+    """Stands for numpy.dtype, and can only mean numbers and text of a fixed size.
 
     NumPy's own would take its flags from the file, which lets a forged file pass off bytes as pointers.
     """
 
-    def __init__(self, code: str | bytes, *_: object) -> None:
-        if _text(code) not in ("u1", "|u1"):
-            raise pickle.UnpicklingError(f"an array of {_text(code)!r}, where uint8 is expected")
+    dtype: np.dtype[Any]
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    def set_order(self, order: str) -> None:
+        if order not in BYTE_ORDERS:
+            raise pickle.UnpicklingError("a number of no byte order")
+        self.dtype = np.dtype(order + self._code)
 
 
-class _PickledArray:
+class PickledArray:
     """Stands for numpy.ndarray: keeps the state in the file until all of it was read."""
 
-    state: tuple[int, tuple[int, ...], _PickledType, bool, bytes]
+    state: tuple[Any, ...]
 
-    def array(self) -> NDArray[np.uint8]:
-        _, shape, _, is_fortran, content = self.state
-        return np.frombuffer(content, np.uint8).reshape(shape, order="F" if is_fortran else "C")
+    def __init__(self, *state: Any) -> None:
+        self.state = state
 
+    def array(self) -> NDArray[Any]:
+        _, shape, kind, is_fortran, content = self.state
+        return np.frombuffer(content, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
 
-def _reconstruct(*_: object) -> _PickledArray:
-    return _PickledArray()
-
-
-_STANDINS: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy", "ndarray"): _PickledArray,
-    ("numpy", "dtype"): _PickledType,
-}
+    def number(self) -> Any:
+        """Its one number; the array where it holds several, or text."""
+        array = self.array()
+        return array.item() if array.size == 1 and array.dtype.kind in "iufb" else array
 
 
 def _build(unpickler: Any) -> None:
     """BUILD, for the two stand-ins alone: Python's own would write to the functions and classes of the table above."""
     state = unpickler.stack.pop()
     match unpickler.stack[-1]:
-        case _PickledArray() as array:
+        case PickledArray() as array:
             array.state = state
-        case _PickledType():
-            pass
+        case _PickledType() as kind:
+            kind.set_order(_text(state[1]))
         case other:
             raise pickle.UnpicklingError(f"it sets the state of an object of type {type(other).__name__}")
 
 
-class _BatchUnpickler(DataUnpickler):
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = _Opcodes({**DataUnpickler.dispatch, pickle.BUILD[0]: _build})
-    kind = "CIFAR file"
+class ArrayUnpickler(DataUnpickler):
+    """Makes stand-ins for NumPy's arrays as well."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = _Opcodes(
+        {
+            **DataUnpickler.dispatch,
+            pickle.BUILD[0]: _build,
+            # As bytes: Python's own would claim the memory that is announced, whatever follows.
+            pickle.BYTEARRAY8[0]: _standard("BINBYTES8")[1],
+        }
+    )
+    codes = r"\|?u1"
+    """Of the numbers that an array may be of, as a pattern."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _STANDINS.get((module, name)) or super().find_class(module, name)
+        match module.partition(".")[0], name:
+            case "numpy", "_reconstruct":
+                return lambda *_: PickledArray()
+            case "numpy", "ndarray":
+                return PickledArray
+            case "numpy", "dtype":
+                return self._type
+        return super().find_class(module, name)
+
+    def _type(self, code: str | bytes, *_: object) -> Any:
+        if not re.fullmatch(self.codes, _text(code)):
+            raise pickle.UnpicklingError(f"an array of {_text(code)!r}, where uint8 is expected")
+        return _PickledType(_text(code).lstrip("|"))
+
+
+class _BatchUnpickler(ArrayUnpickler):
+    kind = "CIFAR file"
 
 
 def _plain(value: Any) -> Any:
-    return value.array() if isinstance(value, _PickledArray) else value
+    return value.array() if isinstance(value, PickledArray) else value
 
 
 def _text(value: str | bytes) -> str:

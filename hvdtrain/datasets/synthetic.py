@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.datasets.base import Dataset, require_positive
+from hvdtrain.datasets.base import Dataset, digest, require_positive
 
 POOL = 256
 POOL_BYTES = 2**27  # of large images there are fewer
@@ -28,6 +28,9 @@ class Synthetic:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         entries = indices % len(self.images)
         return self.images[entries], self.labels[entries]
+
+    def digest(self) -> str:
+        return digest(self.images, self.labels, np.array(self.examples))
 
 
 def load(seed: int, image_size: int, classes: int, examples: int) -> Dataset:

@@ -1,6 +1,6 @@
 """How the stack of a rank looks that waits for others in a collective, in every library that a rank may wait in."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +44,14 @@ READERS = (  # of batches: a thread of theirs reads ahead
     ("hvdtrain.keras.global_batches", ANY),
     ("keras.src.trainers.data_adapters", ANY),
 )
+OPERATIONS = (  # of engines and callbacks, each of which matches the same one of other ranks alone
+    *(("hvdtrain.torch.engines", name) for name in ("sum", "broadcast", "gather_rows", "allreduce")),
+    *(("hvdtrain.tensorflow.engines", name) for name in ("sum", "broadcast")),
+    ("hvdtrain.keras.callbacks", "_sum"),
+    ("hvdtrain.keras.ranks", "sum_arrays"),
+    ("hvdtrain.keras.ranks", "broadcast_variables"),
+)
+AVERAGING = (("hvdtrain.torch.engines.buckets", ANY), *FRAMEWORKS)
 LONG = (
     ("hvdtrain.run.loop", "write_checkpoint"),
     ("hvdtrain.torch.trainer", "validate"),
@@ -65,6 +73,12 @@ def place_of(stack: Iterable[Frame], own: Iterable[bool]) -> Place:
         if _is_in(frame, FRAMEWORKS):
             place = "framework"
     return place
+
+
+def operation_of(stack: Sequence[Frame]) -> str:
+    """Of a thread in a collective: which one it waits in; "gradients", or empty where that cannot be seen."""
+    found = next((frame.function for frame in stack if _is_in(frame, OPERATIONS)), "")
+    return found or ("gradients" if any(_is_in(frame, AVERAGING) for frame in stack) else "")
 
 
 def is_long(stack: Iterable[Frame]) -> bool:

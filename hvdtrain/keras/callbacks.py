@@ -1,5 +1,6 @@
 """Keras callbacks that make several ranks' `fit` one training."""
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,12 @@ import tensorflow as tf
 from hvdtrain.core import sharing
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.optimizer import check_called, check_distributed
+from hvdtrain.keras.program import numbers
 from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
-from hvdtrain.run import guard
-from hvdtrain.tensorflow import models
+from hvdtrain.launch.topology import discover
+from hvdtrain.run import agreement, guard
+from hvdtrain.run.agreement import Values, named, of_process
+from hvdtrain.tensorflow import devices, models
 
 Logs = dict[str, Any]
 MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
@@ -58,6 +62,8 @@ class BroadcastCallback(_Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         super().on_train_begin(logs)
         self._sent = self._compared = False
+        fit = {"epochs": self.params["epochs"], "steps an epoch": self.params["steps"]}
+        self._agree(named("training", fit) | of_process(devices.settings(), hvd.rank(), _sum))
         self._send()
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
@@ -77,6 +83,7 @@ class BroadcastCallback(_Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         check_called(self.model.optimizer)
         self._unify()
+        self._agree({"training: epoch": epoch})
 
     def _note(self, line: str) -> None:
         if hvd.rank() == 0:
@@ -88,10 +95,18 @@ class BroadcastCallback(_Callback):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
+        variables = [*self.model.weights, *optimizer.variables]
+        self._agree(named("model", {f"variable {i}": f"{v.dtype} {list(v.shape)}" for i, v in enumerate(variables)}))
         if self._apart:  # of a model that its first batch has built
             self._average()
-        broadcast_variables([*self.model.weights, *optimizer.variables], self.root_rank)
+        broadcast_variables(variables, self.root_rank)
         self._sent = True
+
+    def _agree(self, values: Values) -> None:
+        """Raises AgreementError where ranks have other values, or other numbers of the optimizer's."""
+        if hvd.size() > 1:
+            values = {**values, **named("training", numbers(self.model.optimizer))}
+            agreement.check(values, (hvd.rank(), hvd.size()), discover(os.environ).host, _sum)
 
     def _unify(self) -> None:
         if self._apart:

@@ -193,7 +193,9 @@ class FaultTolerance(BroadcastCallback):
             run = open_own(self.folder, program, "tensorflow", ranks.name, self._intervals, ranks.ending)
             replica = Replica(self.model, engine, self.data.seed if self.data else 0)
             self._hooks = hooks = Hooks(run, replica, extent)
-            program.restore(hooks.resumed_from.get("program", {}), hooks.progress)
+            if news := program.restore(hooks.resumed_from.get("program", {}), hooks.progress):
+                hooks.note(news)
+            hooks.check_extent()
         self.model._initial_epoch = hooks.progress.epoch
         if self.data:
             self.data.position = lambda: hooks.progress

@@ -10,13 +10,14 @@ import tensorflow as tf
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.totals import Totals
-from hvdtrain.errors import LoopError
 from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.run.checkpoint import Checkpoint, Layout
-from hvdtrain.tensorflow import models, networks
+from hvdtrain.run.own import take_data
+from hvdtrain.tensorflow import devices, models, networks
 from hvdtrain.tensorflow.copies import Copies
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.events import EventWriter
+from hvdtrain.tensorflow.state import scalars
 
 
 class NoScaler:
@@ -33,7 +34,7 @@ class State:
 
     def __init__(self, model: keras.Model) -> None:
         self.tensors: dict[str, tf.Variable] = {}
-        self._copies = Copies()
+        self._copies, self._optimizer = Copies(), model.optimizer
         named = [("model", each) for each in model.weights]
         named += [("optimizer", each) for each in model.optimizer.variables]
         for owner, variable in named:
@@ -57,6 +58,15 @@ class State:
 
     def values(self) -> dict[str, Any]:
         return {}
+
+    def numbers(self) -> dict[str, Any]:
+        return {**scalars(self.tensors), **numbers(self._optimizer)}
+
+
+def numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """The settings of a Keras optimizer: its LR now, momentum, betas."""
+    config = optimizer.get_config() | {"learning_rate": float(optimizer.learning_rate)}
+    return {name: value for name, value in config.items() if isinstance(value, bool | int | float | None)}
 
 
 class Replica:
@@ -94,6 +104,9 @@ class Replica:
     def after_first_step(self) -> tuple[str, ...]:
         return ()
 
+    def settings(self) -> dict[str, Any]:
+        return devices.settings()
+
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)  # type: ignore[arg-type]
 
@@ -124,18 +137,12 @@ class Program:
     def metadata(self) -> dict[str, Any]:
         return {"data": self._order}
 
-    def restore(self, meta: Mapping[str, Any], progress: Progress) -> None:
-        """Raises LoopError where a resumed epoch would go on in another order."""
-        if progress.sample and dict(meta["data"]) != self._order:
-            both = meta["data"], self._order
-            began, now = (", ".join(f"{key}={value}" for key, value in of.items()) or "no data" for of in both)
-            raise LoopError(
-                f"this epoch began with {began}, got {now}; the data can change only between epochs, or in another "
-                "folder."
-            )
+    def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
+        """See `take_data`."""
+        return take_data(meta.get("data", {}), self._order, progress)
 
     @property
-    def _order(self) -> dict[str, int]:
+    def _order(self) -> dict[str, Any]:
         """What the order of the samples follows from."""
         data = self.data
-        return {"batch_size": data.batch_size, "examples": len(data.examples), "seed": data.seed} if data else {}
+        return {"batch_size": data.batch_size, "seed": data.seed, **data.examples.contents()} if data else {}

@@ -130,8 +130,8 @@ class FaultTolerance(Callback):
         with in_own_words("FaultTolerance"):
             run = open_own(self.folder, program, "torch", self._ranks.name, self._intervals, self._ranks.ending)
             self._hooks = hooks = Hooks(run, replica, OwnSampling(0, 0, self._engine.size))
-            if hooks.resumed_from:
-                program.restore(hooks.resumed_from["program"], hooks.progress)
+            if hooks.resumed_from and (news := program.restore(hooks.resumed_from["program"], hooks.progress)):
+                hooks.note(news)
         if self._ranks.name == "ddp":
             cast("DdpEngine", self._engine).watch(pl_module)
         if program.data:
@@ -145,6 +145,7 @@ class FaultTolerance(Callback):
             signal.signal(number, handler)
             signal.siginterrupt(number, False)
         self._started.extent = self._extent(trainer)
+        self._started.check_extent()
         self._started.begin_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -38,6 +38,7 @@ class RecipeModule(LightningModule):
         self._averaged = contextlib.ExitStack()
         self._engine, self._is_last = engine, True
         self.objective, self.meter = Objective(recipe), Meter(engine.device)
+        self.objective.classes = classes
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer

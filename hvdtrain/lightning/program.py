@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.global_batches import GlobalBatches
+from hvdtrain.run.own import take_data
 from hvdtrain.torch import resumable
 from hvdtrain.torch.state import State
 
@@ -65,8 +66,8 @@ class Program:
             "data": self._order,
         }
 
-    def restore(self, meta: Mapping[str, Any], progress: Progress) -> None:
-        """Takes what a checkpoint holds. Raises CheckpointError and LoopError."""
+    def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
+        """Takes what a checkpoint holds; a line where the data are others. Raises CheckpointError and LoopError."""
         groups, schedulers = (resumable.unpacked(meta[name]) for name in ("groups", "schedulers"))
         configs = self.trainer.lr_scheduler_configs
         for name, saved, own in (("optimizers", groups, self.trainer.optimizers), ("schedulers", schedulers, configs)):
@@ -79,12 +80,9 @@ class Program:
             resumable.set_settings([optimizer], settings, progress.step)
         for config, state in zip(configs, schedulers, strict=True):
             config.scheduler.load_state_dict(state)
-        if progress.sample and dict(meta["data"]) != self._order:
-            raise LoopError(
-                f"this epoch began with {_listed(meta['data'])}, got {_listed(self._order)}; the data can change only "
-                "between epochs, or in another folder."
-            )
+        news = take_data(meta["data"], self._order, progress)
         self._restore_loops(resumable.unpacked(meta["loops"]), progress)
+        return news
 
     def unkept(self, folder: str) -> list[str]:
         """What this callback cannot promise, a line each."""
@@ -108,11 +106,11 @@ class Program:
         return lines
 
     @property
-    def _order(self) -> dict[str, int]:
+    def _order(self) -> dict[str, Any]:
         """What the order of the samples follows from."""
         if not (data := self.data):
             return {}
-        return {"batch_size": data.batch_size, "examples": len(data.train), "seed": data.seed}
+        return {"batch_size": data.batch_size, "seed": data.seed, **data.train.contents()}
 
     def _restore_loops(self, loops: dict[str, Any], progress: Progress) -> None:
         """Lightning's counters, as they are after a batch inside an epoch, or between two epochs."""
@@ -133,7 +131,3 @@ def _keeps_more(owner: Any) -> bool:
     if isinstance(owner, LightningModule):
         return is_overridden("on_save_checkpoint", owner)
     return is_overridden("on_save_checkpoint", owner) or is_overridden("state_dict", owner)
-
-
-def _listed(order: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in order.items()) or "a data loader"

@@ -21,7 +21,7 @@ FORMAT = 1
 JOB_SCRIPT = "job.sh"
 GIT_SECONDS = 5
 SLURM_SECONDS = 20
-LIBRARIES = ("hvdtrain", "torch", "tensorflow", "tensorflow-cpu", "lightning", "keras", "horovod", "numpy")
+LIBRARIES = "hvdtrain", "torch", "torchvision", "tensorflow", "tensorflow-cpu", "lightning", "keras", "horovod", "numpy"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Launched:
     engine: str
     step: int
     """That the run resumes from."""
+    valid_examples: int | None = None
+    """That each validation counts; None where the run does not validate."""
 
     def record(self, age: float) -> Mapping[str, Any]:
         """The launch's first record; it began `age` seconds ago."""
@@ -46,6 +48,7 @@ class Launched:
             "framework": self.framework,
             "ranks": self.topology.size,
             "step": self.step,
+            "valid_examples": self.valid_examples,
             "job": {"id": job, "restart": os.environ.get("SLURM_RESTART_COUNT", "0")} if job else None,
             "command": sys.orig_argv,
             "cwd": _current_folder(),

@@ -139,7 +139,9 @@ class Ending:
         )
         # Before training, a host's first rank reports for the host; later, a damaged file may be one rank's alone.
         topology = self.topology
-        reports_error = topology.is_rank_0 or (not error.everywhere and (self.began or topology.local_rank == 0))
+        is_own = not error.everywhere and type(error).everywhere  # this rank's alone, as a variable that it has not
+        first = is_own or self.began or topology.local_rank == 0
+        reports_error = topology.is_rank_0 or (not error.everywhere and first)
         if reports_error and not error.reported:
             print_error(topology, type(error), untrusted.one_line(error))
         if isinstance(error, StoppedError):

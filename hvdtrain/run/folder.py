@@ -26,7 +26,7 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import Checkpoint
 from hvdtrain.run.holder import Holder
-from hvdtrain.run.resume import check_resumable
+from hvdtrain.run.resume import check_names, check_resumable, on_other_data
 from hvdtrain.untrusted import printable
 
 RUNS = Path("runs")
@@ -96,6 +96,8 @@ class Identity:
     """Texts by file name."""
     checkpoint_bytes: int
     keep_checkpoints: int
+    contents: Mapping[str, Any] = field(default_factory=dict)
+    """What the examples are, where that is known from the start."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class ResumePoint:
 
 
 def open_run(
-    plan: Plan, topology: Topology, framework: Framework, output: Path | None, resume: Literal["auto", "never"]
+    plan: Plan, topology: Topology, identity: Identity, output: Path | None, resume: Literal["auto", "never"]
 ) -> tuple[RunFolder, ResumePoint]:
     """Creates or reopens the run folder, and reads the checkpoint to resume from.
 
@@ -123,21 +125,21 @@ def open_run(
     parent = RUNS / folder_name(plan.recipe.name)
     found, passed_over = None, list[str]()
     if output is None and resume == "auto":
-        found, passed_over = _unfinished(parent, plan, framework, topology.job_id)
+        found, passed_over = _unfinished(parent, plan, identity.framework, topology.job_id)
     folder = found or hold(output or _fresh(parent, topology))
     try:
         if resume == "never" and checkpoint.committed(folder.checkpoints):
             raise OutputError(
                 f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
             )
-        return folder, resume_point(folder, identity_of(plan, framework), passed_over)
+        return folder, resume_point(folder, identity, passed_over)
     except HvdtrainError:
         folder.lock.close()
         raise
 
 
-def identity_of(plan: Plan, framework: Framework) -> Identity:
-    """What a recipe's run is."""
+def identity_of(plan: Plan, framework: Framework, contents: Mapping[str, Any]) -> Identity:
+    """What a recipe's run is; `contents` are its data set's."""
     numbers = json.dumps({"framework": framework, **plan.to_json()}, indent=1)
     return Identity(
         plan.recipe.name,
@@ -147,13 +149,15 @@ def identity_of(plan: Plan, framework: Framework) -> Identity:
         {RECIPE: recipe.dump(plan.recipe), "plan.json": numbers},
         plan.checkpoint_bytes,
         plan.recipe.keep_checkpoints,
+        contents,
     )
 
 
 def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[str] = ()) -> ResumePoint:
     """Reads the checkpoint to resume from, and writes what the run is. Raises OutputError and CheckpointError."""
     state, damaged = _recover(folder, identity)
-    notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged)]
+    state, changes = on_other_data(state, identity.contents) if state else (None, [])
+    notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged), *changes]
     _reserve(folder, identity)
     point = ResumePoint(state, tuple(notes))
     _describe(folder, identity, point.step)
@@ -162,6 +166,7 @@ def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[st
 
 def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, list[str]]:
     def check(state: Checkpoint) -> None:
+        check_names(state.meta.get("data"), identity.contents, state.meta["step"])  # before: more classes, more weights
         _check_model(state, identity, folder)
         _check_framework(state, identity.framework, folder)
         check_resumable(state.meta)

@@ -1,18 +1,14 @@
 """The promises checked while training: the right world, and replicas identical to the bit."""
 
-import hashlib
-import json
-import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.core.sharing import Sum, gather, of_ranks
-from hvdtrain.errors import LoopError, ReplicaError, WorldError
+from hvdtrain.core.sharing import Sum, gather
+from hvdtrain.errors import ReplicaError, WorldError
 from hvdtrain.launch.topology import Topology
+from hvdtrain.run import agreement
 
-HOST_BYTES = 64
 MOST_NAMED = 8
 
 REMEDIES = {
@@ -39,19 +35,20 @@ def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod"
         raise error
 
 
-def check_replicas(fingerprint: int, step: int, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
-    """Compares the ranks' 64-bit fingerprints of their weights. Every rank calls it; `ranks`: its own number, and how
-    many there are.
+def check_replicas(
+    fingerprint: int, values: agreement.Values, step: int, ranks: tuple[int, int], host: str, sum_over_ranks: Sum
+) -> None:
+    """Compares the ranks' 64-bit fingerprints of their weights, and the values that an update follows from. Every rank
+    calls it; `ranks`: its own number, and how many there are.
 
-    Raises ReplicaError on every rank, naming each rank and host that differs from rank 0.
+    Raises ReplicaError on every rank, naming what differs, on which ranks and hosts.
     """
-    prints = gather(np.array([fingerprint], dtype=np.int64), *ranks, sum_over_ranks)[:, 0]
-    differing = np.flatnonzero(prints != prints[0])
-    if not differing.size:
-        return
-    hosts = of_ranks(os.fsencode(host)[:HOST_BYTES].decode(errors="replace"), *ranks, sum_over_ranks)
-    named = [f"rank {rank} on {hosts[rank]}" for rank in differing]
-    raise _error(named, "rank 0's", "host", step)
+    marks = gather(np.array([agreement.mark(values), fingerprint]), *ranks, sum_over_ranks)
+    of_values, of_weights = (marks != marks[0]).any(axis=0)
+    if of_values or of_weights:
+        differing = values if of_values else {"weights: weights": f"{fingerprint % 2**64:016x}"}
+        text = agreement.differences(differing, ranks, host, sum_over_ranks)
+        raise ReplicaError(f"after step {step} {text}")
 
 
 def of_unlike_buffers(names: Sequence[str], kind: str, end: str, remedy: str) -> list[str]:
@@ -71,54 +68,9 @@ def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]
     differs from the first."""
     differing = [index for index, mark in enumerate(fingerprints) if mark != fingerprints[0]]
     if differing:
-        raise _error([f"replica {index} on {devices[index]}" for index in differing], "replica 0's", "device", step)
-
-
-def check_epoch(
-    epoch: int, steps: int, reported: Mapping[str, float], ranks: tuple[int, int], sum_over_ranks: Sum
-) -> None:
-    """Compares the ranks' steps of an epoch, and what they report of it. Every rank calls it; `ranks` as above.
-
-    Raises LoopError on every rank, naming two that differ.
-    """
-    text = json.dumps(reported, sort_keys=True).encode()
-    mark = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-    rows = gather(np.array([steps, mark], dtype=np.int64), *ranks, sum_over_ranks)
-    if (rows == rows[0]).all():
-        return
-    of_all = of_ranks([steps, reported], *ranks, sum_over_ranks)
-    first, at_first = of_all[0]
-    for rank, (made, at_rank) in enumerate(of_all):
-        if made != first:
-            raise LoopError(
-                f"in epoch {epoch} rank 0 made {first} steps and rank {rank} made {made}; every rank must make the "
-                "same: end an epoch early by a number that all of them have, as of world.sum."
-            )
-        _check_reported(epoch, at_first, at_rank, rank)
-
-
-def _check_reported(epoch: int, at_first: Mapping[str, float], at_rank: Mapping[str, float], rank: int) -> None:
-    """Raises LoopError where a rank reports otherwise than rank 0."""
-    for name in [*at_first, *at_rank]:
-        if name not in at_first or name not in at_rank:
-            (less, lacking), (more, having) = sorted(((0, at_first), (rank, at_rank)), key=lambda one: name in one[1])
-            what = f"no {name}" if lacking else "nothing"
-            raise LoopError(
-                f"in epoch {epoch} rank {less} reported {what}, rank {more} {name}={having[name]:.9g}; call "
-                "run.report() on every rank, with the same names."
-            )
-        one, other = at_first[name], at_rank[name]
-        if one != other and not (math.isnan(one) and math.isnan(other)):
-            raise LoopError(
-                f"in epoch {epoch} rank 0 reported {name}={one:.9g} and rank {rank} {name}={other:.9g}; every rank "
-                f"must report the same: take {name}=world.mean(total, count)."
-            )
-
-
-def _error(named: list[str], like: str, what: str, step: int) -> ReplicaError:
-    more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
-    listed = ", ".join(named[:MOST_NAMED] + more)
-    return ReplicaError(
-        f"after step {step} the weights of {listed} differ from {like}: the replicas have diverged and "
-        f"training stops; resume from the last checkpoint with the same command, and check that {what}'s memory."
-    )
+        named = [f"replica {index} on {devices[index]}" for index in differing]
+        more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+        raise ReplicaError(
+            f"after step {step} the weights of {', '.join(named[:MOST_NAMED] + more)} differ from replica 0's: the "
+            f"replicas have diverged and training stops; {agreement.REMEDIES['weights']}."
+        )

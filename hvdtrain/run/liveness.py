@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdtrain.errors import AbortedError, HvdtrainError
+from hvdtrain.errors import AbortedError, HvdtrainError, LoopError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.peers import Peer, Peers
@@ -121,6 +121,13 @@ class Liveness:
         if finds and acts:
             with contextlib.suppress(OSError):
                 self.on_vanished()
+
+    def lost_together(self, why: str) -> None:
+        """On rank 0: no rank can continue, as they have parted."""
+        if not self.reason and not self.is_ending:
+            print_error(self.topology, LoopError, f"{why}.")
+            self._reported = True
+            self.lost(why)
 
     def fail(self, why: str) -> None:
         """A SIGTERM ends this rank whatever its training thread does."""

@@ -11,13 +11,15 @@ import numpy as np
 
 from hvdtrain.core.progress import Extent, Progress, due
 from hvdtrain.core.totals import Totals
-from hvdtrain.run import guard
+from hvdtrain.run import agreement, guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.checkpointing import Checkpointing
 from hvdtrain.run.clocks import Clocks, Waiting
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
 
+EXTENT = ("global_batch", "train_examples", "epochs", "max_steps")
+"""What an epoch's steps follow from."""
 BYTES_A_SECOND = 2e7
 """Of the state of which rank 0 reads the gradients for their norm: a hundredth of what a slow processor can read, so
 that it takes no part of the time that could be measured."""
@@ -66,6 +68,9 @@ class State(Protocol):
     def values(self) -> Mapping[str, Any]:
         """What of an optimizer's state is no array: JSON values by name."""
 
+    def numbers(self) -> Mapping[str, Any]:
+        """What an update follows from beside tensors: LR, momentum and betas of each group, loss scale, updates."""
+
 
 class Replica(Protocol):
     """A rank's copy of the training, whoever makes the updates."""
@@ -91,6 +96,9 @@ class Replica(Protocol):
 
     def fingerprints(self) -> Sequence[int]:
         """64 bits of the weights of each of this rank's replicas."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """How its framework computes: TF32, deterministic algorithms, types."""
 
     def after_first_step(self) -> Sequence[str]:
         """Lines of the log on what the first step has shown. Every rank calls it."""
@@ -122,6 +130,8 @@ class Hooks(Generic[R_co]):
     def __init__(self, run: BaseRun, trainer: R_co, extent: Extent) -> None:
         self.run, self.extent = run, extent
         self.trainer, self.engine, self.launch = trainer, trainer.engine, run.world.launch
+        self._compared = (0, 0)
+        """Step and epoch at which replicas were compared last."""
         self.progress = self._begin()
         self.launch.step, self._made_steps = self.progress.step, False
         if run.folder:
@@ -130,6 +140,9 @@ class Hooks(Generic[R_co]):
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
         self.clocks = Clocks(self.engine, run.world.slow)
+        self._code, before = agreement.code(), self.resumed_from.get("code", {})
+        if changed := [name for name, digest in self._code.items() if before.get(name, digest) != digest]:
+            self.note(f"the code of {', '.join(changed)} has changed since the checkpoint of step {self.progress.step}")
 
     @property
     def is_over(self) -> bool:
@@ -190,23 +203,54 @@ class Hooks(Generic[R_co]):
 
     def settle(self, lr: float) -> None:
         """What is due after an epoch's last update, where nobody knew that it was the last."""
+        self.run.world.expect_steps(False)
         self._log(lr)
         self.trainer.average_statistics()
-        self.run.world.expect_steps(False)
         self.launch.enter("validation")
 
     def check_replicas(self) -> None:
-        """Raises ReplicaError where the weights differ between devices or ranks."""
+        """Raises ReplicaError where the weights differ between devices or ranks, or what the next update follows from
+        between ranks."""
         marks, step = self.trainer.fingerprints(), self.progress.step
         guard.check_devices(marks, step, self.run.devices)
-        ranks = self.engine.rank, self.engine.size
-        guard.check_replicas(marks[0], step, ranks, self.run.topology.host, self.engine.sum)
+        values = self._agreed() if self.engine.size > 1 else {}
+        guard.check_replicas(marks[0], values, step, self._ranks, self.run.topology.host, self.engine.sum)
+        self._compared = step, self.progress.epoch
         self.launch.replica_checks += 1
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        return self.engine.rank, self.engine.size
+
+    def _agreed(self) -> dict[str, Any]:
+        """What must be equal on all ranks whenever replicas are compared."""
+        progress = self.progress
+        position = {"step": progress.step, "epoch": progress.epoch, "example of the epoch": progress.sample}
+        return agreement.named("training", {**position, **self.trainer.state.numbers()}) | self.run.agreed()
+
+    def _check_begin(self) -> None:
+        """Before anything is broadcast. Raises AgreementError."""
+        if self.engine.size == 1:
+            return
+        tensors = self.trainer.state.tensors.items()
+        layout = {name: f"{getattr(each.dtype, 'name', each.dtype)} {list(each.shape)}" for name, each in tensors}
+        process = agreement.of_process(self.trainer.settings(), self.engine.rank, self.engine.sum)
+        numbers = agreement.named("training", self.trainer.state.numbers())
+        values = {**process, **agreement.named("model", layout), **numbers, **self.run.agreed()}
+        agreement.check(values, self._ranks, self.run.topology.host, self.engine.sum)
+
+    def check_extent(self) -> None:
+        """Of a loop whose data say how many steps there are. Raises AgreementError where other ranks' say otherwise."""
+        extent = {name: getattr(self.extent, name) for name in EXTENT}
+        values = self.run.agreed() | agreement.named("training", extent)
+        agreement.check(values, self._ranks, self.run.topology.host, self.engine.sum)
 
     def write_checkpoint(self, valid_score: float | None) -> None:
         """Copies the whole state, on rank 0, and begins to write it beside training. Raises OutputError of the
         checkpoint before, which it waits for."""
         state, step = self.trainer.state, self.progress.step
+        if self._compared != (step, self.progress.epoch):  # what is resumed from is what all ranks have
+            self.check_replicas()
         self.launch.mark(step, always=True)
         self.launch.event("checkpoint", f"checkpoint of step {step}", step=step)
         with self.launch.within("checkpoint"):
@@ -246,10 +290,12 @@ class Hooks(Generic[R_co]):
 
     def _metadata(self, valid_score: float | None) -> dict[str, Any]:
         state = self.trainer.state
-        return self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
+        meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
+        return {**meta, "code": self._code}
 
     def _begin(self) -> Progress:
         """Rank 0's weights, or its checkpoint's, on every rank."""
+        self._check_begin()
         state, found, meta = self.trainer.state, self.run.resume.checkpoint, None
         if found:
             meta = {**found.meta, "layout": found.layout}

@@ -13,7 +13,7 @@ from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, EngineSpec, Framework, framework_of
 from hvdtrain.core.own_code import is_path
 from hvdtrain.core.plan import Plan
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import HvdtrainError
@@ -22,7 +22,7 @@ from hvdtrain.run import folder as folders
 from hvdtrain.run import outcome, trackers
 from hvdtrain.run.about import Launched, record_job
 from hvdtrain.run.ending import Ending, begin
-from hvdtrain.run.folder import ResumePoint, RunFolder
+from hvdtrain.run.folder import Identity, ResumePoint, RunFolder
 from hvdtrain.run.options import Options, parse_run
 from hvdtrain.run.run import Run
 from hvdtrain.run.screen import SCREEN
@@ -51,8 +51,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     local_batches = 1 if engine.asynchronous else topology.size * replicas
     plan = plans.make(recipe, local_batches, dataset, networks.of(recipe, framework, dataset))
     connect(world, engine)
-    folder, resume = _open_folder(plan, framework, engine.name, options, world)
-    identity = folders.identity_of(plan, framework)
+    identity = folders.identity_of(plan, framework, dataset.contents())
+    folder, resume = _open_folder(plan, identity, engine.name, options, world)
     return Run(
         identity,
         recipe,
@@ -69,23 +69,30 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
 
 
 def _open_folder(
-    plan: Plan, framework: Framework, engine: str, options: Options, world: World
+    plan: Plan, identity: Identity, engine: str, options: Options, world: World
 ) -> tuple[RunFolder | None, ResumePoint]:
     """Rank 0's run folder and resume point; nothing elsewhere."""
     if not world.topology.is_rank_0:
         return None, ResumePoint()
-    folder, resume = folders.open_run(plan, world.topology, framework, options.output, options.resume)
-    record_launch(world, folder, framework, engine, resume)
+    folder, resume = folders.open_run(plan, world.topology, identity, options.output, options.resume)
+    record_launch(world, folder, identity.framework, engine, resume, plan.valid_examples)
     ranks = world.topology.size
     fewer = [size for size in range(1, ranks) if plan.size == ranks and plan.may_have(size)]
     outcome.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, fewer=fewer)
     return folder, resume
 
 
-def record_launch(world: World, folder: RunFolder, framework: Framework, engine: str, resume: ResumePoint) -> None:
+def record_launch(
+    world: World,
+    folder: RunFolder,
+    framework: Framework,
+    engine: str,
+    resume: ResumePoint,
+    valid_examples: int | None = None,
+) -> None:
     """On rank 0: from now on the folder has the launch's records, and its status where a rank is lost."""
     launch = world.launch
-    launched = Launched(world.topology, framework, engine, resume.step)
+    launched = Launched(world.topology, framework, engine, resume.step, valid_examples)
     launch.open(folder.path, launched.record)
     threading.Thread(target=record_job, args=(folder.path, launch.record), name="job", daemon=True).start()
     if resume.checkpoint:
@@ -107,6 +114,7 @@ def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dat
     if is_path(recipe.dataset):
         of_framework = importlib.import_module(f"hvdtrain.{framework}.examples")
         return of_framework.load(recipe)  # type: ignore[no-any-return]
+    recipe = located(recipe)
     return datasets.load(
         recipe.dataset,
         data_dir=recipe.data_dir,

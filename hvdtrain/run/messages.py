@@ -141,12 +141,15 @@ class StackRequest(Message):
 
 
 class Stack(Message):
-    """Where the sender stands, which may be well for long."""
+    """Where the sender stands, which may be well for long; in which collective, and after how many steps."""
 
     kind: Literal["stack"] = "stack"
     place: Place
     long: bool
     where: Text
+    operation: Text = ""
+    users_line: Text = ""
+    steps: Count = 0
 
 
 class ProcessRequest(Message):

@@ -1,6 +1,7 @@
 """The engine of a run: what it is opened with, and the check of its world."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
@@ -8,16 +9,24 @@ import numpy as np
 
 from hvdtrain.engines.horovod_settings import has_timeline
 from hvdtrain.engines.registry import ENGINES, Setup
+from hvdtrain.errors import AgreementError, HvdtrainError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import Endpoint
-from hvdtrain.run import guard
+from hvdtrain.run import agreement, guard, stacks
 from hvdtrain.run.run import Run
 from hvdtrain.run.screen import SCREEN
 from hvdtrain.run.world import World
+from hvdtrain.untrusted import one_line
+
+MISMATCH = "Mismatched"
+"""With this begin Horovod's messages of what its controller refuses: shapes, types, operations that differ."""
 
 
 class Opened(Protocol):
     """What every framework's engine has."""
+
+    rank: int
+    size: int
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, on every rank."""
@@ -44,19 +53,36 @@ def endpoints(world: World) -> Sequence[Endpoint]:
     return world.endpoints or [rendezvous.endpoint_alone(world.topology)]
 
 
+def explained(world: World, engine: Opened, error: Exception) -> HvdtrainError:
+    """What a failure of the collective library means: ranks that gave it tensors that do not match, or a lost rank."""
+    if MISMATCH in str(error):  # of which each rank gets the error, and the library works on
+        with contextlib.suppress(Exception):
+            frames = traceback.extract_tb(error.__traceback__)
+            line = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if stacks.is_users(f.filename)), "a step")
+            given = {"training: what they give to one collective": f"{one_line(error)}, called in {line}"}
+            return AgreementError(
+                agreement.differences(given, (engine.rank, engine.size), world.topology.host, engine.sum)
+            )
+    return world.aborted(error)
+
+
 @contextlib.contextmanager
-def joined(world: World, name: str, engine: AnEngine, rank: int, size: int) -> Iterator[AnEngine]:
+def joined(
+    world: World, name: str, engine: AnEngine, rank: int, size: int, values: agreement.Values
+) -> Iterator[AnEngine]:
     """The open engine of that name, which sees `rank` of `size`, until the block ends. Raises HvdtrainError: where the
-    launcher promised another world, and where the block finds another rank gone."""
+    launcher promised another world, where the ranks have other `values`, and where the block finds another rank
+    gone."""
     try:
         guard.check_world(world.topology, rank, size, ENGINES[name].title)
         world.exchange(engine.sum)
+        agreement.check(values, (engine.rank, engine.size), world.topology.host, engine.sum)
         world.launch.enter("model")
         SCREEN.waiting("building the model")
         yield engine
     except Exception as error:
         if not engine.is_lost(error):
             raise
-        raise world.aborted() from None
+        raise explained(world, engine, error) from None
     finally:
         engine.close()

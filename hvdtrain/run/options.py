@@ -31,7 +31,9 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "none"]
 class Options:
     """How a run is started; no part of what is trained."""
 
-    output: Path | None = Field(None, description="run folder; left out: runs/RECIPE/JOB, or the unfinished run")
+    output: Annotated[Path, recipes.expanding("--output")] | None = Field(
+        None, description="run folder; left out: runs/RECIPE/JOB, or the unfinished run"
+    )
     resume: Literal["auto", "never"] = Field("auto", description="auto continues from the newest whole checkpoint")
     engine: EngineName = Field(
         "auto", description="the library that joins the ranks; auto: local for one process, else horovod"

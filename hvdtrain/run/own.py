@@ -11,23 +11,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.core.compatibility import Framework
+from hvdtrain.core.progress import Progress
 from hvdtrain.core.settings import MTBF, OwnIntervals
 from hvdtrain.core.totals import Totals
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import DivergedError, HvdtrainError, LoopError
-from hvdtrain.run import guard, outcome, trackers
+from hvdtrain.run import agreement, guard, outcome, trackers
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.run.loop import Hooks
 from hvdtrain.run.main import connect, record_launch
-from hvdtrain.run.opening import Opened
+from hvdtrain.run.opening import Opened, explained
 from hvdtrain.run.reporter import Events, OwnReporter, Reporter
+from hvdtrain.run.resume import news_of
 from hvdtrain.run.run import BaseRun
 from hvdtrain.run.trackers import Trackers
 from hvdtrain.run.world import joined
 
 RESERVED = {"kind", "step", "epoch", "seconds", "time"}
 """Of a record in metrics.jsonl."""
+
+
+ELSEWHERE = {"data", "groups", "loops", "began", "stopped"}
+"""Of a program's metadata, what ranks compare by other names, or what each may say in its own words."""
 
 
 class Program(Protocol):
@@ -53,7 +59,14 @@ class Program(Protocol):
 class OwnRun(BaseRun):
     """What the loop's hooks need of a program's run."""
 
+    intervals: OwnIntervals
     program: Program
+
+    def agreed(self) -> dict[str, Any]:
+        of_program = dict(self.program.metadata())
+        of_data = agreement.named("data", of_program["data"])
+        of_training = {name: value for name, value in of_program.items() if name not in ELSEWHERE}
+        return {**of_data, **agreement.named("training", {**asdict(self.intervals), **of_training})}
 
     def metadata(self, *given: Any) -> dict[str, Any]:
         return {**super().metadata(*given), "program": self.program.metadata()}
@@ -115,6 +128,18 @@ def check_intervals(intervals: OwnIntervals) -> None:
             raise LoopError(f"{name} must be at least 1, got {value}.")
     if intervals.checkpoint_every_steps == "auto" and intervals.mtbf_hours is None:
         raise LoopError(f"checkpoint_every_steps='auto' needs {MTBF}.")
+
+
+def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress) -> str:
+    """A line where a resumed run's data are others than its checkpoint's; see `resume.news_of`. Raises LoopError where
+    the epoch cannot go on with another batch size or seed, CheckpointError."""
+    for name in ("batch_size", "seed"):
+        if progress.sample and before.get(name) != now.get(name):
+            raise LoopError(
+                f"this epoch began with {name} {before.get(name, 'of its own')}, got {now.get(name, 'none')}; it can "
+                "change only between epochs, or in another folder."
+            )
+    return news_of(before, now, progress)
 
 
 def report_logged(hooks: Hooks[Any], logged: Mapping[str, float], best: tuple[str | None, str | None]) -> float | None:
@@ -180,7 +205,7 @@ class Ranks:
         one line, and the process ends with its exit code."""
         if self._library:
             if isinstance(error, Exception) and self._library.is_lost(error):
-                error = self.world.aborted()
+                error = explained(self.world, self._library, error)
             self._library.close()
         if self._stack.__exit__(type(error), error, error.__traceback__):
             end(self.ending.code)

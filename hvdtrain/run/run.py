@@ -13,7 +13,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import Intervals
 from hvdtrain.core.totals import Totals, check_finite
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import trackers
+from hvdtrain.run import agreement, trackers
 from hvdtrain.run.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.run.reporter import Events, Reporter
 from hvdtrain.run.screen import SCREEN
@@ -58,6 +58,10 @@ class BaseRun:
             reporter.note(line)
         return reporter
 
+    def agreed(self) -> dict[str, Any]:
+        """What must be equal on all ranks and may change; see `hvdtrain.run.agreement`."""
+        return {}
+
     def check_finite(self, totals: Totals, step: int) -> None:
         """Raises DivergedError where the loss of all ranks is no longer a number."""
         raise NotImplementedError
@@ -75,6 +79,7 @@ class BaseRun:
             "ranks": self.topology.size,
             "scaler": scaler,
             "optimizer": dict(optimizer),
+            "data": self.identity.contents,
             "valid_score": valid_score,
         }
 
@@ -115,6 +120,10 @@ class Run(BaseRun):
     @property
     def framework(self) -> Framework:
         return self.identity.framework
+
+    def given(self) -> dict[str, Any]:
+        """What must be equal on all ranks from the start."""
+        return agreement.of_plan(self.plan, self.identity.contents) | {"recipe: engine": self.engine}
 
     def check_finite(self, totals: Totals, step: int) -> None:
         check_finite(totals, step, self.plan.peak_lr)

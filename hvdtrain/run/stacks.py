@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 import hvdtrain
-from hvdtrain.engines.waiting import Frame, Place, is_called, is_long, place_of, reads
+from hvdtrain.engines.waiting import Frame, Place, is_called, is_long, operation_of, place_of, reads
 
 State = Literal["stopped", "disk", "python", "unknown"]
 """Of a process that does not answer: stopped by a signal; in the kernel, which waits for a disk; in C code that holds
@@ -91,8 +91,9 @@ class Stacks:
         """The calling thread is the one that trains."""
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
 
-    def now(self) -> tuple[Place, bool, str]:
-        """Where the training thread is, whether it does what may take long, and its line, for a person."""
+    def now(self) -> tuple[Place, bool, str, str, str]:
+        """Where the training thread is, whether it does what may take long, its line, for a person, in which collective
+        it waits, and the user's line."""
         innermost = sys._current_frames()
         stack = _frames(innermost.pop(self._thread, None))
         place, where = _place(stack), described(stack)
@@ -107,7 +108,9 @@ class Stacks:
         with contextlib.suppress(OSError, ValueError):
             if _stat(f"self/task/{self._native}")[0] == "D":
                 where += ", where the kernel waits for a disk or a file system"
-        return place, is_long(stack), where
+        operation = "" if place == "outside" else operation_of(stack)
+        users = next((_line(frame) for frame in stack if is_users(frame.file)), "")
+        return place, is_long(stack), where, operation, users
 
 
 class Workers:

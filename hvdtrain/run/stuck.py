@@ -56,6 +56,9 @@ class StuckWatch:
         self._named: dict[int, float] = {}
         """When each rank was named last."""
         self._seen: dict[int, messages.ProcessState] = {}
+        self._steps = 0
+        self._apart_at: float | None = None
+        """Since when the ranks were seen to wait in different collectives."""
 
     def step_made(self) -> None:
         """A step has ended; the thread that trains calls it."""
@@ -65,6 +68,7 @@ class StuckWatch:
         elif not self.paused:
             self._seconds.append(now - self._step_at)
         self._step_at, self.paused = now, False
+        self._steps += 1
 
     def expect_steps(self, expected: bool) -> None:
         """Whether a step is to be expected soon; where it is, the time until it counts from now."""
@@ -77,6 +81,7 @@ class StuckWatch:
         if self._step_at is not None:
             self._step_at = now
         self._since.clear()
+        self._apart_at = None
 
     def look(self, now: float) -> None:
         """Requests, where no step has ended for a while, where the ranks stand, and names who keeps others waiting."""
@@ -91,8 +96,15 @@ class StuckWatch:
 
     def own(self) -> messages.Stack:
         """Where this rank stands."""
-        place, long, where = self.stacks.now()
-        return messages.Stack(place=place, long=long or self.paused, where=messages.cut(where))
+        place, long, where, operation, users = self.stacks.now()
+        return messages.Stack(
+            place=place,
+            long=long or self.paused,
+            where=messages.cut(where),
+            operation=operation,
+            users_line=messages.cut(users),
+            steps=self._steps,
+        )
 
     def answered(self, peer: Peer, message: messages.Stack) -> None:
         """A rank has said where it stands."""
@@ -121,6 +133,7 @@ class StuckWatch:
             since = self._asked if self.topology.is_rank_0 else now - timeouts.STALLED
             if not peer.left and peer.last_received < since:
                 places[peer.rank] = "silent"
+        self._judge_collectives(now)
         suspects = keeping_others_waiting(places)
         self._since = {rank: self._since.get(rank, self._asked) for rank in suspects}
         self._seen = {rank: state for rank, state in self._seen.items() if rank in suspects}
@@ -131,6 +144,30 @@ class StuckWatch:
             if now - since >= self._limit(stack) and now - self._named.get(rank, -timeouts.REPEAT) >= timeouts.REPEAT:
                 self._named[rank] = now
                 self._name(rank, stack, now)
+
+    def _judge_collectives(self, now: float) -> None:
+        """Ends all ranks where each waits in a collective, but not in the same one: none can come back. What two lines
+        of the user's call may be the same one, and slow."""
+        stacks = [stack for stack in self._answers.values() if stack.place != "outside" and stack.operation]
+        kinds = {(stack.operation, stack.users_line) for stack in stacks}
+        if len(stacks) < self.topology.size or len(kinds) == 1:
+            self._apart_at = None
+            return
+        self._apart_at = self._apart_at or self._asked
+        is_sure = len({operation for operation, _ in kinds}) > 1
+        if now - self._apart_at < max(self._limit(None), 0 if is_sure else timeouts.SILENCE):
+            return
+        of_each = {(s.operation, s.users_line): (rank, s) for rank, s in sorted(self._answers.items(), reverse=True)}
+        parts = [
+            f"{self._rank(rank)} has made {stack.steps} steps{' (its epoch is over)' if stack.long else ''} and waits "
+            f"in {'an average of gradients' if stack.operation == 'gradients' else 'a sum or a broadcast'}, in "
+            f"{stack.users_line or stack.where}"
+            for rank, stack in sorted(of_each.values(), key=lambda one: one[0])
+        ]
+        self.liveness.lost_together(
+            f"the ranks wait in different collectives, for ever: {'; '.join(parts)}. Every rank must make the same "
+            "number of steps, and call the same collectives in the same order"
+        )
 
     def _limit(self, stack: messages.Stack | None) -> float:
         """How long others wait for a rank before it is named."""
@@ -162,6 +199,7 @@ class StuckWatch:
                 print_warning(self.topology, f"{self._rank(rank)} has resumed: the others wait no longer.")
             self._named.clear()
         self._since.clear()
+        self._apart_at = None
 
     def _observe(self, rank: int) -> None:
         """Looks at a silent rank's process from its host, or requests it of a rank that is there."""

@@ -24,6 +24,7 @@ from hvdtrain.run.signals import SignalWatcher
 from hvdtrain.run.slow import SlowWatch, columns, slowest
 from hvdtrain.run.stop import StopAgreement
 from hvdtrain.run.stuck import StuckWatch
+from hvdtrain.untrusted import one_line
 
 MOST_RANKS = 256
 """Of which each one's step time is recorded, of more the slowest of each host."""
@@ -110,11 +111,16 @@ class World:
         """The error with which all ranks end after the last checkpoint, made at `step`."""
         return self.stop.error(step)
 
-    def aborted(self) -> AbortedError:
-        """The error of a rank whose collective library broke, with the reason if any rank has reported one."""
+    def aborted(self, cause: Exception) -> AbortedError:
+        """The error of a rank whose collective library broke, with the reason if any rank has reported one; else the
+        library's own, which the first rank of each host prints."""
         with self.liveness.changed:
             self.liveness.wait_for(lambda: False, timeouts.TICK * 4)
-            return self.liveness.aborted()
+            if self.liveness.reason:
+                return self.liveness.aborted()
+        error = AbortedError(f"the collective library failed, and no rank says why: {one_line(cause)}")
+        error.everywhere = self.topology.local_rank > 0
+        return error
 
     def wait_for_rank_0(self) -> None:
         """Waits for rank 0's farewell, which may have a checkpoint to write first.

@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+from typing import Any
 
+import keras
 import tensorflow as tf
+from tensorflow.python.framework import config
 
 from hvdtrain.engines.registry import Setup
 from hvdtrain.launch.devices import gpu_index, threads
@@ -20,6 +23,17 @@ def take(setup: Setup, *, gpu_operations: bool = True) -> str:
     tf.config.set_visible_devices(gpus[index], "GPU")
     tf.config.experimental.set_memory_growth(gpus[index], True)
     return "/GPU:0"
+
+
+def settings() -> dict[str, Any]:
+    """How TensorFlow computes in this process, beside what the environment says."""
+    return {
+        "TensorFloat-32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        "op determinism": config.is_op_determinism_enabled(),
+        "floatx": keras.config.floatx(),
+        "dtype policy": keras.config.dtype_policy().name,
+        "image data format": keras.config.image_data_format(),
+    }
 
 
 def take_threads(topology: Topology) -> None:

@@ -73,6 +73,9 @@ class Arrays(Examples):
             )
         super().__init__(range(*lengths), name)
 
+    def digest(self) -> str:
+        return examples.digest_of(keras.tree.flatten(self._arrays), len(self))
+
     def is_read_at_once(self, batch: int) -> bool:
         """As base.is_read_at_once."""
         return sum(array[:batch].nbytes for array in keras.tree.flatten(self._arrays)) <= SMALL

@@ -8,7 +8,7 @@ import numpy as np
 from hvdtrain.core import imports
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
-from hvdtrain.errors import PlanError
+from hvdtrain.errors import HvdtrainError, PlanError
 from hvdtrain.tensorflow.banner import without_banner
 
 with without_banner():  # it may be the first of TensorFlow
@@ -35,6 +35,8 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     model, objective = models.build(recipe, dataset, LocalEngine(CPU)), Objective(recipe, dataset)
     try:
         return of_graph(lambda inputs: objective.measure(model, inputs, training=True)[0], batch) // EXAMPLES
+    except HvdtrainError:
+        raise
     except Exception as error:
         raise PlanError(f"{recipe.step or recipe.model}: {imports.reason(error)}") from error
 

@@ -29,6 +29,7 @@ Copies = Callable[[tf.Variable], Sequence[tf.Variable]]
 BATCH_NORM_MOMENTUM = 0.9
 BATCH_NORM_EPSILON = 1e-5
 STAGES = ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2))
+STAGES_OF_101 = ((3, 64, 1), (4, 128, 2), (23, 256, 2), (3, 512, 2))
 EXPANSION = 4
 
 
@@ -40,7 +41,7 @@ def keep_own(change: Callable[[list[tf.Tensor]], None], tensors: list[tf.Tensor]
 def build(recipe: Recipe, dataset: Dataset, engine: Engine, keep: Keep = keep_own) -> keras.Model:
     """The recipe's network, its weights drawn from the recipe's seed alone; `keep` is a `Replication`'s.
 
-    linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, height, width, 3] -> logits [n, classes].
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, height, width, 3] -> logits [n, classes].
     Layers are named as torchvision names its modules. Any other: see `hvdtrain.tensorflow.networks`. Raises
     RecipeError.
     """
@@ -56,8 +57,11 @@ def build(recipe: Recipe, dataset: Dataset, engine: Engine, keep: Keep = keep_ow
         y = layers.Dense(1, kernel_initializer="zeros", dtype=policy, name="linear")(x)
         return keras.Model(x, y)
     if dataset.classes is None:
-        raise RecipeError("model resnet50 needs a data set that has classes; take one of your own.")
-    return resnet50(dataset.classes, recipe.stem, recipe.seed, policy, _norm(recipe, engine, keep))
+        raise RecipeError(f"model {recipe.model} needs a data set that has classes; take one of your own.")
+    rest = recipe.seed, policy, _norm(recipe, engine, keep)
+    if recipe.model == "resnet101":
+        return _ResNet(dataset.classes, "imagenet", *rest).model(STAGES_OF_101)
+    return resnet50(dataset.classes, recipe.stem, *rest)
 
 
 def _real(policy: str) -> str:
@@ -87,24 +91,24 @@ def resnet50(
 ) -> keras.Model:
     """torchvision's ResNet50 v1.5 (stride in the 3x3 convolution, no convolution bias), residual branches starting
     at 0 as in `hvdtrain.torch`. The CIFAR stem has stride 1 and no max-pool."""
-    return _ResNet50(classes, stem, seed, policy, norm or BatchNorm).model()
+    return _ResNet(classes, stem, seed, policy, norm or BatchNorm).model(STAGES)
 
 
-class _ResNet50:
+class _ResNet:
     """He et al. 2016, arXiv:1512.03385, with the initialisers that torchvision gives it."""
 
     def __init__(self, classes: int, stem: str, seed: int, policy: str, norm: Callable[..., "BatchNorm"]) -> None:
         self.classes, self.stem, self.policy, self.norm = classes, stem, policy, norm
         self._seeds = _seeds(seed)
 
-    def model(self) -> keras.Model:
+    def model(self, stages: Sequence[tuple[int, int, int]]) -> keras.Model:
         images = keras.Input((None, None, 3), dtype=_real(self.policy))
         x = self._conv(images, 64, 7, 1 if self.stem == "cifar" else 2, "conv1")
         x = self._relu(self.norm("bn1", "ones")(x))
         if self.stem == "imagenet":
             x = layers.ZeroPadding2D(1, dtype=self.policy)(x)  # nothing after a ReLU is less than the 0 it pads with
             x = layers.MaxPooling2D(3, 2, dtype=self.policy)(x)
-        for stage, (blocks, width, stride) in enumerate(STAGES, start=1):
+        for stage, (blocks, width, stride) in enumerate(stages, start=1):
             for block in range(blocks):
                 x = self._bottleneck(x, width, stride if block == 0 else 1, f"layer{stage}.{block}", block == 0)
         x = layers.GlobalAveragePooling2D(dtype=self.policy)(x)

@@ -1,13 +1,15 @@
 """What a batch costs: the loss and metrics of a recipe, of the model's outputs or from a step of the user's."""
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.core import imports
+from hvdtrain.core import imports, own_code
 from hvdtrain.core.own_code import AUXILIARY
 from hvdtrain.core.recipe import Recipe, is_path
 from hvdtrain.datasets import Dataset
@@ -72,6 +74,20 @@ class Objective:
         self._step = imports.load(recipe.step, "step") if recipe.step else None
         self._own_loss = _own_loss(recipe.loss) if recipe.loss and is_path(recipe.loss) else None
         self._metrics = {name: imports.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
+        self._unchecked = {True, False}
+        """Of training and validation those whose labels are to be looked at."""
+        self._outputs = 0
+
+    def check_labels(self, model: keras.Model, batches: Iterable[Any], training: bool) -> None:
+        """Raises DataError for labels of a data set of the user's that the model has no output for, before a graph
+        makes NaN of them: on a CPU in every batch, on a GPU, for which the host waits, in the first."""
+        is_due = self._as_is and self._recipe.loss == "cross_entropy" and training in self._unchecked
+        for x, y in map(self._pair, batches if is_due else ()):
+            if tf.is_tensor(y) and y.dtype.is_integer and len(y):
+                if "GPU" in y.device:
+                    self._unchecked.discard(training)
+                self._outputs = self._outputs or _outputs(model, x)
+                own_code.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
 
     def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
         """The mean loss over the batch's examples, and what is to be reported. Raises RecipeError where the user's code
@@ -150,9 +166,11 @@ class Objective:
         if not wanted.is_compatible_with(y.shape):
             raise RecipeError(
                 f"loss {name} needs outputs and targets that match, got {_shape(out)} and {_shape(y)}; reshape one in "
-                "the model or in the data set."
+                "the model or in the data set, and give labels as int64."
             )
         if name == "cross_entropy":
+            if (classes := self._dataset.classes) and self._recipe.model not in own_code.MODELS:
+                own_code.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
             return cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
         return NAMED[name](out, y)
 
@@ -197,6 +215,14 @@ def examples_in(batch: Any) -> Any:
     """How many a batch has: a number where its shape says so, else a tensor."""
     first = keras.tree.flatten(batch)[0]
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+
+
+def _outputs(model: keras.Model, x: Any) -> int:
+    """The last axis of what the model gives for x, found without computing it; more than any label where that fails."""
+    with contextlib.suppress(Exception):
+        specs = keras.tree.map_structure(lambda one: keras.KerasTensor(one.shape, one.dtype.name), x)
+        return int(model(specs, training=False).shape[-1])
+    return sys.maxsize
 
 
 def _own_loss(path: str) -> Callable[[Any, Any], Any]:

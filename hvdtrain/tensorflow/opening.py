@@ -15,7 +15,7 @@ def engine_of(run: Run) -> AbstractContextManager[Engine]:
     """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
     where another rank is lost within the block."""
     engine = open_engine(run)
-    return opening.joined(run.world, run.engine, engine, *replication_of(engine).world)
+    return opening.joined(run.world, run.engine, engine, *replication_of(engine).world, run.given())
 
 
 def open_engine(run: Run) -> Engine:

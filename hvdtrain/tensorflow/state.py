@@ -53,3 +53,11 @@ class State:
 
     def values(self) -> dict[str, Any]:
         return {}
+
+    def numbers(self) -> dict[str, Any]:
+        return {**scalars(self.tensors), **self.scaler.state_dict()}
+
+
+def scalars(tensors: Mapping[str, tf.Variable]) -> dict[str, Any]:
+    """What an optimizer keeps once for all, as its count of updates."""
+    return {n: each.numpy().item() for n, each in tensors.items() if not (n.startswith("model.") or each.shape.rank)}

@@ -42,11 +42,11 @@ class Step:
         self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
         self._update, self._add = replication.replicate(self._make_update), replication.replicate(self._add_gradients)
         self._update_with_gathered = replication.replicate(self._apply_gathered)
-        self.evaluate = replication.replicate(self._measure, relaxed=True)
-        """Measures a validation batch (batch, weight) of each replica."""
+        self._evaluate = replication.replicate(self._measure, relaxed=True)
 
     def __call__(self, micro_batches: Sequence[Any], lr: float) -> None:
         """The update of this rank's micro-batches, each one's replicas side by side."""
+        self.objective.check_labels(self.model, micro_batches, training=True)
         batch = [(each,) for each in micro_batches]
         replicas = self._replication.replicas
         with tf.device(self._engine.device):
@@ -57,6 +57,11 @@ class Step:
             for first in range(0, len(batch), replicas):
                 self._add(batch[first : first + replicas])
             self._update_with_gathered([()] * replicas, rate)
+
+    def evaluate(self, batches: Sequence[tuple[Any, tf.Tensor]]) -> None:
+        """Measures a validation batch (batch, weight) of each replica."""
+        self.objective.check_labels(self.model, (batch for batch, _ in batches), training=False)
+        self._evaluate(batches)
 
     def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
         seen, gradients = self._gradients(batch)

@@ -13,7 +13,7 @@ from hvdtrain.core.totals import Totals
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.run import guard
 from hvdtrain.run.run import Run
-from hvdtrain.tensorflow import models, networks
+from hvdtrain.tensorflow import devices, models, networks
 from hvdtrain.tensorflow.data import Loader, evened
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import replication_of
@@ -94,6 +94,9 @@ class Trainer:
         watched = [weight.value for weight in self.model.weights] if with_statistics else self.weights
         copies = zip(*map(self.replication.copies, watched), strict=True)
         return [int(models.fingerprint(list(copy)).numpy()) for copy in copies]
+
+    def settings(self) -> dict[str, Any]:
+        return devices.settings()
 
     def profiled(self, note: Callable[[str], None]) -> AbstractContextManager[object]:
         return contextlib.closing(self._trace)

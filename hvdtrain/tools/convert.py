@@ -11,8 +11,10 @@ import pydantic
 import tyro
 
 from hvdtrain import files
-from hvdtrain.core import flags, optimizers
+from hvdtrain.core import flags, network, optimizers, own_code
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.network import LIBRARIES
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.run import checkpoint
 from hvdtrain.run import folder as folders
@@ -20,9 +22,14 @@ from hvdtrain.run.checkpoint import Checkpoint
 from hvdtrain.terminal import Status
 from hvdtrain.untrusted import printable
 
+Framework = Literal["torch", "tensorflow"]
 Named = tuple[str, np.ndarray]
 
-FRAMEWORKS = ("torch", "tensorflow")
+ONLY: dict[str, dict[str, bool | str]] = {
+    "torch": {"compile": True, "data_on_device": True, "compression": "bf16"},
+    "tensorflow": {"xla": True},
+}
+"""Values of a recipe's keys that one framework alone has."""
 # By number of axes: PyTorch's order of a kernel's axes to TensorFlow's, and back.
 TO_TENSORFLOW = {2: (1, 0), 4: (2, 3, 1, 0)}
 TO_TORCH = {2: (1, 0), 4: (3, 2, 0, 1)}
@@ -38,7 +45,7 @@ class Options:
     """Turns a run's newest checkpoint into one that the other framework continues from."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="run folder, as runs/digits/2026-11-20_15-33-02")]
-    to: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="the framework to convert to")]
+    to: Annotated[Framework, tyro.conf.arg(help="the framework to convert to")]
     output: Annotated[Path | None, tyro.conf.arg(help="new run folder; left out: RUN-torch or RUN-tensorflow")] = None
 
 
@@ -53,21 +60,63 @@ def main(argv: Sequence[str]) -> int:
     run = options.run.resolve() if options.run.name in {"", ".."} else options.run
     target = options.output or run.with_name(f"{run.name}-{options.to}")
     with Status(f"converting step {state.meta['step']} for {options.to}"):
-        _write(options.run, target, converted(state, options.to))
+        recipe = _recipe(options.run, state, options.to)
+        only = ONLY[state.meta["framework"]].items()
+        left_out = {key: value for key, value in only if getattr(recipe, key) == value}
+        recipe = recipe.model_copy(update={key: Recipe.model_fields[key].default for key in left_out})
+        of_target = converted(state, options.to)
+        _check_arrays(state.arrays if options.to == "tensorflow" else of_target.arrays, recipe)
+        _write(options.run, target, of_target, recipe)
     print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
+    for key, value in left_out.items():
+        print(f"left out, as {options.to} has none: {key} {value}")
     command = ["python", "-m", f"hvdtrain.{options.to}", str(target / "recipe.yaml"), "--output", str(target)]
     print(f"continue with: {shlex.join(command)}")
     return 0
 
 
-def converted(state: Checkpoint, to: Literal["torch", "tensorflow"]) -> Checkpoint:
-    """The same state with the names and layouts of the framework `to`. Raises CheckpointError where it has them."""
-    if state.meta.get("framework") not in FRAMEWORKS or not isinstance(state.meta.get("recipe"), str):
+def _recipe(source: Path, state: Checkpoint, to: Framework) -> Recipe:
+    """The run's recipe. Raises CheckpointError where the framework `to` could not train it from the checkpoint."""
+    theirs = state.meta.get("framework")
+    if theirs not in ONLY or not isinstance(state.meta.get("recipe"), str):
         raise CheckpointError(
             f"the checkpoint of step {state.meta['step']} names no framework and recipe of ours; give another run."
         )
-    if state.meta["framework"] == to:
+    if theirs == to:
         raise CheckpointError(f"the checkpoint of step {state.meta['step']} is {to}'s already: nothing to convert.")
+    r = recipes.load(str(source / "recipe.yaml"), {}).model_copy(update={"name": str(state.meta["recipe"])})
+    paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
+    paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
+    own = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in paths.items() if own_code.is_path(path))
+    if why := next(own, "" if r.model in own_code.MODELS else f"model {r.model} is another one in {LIBRARIES[to]}"):
+        raise CheckpointError(
+            f"{source} cannot be converted: {why}; recipes with model {', '.join(own_code.MODELS)} and no code of "
+            f"your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
+        )
+    return r
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
+    """Raises CheckpointError where arrays by PyTorch's names are not those of the recipe's network and optimizer."""
+    bias = arrays.get("model.fc.bias")
+    trained, statistics = network.weights(recipe.model, 0 if bias is None else bias.size)
+    slots = ["model", *optimizers.settings(recipe).slots, *(["ema"] if recipe.ema_decay else [])]
+    wanted = {f"{slot}.{name}": shape for slot in slots for name, shape in trained.items()}
+    wanted |= {f"model.{name}": shape for name, shape in statistics.items()}
+    wanted |= {f"{STEP}.{name}": () for name in trained if MOMENT in slots}
+    found = {name: array.shape for name, array in arrays.items()}
+    for name in [*wanted, *found]:
+        if found.get(name) != wanted.get(name):
+            theirs, ours = (list(of[name]) if name in of else "missing" for of in (found, wanted))
+            raise CheckpointError(
+                f"{printable(name, 200)} of the checkpoint is {theirs}, of model {recipe.model} with optimizer "
+                f"{recipe.optimizer} {ours}; give another run."
+            )
+
+
+def converted(state: Checkpoint, to: Framework) -> Checkpoint:
+    """The same state with the names and layouts of the framework `to`. Raises CheckpointError where no network of ours
+    has them."""
     try:
         pairs = _to_tensorflow(state.arrays) if to == "tensorflow" else _to_torch(state.arrays, state.meta["step"])
         arrays = _unique(pairs)
@@ -130,17 +179,8 @@ def _turned(array: np.ndarray, orders: Mapping[int, tuple[int, ...]]) -> np.ndar
     return array.transpose(orders[array.ndim]) if array.ndim in orders else array
 
 
-def _write(source: Path, target: Path, state: Checkpoint) -> None:
+def _write(source: Path, target: Path, state: Checkpoint, recipe: Recipe) -> None:
     """A run folder that holds this state and can be gone on from."""
-    framework = state.meta["framework"]
-    # What only the other framework has would be refused.
-    recipe = recipes.load(str(source / "recipe.yaml"), {"xla": False} if framework == "torch" else {})
-    if recipe.optimizer not in optimizers.NAMED:
-        raise CheckpointError(
-            f"{source} was trained with optimizer {recipe.optimizer}, whose state {framework} has not; only runs of "
-            f"{', '.join(optimizers.NAMED)} are converted."
-        )
-    recipe = recipe.model_copy(update={"name": str(state.meta["recipe"])})
     plan = _plan(source)
     folder = folders.hold(target)
     with folder.lock:
@@ -149,7 +189,7 @@ def _write(source: Path, target: Path, state: Checkpoint) -> None:
         checkpoint.commit(folder.checkpoints, state, recipe.keep_checkpoints)
         try:
             files.write(target / "recipe.yaml", recipes.dump(recipe))
-            files.write(target / "plan.json", json.dumps({**plan, "framework": framework}, indent=1))
+            files.write(target / "plan.json", json.dumps({**plan, "framework": state.meta["framework"]}, indent=1))
             folder.write_status("running", step=state.meta["step"])
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error

@@ -3,8 +3,11 @@
 Read on a parallel file system, a million small files cost a million openings an epoch; shards cost one a shard.
 """
 
+import contextlib
+import glob
 import io
 import itertools
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +19,18 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import pydantic
 import tyro
+import xxhash
 from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from hvdtrain import datasets, files
+from hvdtrain import datasets, files, lock
 from hvdtrain.core import flags
-from hvdtrain.datasets.imagenet import Encoded, opened, rgb
+from hvdtrain.core.recipe import expanding
+from hvdtrain.datasets.imagenet import BadImage, Encoded, opened, rgb
 from hvdtrain.datasets.packed import shards
 from hvdtrain.datasets.packed.containers import CONTAINERS, Name
-from hvdtrain.errors import OutputError
+from hvdtrain.errors import DataError, OutputError
 from hvdtrain.terminal import Status
 from hvdtrain.tools.rank_status import hidden
 from hvdtrain.untrusted import printable
@@ -33,15 +38,21 @@ from hvdtrain.untrusted import printable
 THREADS = 16  # more than processors: a parallel file system is waited for
 CHUNK = 256
 INTERVAL = 0.25  # seconds between two counts that are shown
-SUFFIXES = {"JPEG": "jpg"}
+SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}
+MOST_NAMED = 20
+"""Images that cannot be read, in one message."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Packs an ImageNet-style folder, or the images that index files name, into shards to train from."""
 
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="a data_dir of the data set imagenet")]
-    dest: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="new folder of the shards: a data_dir too")]
+    source: Annotated[
+        Path, expanding("SOURCE"), tyro.conf.Positional, tyro.conf.arg(help="a data_dir of the data set imagenet")
+    ]
+    dest: Annotated[
+        Path, expanding("DEST"), tyro.conf.Positional, tyro.conf.arg(help="new folder of the shards: a data_dir too")
+    ]
     format: Annotated[Name, tyro.conf.arg(help="tar shards as webdataset's, or TFRecord files")] = "webdataset"
     shard_mb: Annotated[int, Field(ge=1), tyro.conf.arg(help="MiB a shard is filled to")] = 512
     shards: Annotated[int | None, Field(ge=1), tyro.conf.arg(help="instead of shard-mb: number of training shards")] = (
@@ -64,7 +75,7 @@ class Sample(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Packs both splits. Raises RecipeError, DataError for a damaged image, OutputError."""
+    """Packs both splits. Raises RecipeError, DataError for damaged images, OutputError."""
     options = flags.parse(Options, "python -m hvdtrain pack", argv)
     with Status(f"finding the images of {printable(str(options.source))}") as status:
         written = pack(options, status.update)
@@ -74,13 +85,16 @@ def main(argv: Sequence[str]) -> int:
 
 def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
     """Writes the whole set beside DEST, then renames it: a folder DEST is a whole set. What was written, for the user;
-    `show` shows how many images are packed so far."""
+    `show` shows how many images are packed so far. Shards that a killed call has filled with the same images in the
+    same way are kept."""
     dataset = datasets.load("imagenet", data_dir=options.source)
+    if dataset.left_out:
+        print(dataset.left_out)
     try:
         if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
             raise OutputError(f"{options.dest} is there already: remove it, or name a new folder.")
         files.make_folder(options.dest.parent)
-        with files.new_folder(options.dest.absolute()) as folder:
+        with _unfinished(options, dataset) as folder:
             written = _write(folder, dataset, options, show)
     except OSError as error:
         reason = error.strerror or error
@@ -88,45 +102,118 @@ def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
     return written
 
 
+@contextlib.contextmanager
+def _unfinished(options: Options, dataset: datasets.Dataset) -> Iterator[Path]:
+    """The folder to fill, which becomes DEST once the block ends well; a process that is killed leaves it to the next
+    one with the same images and options. What others that were killed left of DEST is removed."""
+    dest, about = options.dest.absolute(), f"{options.source.absolute()} {options} {dataset.contents()}"
+    folder = files.temporary(dest, f"0-{xxhash.xxh3_64(os.fsencode(about)).hexdigest()}")
+    folder.mkdir(0o700, exist_ok=True)
+    with _held(folder, dest):
+        for left in dest.parent.glob(f".{glob.escape(dest.name)}.*.tmp"):
+            if left != folder and files.TEMPORARY.fullmatch(left.name):
+                with contextlib.suppress(OSError, OutputError), _held(left, dest):
+                    files.remove(left)
+        try:
+            yield folder
+            for record in folder.glob(".*"):
+                record.unlink()
+            files.sync(*folder.iterdir(), folder)
+            umask = os.umask(0)
+            os.umask(umask)
+            folder.chmod(0o777 & ~umask)
+            files.move(folder, dest)
+        finally:
+            files.remove(folder)
+
+
+@contextlib.contextmanager
+def _held(folder: Path, dest: Path) -> Iterator[None]:
+    """Around the use of a folder by this process alone. Raises OutputError where another one uses it, or other users
+    may have written to it."""
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:  # of a link it is 777
+        raise OutputError(f"{folder} is not a folder of yours alone: have it removed, or name another DEST.")
+
+    def refuse() -> None:
+        raise OutputError(f"{dest} is being packed by another process: wait for it, or name another DEST.")
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks
+            stack.enter_context(lock.held(folder / ".lock", waiting=refuse))
+        yield
+
+
 def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Callable[[str], None]) -> str:
     """Both splits and their index into the folder; what was written, for the user."""
-    splits, classes = dict[str, tuple[dict[str, int], NDArray[np.void]]](), tuple[str, ...]()
+    splits, classes = dict[str, tuple[list[Path], NDArray[np.void]]](), tuple[str, ...]()
+    container, bad, continued = CONTAINERS[options.format], list[DataError](), 0
     for name, split in (("train", dataset.train), ("val", dataset.valid)):
         assert isinstance(split, Encoded)
         classes = split.classes
         order = np.random.default_rng([options.seed, len(splits)]).permutation(len(split))
-        images = _counted(_images(split, order, options.resize, options.quality), name, len(split), show)
-        splits[name] = _write_split(folder, name, images, len(split), options)
-    np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, splits))
-    counts = " and ".join(f"{len(entries):,} images in {len(lengths)} shards" for lengths, entries in splits.values())
-    size = sum(sum(lengths.values()) for lengths, _ in splits.values())
-    return f"{counts} to train and to validate with, {size / 1e6:,.1f} MB"
+        kept = _kept(folder, name)
+        continued += len(kept)
+        left = order[len(kept) :]
+        images = _counted(_images(split, left, options, bad), name, len(left), show)
+        splits[name] = _write_split(folder, name, images, order, kept, options, bad)
+    if bad:
+        raise _all(bad, sum(len(entries) for _, entries in splits.values()), options.source)
+    named = dict[str, tuple[dict[str, int], NDArray[np.void]]]()
+    for name, (written, entries) in splits.items():
+        # A TFRecord file's name has the number of files, which is known only at the last of them.
+        paths = [path.rename(folder / container.shard(name, k, len(written))) for k, path in enumerate(written)]
+        named[name] = {path.name: path.stat().st_size for path in paths}, entries
+    np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, named))
+    counts = " and ".join(f"{len(entries):,} images in {len(lengths)} shards" for lengths, entries in named.values())
+    size = sum(sum(lengths.values()) for lengths, _ in named.values())
+    also = f"; {continued:,} of the images had been packed by a call that was killed" if continued else ""
+    return f"{counts} to train and to validate with, {size / 1e6:,.1f} MB{also}"
 
 
 def _write_split(
-    folder: Path, split: str, images: Iterator[Sample], count: int, options: Options
-) -> tuple[dict[str, int], NDArray[np.void]]:
-    """Its shards, as {name: bytes}, and its samples, as [n] of ENTRY."""
-    container = CONTAINERS[options.format]
-    entries, written = np.zeros(count, shards.ENTRY), list[Path]()
-    for _, group in itertools.groupby(_in_shards(images, count, options), lambda assigned: assigned[0]):
+    folder: Path,
+    split: str,
+    images: Iterator[Sample],
+    order: NDArray[np.int64],
+    kept: NDArray[np.void],
+    options: Options,
+    bad: list[DataError],
+) -> tuple[list[Path], NDArray[np.void]]:
+    """Its shards and its samples, as [n] of ENTRY; the `kept` ones, first in `order`, are in shards already."""
+    container, count = CONTAINERS[options.format], len(order)
+    entries, written = np.zeros(count, shards.ENTRY), [folder / f"{split}-{k}" for k in np.unique(kept["shard"])]
+    entries[order[: len(kept)]] = kept
+    for _, group in itertools.groupby(_in_shards(images, count, options, len(kept)), lambda assigned: assigned[0]):
         written.append(folder / f"{split}-{len(written)}")
+        packed = list[int]()
         with written[-1].open("wb") as file:
             for _, (sample, label, encoded, suffix) in group:
                 head, tail = container.frame(f"{sample:08}", suffix, label, encoded)
                 file.write(head)
                 entries[sample] = len(written) - 1, file.tell(), len(encoded), label, zlib.crc32(encoded)
                 file.write(encoded + tail)
+                packed.append(sample)
             file.write(container.end)
-    # A TFRecord file's name has the number of files, which is known only at the last of them.
-    named = [path.rename(folder / container.shard(split, k, len(written))) for k, path in enumerate(written)]
-    return {path.name: path.stat().st_size for path in named}, entries
+        if not bad:  # else what is packed so far is not what comes first
+            files.sync(written[-1])
+            with files.replacing(folder / f".{written[-1].name}", binary=True) as record:
+                np.save(record, entries[packed])
+    return written, entries
 
 
-def _in_shards(images: Iterator[Sample], count: int, options: Options) -> Iterator[tuple[int, Sample]]:
-    """Every image with a number that rises where a shard begins."""
+def _kept(folder: Path, split: str) -> NDArray[np.void]:
+    """The samples, as [n] of ENTRY, of the shards that a call which was killed has filled and not yet named."""
+    kept = [np.zeros(0, shards.ENTRY)]
+    while (shard := folder / f"{split}-{len(kept) - 1}").exists() and (record := folder / f".{shard.name}").exists():
+        kept.append(np.load(record))
+    return np.concatenate(kept)
+
+
+def _in_shards(images: Iterator[Sample], count: int, options: Options, done: int = 0) -> Iterator[tuple[int, Sample]]:
+    """Every image with a number that rises where a shard begins, after so many that are in shards."""
     shard = filled = 0
-    for position, image in enumerate(images):
+    for position, image in enumerate(images, done):
         if options.shards:
             shard = position * options.shards // count
         elif filled >= options.shard_mb << 20:
@@ -135,23 +222,41 @@ def _in_shards(images: Iterator[Sample], count: int, options: Options) -> Iterat
         yield shard, image
 
 
-def _images(split: Encoded, order: NDArray[np.int64], resize: int | None, quality: int) -> Iterator[Sample]:
-    """The split's images in that order, each decoded once to be sure that it can be."""
+def _images(split: Encoded, order: NDArray[np.int64], options: Options, bad: list[DataError]) -> Iterator[Sample]:
+    """The split's images in that order, each decoded once to be sure that it can be; those that cannot become `bad`."""
 
-    def image(sample: int) -> Sample:
-        with split.as_data_error(sample):
-            encoded = split.encoded(sample)
-            with opened(encoded) as decoded:
-                suffix = SUFFIXES.get(decoded.format or "", (decoded.format or "").lower())
-                if resize and min(decoded.size) > resize:
-                    encoded, suffix = _shrunk(decoded, resize, quality), "jpg"
-                else:
-                    decoded.load()
+    def image(sample: int) -> Sample | DataError:
+        try:
+            with split.as_data_error(sample):
+                encoded = split.encoded(sample)
+                with opened(encoded) as decoded:
+                    suffix = SUFFIXES.get(decoded.format or "", (decoded.format or "").lower())
+                    if options.resize and min(decoded.size) > options.resize:
+                        encoded, suffix = _shrunk(decoded, options.resize, options.quality), "jpg"
+                    else:
+                        decoded.load()
+        except DataError as error:
+            return type(error)(*error.args)  # without a traceback, which would keep the image's bytes
         return Sample(sample, int(split.labels[sample]), encoded, suffix)
 
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(order), CHUNK):
-            yield from pool.map(image, order[start : start + CHUNK].tolist())
+            for read in pool.map(image, order[start : start + CHUNK].tolist()):
+                if isinstance(read, DataError):
+                    bad.append(read)
+                else:
+                    yield read
+
+
+def _all(bad: list[DataError], count: int, source: Path) -> DataError:
+    """One error for all of them."""
+    if len(bad) == 1:
+        return DataError(str(bad[0]))
+    named = ("{} ({})".format(*each.args) if isinstance(each, BadImage) else str(each) for each in bad[:MOST_NAMED])
+    listed = "; ".join(text.removeprefix(f"{source}/") for text in named)
+    more = f" and {len(bad) - MOST_NAMED:,} more" if len(bad) > MOST_NAMED else ""
+    what = f"{len(bad):,} of the {count:,} images of {source}"
+    return DataError(f"{what} cannot be read: {listed}{more}: fetch them again, or remove them.")
 
 
 def _shrunk(image: Image.Image, side: int, quality: int) -> bytes:

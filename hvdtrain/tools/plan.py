@@ -14,10 +14,10 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.network import Network
 from hvdtrain.core.own_code import is_path
 from hvdtrain.core.plan import Plan
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.datasets import Dataset, published
 from hvdtrain.datasets.published import SIZES, Blank
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.errors import DataError, HvdtrainError, RecipeError
 from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import OPTIONS, parse_flags, usage
 from hvdtrain.untrusted import one_line, printable
@@ -68,6 +68,8 @@ def _with_flops(made: Plan, of_recipe: Network, framework: Framework, dataset: D
     alone = made.recipe.model_copy(update={"workers": 0})  # two examples need no processes that read
     try:
         counted = network.with_flops(of_recipe, alone, framework, dataset)
+    except RecipeError:
+        raise
     except HvdtrainError as error:
         return made, [f"FLOPs       not counted: {one_line(error)}"]
     return dataclasses.replace(made, flops=counted.flops), []
@@ -103,14 +105,15 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
     if is_path(recipe.dataset) and options.examples:
         dataset = Dataset(recipe.dataset, Blank(options.examples), Blank(options.valid_examples or 0), None, (), (), ())
         return dataset, [f"data        {recipe.dataset} is not read: --examples is given"]
+    # Neither copied to this node nor decoded.
+    recipe = located(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}))
     if why := published.missing(recipe.dataset, recipe.data_dir):
         dataset = published.load(recipe.dataset, recipe.train_crop)
         train, valid, classes = SIZES[recipe.dataset]
         sizes = "" if options.examples else f"{train:,} examples to train, {valid:,} to validate, "
         notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{classes:,} classes"]
     else:
-        # Neither copied to this node nor decoded.
-        dataset = load_dataset(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}), framework)
+        dataset = load_dataset(recipe, framework)
     if options.examples and recipe.dataset != "synthetic":
         train_split = Blank(options.examples, dataset.sample_shape)
         dataset = dataclasses.replace(dataset, train=train_split, shards=(), items=())

@@ -1,6 +1,7 @@
 """This rank's device and threads, as PyTorch has them."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -24,6 +25,17 @@ def seed(number: int, step: int, rank: int, device: torch.device) -> None:
     # torch.manual_seed formats a stack trace for GPUs that are not in use: 0.4 ms.
     generate = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
     generate(hash((number, step, rank)))
+
+
+def settings() -> dict[str, Any]:
+    """How PyTorch computes in this process, beside what the environment says."""
+    return {
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": str(torch.get_default_dtype()),
+    }
 
 
 def take_threads(topology: Topology) -> None:

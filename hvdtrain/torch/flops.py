@@ -38,17 +38,20 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
     """
     cpu = torch.device("cpu")
     objective = Objective(recipe)
+    objective.classes = dataset.classes
     indices = np.arange(EXAMPLES) % len(dataset.train)
     batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [(indices, _draws(dataset))]))
     data = objective.inputs(batch)
     try:
         model = networks.without_memory(recipe, dataset.classes)
-        return _counted(recipe, objective, model, _on_meta(data))
+        flops, out = _counted(recipe, objective, model, _on_meta(data))
     except Exception:  # the user's code, and any operation without an implementation for the device
         try:
-            return _counted(recipe, objective, networks.build(recipe, dataset.classes), data)
+            flops, out = _counted(recipe, objective, networks.build(recipe, dataset.classes), data)
         except Exception as error:
             raise PlanError(f"{recipe.step or recipe.model}: {imports.reason(error)}") from error
+    objective.check_outputs(out)
+    return flops
 
 
 def lr_groups(recipe: "Recipe", dataset: Dataset, lr: float) -> str:
@@ -61,13 +64,13 @@ def _draws(dataset: Dataset) -> Any:
     return np.zeros((EXAMPLES, dataset.draws), np.float32)
 
 
-def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any) -> int:
+def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any) -> tuple[int, Any]:
     if recipe.precision == "float64":
         model = model.double()
     models.training_mode(model, recipe)
     with FlopCounterMode(display=False) as counter:
-        objective.forward(model, data)
-    return int(counter.get_total_flops()) // EXAMPLES
+        out = objective.forward(model, data)
+    return int(counter.get_total_flops()) // EXAMPLES, out
 
 
 def _on_meta(data: Any) -> Any:

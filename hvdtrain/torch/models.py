@@ -15,7 +15,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.torch import networks
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.networks import BATCH_NORMS
-from hvdtrain.torch.resnet import resnet50
+from hvdtrain.torch.resnet import BLOCKS_OF_101, ResNet, resnet50
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     """The recipe's network on the engine's device, its weights drawn from the recipe's seed alone.
 
-    linear: [n, 1] -> [n, 1], starting at 0. resnet50: images [n, 3, height, width] -> logits [n, classes]. Any other:
-    see `hvdtrain.torch.networks`. Raises RecipeError.
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, 3, height, width] -> logits [n, classes].
+    Any other: see `hvdtrain.torch.networks`. Raises RecipeError.
 
     Examples:
         >>> from hvdtrain.core.recipe import load
@@ -39,7 +39,9 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
     elif recipe.model == "resnet50":
-        model = resnet50(_known(classes), recipe.stem)
+        model = resnet50(_known(recipe, classes), recipe.stem)
+    elif recipe.model == "resnet101":
+        model = ResNet(_known(recipe, classes), "imagenet", BLOCKS_OF_101)
     else:
         model = networks.build(recipe, classes)
     if recipe.batch_norm == "sync":
@@ -50,11 +52,11 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     return model.to(engine.device, memory_format=memory_format)
 
 
-def _known(classes: int | None) -> int:
+def _known(recipe: "Recipe", classes: int | None) -> int:
     if classes is None:
         raise RecipeError(
-            "model resnet50 needs a data set that has classes; take model torchvision:resnet50 with model_args "
-            "num_classes=N."
+            f"model {recipe.model} needs a data set that has classes; take model torchvision:{recipe.model} with "
+            "model_args num_classes=N."
         )
     return classes
 

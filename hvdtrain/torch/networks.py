@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,7 +97,8 @@ def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
         device(type='meta')
     """
     make = _maker(recipe, classes)  # a tensor of its module, which is imported here, lies on the CPU
-    with contextlib.suppress(RecipeError), torch.device("meta"):
+    with contextlib.suppress(RecipeError), torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # weights that it loads
         return _made(recipe, make)
     return _made(recipe, make)
 

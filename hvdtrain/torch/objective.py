@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from hvdtrain.core import imports
-from hvdtrain.core.own_code import AUXILIARY, is_path
+from hvdtrain.core import imports, own_code
+from hvdtrain.core.own_code import AUXILIARY, MODELS, is_path
 from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 
 if TYPE_CHECKING:
@@ -81,6 +81,10 @@ class Objective:
         self._all_ours = not recipe.step and not is_path(recipe.model) and not is_path(recipe.dataset)
         self.forward: Callable[[Any, Any], Any] = self._step or call
         """Network and inputs -> outputs, which `measure` takes."""
+        self.classes: int | None = None
+        """Of the data set, where they are known."""
+        self._unchecked = set() if recipe.model in MODELS else {True, False}
+        """Of training and validation those whose labels are to be looked at."""
 
     @contextlib.contextmanager
     def explained(self, is_lost: Callable[[Exception], bool]) -> Iterator[None]:
@@ -159,6 +163,8 @@ class Objective:
 
     def _of_tensors(self, name: str, out: torch.Tensor, y: torch.Tensor, training: bool) -> torch.Tensor:
         if name == "cross_entropy":
+            if training in self._unchecked and not y.is_floating_point():
+                self._check_labels(out, y, training)
             return F.cross_entropy(out, y, label_smoothing=self._recipe.label_smoothing if training else 0.0)
         if out.shape != y.shape:  # PyTorch would broadcast them
             raise RecipeError(
@@ -166,6 +172,25 @@ class Objective:
                 "reshape one in the model or in the data set."
             )
         return NAMED[name](out, y.to(out.dtype))
+
+    def check_outputs(self, out: Any) -> None:
+        """Raises RecipeError where the data set has more classes than the network has outputs.
+
+        Examples:
+            >>> from hvdtrain.core.recipe import load
+            >>> Objective(load("digits")).check_outputs(torch.zeros(2, 10))
+        """
+        logits = getattr(out, "logits", out)
+        if self.classes and not self._step and self._recipe.loss in {None, "cross_entropy"}:
+            own_code.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, f"{self.classes} classes")
+
+    def _check_labels(self, out: torch.Tensor, y: torch.Tensor, training: bool) -> None:
+        """In every batch on a CPU; in the first on a GPU, for which the host waits."""
+        if not y.is_cpu:
+            self._unchecked.discard(training)
+        self.check_outputs(out)
+        if len(kept := y[y != -100]):  # which cross_entropy leaves out
+            own_code.check_labels(self._recipe, out.shape[1], int(kept.min()), int(kept.max()))
 
     def _measured(self, out: Any, y: Any) -> dict[str, Any]:
         with torch.no_grad():

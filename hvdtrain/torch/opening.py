@@ -19,7 +19,7 @@ def engine_of(run: Run) -> AbstractContextManager[Engine]:
     """The run's engine, of the world that the launcher promised, until the block ends. Raises HvdtrainError, also where
     another rank is lost within the block."""
     engine = open_engine(run)
-    return opening.joined(run.world, run.engine, engine, engine.rank, engine.size)
+    return opening.joined(run.world, run.engine, engine, engine.rank, engine.size, run.given())
 
 
 def open_engine(run: Run) -> Engine:

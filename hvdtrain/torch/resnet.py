@@ -1,9 +1,12 @@
-"""ResNet50 as torchvision builds it: the same names, shapes and first weights, with PyTorch alone."""
+"""ResNet50 and ResNet101 as torchvision builds them: the same names, shapes and first weights, with PyTorch alone."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 BLOCKS = {"layer1": 3, "layer2": 4, "layer3": 6, "layer4": 3}
+BLOCKS_OF_101 = {**BLOCKS, "layer3": 23}
 EXPANSION = 4
 
 
@@ -15,14 +18,16 @@ class ResNet(nn.Module):
         Linear(in_features=2048, out_features=10, bias=True)
     """
 
-    def __init__(self, classes: int, stem: str) -> None:
+    def __init__(self, classes: int, stem: str, blocks: Mapping[str, int] | None = None) -> None:
+        """`blocks` in each stage by its name; left out: ResNet50's."""
         super().__init__()
+        self.blocks = blocks or BLOCKS
         self.conv1 = nn.Conv2d(3, 64, 7, stride=1 if stem == "cifar" else 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, stride=2, padding=1)
         channels = 64
-        for index, (name, count) in enumerate(BLOCKS.items()):
+        for index, (name, count) in enumerate(self.blocks.items()):
             width = 64 << index
             first = Bottleneck(channels, width, stride=2 if index else 1)
             channels = width * EXPANSION
@@ -37,7 +42,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        for name in BLOCKS:
+        for name in self.blocks:
             x = getattr(self, name)(x)
         return self.fc(self.avgpool(x).flatten(1))
 

@@ -197,6 +197,25 @@ class State:
             values[GROUPS] = resumable.packed(changed, f"optimizer {resumable.named(self._optimizers)}")
         return values
 
+    def numbers(self) -> dict[str, Any]:
+        steps = (value for name, value in _slots(self._model, self._optimizers) if name.startswith("step."))
+        scale = {f"loss scale, {name.strip('_')}": value for name, value in self.scaler.state_dict().items()}
+        return numbers(self._optimizers) | scale | {"updates of the optimizer": _number(next(steps, None))}
+
+
+def numbers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What the optimizers' groups say by name: LR, momentum, betas."""
+    groups = resumable.settings(optimizers)
+    return {
+        f"{name} of group {index}" if len(groups) > 1 else name: _number(value)
+        for index, group in enumerate(groups)
+        for name, value in group.items()
+    }
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
 
 def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """What each group says beside its learning rate."""

@@ -71,6 +71,9 @@ class Replica:
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
 
+    def settings(self) -> dict[str, Any]:
+        return devices.settings()
+
 
 class Trainer(Replica):
     """Trains a run's model; see `hvdtrain.run.loop.Trainer`."""
@@ -94,6 +97,7 @@ class Trainer(Replica):
             in_one=name == "local",
             record=record_cuda_graph if is_one_graph(recipe, name, engine.device) else None,
         )
+        self.step.objective.classes = run.dataset.classes
         state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
         super().__init__(
             engine,

@@ -1,5 +1,6 @@
 """Plans: the derived numbers, what the dry run prints, and the full text of every refusal."""
 
+import dataclasses
 import json
 
 import pytest
@@ -197,6 +198,12 @@ LINES = {
 def test_lines(arguments, lines, make_plan):
     name, size, overrides = arguments
     assert make_plan(name, size, **overrides).lines() == lines
+
+
+def test_files_that_are_not_read_are_in_the_second_line(make_plan):
+    plan = dataclasses.replace(make_plan(), left_out="1 of 9 files left out: 1 .gif")
+    assert plan.lines()[1] == "data        1 of 9 files left out: 1 .gif"
+    assert "left_out" not in plan.to_json()  # a stray file on one node is no other plan
 
 
 LRS = {

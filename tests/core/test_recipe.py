@@ -489,3 +489,41 @@ def test_arguments_are_read_as_yaml_1_2_and_a_tilde_is_the_home(mine, monkeypatc
     assert loaded.data_dir == Path("/home/ada/cells")
     assert loaded.model_args == {"a": 10, "b": "12:30", "c": None, "d": "~/x", "e": "no"}
     assert imports.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"
+
+
+@pytest.mark.parametrize("written", ["$SCRATCH", "${SCRATCH}", "~"])
+def test_a_recipe_file_is_found_by_a_variable(mine, monkeypatch, tmp_path, written):
+    for name in ("SCRATCH", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "s"))
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "base.yaml").write_text(f"{BASE}tall:\n  extends: {written}/base.yaml\n  epochs: 9\n")
+    assert load(f"{written}/base.yaml").epochs != 9
+    assert load(mine(f"default:\n  extends: {written}/base.yaml:tall\n")).epochs == 9
+
+
+def test_folders_keep_their_variables_until_they_are_used(mine, monkeypatch):
+    """As TMPDIR differs from job to job, and a run is found again by the text of its recipe."""
+    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.setenv("TMPDIR", "/tmp/job.1")
+    chosen = recipe.load("imagenet", {"data_dir": "${DATA}/a$", "cache_dir": "$TMPDIR/$DATA"})
+    assert load(mine(dump(chosen))).model_dump(exclude={"name"}) == chosen.model_dump(exclude={"name"})
+    found = recipe.located(chosen)
+    assert (found.data_dir, found.cache_dir) == (Path("/data/a$"), Path("/tmp/job.1/data"))
+    monkeypatch.setenv("TMPDIR", "/tmp/job.2")
+    assert recipe.located(chosen).cache_dir == Path("/tmp/job.2/data") and "$TMPDIR" in dump(chosen)
+
+
+@pytest.mark.parametrize("value", [None, ""], ids=["unset", "empty"])
+def test_a_variable_that_is_not_set_is_one_ranks_own_fault(mine, monkeypatch, value):
+    """An empty one would have the set copied into the root, or the current folder."""
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NO_SUCH", value)
+    rule = "needs the environment variable $NO_SUCH, which is not set; export it."
+    chosen = recipe.load("imagenet", {"cache_dir": "$NO_SUCH"})
+    with pytest.raises(RecipeError) as refused:
+        recipe.located(chosen)
+    assert (str(refused.value), refused.value.everywhere) == (f"cache_dir {rule}", False)
+    message = refusal(RecipeError, load, mine("default:\n  extends: $NO_SUCH/a.yaml\n"))
+    assert message == f"recipe file $NO_SUCH/a.yaml {rule}"
+    assert refusal(RecipeError, imports.expanded, {"a": ["$NO_SUCH"]}, "model_args") == f"model_args a {rule}"

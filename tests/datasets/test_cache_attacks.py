@@ -193,6 +193,78 @@ def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypa
     assert list((disk / "target").iterdir()) == []
 
 
+@pytest.mark.parametrize("what", ["a pipe", "a link", "a link to ours", "a folder"])
+def test_what_lies_in_the_place_of_a_shard_is_neither_waited_for_nor_written_through(packed, disk, tmp_path, what):
+    """As after a restore, or of a program of ours that went astray: others cannot write there."""
+    expected = pixels(packed, disk)
+    shard, precious = disk / f"hvdtrain-{os.geteuid()}" / digest(packed) / "train-000000.tar", tmp_path / "precious"
+    precious.write_text("content")
+    shard.unlink()
+    match what:
+        case "a pipe":
+            os.mkfifo(shard)
+        case "a link":
+            shard.symlink_to(precious)
+        case "a link to ours":
+            shard.symlink_to(shard.with_name("train-000001.tar"))
+        case "a folder":
+            shard.mkdir()
+    before = shard.with_name("train-000001.tar").read_bytes()
+    if what == "a folder":
+        with pytest.raises(DataError, match=r"cannot be copied to cache_dir .* \(Is a directory\)"):
+            pixels(packed, disk)
+    else:
+        np.testing.assert_array_equal(pixels(packed, disk), expected)
+        assert stat.S_ISREG(shard.lstat().st_mode) or what == "a link to ours"
+    assert (precious.read_text(), shard.with_name("train-000001.tar").read_bytes()) == ("content", before)
+
+
+@needs_root
+def test_a_copy_of_another_user_is_not_filled(packed, disk):
+    """As after a swap of our whole folder, where the disk lacks the sticky bit."""
+    pixels(packed, disk)
+    copy = disk / "hvdtrain-0" / digest(packed)
+    (copy / "train-000000.tar").unlink()
+    os.chown(copy, NOBODY, NOBODY)
+    with pytest.raises(DataError, match=r"must be a folder of uid 0 with mode 700, got a folder of uid 65534 "):
+        pixels(packed, disk)
+    assert not (copy / "train-000000.tar").exists()
+
+
+@needs_root
+@pytest.mark.parametrize("others", [False, True], ids=["the link ours", "the link another's"])
+def test_a_link_in_the_place_of_our_copy_gets_nothing(packed, disk, others):
+    pixels(packed, disk)
+    copy, target = disk / "hvdtrain-0" / digest(packed), disk / "target"
+    shutil.rmtree(copy)
+    target.mkdir(mode=0o700)
+    copy.symlink_to(target)
+    if others:
+        os.lchown(copy, NOBODY, NOBODY)
+    with pytest.raises(DataError, match=r"must be a folder of uid 0 with mode 700, got something else of uid "):
+        pixels(packed, disk)
+    assert list(target.iterdir()) == []
+
+
+@needs_root
+def test_a_folder_swapped_while_its_copy_is_filled_gets_nothing(packed, disk, monkeypatch):
+    disk.chmod(0o777)
+    pixels(packed, disk)
+    (disk / "hvdtrain-0" / digest(packed) / "train-000000.tar").unlink()
+    (disk / "target" / digest(packed)).mkdir(parents=True)
+    copy = cache._copy_file
+
+    def swapped(source, dest, held):
+        (disk / "hvdtrain-0").rename(disk / "moved")
+        (disk / "hvdtrain-0").symlink_to(disk / "target")
+        copy(source, dest, held)
+
+    monkeypatch.setattr(cache, "_copy_file", swapped)
+    with pytest.raises(DataError):
+        pixels(packed, disk)
+    assert list((disk / "target" / digest(packed)).iterdir()) == []
+
+
 HOLDER = """
 import pathlib, sys, time
 from hvdtrain import lock

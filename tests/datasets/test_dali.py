@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 import pytest
 from images import draws, scene, write_tree
+from PIL import Image
 from refusals import refusal
 
 from hvdtrain import datasets
@@ -15,6 +16,7 @@ from hvdtrain.errors import DataError, EngineUnavailable
 from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 48, "valid_resize": 72, "valid_crop": 64}
+ORIENTATION = 0x0112
 
 
 @pytest.fixture
@@ -24,10 +26,15 @@ def dali():
 
 @pytest.fixture
 def tree(tmp_path):
-    """16 training images: one a PNG, one grey, one in CMYK."""
+    """16 training images: one a PNG, one grey, one in CMYK, one that a viewer would turn, one a pair in an MPO."""
     tree = write_tree(tmp_path / "tree")
     scene(200, 150, 1).convert("L").save(tree / "train" / "n01" / "n01_1.JPEG", quality=95)
     scene(200, 150, 2).convert("CMYK").save(tree / "train" / "n01" / "n01_2.JPEG", quality=95)
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6
+    scene(200, 150, 3).save(tree / "train" / "n01" / "n01_3.JPEG", quality=95, exif=turned)
+    pair = {"save_all": True, "append_images": [scene(200, 150, 5)]}
+    scene(200, 150, 4).save(tree / "train" / "n01" / "n01_4.JPEG", "MPO", quality=95, **pair)
     return tree
 
 
@@ -77,6 +84,30 @@ def test_a_damaged_image_is_named_and_the_others_are_read(dali, tree, damage):
     message = refusal(DataError, split.read, np.arange(16), draws(16))
     assert message.startswith(f"{path} cannot be read as an image (")
     assert split.read(np.arange(8), draws(8))[1].tolist() == [0] * 8
+
+
+def test_what_dali_cannot_read_is_left_to_pillow_alone_and_with_a_line(dali, tree, capfd, monkeypatch):
+    ours, pillow = load(tree).train, load(tree, "pillow").train
+    path = tree / "train" / "n02" / "n02_3.JPEG"
+    path.write_bytes(path.read_bytes().replace(b"\xff\xda", b"\0\x12\xff\xda", 1))  # Pillow skips such bytes
+    by_pillow = []
+    read = type(pillow).read
+    monkeypatch.setattr(type(pillow), "read", lambda *args: by_pillow.append(args[1].tolist()) or read(*args))
+    others = np.array([0, *range(3, 8), *range(9, 16)])  # all JPEGs, of which one is bad
+    for _ in range(2):
+        x, _ = ours.read(others, draws(13))
+        assert np.abs(x.astype(int) - read(pillow, others, draws(13))[0]).max() <= 4
+    assert by_pillow == [[11], [11]]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("decoder dali")]
+    assert len(lines) == 1
+    assert lines[0].startswith("decoder dali leaves images to Pillow, here the first: ")
+    ours.read(np.array([8]), draws(1))
+    assert "decoder dali" not in capfd.readouterr().err
+
+
+def test_an_image_of_another_format_is_left_to_pillow_with_a_line(dali, tree, capfd):
+    load(tree).train.read(np.array([8]), draws(1))
+    assert "decoder dali leaves images to Pillow, here the first: PNG of mode RGB\n" in capfd.readouterr().err
 
 
 def test_without_dali(tree, monkeypatch):

@@ -1,6 +1,8 @@
 """What every data set promises, and the three that need no files."""
 
+import dataclasses
 import hashlib
+import json
 import pickle
 import threading
 
@@ -89,6 +91,32 @@ def test_threads_read_the_same(name):
 )
 def test_every_machine_reads_the_same_bytes(name, expected):
     assert digest(datasets.load(name, **SMALL).train)[:16] == expected
+
+
+@pytest.mark.parametrize(("name", "other"), [("linear", {"seed": 1}), ("synthetic", {"examples": 301}), ("digits", {})])
+def test_contents_say_what_is_read(name, other):
+    dataset, again = datasets.load(name, **SMALL), datasets.load(name, **SMALL)
+    contents = json.loads(json.dumps(dataset.contents()))
+    assert contents == again.contents()
+    counts = (contents["training examples"], contents["validation examples"], contents["classes"])
+    assert counts == (len(dataset.train), len(dataset.valid), dataset.classes)
+    changed = datasets.load(name, **{**SMALL, **other}) if other else dataclasses.replace(again, train=again.valid)
+    assert changed.contents()["training list"] != contents["training list"]
+    assert changed.contents()["validation list"] == contents["validation list"] or name != "digits"
+
+
+def test_a_split_without_a_digest_has_none_in_the_contents():
+    class Own:
+        def __len__(self):
+            return 3
+
+    dataset = datasets.Dataset("own", Own(), Own(), 2, (), (), (), names=("a", "b"))
+    assert dataset.contents() == {
+        "training examples": 3,
+        "validation examples": 3,
+        "classes": 2,
+        "class names": ["a", "b"],
+    }
 
 
 def test_linear_is_a_line_with_uniform_noise():

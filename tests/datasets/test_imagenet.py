@@ -6,7 +6,9 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from PIL import Image
 from refusals import refusal
 
 from hvdtrain import datasets
-from hvdtrain.datasets import imagenet
+from hvdtrain.datasets import folders, imagenet
 from hvdtrain.errors import DataError
 from hvdtrain.tools import pack
 
@@ -131,17 +133,28 @@ GREY = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
         ("png", Image.fromarray(GREY).convert("LA")),
         ("png", Image.fromarray(GREY).convert("RGBA")),
         ("png", Image.fromarray(GREY * np.uint16(256) + np.uint16(13))),
+        ("tif", Image.fromarray(GREY * np.uint16(256) + np.uint16(13))),
+        ("tif", Image.fromarray(GREY).convert("RGB").convert("CMYK")),
+        ("tiff", Image.fromarray(GREY).convert("LA")),
+        ("pgm", Image.fromarray(GREY * np.uint16(256) + np.uint16(13))),
+        ("ppm", Image.fromarray(GREY).convert("RGB")),
+        ("bmp", Image.fromarray(GREY).convert("P")),
+        ("webp", Image.fromarray(GREY).convert("RGBA")),
     ],
-    ids=["grey", "grey JPEG", "CMYK", "palette", "grey with alpha", "RGBA", "16 bit"],
+    ids=[
+        *["grey", "grey JPEG", "CMYK", "palette", "grey with alpha", "RGBA", "16 bit"],
+        *["TIFF of 16 bit", "TIFF in CMYK", "TIFF with alpha", "PGM of 16 bit", "PPM", "BMP", "WebP"],
+    ],
 )
 @pytest.mark.parametrize("prepare", ["valid", "train"])
 def test_every_mode_becomes_rgb(tmp_path, suffix, image, prepare):
     path = tmp_path / f"a.{suffix}"
-    image.save(path, **({"quality": 95} if suffix == "JPEG" else {}))
+    image.save(path, **({"quality": 95} if suffix in {"JPEG", "webp"} else {}))
+    opened = imagenet.opened(path.read_bytes())
     if prepare == "valid":
-        x = np.asarray(imagenet.centre_crop(Image.open(path), 64, 64))
+        x = np.asarray(imagenet.centre_crop(opened, 64, 64))
     else:
-        x = np.asarray(imagenet.cut(Image.open(path), (0, 0, 64, 64), 64))
+        x = np.asarray(imagenet.cut(opened, (0, 0, 64, 64), 64))
     assert x.shape == (64, 64, 3)
     assert abs(x.astype(int) - GREY[..., None]).max() <= 3
 
@@ -289,10 +302,11 @@ def scans(count):
     [
         (grey(1, 60000), "48 x 2880000 pixels are more than 67,108,864"),
         (grey(9500, 9500), "9500 x 9500 pixels are more than 67,108,864"),
-        (scans(60), "60 scans are more than 50"),
+        (scans(60), "more than 50 scans"),
+        (scans(60) + b"\xff\xda" * 60, "more than 50 scans"),
         (None, "it must have at most 134,217,728 bytes"),
     ],
-    ids=["a line", "many pixels", "many scans", "a file of 1 TB"],
+    ids=["a line", "many pixels", "many scans", "many scans and more behind them", "a file of 1 TB"],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_image_that_would_fill_the_memory_is_refused(tree, content, reason):
@@ -334,21 +348,27 @@ def empty(folder):
     return change
 
 
-MISSING = "is missing: data_dir must hold the folders train/<class> and val/<class>."
+MISSING = "is missing: data_dir must hold the folders train/<class> and val/<class>; if"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rename("train", "training"), f"{{tree}}/train {MISSING}"),
-        (rename("val", "test"), f"{{tree}}/val or {{tree}}/valid {MISSING}"),
+        (
+            rename("train", "training"),
+            f"{{tree}}/train {MISSING} 'training' is it: cd {{tree}} && ln -s training train",
+        ),
+        (
+            rename("val", "test"),
+            f"{{tree}}/val or {{tree}}/valid {MISSING} 'test' is it: cd {{tree}} && ln -s test val",
+        ),
         (
             empty("val"),
             "{tree}/val holds no class folders: sort its images into {tree}/val/<class>.",
         ),
         (
             empty("train/n02"),
-            "{tree}/train/n02 holds no .jpeg, .jpg, .png image: fill it, or remove that class.",
+            f"{{tree}}/train/n02 holds no {', '.join(folders.SUFFIXES)} image: fill it, or remove that class.",
         ),
         (
             rename("val/n02", "n02"),
@@ -364,3 +384,324 @@ MISSING = "is missing: data_dir must hold the folders train/<class> and val/<cla
 def test_a_wrong_tree_is_refused(tree, change, message):
     change(tree)
     assert refusal(DataError, datasets.load, "imagenet", data_dir=tree) == message.format(tree=tree)
+
+
+TORCHVISION = """
+import json, sys
+from torchvision.datasets import ImageFolder
+for line in sys.stdin:
+    found = ImageFolder(line.rstrip("\\n"))
+    print(json.dumps({"classes": found.classes, "samples": found.samples}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def image_folder():
+    """`image_folder(root)`: (classes, [(path, label)]) as torchvision has them, in a process of its own."""
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is missing: pip install torchvision")
+    command = [sys.executable, "-c", TORCHVISION]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def found(root):
+            process.stdin.write(f"{root}\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            return tuple(answer["classes"]), [tuple(sample) for sample in answer["samples"]]
+
+        yield found
+        process.stdin.close()
+
+
+def listed(split):
+    return split.classes, [(str(split.path(k)), int(label)) for k, label in enumerate(split.labels)]
+
+
+def jpeg(seed=0, **options):
+    file = io.BytesIO()
+    scene(24, 18, seed).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+def lay(root, *paths, content=None):
+    """Files under the root: an image each, or that content."""
+    for path in map(root.joinpath, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg() if content is None else content)
+
+
+def test_folders_are_read_as_torchvision_reads_them(tmp_path, image_folder):
+    """Its suffixes, folders of a class at any depth, links to files and folders, and its order."""
+    store = tmp_path / "store"
+    lay(store, "1.png", "cats/2.jpg", "cats/deep/er/3.JPG")
+    for split in ("train", "val"):
+        root = tmp_path / split
+        lay(root, *(f"b/x{suffix.upper()}" for suffix in folders.SUFFIXES), "b/a.JPG.png", "b/Z.jpg")
+        lay(root, "b/a/1.jpg", "b/a-b/1.jpg", "b/a/b/2.jpg", "b/a.jpg/1.jpg", "a b/ä.jpg", "a b/ä/1.bmp")
+        (root / "b" / "one.png").symlink_to(store / "1.png")
+        (root / "b" / "more").symlink_to(store / "cats")
+        (root / "linked").symlink_to(store / "cats", target_is_directory=True)
+        (root / "b" / "relative").symlink_to("../a b")
+    dataset = datasets.load("imagenet", data_dir=tmp_path, **SIZES)
+    for split in (dataset.train, dataset.valid):
+        assert listed(split) == image_folder(split.root)
+        assert len(split.read(np.arange(len(split)), None)[0]) == 24
+    assert (dataset.names, dataset.left_out) == (("a b", "b", "linked"), "")
+
+
+def test_images_are_read_by_content_not_by_name(tree):
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    expected = split.read(np.array([1]), None)[0].astype(int)
+    content = Image.open(split.path(1))
+    content.load()
+    for form in ("PNG", "WEBP", "TIFF", "BMP", "PPM"):
+        content.save(split.path(1), form, **({"quality": 95} if form == "WEBP" else {}))
+        assert np.abs(split.read(np.array([1]), None)[0] - expected).mean() < 2
+
+
+def test_what_is_not_read_is_counted_by_kind(tree):
+    n01 = tree / "train" / "n01"
+    lay(n01, *(f"{k}.gif" for k in range(12)), "4.GIF", "a/b/5.jfif", "README", "._1.jpg", ".DS_Store", ".cache/1.jpg")
+    for k in range(8):
+        (n01 / f"{k}.png").symlink_to(tree / "gone" / f"{k}.png")
+    (n01 / "itself.jpg").symlink_to("itself.jpg")
+    lay(tree / "val", "n02/Thumbs.db", "1.jpg")
+    os.mkfifo(tree / "val" / "n02" / "pipe.jpg")
+    dataset = datasets.load("imagenet", data_dir=tree)
+    assert (len(dataset.train), len(dataset.valid)) == (8, 4)
+    kinds = "13 .gif, 9 dangling links, 3 hidden, 1 .db, 1 .jfif, 3 others"
+    assert dataset.left_out == f"30 of 42 files left out: {kinds}"
+
+
+@pytest.mark.parametrize("target", ["..", "../..", "../n02/back", "/", "."])
+def test_links_in_a_circle_are_followed_once(tree, target):
+    (tree / "train" / "n02" / "back").symlink_to("../n01")
+    (tree / "train" / "n01" / "round").symlink_to(target)
+    dataset = datasets.load("imagenet", data_dir=tree)
+    assert len(dataset.train) == 12
+    assert dataset.left_out.endswith(" links to folders around them")
+
+
+def test_links_that_multiply_are_refused(tree, monkeypatch):
+    """Twenty folders with two links each to the next one are a million paths."""
+    monkeypatch.setattr(folders, "MOST_FOLDERS", 500)
+    for k in range(20):
+        (tree / "store" / f"{k}").mkdir(parents=True)
+        for name in "ab":
+            (tree / "store" / f"{k}" / name).symlink_to(tree / "store" / f"{k + 1}")
+    (tree / "store" / "20").mkdir()
+    (tree / "train" / "n01" / "many").symlink_to(tree / "store" / "0")
+    message = f"{tree}/train/n01 must have at most 500 folders: remove links to some."
+    assert refusal(DataError, datasets.load, "imagenet", data_dir=tree) == message
+
+
+def test_a_class_of_which_nothing_is_read_is_refused(tree):
+    shutil.rmtree(tree / "val" / "n02")
+    lay(tree / "val" / "n02", "1.gif", "2.gif", ".1.jpg")
+    message = refusal(DataError, datasets.load, "imagenet", data_dir=tree)
+    assert message.startswith(f"{tree}/val/n02 holds no .bmp, ")
+    assert message.endswith(" image, but 2 .gif, 1 hidden: convert them, or remove that class.")
+
+
+def test_a_class_that_is_a_dangling_link_is_refused(tree):
+    for split in ("train", "val"):
+        (tree / split / "n03").symlink_to(tree / "gone")
+    message = refusal(DataError, datasets.load, "imagenet", data_dir=tree)
+    assert message.startswith(f"{tree}/train must hold a folder for each class, got 1 dangling links (")
+    command = message.partition("(")[2].partition(")")[0]
+    assert subprocess.check_output(["bash", "-c", command], text=True) == f"{tree}/train/n03\n"
+
+
+def test_a_hidden_folder_is_no_class(tree):
+    lay(tree / "train" / ".ipynb_checkpoints", "1.jpg")
+    dataset = datasets.load("imagenet", data_dir=tree)
+    assert (dataset.names, dataset.left_out) == (("n01", "n02"), "1 of 13 files left out: 1 hidden")
+
+
+FILM = b"\0\0ftyp" + b"\xff\xda\0\2" * 90
+
+
+def with_thumbnail():
+    exif = Image.Exif()
+    exif[0x927C] = FILM
+    return jpeg(exif=exif)
+
+
+def mpo():
+    file = io.BytesIO()
+    scene(24, 18).save(file, "MPO", save_all=True, append_images=[scene(24, 18, k) for k in range(60)])
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [jpeg() + FILM, with_thumbnail(), mpo(), jpeg(progressive=True) + FILM, scans(50) + FILM],
+    ids=["film", "thumbnail", "MPO of 61 images", "progressive and film", "50 scans and film"],
+)
+def test_a_jpeg_ends_at_its_end(tree, content):
+    """What phones write into it and behind it are no scans of its own."""
+    assert content.count(b"\xff\xda") > 50
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    split.path(1).write_bytes(content)
+    assert split.read(np.array([1]), None)[0].shape == (1, 40, 40, 3)
+
+
+FORGED = {
+    "scans alone": b"\xff\xda" * 51,
+    "of length 0": b"\xff\xda\0\0" * 51 + b"\xff",
+    "truncated": b"\xff\xe0\xff" + b"\xff\xda" * 51,
+    "many segments": b"\xff\xe0\0\x02" * 10**5 + b"\xff\xda" * 51,
+    "many bytes of FF": b"\xff" * 10**5 + b"\xff\xda" * 51,
+}
+
+
+@pytest.mark.parametrize("tail", FORGED.values(), ids=FORGED)
+def test_a_forged_jpeg_ends_in_a_line(tree, tail):
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    path = split.path(1)
+    path.write_bytes(b"\xff\xd8" + tail)
+    assert refusal(DataError, split.read, np.array([1]), None).startswith(f"{path} cannot be read as an image (")
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_an_image_whose_white_is_not_known_is_refused(tree, mode):
+    """Pillow would clip at 255: floats up to 1 would be black."""
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
+    Image.new(mode, (20, 20), 1).save(split.path(1), "TIFF")
+    reason = f"white is no known value of mode {mode}: save it with 8 or 16 bits a channel"
+    assert f" cannot be read as an image ({reason}): " in refusal(DataError, split.read, np.array([1]), None)
+
+
+@pytest.mark.parametrize(("count", "more"), [(3, ""), (12, " and 4 more")])
+def test_all_bad_images_of_a_batch_are_named_at_once(tree, count, more):
+    lay(tree / "train" / "n01", *(f"{k:02}.jpg" for k in range(12)))
+    lay(tree / "train" / "n01", *(f"{k:02}.jpg" for k in range(count)), content=b"text")
+    split = datasets.load("imagenet", data_dir=tree, **SIZES).train
+    named = "; ".join(f"{tree}/train/n01/{k:02}.jpg (of no known format)" for k in range(count)[:8])
+    message = f"{count} images cannot be read: {named}{more}: fetch them again, or remove them."
+    assert refusal(DataError, split.read, np.arange(20), draws(20)) == message
+
+
+WNIDS = [f"n0{k}" for k in range(3)]
+
+
+def imagenet_with_flat_val(root):
+    lay(root, *(f"train/{n}/{n}_{k}.JPEG" for n in WNIDS for k in range(4)))
+    lay(root, *(f"val/ILSVRC2012_val_0000000{k}.JPEG" for k in range(6)))
+
+
+def tiny_imagenet(root):
+    lay(root, *(f"train/{n}/images/{n}_{k}.JPEG" for n in WNIDS for k in range(4)))
+    lay(root, *(f"train/{n}/{n}_boxes.txt" for n in WNIDS), content=b"n00_0.JPEG\t0\t0\t62\t62\n")
+    lay(root, *(f"val/images/val_{k}.JPEG" for k in range(6)), *(f"test/images/test_{k}.JPEG" for k in range(6)))
+    rows = "".join(f"val_{k}.JPEG\t{WNIDS[k % 3]}\t0\t32\t44\t62\n" for k in range(6))
+    lay(root, "val/val_annotations.txt", content=rows.encode())
+
+
+def cifar(root):
+    lay(root, *(f"{split}/{c}/{k:04}.png" for split in ("train", "test") for c in ("cat", "dog") for k in range(3)))
+
+
+def kaggle_classes(root):
+    lay(
+        root,
+        *(f"train/{c}/{k}.jpg" for c in ("cat", "big dog") for k in range(12)),
+        *(f"test/{k}.jpg" for k in range(3)),
+    )
+
+
+def kaggle_flat(root):
+    lay(root, *(f"train/{c}.{k}.jpg" for c in ("cat", "dog") for k in range(12)), *(f"test1/{k}.jpg" for k in range(3)))
+
+
+def food(root):
+    images = {s: [f"{c}/{s}{k}" for c in ("pie", "ribs") for k in range(3)] for s in ("train", "test")}
+    for split, names in images.items():
+        lay(root, *(f"images/{name}.jpg" for name in names))
+        lay(root, f"meta/{split}.txt", content="".join(f"{name}\n" for name in names).encode())
+
+
+def eurosat(root):
+    lay(root, *(f"{c}/{c}_{k}.tif" for c in ("Forest", "River") for k in range(12)))
+
+
+def imagenette_of_fastai(root):
+    lay(root, *(f"{split}/{n}/{n}_{k}.JPEG" for split in ("train", "val") for n in WNIDS for k in range(2)))
+    lay(root, "noisy_imagenette.csv", content=b"path\n")
+
+
+def shared_store(root):
+    lay(root, *(f"store/{k}.jpg" for k in range(8)))
+    for split, first in (("train", 0), ("val", 4)):
+        for k in range(first, first + 4):
+            link = root / split / ("even", "odd")[k % 2] / f"{k}.jpg"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(root / "store" / f"{k}.jpg")
+
+
+def oxford_pets(root):
+    lay(root, *(f"images/{c}_{k}.jpg" for c in ("Abyssinian", "great_pyrenees") for k in range(12)))
+    lay(root, "images/Abyssinian_100.mat", content=b"MATLAB")
+    lay(root, "annotations/trimaps/Abyssinian_1.png", "annotations/list.txt")
+
+
+def class_folders_with_folders(root):
+    lay(root, *(f"{split}/{c}/{w}/{k}.jpg" for split in ("train", "val") for c in "ab" for w in "xy" for k in range(2)))
+
+
+LAYOUTS = {  # what lays it out, how many refusals show the command that makes it readable, images to train, to validate
+    "ImageNet with a flat val": (imagenet_with_flat_val, None),
+    "Tiny ImageNet": (tiny_imagenet, (1, 12, 6)),
+    "CIFAR folders": (cifar, (1, 6, 6)),
+    "Kaggle's train of classes": (kaggle_classes, (1, 20, 4)),
+    "Kaggle's flat train": (kaggle_flat, (2, 20, 4)),
+    "Food-101 with lists": (food, (2, 6, 6)),
+    "EuroSAT": (eurosat, (2, 20, 4)),
+    "Imagenette": (imagenette_of_fastai, (0, 6, 6)),
+    "links to a shared store": (shared_store, (0, 4, 4)),
+    "Oxford pets": (oxford_pets, (3, 20, 4)),
+    "class folders with folders": (class_folders_with_folders, (0, 8, 8)),
+}
+
+
+@pytest.mark.parametrize(("lay_out", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_of_well_known_sets(tmp_path, image_folder, lay_out, expected):
+    """Each is read as torchvision reads it, at once or after the commands that refusals show."""
+    root = tmp_path / "a set's folder"
+    lay_out(root)
+    if expected is None:
+        message = refusal(DataError, datasets.load, "imagenet", data_dir=root)
+        assert message == (
+            f"{root}/val holds 6 images and no class folders: sort them into {root}/val/<class>, "
+            "as valprep.sh of github.com/soumith/imagenetloader.torch does."
+        )
+        return
+    steps, *counts = expected
+    for _ in range(steps):
+        message = refusal(DataError, datasets.load, "imagenet", data_dir=root)
+        subprocess.run(["bash", "-c", f"cd {message.partition(': cd ')[2]}"], check=True)
+    dataset = datasets.load("imagenet", data_dir=root, **SIZES)
+    assert [len(dataset.train), len(dataset.valid)] == counts
+    for split in (dataset.train, dataset.valid):
+        assert listed(split) == image_folder(split.root)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_other"),
+    [
+        (lambda tree: None, False),
+        (lambda tree: (tree / "train" / "n01" / "n01_0.JPEG").rename(tree / "train" / "n01" / "n01_a.JPEG"), True),
+        (lambda tree: (tree / "train" / "n01" / "n01_0.JPEG").unlink(), True),
+        (lambda tree: lay(tree / "train" / "n02", "n02_9.JPEG"), True),
+        (lambda tree: (tree / "train" / "n01" / "n01_3.JPEG").rename(tree / "train" / "n02" / "n01_3.JPEG"), True),
+        (lambda tree: lay(tree / "train" / "n02", "n02_9.gif"), False),
+    ],
+    ids=["elsewhere", "renamed", "removed", "added", "another class", "not read"],
+)
+def test_the_digest_is_of_names_and_labels_wherever_the_folder_lies(tree, tmp_path_factory, change, is_other):
+    other = shutil.copytree(tree, tmp_path_factory.mktemp("other") / "tree")
+    change(other)
+    before, after = (datasets.load("imagenet", data_dir=folder).contents() for folder in (tree, other))
+    assert before["class names"] == ["n01", "n02"]
+    assert (before["training list"] != after["training list"]) is is_other
+    assert before["validation list"] == after["validation list"]

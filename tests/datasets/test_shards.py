@@ -4,8 +4,11 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shlex
 import shutil
+import subprocess
 import threading
+import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +55,19 @@ def test_a_copy_in_another_process_reads_the_same(packed):
         elsewhere, labels = pool.apply(split.read, (np.arange(16), draws(16)))
     np.testing.assert_array_equal(elsewhere, x)
     np.testing.assert_array_equal(labels, y)
+
+
+def test_the_digest_is_of_the_images_wherever_and_however_they_are_packed(packed, tmp_path):
+    dataset = load(packed)
+    tree = write_tree(tmp_path / "tree")
+    pack.pack(pack.Options(tree, tmp_path / "otherwise", format="tfrecord", shards=2, seed=5))
+    assert load(tmp_path / "otherwise").contents() == dataset.contents()
+    assert dataset.contents()["class names"] == ["n01", "n02"]
+    lists = {load(packed, is_by_shard=True).train.digest(), dataset.train.digest(), dataset.valid.digest()}
+    path = tree / "train" / "n01" / "n01_0.JPEG"
+    path.write_bytes(path.read_bytes() + b"\0")
+    pack.pack(pack.Options(tree, tmp_path / "changed"))
+    assert len(lists | {load(tmp_path / "changed").train.digest()}) == 4
 
 
 def test_each_shard_is_opened_once_and_closed_with_the_split(packed, monkeypatch):
@@ -290,12 +306,78 @@ def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
     assert copies(node) == [name]
 
 
-def test_of_a_copy_that_lacks_a_shard_the_remedy_is_to_remove_it(packed, tmp_path):
+def empty(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def state(path):
+    found = path.lstat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+THINNED = {  # what a cleaner, a full disk or a power cut leaves of a copy
+    "two are gone": lambda folder: [(folder / name).unlink() for name in ("val-000001.tar", "train-000000.tar")],
+    "a shard is shorter": cut("train-000002.tar"),
+    "a shard is empty": lambda folder: (folder / "train-000002.tar").write_bytes(b""),
+    "the index is gone": lambda folder: (folder / shards.INDEX).unlink(),
+    "all is gone": empty,
+    "the folder is gone": shutil.rmtree,
+    "a link to nowhere": lambda folder: (
+        (folder / "train-000000.tar").unlink(),
+        (folder / "train-000000.tar").symlink_to(folder / "no"),
+    ),
+}
+
+
+@pytest.mark.parametrize("thin", THINNED.values(), ids=THINNED)
+def test_a_copy_that_was_thinned_is_filled_again(packed, tmp_path, thin):
+    folder = cache.on_node(packed, tmp_path / "node")
+    x, _ = load(packed, cache_dir=tmp_path / "node").train.read(np.arange(16), draws(16))
+    thin(folder)
+    whole = {path.name: state(path) for path in folder.glob("*") if path.is_file()}
+    again = load(packed, cache_dir=tmp_path / "node").train
+    np.testing.assert_array_equal(again.read(np.arange(16), draws(16))[0], x)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in packed.iterdir()
+    }
+    untouched = {name for name, before in whole.items() if state(folder / name) == before}
+    assert untouched == {name for name, (_, size, _) in whole.items() if size == (packed / name).stat().st_size}
+
+
+def test_a_job_that_reads_is_not_disturbed_by_another_that_fills_its_copy(packed, tmp_path):
+    folder = cache.on_node(packed, tmp_path / "node")
+    reading = load(packed, cache_dir=tmp_path / "node").train
+    x, _ = reading.read(np.arange(16), None)
+    flip(packed / "train-000001.tar", 5000)  # what is copied now is another file
+    with (folder / "train-000001.tar").open("ab") as file:
+        file.write(b"longer")
+    cache.on_node(packed, tmp_path / "node")
+    assert (folder / "train-000001.tar").read_bytes() == (packed / "train-000001.tar").read_bytes()
+    np.testing.assert_array_equal(reading.read(np.arange(16), None)[0], x)
+
+
+def test_a_set_that_is_not_whole_is_not_copied(packed, tmp_path):
+    (packed / "val-000001.tar").unlink()
+    assert refusal(DataError, load, packed, cache_dir=tmp_path / "node") == (
+        f"{packed}/val-000001.tar is missing, or not as long as index.npz has it: {REMEDY}"
+    )
+    assert copies(tmp_path / "node") == []
+
+
+def test_a_copy_that_could_not_be_filled_keeps_what_it_has(packed, tmp_path, monkeypatch):
     folder = cache.on_node(packed, tmp_path / "node")
     (folder / "val-000001.tar").unlink()
-    assert refusal(DataError, load, packed, cache_dir=tmp_path / "node") == (
-        f"{folder}/val-000001.tar is missing: remove {folder}, and the next run copies the set again."
-    )
+    left = sorted(folder.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.files, "sync", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left")))
+        assert "(no space left): name a folder of this node's own disk" in refusal(
+            DataError, cache.on_node, packed, tmp_path / "node"
+        )
+    assert sorted(folder.iterdir()) == left
+    (folder / ".val-000001.tar.1-0123456789abcdef.tmp").write_text("of a killed one")
+    cache.on_node(packed, tmp_path / "node")
+    assert sorted(folder.iterdir()) == sorted([*left, folder / "val-000001.tar"])
 
 
 def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
@@ -306,6 +388,30 @@ def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
         f"cache_dir {tmp_path}/node must have room for the {size / 1e6:.1f} MB of {packed}, got 0.0 MB: name a larger "
         "disk, or leave cache_dir out."
     )
+
+
+def test_where_a_copy_does_not_fit_those_of_other_sets_are_named_and_stay(packed, tmp_path, monkeypatch):
+    node, usage = tmp_path / "a node", namedtuple("usage", "total used free")(10**9, 0, 1000)
+    (own(node) / "0123").mkdir(parents=True)
+    own(node).chmod(0o700)
+    (own(node) / "0123" / "train-000000.tar").write_bytes(bytes(1_500_000))
+    killed = own(node) / ".4567.1-0123456789abcdef.tmp"  # maybe of a job that copies
+    killed.mkdir()
+    for folder, days in ((own(node) / "0123", 3), (killed, 40)):
+        os.utime(folder, (time.time() - days * 86400,) * 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    message = refusal(DataError, load, packed, cache_dir=node)
+    uid = own(node).name
+    named = f"{uid}/.4567.1-0123456789abcdef.tmp (0.0 MB, 40 days old), {uid}/0123 (1.5 MB, 3 days old)"
+    command = f"rm -r '{killed}' '{own(node)}/0123'"
+    assert message.partition("got 0.0 MB: ")[2] == (
+        f"where no job needs them, remove copies of other sets, {named}: {command}; or name a larger disk, or leave "
+        "cache_dir out."
+    )
+    assert copies(node) == [killed.name, "0123"]
+    subprocess.run(shlex.split(command), check=True)
+    monkeypatch.undo()
+    assert len(load(packed, cache_dir=node).train) == 16
 
 
 def test_the_index_holds_the_classes_by_name(whole):

@@ -167,11 +167,9 @@ def test_a_parted_replica_stops_every_rank(world, framework):
         assert results["code"] == 1
     message, other = (results["err"] for results in ranks.results["parted"])
     host = socket.gethostname()
-    assert message == (
-        f"ReplicaError (rank 0 on {host}): after step 30 the weights of rank 1 on {host} differ from rank 0's: the "
-        "replicas have diverged and training stops; resume from the last checkpoint with the same command, and check "
-        "that host's memory.\n"
-    )
+    parted = f"ReplicaError (rank 0 on {host}): after step 30 the ranks differ in weights: rank 1 on {host} has "
+    assert message.startswith(parted)
+    assert message.endswith("resume from the last checkpoint with the same command, and check that host's memory.\n")
     assert other == ""
     assert of_kind("step", ranks.folder / "parted")[-1]["step"] == 30
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import small
 from paths import SUPPORT
 from ranks import needs_horovod, needs_tensorflow, needs_torch, of_ranks, once
 from worlds import losses
@@ -32,6 +33,14 @@ RUNS = {
 LIMITS = {"line": 1e-6, "momentum": 1e-6, "digits": 1e-3, "float64": 1e-12}
 STEPS = {"line": 50, "momentum": 20, "digits": 10, "float64": 3}
 OF_RANKS = {1: list(RUNS), 2: ["line", "momentum", "digits"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_networks():
+    """What `convert` expects is the small network that the programs train."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "RESNETS", {"resnet50": tuple(small.SMALL_BLOCKS.values())})
+        yield
 
 
 def start(framework, ranks, folder, given):

@@ -1,6 +1,8 @@
 """Real images through the real readers on two ranks; a damaged one; Horovod's settings and the traces."""
 
+import functools
 import pickle
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from images import write_tree
 from paths import DATA, UNPACKING
 from ranks import FRAMEWORKS, cold_command, programs, run, train
-from worlds import losses
+from worlds import losses, of_kind
 
 from hvdtrain import datasets
 from hvdtrain.core.sharding import Epoch
@@ -109,3 +112,106 @@ def test_horovod_gets_its_settings_and_writes_its_traces(framework, tmp_path):
     row = dict(zip(heading.split(","), first.split(","), strict=False))
     assert float(row["cycle_time_ms"]) == 1.5
     assert float(row["tensor_fusion_threshold"]) == 3  # MiB
+
+
+def move(root, one, other):
+    (root / one).rename(root / other)
+
+
+def rename_class(root):
+    for split in ("train", "val"):
+        move(root / split, "n01", "n03")
+
+
+def copy(root, one, other):
+    shutil.copytree(root / one, root / other) if (root / one).is_dir() else shutil.copy(root / one, root / other)
+
+
+ANEW = "the data have changed since the checkpoint of step 2 ({}): this epoch begins anew with them"
+ONWARD = "the data have changed since the checkpoint of step 2 ({}): the run continues with them"
+REFUSED = "{} in the checkpoint of step 2 ({} classes now, {} then): the network has learned other labels; restore"
+OTHER_DATA = {
+    "class renamed": (rename_class, None, REFUSED.format("class 0 is 'n02' in the data, 'n01'", 2, 2)),
+    "class added": (
+        lambda root: [copy(root / split, "n02", "n03") for split in ("train", "val")],
+        None,
+        REFUSED.format("class 2 is 'n03' in the data, not there", 3, 2),
+    ),
+    "class removed": (
+        lambda root: [shutil.rmtree(root / split / "n02") for split in ("train", "val")],
+        None,
+        REFUSED.format("class 1 is not there in the data, 'n02'", 1, 2),
+    ),
+    "files added": (
+        lambda root: [copy(root / "train/n01", f"n01_{k}.JPEG", f"n01_{k}_again.JPEG") for k in range(3)],
+        16,
+        ANEW.format("19 training examples, 16 then"),
+    ),
+    "files removed": (
+        lambda root: (root / "train/n01/n01_0.JPEG").unlink(),
+        12,
+        ANEW.format("15 training examples, 16 then"),
+    ),
+    "order changed": (
+        lambda root: move(root / "train/n01", "n01_0.JPEG", "n01_9.JPEG"),
+        16,
+        ANEW.format("another training list"),
+    ),
+    "validation images removed": (
+        lambda root: (root / "val/n01/n01_0.JPEG").unlink(),
+        16,
+        ONWARD.format("5 validation examples, 6 then"),
+    ),
+    "content replaced": (
+        lambda root: shutil.copy(root / "train/n02/n02_1.JPEG", root / "train/n01/n01_0.JPEG"),
+        16,
+        None,  # names alone are compared: of a packed set each image's CRC
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(train_here, tmp_path_factory):
+    """By framework: images, and a run that was left inside its first epoch, after two of four steps."""
+
+    @functools.cache
+    def begin(framework):
+        folder = tmp_path_factory.mktemp("begun")
+        write_tree(folder / "data")
+        flags = ["--data-dir", folder / "data", "--output", folder / "run"]
+        train_here(framework, *OF_IMAGES, *flags, "--max-steps", 2).good()
+        return folder
+
+    return begin
+
+
+OF_IMAGES = [
+    "imagenet",
+    *CROPS,
+    "--batch-size",
+    "4",
+    "--epochs",
+    "1",
+    "--warmup-epochs",
+    "0",
+    "--workers",
+    "0",
+    "--log-every-steps",
+    "1",
+]
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_a_run_whose_data_have_changed_resumes_by_the_rule(framework, begun, train_here, kind, tmp_path):
+    change, examples, line = OTHER_DATA[kind]
+    shutil.copytree(begun(framework), tmp_path, dirs_exist_ok=True)
+    change(tmp_path / "data")
+    ended = train_here(framework, *OF_IMAGES, "--data-dir", tmp_path / "data", "--output", tmp_path / "run")
+    if examples is None:
+        assert ended.code == 2
+        assert line in ended.lines[0]
+        return
+    assert ended.good().out.count("the data have changed") == bool(line)
+    assert line is None or line in ended.out
+    last = of_kind("epoch", tmp_path / "run")[-1]
+    assert last["train_examples"] == examples

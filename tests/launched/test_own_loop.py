@@ -157,8 +157,24 @@ def test_ranks_that_part_are_named_on_all_of_them(tmp_path):
         "a number that all of them have, as of world.sum."
     )
     assert [ended.out.count(f"rank {rank}: {parted}") for rank in range(2)] == [2, 2]
-    unlike = "in epoch 0 rank 0 reported last=0 and rank 1 last=1; every rank must report the same: take last="
-    assert ended.lines == [f"LoopError (rank 0 on {os.uname().nodename}): {unlike}world.mean(total, count)."]
+    host = os.uname().nodename
+    unlike = f"the ranks differ in last: rank 1 on {host} has 1.0, rank 0 on {host} 0.0: make the same steps and report"
+    assert [line.partition(" the same on every")[0] for line in ended.lines] == [
+        f"AgreementError (rank 0 on {host}): {unlike}"
+    ]
+
+
+def test_what_does_not_match_in_a_collective_is_named_and_no_rank_is_called_lost(tmp_path):
+    ended = run("gloo", 2, program(tmp_path, "unmatched"), 60)
+    host = os.uname().nodename
+    (line,) = ended.lines
+    assert line.startswith(f"AgreementError (rank 0 on {host}): the ranks differ in what they give to one collective: ")
+    for rank, shape in ((1, "[4]"), (0, "[1]")):
+        mine = line.partition(f"rank {rank} on {host}")[2]
+        assert "Mismatched ALLREDUCE tensor shapes" in mine
+        assert f"(a sum of float64 {shape}), called in {PROGRAM}:" in mine
+    assert ended.code == 2
+    assert ended.left == []
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):

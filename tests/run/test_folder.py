@@ -24,11 +24,13 @@ from refusals import refusal
 from hvdtrain import files
 from hvdtrain.core import recipe
 from hvdtrain.core.progress import Progress
-from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.core.totals import Totals
+from hvdtrain.errors import CheckpointError, LoopError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import holder
 from hvdtrain.run.checkpoint import ARRAYS, Checkpoint, commit
-from hvdtrain.run.folder import _is_finished, _metadata, hold, model_identity, open_run
+from hvdtrain.run.folder import _is_finished, _metadata, hold, identity_of, model_identity, open_run
+from hvdtrain.run.own import take_data
 
 ALONE = Topology.alone("here")
 IN_JOB = replace(ALONE, job_id="22")
@@ -45,8 +47,9 @@ def plan(make_plan):
     return make_plan()
 
 
-def open_one(plan, topology=IN_JOB, framework="torch", output=None, resume="auto"):
-    folder, resumed = open_run(plan, topology, framework, output, resume)
+def open_one(plan, topology=IN_JOB, framework="torch", output=None, resume="auto", contents=None):
+    identity = identity_of(plan, framework, contents or {})
+    folder, resumed = open_run(plan, topology, identity, output, resume)
     return SimpleNamespace(folder=folder, checkpoint=resumed.checkpoint, notes=resumed.notes)
 
 
@@ -539,3 +542,42 @@ def test_a_run_on_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):
     finally:
         stop.set()
         other.join()
+
+
+CONTENTS = {"training examples": 16, "validation examples": 6, "class names": ["a", "b"], "training list": "1f"}
+NEWS = {  # what has changed -> the line, and where in the order the epoch continues
+    "nothing": ({}, "", 8),
+    "more": ({"training examples": 19, "training list": "2e"}, "(19 training examples, 16 then): this epoch begins", 0),
+    "others": ({"training list": "2e"}, "(another training list): this epoch begins anew with them", 0),
+    "to validate": ({"validation examples": 5}, "(5 validation examples, 6 then): the run continues with them", 8),
+    "what no checkpoint had": ({"validation list": "3d"}, "", 8),
+    "seed": ({"seed": 3}, None, 8),
+    "batch": ({"batch_size": 2}, None, 8),
+    "class": ({"class names": ["a", "c"]}, "class 1 is 'c' in the data, 'b' in the checkpoint of step 9 (2 classes", 8),
+    "class less": ({"class names": ["a"]}, "class 1 is not there in the data, 'b' in the checkpoint of step 9 (1 ", 8),
+    "class name with a terminal's": ({"class names": ["\x1b[2J", "b"]}, "class 0 is '\\x1b[2J' in the data, 'a' in", 8),
+}
+
+
+@pytest.mark.parametrize("case", NEWS)
+def test_what_has_changed_in_the_data_since_the_checkpoint(case):
+    changes, text, sample = NEWS[case]
+    before = {**CONTENTS, "batch_size": 4, "seed": 0}
+    progress = Progress(9, 2, 8, train=Totals(3.0, 8.0))
+    if text is None:
+        with pytest.raises(LoopError, match=f"this epoch began with {next(iter(changes))} "):
+            take_data(before, {**before, **changes}, progress)
+    elif text.startswith("class"):
+        with pytest.raises(CheckpointError) as caught:
+            take_data(before, {**before, **changes}, progress)
+        assert str(caught.value).startswith(text)
+    else:
+        assert text in take_data(before, {**before, **changes}, progress)
+    assert (progress.step, progress.epoch, progress.sample, progress.train.count) == (9, 2, sample, float(sample))
+
+
+def test_between_two_epochs_a_run_continues_with_other_data():
+    progress = Progress(9, 2)
+    assert take_data({}, CONTENTS, progress) == ""
+    assert "the run continues with them" in take_data(CONTENTS, {**CONTENTS, "training list": "2e"}, progress)
+    assert take_data({**CONTENTS, "seed": 0}, {**CONTENTS, "seed": 1}, progress) == ""

@@ -35,7 +35,7 @@ HIDDEN = {
     "ImageNet": ("imagenet", {}, "torch", {"model_args", "data_on_device", "xla", *SYNTHETIC, *OWN_DATA}),
     "CIFAR-100": ("cifar100", {}, "torch", {"model_args", "xla", *CROPS, *PACKED, *SYNTHETIC, *OWN_DATA}),
     "synthetic": ("synthetic", {}, "torch", {"model_args", "data_dir", "xla", *CROPS, *PACKED, *OWN_DATA}),
-    "another model": ("cscs", {}, "torch", {"stem", "data_on_device", "xla", *SYNTHETIC, *OWN_DATA}),
+    "another model": ("cscs:vgg16", {}, "torch", {"stem", "data_on_device", "xla", *SYNTHETIC, *OWN_DATA}),
     "your own": (
         *("digits", {"model": "cells:Net", "dataset": "cells:data", "loss": "mse"}, "torch"),
         {"stem", "data_dir", "data_on_device", "xla", *CROPS, *PACKED, *SYNTHETIC},

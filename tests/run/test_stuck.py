@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from hvdtrain.engines.waiting import Frame, is_long, place_of, reads
+from hvdtrain.engines.waiting import Frame, is_long, operation_of, place_of, reads
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, stacks, timeouts
@@ -173,7 +173,9 @@ class Clock:
             self.sockets += socket.socketpair()
             self.sockets[-1].setblocking(False)
             peers.connections.append(Peer(self.sockets[-1], 0, 0, rank=rank, endpoint=Endpoint("nid1", 0, rank)))
-        self.watch.own = lambda: messages.Stack(place=IN, long=False, where="")
+        self.watch.own = lambda: messages.Stack(place=IN, long=False, where="a.py:3, in f", **self.waits[0])
+        self.waits = {rank: {} for rank in range(3)}
+        """In which collective, of each rank."""
 
     def step(self):
         with self.monkeypatch.context() as patched:
@@ -188,7 +190,8 @@ class Clock:
             for peer in self.watch.peers.connections:
                 if (place := self.places[peer.rank]) != SILENT:
                     peer.last_received = self.now
-                    self.watch.answered(peer, messages.Stack(place=place, long=self.long, where="a.py:3, in f"))
+                    stack = {"place": place, "long": self.long, "where": "a.py:3, in f", **self.waits[peer.rank]}
+                    self.watch.answered(peer, messages.Stack(**stack))
         return self.capsys.readouterr().err.splitlines()
 
 
@@ -321,8 +324,55 @@ def test_a_graph_that_waits_for_python_is_outside_of_collectives(beside, place, 
         threading.Thread(target=nested).start()
     while all_wait.n_waiting < len(threads):
         time.sleep(0.01)
-    found, _, where = own.now()
+    found, _, where, *_ = own.now()
     all_wait.wait()
     assert found == place
     assert line in where
     assert where.endswith(", for which TensorFlow waits") == (place == OUT)
+
+
+SUM, GRADIENTS = {"operation": "sum", "steps": 6}, {"operation": "gradients", "steps": 6}
+FIRST, SECOND = ({"operation": "sum", "users_line": f"a.py:{line}, in f"} for line in (3, 9))
+APART = {
+    "an epoch's end, and a step": ([GRADIENTS, SUM, GRADIENTS], (10, 40)),
+    "two lines of the user's": ([FIRST, SECOND, FIRST], (50, 90)),
+    "one line": ([FIRST] * 3, (None, None)),
+    "all in a step": ([GRADIENTS] * 3, (None, None)),
+    "one of which nobody knows": ([GRADIENTS, SUM, {}], (None, None)),
+}
+
+
+@pytest.mark.parametrize(("waits", "when"), APART.values(), ids=APART.keys())
+def test_ranks_in_different_collectives_end(clock, waits, when):
+    clock.waits = dict(enumerate(waits))
+    clock.step()
+    before, until = when
+    assert clock.run(before or 300) == []
+    assert clock.watch.liveness.reason is None
+    if until:
+        (line,) = clock.run(until - before)
+        assert line.startswith("LoopError (rank 0 on nid1): the ranks wait in different collectives, for ever: rank 0 ")
+        assert "; rank 1 on nid1 has made " in line
+        assert "rank 2" not in line  # which is where rank 0 is
+        assert clock.watch.liveness.reason
+
+
+def test_a_rank_that_computes_is_waited_for_whatever_the_others_wait_in(clock):
+    clock.waits, clock.places = {0: GRADIENTS, 1: SUM, 2: {}}, {1: IN, 2: OUT}
+    clock.step()
+    assert all("rank 2 on nid1 keeps the others waiting" in line for line in clock.run(100))
+    assert clock.watch.liveness.reason is None
+
+
+OPERATIONS = {
+    "sum": ([Frame("horovod.torch.mpi_ops", "poll", LIBRARY), Frame("hvdtrain.torch.engines.horovod", "sum", OURS)]),
+    "gradients": ([SYNCHRONIZE, Frame("hvdtrain.torch.engines.buckets", "finish", OURS), MAIN]),
+    "_sum": ([EXECUTE, Frame("hvdtrain.keras.callbacks", "_sum", OURS), MAIN]),
+    "": ([GATHER, MAIN]),
+}
+
+
+@pytest.mark.parametrize(("operation", "stack"), OPERATIONS.items(), ids=OPERATIONS)
+def test_in_which_collective_a_stack_waits(operation, stack):
+    assert operation_of(stack) == operation
+    assert operation_of([EXECUTE, MAIN]) == operation_of([BACKWARD, MAIN]) == "gradients"

@@ -18,6 +18,7 @@ import tarfile
 import traceback
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -82,6 +83,11 @@ def binary(text: str | bytes) -> bytes:
     return b"X" + struct.pack("<I", len(encoded)) + encoded
 
 
+def kind_of(code: str, order: str = "<") -> bytes:
+    """Opcodes of a kind of NumPy's."""
+    return b"cnumpy\ndtype\n" + binary(code) + b"K\x00K\x01\x87R(K\x03" + binary(order) + b"tb"
+
+
 PIECES = [
     b"}", b"]", b")", b"(", b"N", b"\x88", b"\x89", b"K\x05", b"J\xff\xff\xff\xff", b"M\x01\x02", b"s", b"u", b"a",
     b"e", b"t", b"l", b"d", b"\x85", b"\x86", b"\x87", b"R", b"b", b"\x81", b"\x92", b"0", b"1", b"2", b"\x8f",
@@ -93,6 +99,8 @@ PIECES = [
     b"\x8e\0\0\0\0\0\0\0\x01", b"\x96\0\0\0\x7f\0\0\0\0", b"B\x02\0\0\0ab", b"C\x02ab", b"\x97", b"\x98", b"\x93",
     b"cpathlib\nPurePosixPath\n", b"cpathlib\nPath\n", b"c_codecs\nencode\n",
     b"cnumpy.core.multiarray\n_reconstruct\n", b"cnumpy\nndarray\n", b"cnumpy\ndtype\n", b"cos\nsystem\n",
+    b"cnumpy.core.multiarray\nscalar\n", b"cnumpy._core.numeric\n_frombuffer\n", b"ccollections\nOrderedDict\n",
+    kind_of("i8"), kind_of("U9"),
     b"(ios\nsystem\n", b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x95\x03\0\0\0\0\0\0\0", b"\x80\x04", b"\x82\x01",
     b".",
 ]  # fmt: skip
@@ -109,6 +117,7 @@ def opcodes(chance: random.Random, seed: bytes) -> bytes:
 
 PATHS = b"cpathlib\nPurePosixPath\n"
 POSIX = b"\x80\x02" + PATHS
+SCALAR, ARRAY = b"cnumpy.core.multiarray\nscalar\n", b"cnumpy._core.numeric\n_frombuffer\n"
 
 
 def index_bombs() -> dict[str, bytes]:
@@ -121,6 +130,23 @@ def index_bombs() -> dict[str, bytes]:
         "state of a codec": b"\x80\x02c_codecs\nencode\n}" + state + b"b.",
         "a memo of number 2 ** 32 - 1": b"\x80\x02}r\xff\xff\xff\xff" + binary("a") + b"K\x00s.",
         "a memo of number 2 ** 28": b"\x80\x02}r\x00\x00\x00\x10" + binary("a") + b"K\x00s.",
+        "state of a number's kind": b"\x80\x02" + kind_of("i8") + b"}" + state + b"b.",
+        "state of a function of NumPy's": b"\x80\x02" + SCALAR + b"}" + state + b"b.",
+        "state of a dict's function": b"\x80\x02ccollections\nOrderedDict\n}" + state + b"b.",
+        "a kind of pointers": b"\x80\x02}" + binary("a") + SCALAR + kind_of("O8") + b"B\x08\0\0\0aaaaaaaa\x86Rs.",
+        "pointers by their byte order": b"\x80\x02}" + binary("a") + SCALAR + kind_of("i8", "O")
+        + b"B\x08\0\0\0aaaaaaaa\x86Rs.",
+        "a long byte order, 3,000 times": b"\x80\x02(" + binary("i1," * 20_000) + b"q\x01" + 3000 * (
+            b"cnumpy\ndtype\n" + binary("i8") + b"K\x00K\x01\x87R(K\x03h\x01tb"
+        ) + b"l.",
+        "a long text of NumPy's, 30,000 times": b"\x80\x04(" + kind_of("U99999") + b"q\x01B"
+        + struct.pack("<I", 400_000) + b"a\0\0\0" * 100_000 + b"q\x02" + (SCALAR + b"h\x01h\x02\x86R") * 30_000 + b"l.",
+        "an array of 2 ** 60 by 0": b"\x80\x02}" + binary("a") + ARRAY + b"(B\0\0\0\0" + kind_of("i8")
+        + b"\x8a\x08" + (2**60).to_bytes(8, "little") + b"K\x00\x86" + binary("C") + b"tRs.",
+        "a long array, 30,000 times": b"\x80\x04(" + binary("a") + ARRAY + b"(B" + struct.pack("<I", 10**6)
+        + bytes(10**6) + kind_of("i1", "|") + b"\x8a\x04" + struct.pack("<I", 10**6) + b"\x85" + binary("C")
+        + b"tRq\x01\x86" + b"".join(binary(str(number)) + b"h\x01\x86" for number in range(30_000)) + b"l.",
+        "a bytearray of 2 ** 40": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"a.",
         "text of 2 ** 62 bytes": b"\x80\x04}\x8d" + struct.pack("<Q", 2**62),
         "text of 2 ** 32 bytes": b"\x80\x02}X\xff\xff\xff\xff",
         "bytes of 2 ** 40": b"\x80\x05}\x96" + struct.pack("<Q", 2**40),
@@ -153,6 +179,8 @@ def index_bombs() -> dict[str, bytes]:
 
 
 def read_index(folder: Path, content: bytes) -> None:
+    for name in ("a.png", "b.png"):
+        (folder / name).write_bytes(image_file("PNG"))
     (folder / index.TRAIN).write_bytes(content)
     (folder / index.VALID).write_bytes(pickle.dumps({"a.png": 0}))
     try:
@@ -167,8 +195,9 @@ def read_index(folder: Path, content: bytes) -> None:
 def index_others(chance: random.Random) -> bytes:
     names = [f"n0{number % 3}/{number}.png" for number in range(6)]
     named = chance.choice((str, str.encode, Path))
-    label = chance.choice((lambda number: number % 3, lambda number: f"ape {number % 3}"))
-    held = {named(name): label(number) for number, name in enumerate(names)}
+    label = chance.choice((int, np.int64, np.str_, np.array, lambda number: f"ape {number}"))
+    kind = chance.choice((dict, list, OrderedDict))
+    held = kind((named(name), label(number % 3)) for number, name in enumerate(names))
     seed = pickle.dumps(held, protocol=chance.randrange(6))
     return chance.choice((mutated, opcodes))(chance, seed)
 

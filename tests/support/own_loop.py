@@ -69,12 +69,13 @@ CASES = {
     "parted": {"leaves": 2, "together": False},
     "parted forward": {"leaves": 2, "together": False, "synced": True},
     "unlike": {"together": False},
+    "unmatched": {"alone": True},
 }
 
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
           conditional=False, lr=LR, breaks=None, norm=False,
-          together=True, synced=False, **intervals) -> None:  # fmt: skip
+          together=True, synced=False, alone=False, **intervals) -> None:  # fmt: skip
     """One case: a loop as its user wrote it."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -110,6 +111,8 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
+            if alone and world.is_rank_0:
+                world.sum(1)
             time.sleep(PAUSE)
             if breaks == run.global_step and world.rank == world.size - 1:
                 raise RuntimeError("a fault of the user's")

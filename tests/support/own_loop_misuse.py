@@ -119,17 +119,25 @@ class Stream(torch.utils.data.IterableDataset):
         return iter([X])
 
 
+def with_classes(*names):
+    data = torch.utils.data.TensorDataset(X, Y)
+    data.classes = names
+    return data
+
+
 def resumed(**changed):
     """Stops within the first epoch, then resumes with something else."""
+
+    before = changed.pop("before", {})
 
     def case(world, folder):
         if world is None:
             with contextlib.suppress(SystemExit), ht.join() as first:
-                loop(first, folder, checkpoint_every_steps=1, stop_at=2)
+                loop(first, folder, checkpoint_every_steps=1, stop_at=2, **before)
             return
         loop(world, folder, checkpoint_every_steps=1, **changed)
 
-    case.before = True
+    case.before = before
     return case
 
 
@@ -138,7 +146,7 @@ def of_another_model(world, folder):
     loop(world, folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-of_another_model.before = True
+of_another_model.before = {}
 
 
 CASES = {
@@ -176,7 +184,7 @@ CASES = {
     "best without report": lambda world, folder: loop(world, folder, highest="accuracy", report={"acc": 1}),
     "diverging": lambda world, folder: loop(world, folder, lr=1e30, epochs=9),
     "another batch": resumed(batch_size=4),
-    "other data": resumed(data=(X[:24], Y[:24])),
+    "other classes": resumed(data=with_classes("pear", "plum"), before={"data": with_classes("apple", "pear")}),
     "another seed": resumed(seed=1),
     "a scheduler since": resumed(schedules=True),
     "another model": of_another_model,
@@ -195,8 +203,8 @@ def ended(case, folder, **arguments):
     code = 0
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         try:
-            if getattr(case, "before", False):
-                resumed()(None, folder)
+            if (before := getattr(case, "before", None)) is not None:
+                resumed(before=before)(None, folder)
             with ht.join(**arguments) as world:
                 case(world, folder)
         except SystemExit as error:

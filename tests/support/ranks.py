@@ -12,13 +12,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import warm
 from warm import TAG
@@ -106,6 +109,28 @@ needs_lightning = pytest.mark.skipif(
     not importlib.util.find_spec("lightning"), reason="needs Lightning: pip install -e .[lightning]"
 )
 FRAMEWORKS = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
+
+
+def on_ranks(size: int, work: Callable[[int, Callable[[np.ndarray], np.ndarray]], Any]) -> list[Any]:
+    """work(rank, sum_over_ranks) on `size` threads at once; what each returned or raised."""
+    given: list[np.ndarray] = [np.empty(0)] * size
+    barrier = threading.Barrier(size, timeout=30)
+
+    def on(rank: int) -> Any:
+        def sum_over_ranks(array: np.ndarray) -> np.ndarray:
+            given[rank] = array
+            barrier.wait()
+            total = np.sum(given, axis=0)
+            barrier.wait()
+            return total
+
+        try:
+            return work(rank, sum_over_ranks)
+        except errors.HvdtrainError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(on, range(size)))
 
 
 @dataclass

@@ -190,6 +190,8 @@ def test_weights_that_no_gradient_reaches_are_not_decayed(train_alone, optimizer
 # Mistakes.
 
 X, Y = "shape [16, 3]", "shape [16]"
+LABELLED = ["--dataset", f"{DATA}labelled", "--dataset-args"]
+OF_LABELLED = f"DataError: model {NETS}norms gives 3 outputs, dataset {DATA}labelled has label"
 BAD = {
     "no such module": (["--model", "cellz.nets:unet"], "model cellz.nets:unet: there is no module cellz in "),
     "no such name": (["--model", f"{NETS}norm"], "has no 'norm'. Did you mean norms?"),
@@ -213,6 +215,15 @@ BAD = {
     "a loss without gradient": (["--loss", f"{COSTS}without_gradient"], "gives a loss without gradient; "),
     "arguments turned round": (["--loss", f"{COSTS}turned"], f"of outputs {X} and targets {Y}: "),
     "targets of another shape": (["--loss", "mse"], f"loss mse needs outputs and targets that match, got {X} and {Y};"),
+    "labels from 1": ([*LABELLED, "train=1"], f"{OF_LABELLED} 3: labels must be 0 to 2 (PyTorch leaves out -100); ch"),
+    "labels from 1, with XLA": ([*LABELLED, "train=1", "--xla", "--batch-norm", "local"], f"{OF_LABELLED} 3: labels "),
+    "labels from -1": ([*LABELLED, "train=-1"], f"{OF_LABELLED} -1: labels must be 0 to 2 "),
+    "a label of validation's alone": ([*LABELLED, "valid=253"], f"{OF_LABELLED} 255: labels must be 0 to 2 "),
+    "more classes than outputs": (
+        ["--model", f"{NETS}images", "--model-args", "classes=9", "--dataset", "digits"],
+        f"model {NETS}images gives 9 outputs, dataset digits has 10 classes: labels must be 0 to 8 (PyTorch leaves out "
+        "-100); change them, or give model_args classes=10.",
+    ),
     "a loss by another name": (["--loss", "crossentropy"], "Did you mean cross_entropy?"),
     "a metric per batch": (["--metrics", f"iou={COSTS}of_batch"], "metric iou must give a value for each of the "),
     "a step's list": (["--step", f"{COSTS}listed"], "must return a loss, or (loss, metrics) with a dict of metrics."),

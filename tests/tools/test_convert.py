@@ -8,7 +8,7 @@ import numpy as np
 import odd_json
 import pytest
 
-from hvdtrain.core import recipe
+from hvdtrain.core import network, recipe
 from hvdtrain.errors import CheckpointError, OutputError, RecipeError
 from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import Checkpoint
@@ -100,10 +100,7 @@ def test_a_run_of_an_optimizer_of_yours_is_refused(trained):
     sgds = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "fused_optimizer": False}
     yours = recipe.load(str(trained / "recipe.yaml"), {**sgds, "optimizer": "torch.optim:RAdam"})
     (trained / "recipe.yaml").write_text(recipe.dump(yours))
-    assert refused(CheckpointError, trained, "--to", "tensorflow") == (
-        f"{trained} was trained with optimizer torch.optim:RAdam, whose state tensorflow has not; only runs of "
-        "sgd, adam, adamw, lamb, lars are converted."
-    )
+    assert "optimizer torch.optim:RAdam is PyTorch code;" in refused(CheckpointError, trained, "--to", "tensorflow")
 
 
 def test_a_model_of_one_layer():
@@ -114,14 +111,108 @@ def test_a_model_of_one_layer():
 
 
 @pytest.fixture
-def trained(tmp_path):
-    """A run folder of PyTorch's with two checkpoints."""
-    folder = tmp_path / "run"
-    for step in (3, 7):
-        checkpoint.commit(folder / "checkpoints", Checkpoint(resnet().arrays, {**META, "step": step}), keep=2)
-    (folder / "recipe.yaml").write_text(recipe.dump(recipe.load("digits", {"epochs": 3})))
-    (folder / "plan.json").write_text(json.dumps({"framework": "torch", "size": 2}))
+def of_one_block(monkeypatch):
+    """ResNets are of one block, whose arrays take no time."""
+    monkeypatch.setattr(network, "RESNETS", dict.fromkeys(network.RESNETS, (1,)))
+
+
+def whole(model="resnet50", slots=("momentum",), steps=False):
+    """Every array of such a network, as PyTorch names them, and its slots'."""
+    trained, statistics = network.weights(model, 10)
+    shapes = {f"{slot}.{name}": shape for slot in ("model", *slots) for name, shape in trained.items()}
+    shapes |= {f"model.{name}": shape for name, shape in statistics.items()}
+    shapes |= {f"step.{name}": () for name in trained if steps}
+    return {name: np.full(shape, 7, np.float32) for name, shape in shapes.items()}
+
+
+def make_run(folder, arrays, name="digits", framework="torch", steps=(3, 7), **keys):
+    """A run folder of that framework with a checkpoint of each of those steps."""
+    for step in steps:
+        meta = {**META, "step": step, "framework": framework}
+        checkpoint.commit(folder / "checkpoints", Checkpoint(arrays, meta), keep=2)
+    (folder / "recipe.yaml").write_text(recipe.dump(recipe.load(name, {"epochs": 3, **keys})))
+    (folder / "plan.json").write_text(json.dumps({"framework": framework, "size": 2}))
     return folder
+
+
+@pytest.fixture
+def trained(tmp_path, of_one_block):
+    """A run folder of PyTorch's with two checkpoints."""
+    return make_run(tmp_path / "run", whole())
+
+
+ADAM = {"optimizer": "adam", "momentum": 0.0, "nesterov": False, "fused_optimizer": False}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OURS = {  # what both frameworks have alike: arrays, and keys of the recipe
+    "resnet50": (whole, {}),
+    "resnet101": (lambda: whole("resnet101"), {"model": "resnet101", "stem": "imagenet"}),
+    "without momentum": (lambda: whole(slots=()), {"momentum": 0.0, "nesterov": False}),
+    "lars": (whole, {"optimizer": "lars", "nesterov": False, "fused_optimizer": False}),
+    "adam": (lambda: whole(slots=MOMENTS, steps=True), ADAM),
+    "lamb": (lambda: whole(slots=MOMENTS, steps=True), {**ADAM, "optimizer": "lamb"}),
+    "averaged weights": (lambda: whole(slots=("momentum", "ema")), {"ema_decay": 0.9}),
+}
+
+
+@pytest.mark.parametrize(("arrays", "keys"), OURS.values(), ids=OURS)
+def test_both_ways(arrays, keys, tmp_path, of_one_block):
+    source = make_run(tmp_path / "run", arrays(), steps=(7,), **keys)
+    convert.main([str(source), "--to", "tensorflow"])
+    convert.main([f"{source}-tensorflow", "--to", "torch", "--output", str(tmp_path / "back")])
+    back, _ = checkpoint.newest(tmp_path / "back" / "checkpoints")
+    assert {name: array.shape for name, array in back.arrays.items()} == {n: a.shape for n, a in arrays().items()}
+
+
+def test_linear_both_ways(tmp_path):
+    source = make_run(tmp_path / "run", whole("linear", slots=()), name="linear", steps=(7,))
+    convert.main([str(source), "--to", "tensorflow"])
+    convert.main([f"{source}-tensorflow", "--to", "torch", "--output", str(tmp_path / "back")])
+
+
+CODE = "; recipes with model linear, resnet50, resnet101 and no code of your own can. Train on with hvdtrain."
+UNLIKE = {  # what the other framework cannot train: keys of the recipe, what trained it, and what the line holds
+    "a network of yours": ({"model": "tiny:Net"}, "torch", f"model tiny:Net is PyTorch code{CODE}torch, or anew"),
+    "Keras's": ({"model": "tiny:net"}, "tensorflow", f"model tiny:net is TensorFlow code{CODE}tensorflow, or"),
+    "torchvision's": ({"model": "torchvision:resnet50"}, "torch", "model torchvision:resnet50 is PyTorch code; "),
+    "a step": ({"step": "tiny:step"}, "torch", "step tiny:step is PyTorch code; recipes"),
+    "a loss": ({"loss": "tiny:loss"}, "torch", "loss tiny:loss is PyTorch code; recipes"),
+    "a metric": ({"metrics": {"right": "tiny:right"}}, "torch", "metrics right tiny:right is PyTorch code; recipes"),
+    "vgg16": ({"model": "vgg16"}, "torch", "cannot be converted: model vgg16 is another one in TensorFlow; recipes"),
+    "inception_v3": ({"model": "inception_v3"}, "tensorflow", "model inception_v3 is another one in PyTorch; recipes"),
+}
+
+
+@pytest.mark.parametrize(("keys", "framework", "expected"), UNLIKE.values(), ids=UNLIKE)
+def test_what_the_other_framework_cannot_train_is_refused_and_nothing_made(keys, framework, expected, tmp_path):
+    source = make_run(tmp_path / "run", {"model.layers.0.weight": np.ones(1)}, framework=framework, steps=(7,), **keys)
+    to = "tensorflow" if framework == "torch" else "torch"
+    assert expected in refused(CheckpointError, source, "--to", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+OTHER_ARRAYS = {  # what is other in the checkpoint, and the refusal
+    "one missing": ({"model.bn1.bias": None}, "model.bn1.bias of the checkpoint is missing, of model resnet50 with"),
+    "of another shape": (
+        {"model.conv1.weight": np.ones((64, 3, 3, 3))},
+        "model.conv1.weight of the checkpoint is [64, 3, 3, 3], of model resnet50 with optimizer sgd [64, 3, 7, 7]; ",
+    ),
+    "one more": ({"model.conv2.weight": np.ones(2)}, "model.conv2.weight of the checkpoint is [2], of model resnet50 "),
+    "a slot of another shape": ({"momentum.fc.bias": np.ones(9)}, "momentum.fc.bias of the checkpoint is [9], of "),
+    "averages that nothing takes": ({"ema.fc.bias": np.ones(10)}, "ema.fc.bias of the checkpoint is [10], of model "),
+    "no classifier": ({"model.fc.bias": None}, "model.fc.weight of the checkpoint is [10, 256], of model resnet50 "),
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), OTHER_ARRAYS.values(), ids=OTHER_ARRAYS)
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_other_arrays_are_refused_by_name_and_both_shapes(changes, expected, framework, tmp_path, of_one_block):
+    arrays = {name: array for name, array in {**whole(), **changes}.items() if array is not None}
+    if framework == "tensorflow":
+        arrays = convert.converted(Checkpoint(arrays, META), "tensorflow").arrays
+    source = make_run(tmp_path / "run", arrays, framework=framework, steps=(7,))
+    to = "tensorflow" if framework == "torch" else "torch"
+    assert refused(CheckpointError, source, "--to", to).startswith(expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_run_folder_is_made(trained, capsys):
@@ -146,12 +237,20 @@ def test_a_run_may_be_named_from_inside(run, trained, monkeypatch):
     assert checkpoint.newest(trained.with_name("run-tensorflow") / "checkpoints")[0].meta["step"] == 7
 
 
-def test_what_pytorch_has_not_is_left_out(trained):
+PYTORCHS = {"compile": True, "data_on_device": True, "compression": "bf16"}
+
+
+def test_what_one_framework_alone_has_is_left_out_and_named(trained, capsys):
+    target, back = trained.with_name("run-tensorflow"), trained.with_name("back")
+    (trained / "recipe.yaml").write_text(recipe.dump(recipe.load("digits", PYTORCHS)))
     convert.main([str(trained), "--to", "tensorflow"])
-    source = trained.with_name("run-tensorflow")
-    (source / "recipe.yaml").write_text(recipe.dump(recipe.load("digits", {"xla": True})))
-    convert.main([str(source), "--to", "torch", "--output", str(trained.with_name("back"))])
-    assert not recipe.load(str(trained.with_name("back") / "recipe.yaml")).xla
+    kept = recipe.load(str(target / "recipe.yaml"))
+    assert (kept.compile, kept.data_on_device, kept.compression) == (False, False, "none")
+    assert "left out, as tensorflow has none: compression bf16\n" in capsys.readouterr().out
+    (target / "recipe.yaml").write_text(recipe.dump(recipe.load("digits", {"xla": True})))
+    convert.main([str(target), "--to", "torch", "--output", str(back)])
+    assert not recipe.load(str(back / "recipe.yaml")).xla
+    assert "left out, as torch has none: xla True\n" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(trained, capsys):

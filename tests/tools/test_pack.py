@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -14,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from images import write_tree
+from images import scene, write_tree
 from paths import REPOSITORY
 from PIL import Image
 
-from hvdtrain import cli, datasets
+from hvdtrain import cli, datasets, lock
 from hvdtrain.datasets.packed import containers
 from hvdtrain.errors import DataError, OutputError, RecipeError
 from hvdtrain.tools import pack
@@ -204,6 +206,173 @@ def test_a_damaged_image_ends_it_and_leaves_nothing(tmp_path, damage):
     if damage == "text":
         assert "(of no known format)" in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize(("count", "more"), [(2, ""), (20, ""), (23, " and 3 more")])
+def test_every_bad_image_is_named_at_once(tmp_path, count, more):
+    tree = write_tree(tmp_path / "tree", 15, 2)
+    paths = sorted(tree.glob("*/*/*"))[:count]
+    for path in paths:
+        path.write_bytes(b"hello")
+    with pytest.raises(DataError) as refusal:
+        packed(tree, tmp_path / "dest", shard_mb=1)
+    start, _, rest = str(refusal.value).partition(": ")
+    listed, _, remedy = rest.rpartition(": ")
+    assert start == f"{count} of the 34 images of {tree} cannot be read"
+    assert (listed[-len(more) :] if more else "", remedy) == (more, "fetch them again, or remove them.")
+    named = listed.removesuffix(more).split("; ")
+    assert len(named) == min(count, pack.MOST_NAMED) and len(str(refusal.value)) < 2000
+    assert set(named) <= {f"{path.relative_to(tree)} (of no known format)" for path in paths}
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+def test_images_of_all_formats_keep_their_own_suffix_and_two_jpegs_in_one_are_a_jpeg(tmp_path):
+    """Webdataset makes one sample of what stands under .mpo and .cls, and decodes none."""
+    folder, image = tmp_path / "tree" / "train" / "n01", scene(64, 48)
+    write_tree(tmp_path / "tree", 1, 1)
+    image.save(folder / "a.jpg", "MPO", save_all=True, append_images=[scene(64, 48, 1)])
+    for suffix in ("webp", "bmp", "tif", "ppm", "png"):
+        image.save(folder / f"b.{suffix}")
+    dest = packed(tmp_path / "tree", tmp_path / "dest")
+    with tarfile.open(dest / "train-000000.tar") as tar:
+        suffixes = sorted(name.partition(".")[2] for name in tar.getnames() if not name.endswith(".cls"))
+    assert suffixes == ["bmp", "jpg", "jpg", "png", "png", "ppm", "tif", "webp"]
+    for ours, others in zip(read_all(dest)[1], read_all(tmp_path / "tree")[1], strict=True):
+        np.testing.assert_array_equal(ours, others)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from hvdtrain.tools import pack
+
+dies_at, saved, save = int(sys.argv[3]), [], np.save
+
+def save_or_die(*given):
+    saved.append(given)
+    if len(saved) == dies_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(*given)
+
+def rename_or_die(self, to, rename=Path.rename):
+    if dies_at == 0 and Path(to).name.startswith("val"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(self, to)
+
+np.save, Path.rename = save_or_die, rename_or_die
+pack.pack(pack.Options(Path(sys.argv[1]), Path(sys.argv[2]), format=sys.argv[4], shards=4))
+"""
+
+
+def call(tree, dest, form, at):
+    """A call that is killed as it keeps a shard for the at-th time, or names the shards (0)."""
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", KILLED, tree, dest, str(at), form]
+    return subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
+
+
+def killed(tree, dest, form="webdataset", at=3):
+    """What such a call leaves."""
+    assert call(tree, dest, form, at).returncode == -signal.SIGKILL
+    (left,) = dest.parent.glob(f".{dest.name}.*.tmp")
+    return left
+
+
+def test_no_shard_is_kept_behind_a_bad_image(tmp_path):
+    """Its shards have other images than those of a call in which the image was fetched again."""
+    tree = write_tree(tmp_path / "tree")
+    fifth = np.random.default_rng([0, 0]).permutation(16)[5]
+    sorted((tree / "train").glob("*/*"))[fifth].write_bytes(b"hello")
+    ended = call(tree, tmp_path / "dest", "webdataset", 2)
+    assert (ended.returncode, "cannot be read as an image" in ended.stderr) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize("form", ["webdataset", "tfrecord"])
+@pytest.mark.parametrize(("at", "train", "kept"), [(1, 0, 0), (3, 2, 8), (6, 4, 18), (0, 0, 6)])
+def test_a_call_that_was_killed_is_continued(tree, tmp_path, form, at, train, kept):
+    dest = tmp_path / "dest"
+    left = killed(tree, dest, form, at)
+    whole = {path.name: path.stat() for path in left.glob("train-?")} if at else {}
+    written = pack.pack(pack.Options(tree, dest, format=form, shards=4))
+    also = f"; {kept} of the images had been packed by a call that was killed" if kept else ""
+    assert written.partition("MB")[2] == also
+    other = packed(tree, tmp_path / "other", format=form, shards=4)
+    assert {path.name: path.read_bytes() for path in dest.iterdir()} == {
+        path.name: path.read_bytes() for path in other.iterdir()
+    }
+    assert dest.stat().st_mode == other.stat().st_mode == tmp_path.stat().st_mode | 0o055
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "other"]
+    for number, path in enumerate(sorted(dest.glob("train*"))[:train]):
+        before, now = whole[f"train-{number}"], path.stat()
+        assert (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("what", ["other options", "another image", "another source"])
+def test_what_was_killed_of_another_set_is_removed(tree, tmp_path, what):
+    dest, source = tmp_path / "dest", Path(shutil.copytree(tree, tmp_path / "tree"))
+    left, older = killed(source, dest), tmp_path / ".dest.123-0123456789abcdef.tmp"
+    older.mkdir(0o700)
+    if what == "another image":
+        scene(60, 50).save(source / "train" / "n01" / "new.png")
+    if what == "another source":
+        source = Path(shutil.copytree(tree, tmp_path / "again"))
+    written = pack.pack(pack.Options(source, dest, shards=3 if what == "other options" else 4))
+    assert "killed" not in written
+    assert not left.exists() and not older.exists()
+
+
+def test_a_call_that_goes_on_is_left_alone(tree, tmp_path):
+    dest = tmp_path / "dest"
+    left = killed(tree, dest)
+    before = sorted(path.name for path in left.iterdir())
+    with lock.held(left / ".lock"):
+        with pytest.raises(OutputError) as refusal:
+            packed(tree, dest, shards=4)
+        assert str(refusal.value) == f"{dest} is being packed by another process: wait for it, or name another DEST."
+        assert len(list(packed(tree, dest, shards=3).glob("train*"))) == 3
+    assert sorted(path.name for path in left.iterdir()) == before
+
+
+@pytest.mark.parametrize("what", ["of another user", "open to others", "a link"])
+def test_what_another_user_left_in_the_place_of_ours_is_not_continued(tree, tmp_path, what):
+    dest = tmp_path / "dest"
+    left = killed(tree, dest)
+    match what:
+        case "of another user":
+            if os.geteuid() != 0:
+                pytest.skip("plays other users: run the tests as root")
+            os.chown(left, 65534, 65534)
+        case "open to others":
+            left.chmod(0o770)
+        case "a link":
+            left.rename(tmp_path / "elsewhere")
+            left.symlink_to(tmp_path / "elsewhere")
+    before = {path.name: path.read_bytes() for path in left.iterdir()}
+    with pytest.raises(OutputError) as refusal:
+        packed(tree, dest, shards=4)
+    assert str(refusal.value) == f"{left} is not a folder of yours alone: have it removed, or name another DEST."
+    packed(tree, dest, shards=3)
+    assert {path.name: path.read_bytes() for path in left.iterdir()} == before
+
+
+def test_paths_are_expanded(tree, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TREE", str(tree))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["pack", "${TREE}", "~/dest"]) == 0
+    assert (tmp_path / "dest" / "index.npz").exists()
+    assert cli.main(["pack", "$NO_SUCH/tree", "~/other"]) == 2
+    assert capsys.readouterr().err == (
+        "RecipeError: SOURCE needs the environment variable $NO_SUCH, which is not set; export it.\n"
+    )
+
+
+def test_files_that_are_left_out_are_counted(tmp_path, capsys):
+    tree = write_tree(tmp_path / "tree", 2, 1)
+    (tree / "train" / "n01" / "a.gif").write_bytes(b"GIF89a")
+    packed(tree, tmp_path / "dest")
+    assert capsys.readouterr().out == f"{datasets.load('imagenet', data_dir=tree).left_out}\n" != "\n"
 
 
 def test_a_full_disk_ends_it_and_leaves_nothing(tree, tmp_path):

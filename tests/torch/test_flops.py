@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 
 import pytest
 from ranks import needs_torch
@@ -13,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import network, recipe  # noqa: E402
-from hvdtrain.errors import PlanError  # noqa: E402
+from hvdtrain.errors import PlanError, RecipeError  # noqa: E402
 from hvdtrain.run.main import load_dataset  # noqa: E402
-from hvdtrain.torch import flops, networks  # noqa: E402
-from hvdtrain.torch.resnet import resnet50  # noqa: E402
+from hvdtrain.torch import flops, models, networks  # noqa: E402
+from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 
 MODULE = "flops_of_mine"
 SOURCE = """
@@ -32,6 +33,16 @@ class Linear(nn.Module):
         if self.breaks:
             raise ValueError("I am broken")
         return self.layer(x.flatten(1))
+
+class Loaded(Linear):
+    def __init__(self, file, assign):
+        super().__init__()
+        self.load_state_dict(torch.load(file), assign=assign)
+
+class MadeOfNumbers(Linear):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(192, int(self.layer.bias.abs().sum().item() * 0) + 12)
 
 class NeedsNumbers(Linear):
     def forward(self, x):
@@ -56,13 +67,15 @@ def own(tmp_path, monkeypatch):
     return load
 
 
+@pytest.mark.parametrize("model", network.RESNETS)
 @pytest.mark.parametrize(("stem", "side"), [("cifar", 8), ("cifar", 33), ("imagenet", 224), ("imagenet", 75)])
-def test_resnet50_by_arithmetic_is_what_pytorch_counts(stem, side):
-    with torch.device("meta"):
-        model, images = resnet50(100, stem).eval(), torch.zeros(1, 3, side, side)
+def test_resnets_by_arithmetic_are_what_pytorch_counts(model, stem, side):
+    chosen, meta = recipe.load("cifar100", {"model": model, "stem": stem}), torch.device("meta")
+    with meta:
+        built, images = models.build(chosen, 100, LocalEngine(meta)).eval(), torch.zeros(1, 3, side, side)
     with FlopCounterMode(display=False) as counter:
-        model(images)
-    assert network.resnet50_flops(stem, side, 100) == counter.get_total_flops()
+        built(images)
+    assert network.resnet_flops(model, stem, side, 100) == counter.get_total_flops()
 
 
 PUBLISHED = {  # parameters; FLOPs: twice the multiply-adds of torchvision's documentation, which leaves out Inception's
@@ -93,6 +106,33 @@ COUNTED = {
 @pytest.mark.parametrize(("model", "keys", "expected"), COUNTED.values(), ids=COUNTED)
 def test_own_networks(model, keys, expected, own):
     assert flops.count(own(model, **keys), datasets.load("digits")) == expected
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_a_model_loads_are_counted_without_a_warning_and_loaded(assign, own, tmp_path):
+    weights = torch.nn.Linear(192, 10).state_dict()
+    torch.save({f"layer.{name}": each for name, each in weights.items()}, tmp_path / "w.pt")
+    chosen = own("Loaded", model_args={"file": str(tmp_path / "w.pt"), "assign": assign})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counted = network.of(chosen, "torch", datasets.load("digits"))
+        assert network.with_flops(counted, chosen, "torch", datasets.load("digits")).flops == LINEAR
+    assert counted.parameters == 193 * 10
+    assert torch.equal(networks.build(chosen, 10).layer.weight, weights["weight"])
+
+
+def test_a_network_that_is_made_of_numbers_is_counted(own):
+    assert network.of(own("MadeOfNumbers"), "torch", datasets.load("digits")).parameters == 193 * 12
+
+
+def test_fewer_outputs_than_classes_are_refused_by_the_plan(own):
+    chosen = own("Linear", dataset="synthetic", classes=11, image_size=8)
+    with pytest.raises(RecipeError) as refused:
+        flops.count(chosen, load_dataset(chosen))
+    assert str(refused.value) == (
+        f"model {MODULE}:Linear gives 10 outputs, dataset synthetic has 11 classes: labels must be 0 to 9 (PyTorch "
+        "leaves out -100); change them, or give it 11 outputs."
+    )
 
 
 def test_what_cannot_be_counted_says_why(own):

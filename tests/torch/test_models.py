@@ -13,13 +13,14 @@ from refusals import refusal
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain.core import network, recipe  # noqa: E402
+from hvdtrain.core import network, own_code, recipe  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
 from hvdtrain.run.checkpoint import Checkpoint, commit, read  # noqa: E402
-from hvdtrain.torch import models, state  # noqa: E402
+from hvdtrain.tools import convert  # noqa: E402
+from hvdtrain.torch import models, optimizers, state  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 
-CPU = LocalEngine(torch.device("cpu"))
+CPU, META = (LocalEngine(torch.device(name)) for name in ("cpu", "meta"))
 
 
 def trainable(model):
@@ -38,6 +39,32 @@ def test_the_plan_counts_the_models_parameters(entry):
         model = torch.nn.Linear(1, 1) if classes is None else models.resnet50(classes, chosen.stem)
     dataset = SimpleNamespace(classes=classes, sample_shape=())
     assert network.of(chosen, "torch", dataset).parameters == trainable(model)
+
+
+PLAIN = {"momentum": 0.9, "nesterov": False, "fused_optimizer": False, "batch_norm": "local"}
+OPTIMIZERS = {"sgd": {}, "lars": {}, "adamw": {"momentum": 0.0}, "lamb": {"momentum": 0.0}}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", own_code.MODELS)
+def test_convert_expects_what_a_checkpoint_holds(model, optimizer):
+    keys = {**PLAIN, **OPTIMIZERS[optimizer], "optimizer": optimizer}
+    name, classes = ("linear", None) if model == "linear" else ("digits", 10)
+    chosen = recipe.load(name, {**keys, "model": model})
+    with META.device:
+        made = models.build(chosen, classes, META)
+        held = state.tensors(made, optimizers.make(chosen, made, 0.1, fused=False))
+    convert._check_arrays({name: np.broadcast_to(np.float32(0), tensor.shape) for name, tensor in held.items()}, chosen)
+
+
+@pytest.mark.parametrize("model", network.RESNETS)
+def test_resnets_have_torchvisions_names_and_shapes(model):
+    torchvision = pytest.importorskip("torchvision", reason="the reference: pip install torchvision")
+    chosen = recipe.load("imagenet", {"model": model})
+    with META.device:
+        ours, theirs = models.build(chosen, 1000, META), getattr(torchvision.models, model)()
+    shapes = [[(name, each.shape) for name, each in model.state_dict().items()] for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
 
 
 def test_every_shipped_recipe_is_in_that_table_or_in_test_flops():

@@ -143,7 +143,26 @@ CASES = {  # by name: keys of the recipe, code of the user's, and what the line 
     "label out of range": (
         {"dataset_args": {"labels": 9}, "loss": "cross_entropy"},
         "",
-        ["cross_entropy", "out of bounds"],
+        ["DataError: model own:Net gives 4 outputs, dataset own:pairs has label", ": labels must be 0 to 3 (PyTorch l"],
+    ),
+    "label -1": (
+        {"dataset": "own:f", "loss": "cross_entropy"},
+        "def f():\n    train, valid = pairs()\n    train.tensors[1].sub_(1)\n    return train, valid",
+        ["gives 4 outputs, dataset own:f has label -1: labels must be 0 to 3 (PyTorch leaves out -100); change them."],
+    ),
+    "a label of validation's alone": (
+        {"dataset": "own:f", "loss": "cross_entropy"},
+        "def f(): return pairs()[0], TensorDataset(torch.ones(4, 4), torch.full((4,), 255))",
+        ["DataError: model own:Net gives 4 outputs, dataset own:f has label 255", "or give it 256 outputs."],
+    ),
+    "more classes than outputs": (
+        {"model": "own:F", "model_args": {"classes": 9}, "dataset": "digits", "loss": None},
+        "class F(Net):\n    def __init__(self, classes):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(192, classes)\n    def forward(self, x): return self.layer(x.flatten(1))",
+        [
+            "RecipeError: model own:F gives 9 outputs, dataset digits has 10 classes: labels must be 0 to 8 (PyTorch "
+            "leaves out -100); change them, or give model_args classes=10."
+        ],
     ),
     "label out of range of a loss of one's own": (
         {"dataset_args": {"labels": 9}},

@@ -66,9 +66,11 @@ MISUSE = {
     "report it.",
     "diverging": "DivergedError: the training loss is inf at step 2; lower the learning rate (now 1e+30), warm it up, "
     "or clip the gradients.",
-    "another batch": f"LoopError: {BEGAN} batch size 8, got 4; it can change only between epochs, or in another "
+    "another batch": f"LoopError: {BEGAN} batch_size 8, got 4; it can change only between epochs, or in another "
     "folder.",
-    "other data": f"LoopError: {BEGAN} examples 32, got 24; it can change only between epochs, or in another folder.",
+    "other classes": "CheckpointError: class 0 is 'pear' in the data, 'apple' in the checkpoint of step 2 (2 classes "
+    "now, 2 then): the network has learned other labels; restore the class folders, or give world.run another "
+    "folder.",
     "another seed": "LoopError: the run began with seed=0, got 1; give that, or another folder.",
     "a scheduler since": "LoopError: the checkpoint of step 2 has 0 schedulers, this program has 1; make them alike, "
     "or give another folder.",
@@ -97,6 +99,48 @@ def misuse(tmp_path_factory):
 @pytest.mark.parametrize("case", MISUSE)
 def test_what_a_program_gets_wrong_is_one_line(misuse, case):
     assert misuse[case] == [1 if case == "diverging" else 2, f"{MISUSE[case]}\n"]
+
+
+CHANGED = {
+    "more": (40, "40 examples, 32 before", 5),
+    "fewer": (24, "24 examples, 32 before", 3),
+    "others": (32, "another list of examples", 4),
+    "the same": (32, "", 2),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_an_epoch_whose_data_have_changed_begins_anew(case, tmp_path, capsys):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    def train(x, max_steps=None):
+        seen = []
+        with ht.join(device="cpu") as world:
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run = world.run(tmp_path / "run", model, optimizer, checkpoint_every_steps=1)
+            for _ in run.epochs(1, max_steps=max_steps):
+                for a, b in run.batches((x, x), 8):
+                    loss = (model(a) - b).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    seen.append(a)
+                    run.step(loss)
+        return torch.cat(seen)
+
+    count, change, batches = CHANGED[case]
+    x = torch.arange(40.0)[:, None] / 40
+    train(x[:32], max_steps=2)
+    assert "the data have changed" not in capsys.readouterr().out
+    seen = train(1 - x[:count] if case == "others" else x[:count])
+    out = capsys.readouterr().out
+    assert ("the data have changed since the checkpoint of step 2" in out) == bool(change)
+    assert len(seen) == len(seen.unique()) == 8 * batches
+    if change:
+        assert f"({change}): this epoch begins anew with them" in out.replace("then", "before")
 
 
 def test_all_that_a_program_gets_wrong_is_tried(misuse):

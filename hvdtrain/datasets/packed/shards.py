@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import files
-from hvdtrain.datasets.base import SHOWN, Dataset
+from hvdtrain.datasets.base import SHOWN, Dataset, digest
 from hvdtrain.datasets.imagenet import MOST_BYTES, MOST_CLASSES, Encoded, check_sides, dataset, resize_beside
 from hvdtrain.datasets.pickles import as_data_error
 from hvdtrain.errors import DataError
@@ -117,6 +117,9 @@ class Packed(Encoded):
     def location(self, index: int) -> str:
         entry = self.entries[index]
         return f"{self.files.paths[entry['shard']]} at byte {entry['offset']}"
+
+    def digest(self) -> str:
+        return digest(*(self.entries[column] for column in ("label", "size", "crc32")))
 
 
 def is_in(data_dir: Path) -> bool:

@@ -10,16 +10,7 @@ from hvdtrain.untrusted import quoted
 WHATS = {
     "train": ("hvdtrain.tools.bench.train", "reading, computing and communication alone and together: what limits"),
     "overhead": ("hvdtrain.tools.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
-    "checkpoint": (
-        "hvdtrain.tools.bench.checkpoint",
-        "steps with checkpoints over steps without, and how long one holds training up",
-    ),
     "allreduce": ("hvdtrain.tools.bench.allreduce", "Horovod's and torch.distributed's allreduce, size by size"),
-    "loader": ("hvdtrain.tools.bench.loader", "images/s per core, beside torchvision's loader"),
-    "ladder": (
-        "hvdtrain.tools.bench.ladder",
-        "every rung of cifar100's ladder on one GPU, and the time to 75 % accuracy",
-    ),
     "scaling": ("hvdtrain.tools.bench.scaling", "the step on 1, 2, 4, ... ranks, weak and strong, and its efficiency"),
     "engines": ("hvdtrain.tools.bench.engines", "every engine's step time"),
 }

@@ -82,7 +82,7 @@ def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
     ways = dict(WAYS)
     for number in range(options.rounds):
         for way, flag in list(ways.items()) if number % 2 == 0 else reversed(list(ways.items())):
-            program = [WORKER, *argv, "--rounds", "1"]
+            program = ["-m", WORKER, *argv, "--rounds", "1"]
 
             def in_round(text: str, title: str = f"round {number + 1} of {options.rounds}, over {way}") -> None:
                 show(f"{title}: {text}")

@@ -143,8 +143,7 @@ class Answer:
         """Prints the table and the sentence, or with --json - the figures alone; leaves the figures, this machine's
         versions beside them, in the file of --json, and as WHAT.json and WHAT.png in the folder of --output. Raises
         OutputError, EngineUnavailable."""
-        of_machine = {**machine(), **self.results.get("machine", {})}
-        line = json.dumps({"bench": self.what, **self.results, "machine": of_machine}) + "\n"
+        line = json.dumps({"bench": self.what, "machine": machine(), **self.results}) + "\n"
         to_stdout = str(kept.json) == "-"
         print(
             line

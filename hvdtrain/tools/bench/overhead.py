@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     options = flags.parse(Options, "python -m hvdtrain bench overhead", argv)
     _check(options)
     worker = f"hvdtrain.tools.bench.workers.{options.framework}_overhead"
-    program = [worker, options.recipe, str(options.rounds), options.engine]
+    program = ["-m", worker, options.recipe, str(options.rounds), options.engine]
     with Status("bench overhead") as status:
         results = ranks.launch(program, options.engine, options.ranks, show=status.update)
     answer(results).conclude(options)

@@ -29,14 +29,14 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
 
 
 def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: Show) -> dict[str, Any]:
-    """Starts `python -m program` on so many local ranks and waits; what rank 0 kept.
+    """Starts `python program` on so many local ranks and waits; what rank 0 kept.
 
     `flags` are for horovodrun. Raises EngineUnavailable with what the ranks printed where they fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         kept, now = Path(folder, "kept.json"), Path(folder, "now")
         show(f"starting {ranks} ranks" if ranks > 1 else "starting the process that measures")
-        command = [*_launcher(engine, ranks, flags), "-m", *program]
+        command = [*_launcher(engine, ranks, flags), *program]
         code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
         if code or not kept.exists():
             raise EngineUnavailable(reason(printed))

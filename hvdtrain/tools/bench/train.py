@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         ranks.become(program)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
     with Status("bench train") as status:
-        results = ranks.launch(program, engine, options.ranks, show=status.update)
+        results = ranks.launch(["-m", *program], engine, options.ranks, show=status.update)
     answer(results).conclude(options)
     return 0
 

@@ -100,6 +100,11 @@ class Launch:
         return lines.whole(self.about.get("step")) or 0
 
     @property
+    def valid_examples(self) -> int | None:
+        """That its data set had for each validation."""
+        return lines.whole(self.about.get("valid_examples"))
+
+    @property
     def ranks(self) -> int | None:
         return lines.whole(self.about.get("ranks"), 1)
 

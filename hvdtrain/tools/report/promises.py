@@ -54,10 +54,11 @@ def _metrics(folder: Folder) -> Found:
     planned, counted = lines.whole(folder.plan.get("valid_examples")), folder.metrics.valid_examples
     if not counted or planned is None:
         return "unknown", "the run has not recorded how many examples its metrics are of"
-    if wrong := sorted(counted - {planned}):
+    if wrong := sorted(counted - {planned, *(launch.valid_examples for launch in folder.launches)}):
         return "broken", f"a validation has counted {wrong[0]:,} examples, the data set has {planned:,}"
     epochs = folder.metrics.counted_epochs
-    return "kept", f"{epochs:,} validation{'s' if epochs != 1 else ''}, each of all {planned:,} examples, once"
+    of = f"{planned:,}" if counted == {planned} else " or ".join(f"{count:,}" for count in sorted(counted))
+    return "kept", f"{epochs:,} validation{'s' if epochs != 1 else ''}, each of all {of} examples, once"
 
 
 def _resumes(folder: Folder, run_state: str) -> Found:

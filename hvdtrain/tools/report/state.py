@@ -44,8 +44,9 @@ def step_of(folder: Folder) -> int:
 
 
 def total_steps(folder: Folder) -> int | None:
-    """That the plan has."""
-    return lines.whole(folder.plan.get("total_steps"), 1)
+    """That the plan has, or that are made where an epoch has begun anew with other data."""
+    planned = lines.whole(folder.plan.get("total_steps"), 1)
+    return planned and max(planned, step_of(folder))
 
 
 def steps_per_epoch(folder: Folder) -> int | None:

@@ -39,7 +39,7 @@ REMEDIES = {
 }
 """What helps against a part of the wall time."""
 LIMITS = {
-    "reading": "Read faster: more --workers, or packed data (python -m hvdtrain pack); bench loader measures it.",
+    "reading": "Read faster: more --workers, or packed data (python -m hvdtrain pack); bench train measures it.",
     "waiting for other ranks": "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank "
     "waits less often.",
 }

@@ -51,8 +51,9 @@ class _Waited:
     seconds = 0.0
 
 
-def wait(handle: int, where: str = "cpu") -> torch.Tensor:
-    """What the operation of a handle gives, once it is there; `where` is the type of its device.
+def wait(handle: int, where: str = "cpu", what: str = "") -> torch.Tensor:
+    """What the operation of a handle gives, once it is there; `where` is the type of its device, `what` this rank's
+    tensor. Raises HorovodInternalError.
 
     hvd.synchronize alone tries again and again without a pause: right beside a GPU, but not on a processor that others
     compute with. Over MPI it stays, as MPI does the same in Horovod's own thread: there pausing gained nothing, and
@@ -61,7 +62,10 @@ def wait(handle: int, where: str = "cpu") -> torch.Tensor:
     began = time.monotonic()
     while where == "cpu" and not hvd.mpi_enabled() and not hvd.poll(handle):
         time.sleep(POLL_SECONDS)
-    result = hvd.synchronize(handle)
+    try:
+        result = hvd.synchronize(handle)
+    except HorovodInternalError as error:
+        raise HorovodInternalError(f"{error} ({what})" if what else error) from None
     _Waited.seconds += time.monotonic() - began
     return result
 
@@ -135,10 +139,12 @@ class HorovodEngine(AveragingEngine):
         return sharing.from_rank_0(self._together, self.rank, self.sum) or 0
 
     def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
-        return partial(wait, hvd.allreduce_async_(tensor, op=hvd.Average, name=name), tensor.device.type)
+        handle = hvd.allreduce_async_(tensor, op=hvd.Average, name=name)
+        return partial(wait, handle, tensor.device.type, f"{name}, {tensor.dtype} {list(tensor.shape)}")
 
     def sum(self, array: np.ndarray) -> np.ndarray:
-        return wait(hvd.allreduce_async(torch.from_numpy(array), op=hvd.Sum, name="hvdtrain.sum")).numpy()
+        handle = hvd.allreduce_async(torch.from_numpy(array), op=hvd.Sum, name="hvdtrain.sum")
+        return wait(handle, what=f"a sum of {array.dtype} {list(array.shape)}").numpy()
 
     def allreduce(self, tensor: torch.Tensor) -> None:
         hvd.allreduce_(tensor, op=hvd.Sum, name="hvdtrain.allreduce")

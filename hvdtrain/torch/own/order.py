@@ -7,7 +7,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdtrain.core.progress import OwnSampling
 from hvdtrain.errors import LoopError
-from hvdtrain.run import guard
+from hvdtrain.run import agreement
+from hvdtrain.run.agreement import named
 from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import RESERVED
 from hvdtrain.run.reporter import OwnReporter
@@ -96,8 +97,9 @@ def report_epoch(hooks: Hooks[Any], extent: OwnSampling, reported: dict[str, flo
     progress, engine = hooks.progress, hooks.engine
     if not progress.train.count:
         raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
-    if engine.size > 1:
-        guard.check_epoch(progress.epoch, progress.updates(extent), reported, (engine.rank, engine.size), engine.sum)
+    values = {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
+    of_epoch = named("report", {f"steps of epoch {progress.epoch}": progress.updates(extent), **values})
+    agreement.check(of_epoch, (engine.rank, engine.size), hooks.run.topology.host, engine.sum)
     train = {"loss": progress.train.mean_loss, **progress.train.means}
     values = {f"train_{name}": mean for name, mean in train.items()} | reported
     if isinstance(hooks.reporter, OwnReporter):

@@ -23,8 +23,8 @@ class Program:
     schedulers: tuple[Any, ...]
     scaler: torch.amp.GradScaler
     seed: int
-    data: dict[str, int] = field(default_factory=dict)
-    """Of the training set, once it is known: batch_size and examples."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Of the training set, once it is known: batch_size and its contents."""
     began: dict[str, str] = field(default_factory=dict)
     """The settings with which the run began, as `settings.given` has them; empty in a run of before they were kept."""
     stopped: str | None = None

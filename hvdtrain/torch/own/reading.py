@@ -10,6 +10,7 @@ from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.core.settings import OwnReadSettings
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
+from hvdtrain.run.own import take_data
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.examples import Examples
@@ -44,23 +45,19 @@ class Reading:
         return found[1:]
 
     def training(
-        self, extent: OwnSampling, progress: Progress, program: Program, examples: int, batch_size: int
-    ) -> OwnSampling:
-        """The extent of a run that trains on so many examples in such global batches. Raises LoopError."""
+        self, extent: OwnSampling, progress: Progress, program: Program, examples: Examples, batch_size: int
+    ) -> tuple[OwnSampling, str]:
+        """The extent of a run that trains on these examples in such global batches, and a line for the log where they
+        are not those of its checkpoint: an epoch that they had begun begins anew. Raises LoopError, CheckpointError."""
         if batch_size < 1 or batch_size % self._size:
             rule = f"it must be a multiple of the {self._size} ranks" if self._size > 1 else "it must be at least 1"
             raise LoopError(f"batch_size counts the examples of all ranks: {rule}, got {batch_size}.")
-        if batch_size > examples:
-            raise LoopError(f"batch_size must be at most the {examples} training examples, got {batch_size}.")
-        now, before = {"batch_size": batch_size, "examples": examples}, program.data
-        for name, value in now.items():
-            if progress.sample and before.get(name, value) != value:
-                raise LoopError(
-                    f"this epoch began with {name.replace('_', ' ')} {before[name]}, got {value}; it can change only "
-                    "between epochs, or in another folder."
-                )
+        if batch_size > len(examples):
+            raise LoopError(f"batch_size must be at most the {len(examples)} training examples, got {batch_size}.")
+        now, before = {"batch_size": batch_size, **examples.contents()}, program.data
+        news = take_data(before, now, progress)
         program.data = now
-        return replace(extent, global_batch=batch_size, train_examples=examples)
+        return replace(extent, global_batch=batch_size, train_examples=len(examples)), news
 
 
 def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

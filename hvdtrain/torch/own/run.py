@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from hvdtrain.core.progress import OwnSampling, each_once, train_requests
 from hvdtrain.errors import LoopError
 from hvdtrain.run.loop import Hooks
+from hvdtrain.run.own import in_own_words
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.own import notes
@@ -101,7 +102,12 @@ class Run:
         """
         self._order.read()
         hooks, (examples, loader) = self._hooks, self._reading.of(dataset, collate, workers)
-        hooks.extent = self._reading.training(self._extent, hooks.progress, self._program, len(examples), batch_size)
+        with in_own_words("world.run"):
+            given = self._extent, hooks.progress, self._program, examples, batch_size
+            hooks.extent, news = self._reading.training(*given)
+        if news:
+            hooks.note(news)
+        hooks.check_extent()
         _, requests = train_requests(self._extent, hooks.progress, self._engine.rank)
         for batch in hooks.clocks.read(loader.batches(examples, requests)):
             devices.seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)

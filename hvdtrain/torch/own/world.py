@@ -18,6 +18,7 @@ from hvdtrain.errors import HvdtrainError, LoopError, WorldError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import opening
 from hvdtrain.run import world as ranks
+from hvdtrain.run.agreement import named
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
 from hvdtrain.run.trackers import MODULES
@@ -73,7 +74,8 @@ def join(
             keep_memory(settings.device)
             setup = Setup(settings, joining.topology, (), opening.endpoints(joining))
             own = opened(row.name, setup)
-            with opening.joined(joining, row.name, own, own.rank, own.size):
+            chosen = named("recipe", {"engine": row.name, "device": settings.device, "compression": compression})
+            with opening.joined(joining, row.name, own, own.rank, own.size, chosen):
                 world = World(ending, row.name, own, compression)
                 with contextlib.ExitStack() as closing:
                     closing.push(lambda kind, *_: world.close(kind))

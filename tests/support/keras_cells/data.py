@@ -19,6 +19,12 @@ def arrays(train=TRAIN, valid=VALID):
     return _numbers(train, 0), _numbers(valid, 1)
 
 
+def labelled(train=0, valid=0):
+    """The same with so much added to the labels, which are 0 to 2."""
+    (x, y), (of_valid, labels) = arrays()
+    return (x, y + train), (of_valid, labels + valid)
+
+
 class Source:
     """Samples by index, as grain's and array_record's sources have them."""
 

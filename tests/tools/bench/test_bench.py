@@ -11,7 +11,6 @@ from ranks import needs_horovod, needs_tensorflow, needs_torch
 from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.tools import bench
 from hvdtrain.tools.bench import allreduce, train
-from hvdtrain.tools.bench.checkpoint import figures
 from hvdtrain.tools.bench.measure import interleaved
 
 SLOW = ("users_own_network", "network_of_the_other_framework")
@@ -27,10 +26,6 @@ REFUSALS = {
     "a data set in files": (
         "overhead --recipe imagenet",
         "--recipe must have a data set in memory or one of your own, got imagenet; take synthetic.",
-    ),
-    "blocks that checkpoints do not fill": (
-        "checkpoint --steps 25",
-        "--steps must be a multiple of --every 10, got 25.",
     ),
     "a benchmark that is not there": (
         "overhed",
@@ -51,23 +46,6 @@ def test_refusals(argv, message):
     with pytest.raises(RecipeError) as refused:
         bench.main(argv.split())
     assert str(refused.value) == message
-
-
-def test_the_figures_of_checkpoints():
-    seconds = {"none": [1.0, 2.0], "checkpoints": [1.1, 2.0]}
-    found = figures({"step_seconds": seconds, "stalls": [1.0] * 19 + [9.0], "copies": [0.5, 1.0, 3.0]})
-    assert found["ratios"] == [1.1, 1.0]
-    assert found["stall_over_copy"] == pytest.approx(1.4)
-
-
-@pytest.mark.launched
-@needs_torch
-def test_checkpoints_are_measured(tmp_path):
-    argv = ["--recipe", "linear", "--ranks", "1", "--rounds", "2", "--every", "5", "--steps", "15"]
-    result = measured("checkpoint", *argv, cwd=tmp_path)
-    assert len(result["stalls"]) == len(result["copies"]) == 2 * 3
-    assert all(len(seconds) == 2 for seconds in result["step_seconds"].values())
-    assert list(tmp_path.iterdir()) == []  # its checkpoints are gone
 
 
 def test_rounds_are_interleaved_and_backwards():

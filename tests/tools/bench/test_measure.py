@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.errors import OutputError
 from hvdtrain.launch.topology import Topology
-from hvdtrain.tools.bench import allreduce, checkpoint, engines, loader, measure, overhead, ranks, train
+from hvdtrain.tools.bench import allreduce, engines, measure, overhead, ranks, train
 from hvdtrain.tools.bench.engines import Contender, Measured
 from hvdtrain.tools.bench.measure import Kept
 
@@ -23,15 +23,10 @@ def answers():
     network = {library: {4000: LONG, 4096 * allreduce.MB: [second / 2 for second in LONG]} for library in libraries}
     steps = {"hvdtrain": LONG, "hand-written": LONG, "Lightning": LONG}
     ratios = {"hvdtrain": [1.01, 0.99], "Lightning": [1.2, 1.1]}
-    kinds = {"every": 10, "step_seconds": dict.fromkeys(checkpoint.KINDS, LONG), "copies": LONG, "stalls": LONG}
-    readers = dict.fromkeys(("shards", "folder", "DALI", "torchvision"), LONG)
-    read = {"images_per_core_second": readers, "images_per_second": readers, "cores": 128}
     return {
         "train": train.answer({**of_train, "global_batch": 16384, "step_seconds": times}),
         "allreduce": allreduce.answer(network, 16384),
         "overhead": overhead.answer({"step_seconds": steps, "ratios": ratios}),
-        "checkpoint": checkpoint.answer({**kinds, "ratios": [1.02, 1.05], "stall_over_copy": 1.4}),
-        "loader": loader.answer({**read, "ratios": {name: [2.1] for name in readers if name != "torchvision"}}, True),
     }
 
 
@@ -148,7 +143,7 @@ def test_what_rank_0_does_is_shown_where_the_ranks_were_started(tmp_path, monkey
         if text == "round 1 of 1: it":
             Path("seen").touch()
 
-    assert ranks.launch(["measures"], "local", 1, show=show) == {"figure": 3}
+    assert ranks.launch(["measures.py"], "local", 1, show=show) == {"figure": 3}
     assert (seen[0], seen[-1]) == ("starting the process that measures", "round 1 of 1: it")
 
 

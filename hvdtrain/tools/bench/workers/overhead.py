@@ -67,10 +67,10 @@ def main(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str
     keep_memory(recipe.device)
     with tempfile.TemporaryDirectory() as folder:
         of_run, resume, world = None, folders.ResumePoint(), World(topology)
+        identity = folders.identity_of(plan, framework, dataset.contents())
         if topology.is_rank_0:
-            of_run, _ = folders.open_run(plan, topology, framework, Path(folder, "run"), "never")
+            of_run, _ = folders.open_run(plan, topology, identity, Path(folder, "run"), "never")
             record_launch(world, of_run, framework, engine, resume)
-        identity = folders.identity_of(plan, framework)
         run = Run(identity, recipe, engine, (), of_run, resume, world, recipe, dataset, plan)
         with (
             ranks.showing(topology) as show,

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain bench ladder`: its rungs are the shipped recipes, and it climbs them with few packages."""
+"""`python tests/benchmarks/ladder.py`: its rungs are the shipped recipes, and it climbs them with few packages."""
 
 import json
 import pickle
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import ladder
 import pytest
 from cifar100_files import batch, write
 from paths import REPOSITORY
@@ -15,7 +16,6 @@ from ranks import clean_environ, needs_torch
 from hvdtrain.core import recipe
 from hvdtrain.datasets import cifar100
 from hvdtrain.errors import RecipeError
-from hvdtrain.tools.bench import ladder
 
 LACKING = ("torchvision", "sklearn", "scipy", "tensorboardX", "PIL", "packaging", "horovod", "mpi4py", "matplotlib")
 MACHINE = {"matmul_flops": 8e14, "gpu": "a GPU"}
@@ -65,7 +65,7 @@ def test_it_climbs_on_a_bare_machine(bare, tmp_path):
     output, rungs = tmp_path / "ladder.json", ["bs256", "fast"]
     argv = ["--data", tmp_path, "--device", "cpu", "--json", output, "--rungs", ",".join(rungs)]
     ended = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", "bench", "ladder", *argv],
+        [sys.executable, ladder.__file__, *argv],
         env=bare,
         cwd=tmp_path,
         capture_output=True,

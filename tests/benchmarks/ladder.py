@@ -1,8 +1,8 @@
-"""`bench ladder`: images/s of every rung of cifar100's ladder on one GPU, and the time to 75 %; under 8 minutes.
+"""`python tests/benchmarks/ladder.py`: images/s of every rung of cifar100's ladder on one GPU, and the time to 75 %.
 
-A rung is the recipe cifar100:NAME with the recipe's data pipeline: one reading thread, or the data set on the device.
-"one batch" is the same step without it, interleaved with it. Each rung is a process of its own with a time limit: one
-that fails costs a line, and the others are measured.
+It takes under 8 minutes. A rung is the recipe cifar100:NAME with the recipe's data pipeline: one reading thread, or the
+data set on the device. "one batch" is the same step without it, interleaved with it. Each rung is a process of its own
+with a time limit: one that fails costs a line, and the others are measured.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import tyro
 
+from hvdtrain import cli, interrupts
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import EngineUnavailable, RecipeError
@@ -25,7 +26,7 @@ from hvdtrain.tools.bench import measure
 from hvdtrain.tools.rank_status import Show, hidden
 from hvdtrain.untrusted import quoted
 
-WORKER = "hvdtrain.tools.bench.workers.torch_ladder"
+RUNG = Path(__file__).with_name("ladder_rung.py")
 TRAINED = "fast"
 RUNGS = (
     "bs256", "bs256-amp", "bs256-amp-nhwc", "bs256-amp-nhwc-extra-opts", "bs256-bf16-nhwc-extra-opts",
@@ -59,10 +60,10 @@ class Options(measure.Kept):
 
 def main(argv: Sequence[str]) -> int:
     """Measures; the exit code. Raises HvdtrainError."""
-    options: Options = flags.parse(Options, "python -m hvdtrain bench ladder", argv)
+    options: Options = flags.parse(Options, "python tests/benchmarks/ladder.py", argv)
     if wrong := [name for name in options.rungs.split(",") if name not in RUNGS]:
         raise RecipeError(f"--rungs must be some of {', '.join(RUNGS)}; got {quoted(wrong[0])}.")
-    with Status("bench ladder") as status:
+    with Status("ladder") as status:
         report = hidden if str(options.json) == "-" else status.print
         found = climb(options, status.update, report)
     answer(found).conclude(options)
@@ -92,7 +93,7 @@ def climb(options: Options, show: Show = hidden, report: Callable[[str], None] =
                 break
         if compiles:  # what failed once, or has not ended, is not tried again
             usable = WITHOUT.index(without if rungs[name].get("images_per_second") else ["compile"])
-    return {"machine": machine, "rungs": rungs}
+    return {"machine": {**measure.machine(), **machine}, "rungs": rungs}
 
 
 def started(options: Options, name: str, without: list[str], limit: float) -> Found:
@@ -105,7 +106,7 @@ def started(options: Options, name: str, without: list[str], limit: float) -> Fo
         error = ""
         with log.open("w") as to_log:
             try:
-                command = [sys.executable, "-m", WORKER, str(options.data), *numbers, str(result)]
+                command = [sys.executable, str(RUNG), str(options.data), *numbers, str(result)]
                 code = subprocess.run(command, stdout=to_log, stderr=to_log, timeout=limit, check=False).returncode
                 error = last_line(log) if code else ""
             except subprocess.TimeoutExpired:
@@ -166,3 +167,9 @@ def trained(found: Found) -> list[str]:
         f"{compiling:.1f} s of it the first, compiling steps",
         *measure.folded(when),
     ]
+
+
+if __name__ == "__main__":
+    interrupts.listen()
+    cli.COMMANDS["ladder"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
+    sys.exit(cli.main(["ladder", *sys.argv[1:]]))

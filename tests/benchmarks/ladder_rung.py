@@ -1,4 +1,4 @@
-"""The process of one rung of `bench ladder`; of the rung `machine`, what the GPU and its libraries are."""
+"""The process of one rung of the ladder; of the rung `machine`, what the GPU and its libraries are."""
 
 import dataclasses
 import itertools
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ladder import TRAINED
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain import __version__, files
@@ -27,7 +28,6 @@ from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Split, cifar100
 from hvdtrain.tools.bench import measure
-from hvdtrain.tools.bench.ladder import TRAINED
 from hvdtrain.torch import compiling, models, resnet
 from hvdtrain.torch.data import AHEAD, Loader
 from hvdtrain.torch.engines.local import LocalEngine

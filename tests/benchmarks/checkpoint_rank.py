@@ -75,14 +75,13 @@ def main(framework: str, recipe_name: str, rounds: int, every: int, steps: int) 
     """Measures on every rank; the first round is warm-up."""
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
-    dataset = load_dataset(recipe, framework)  # type: ignore[arg-type]
-    plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))  # type: ignore[arg-type]
+    dataset = load_dataset(recipe, framework)
+    plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))
     keep_memory(recipe.device)
     with tempfile.TemporaryDirectory(dir=".") as folder:  # not /tmp, which may be memory
-        of_run = None
+        of_run, identity = None, folders.identity_of(plan, framework, dataset.contents())
         if topology.is_rank_0:
-            of_run, _ = folders.open_run(plan, topology, framework, Path(folder, "run"), "never")  # type: ignore[arg-type]
-        identity = folders.identity_of(plan, framework)  # type: ignore[arg-type]
+            of_run, _ = folders.open_run(plan, topology, identity, Path(folder, "run"), "never")
         engine = "horovod" if topology.size > 1 else "local"
         run = Run(identity, recipe, engine, (), of_run, folders.ResumePoint(), World(topology), recipe, dataset, plan)
         with (
@@ -115,4 +114,4 @@ def _measure(run: Run, framework: str, rounds: int, every: int, steps: int, show
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))  # type: ignore[arg-type]
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -1,17 +1,19 @@
-"""`bench loader`: the figures it finds on a few generated images, and the flags it refuses."""
+"""`python tests/benchmarks/loader.py`: the figures it finds on a few generated images, and the flags it refuses."""
 
 import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import loader
 import pytest
 from images import write_tree
 from paths import REPOSITORY
 
 from hvdtrain.errors import RecipeError
 from hvdtrain.tools import pack
-from hvdtrain.tools.bench import loader
+from hvdtrain.tools.bench.measure import Kept
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def torchvision():
 def test_readers_are_measured_interleaved(sets, torchvision, tmp_path):
     tree, packed = sets
     flags = ["--data-dir", tree, "--packed", packed, "--workers", 1, "--pictures", 6, "--batch-size", 4]
-    command = [sys.executable, "-m", "hvdtrain", "bench", "loader", *flags, "--crop", 32, "--rounds", 2]
+    command = [sys.executable, loader.__file__, *flags, "--crop", 32, "--rounds", 2]
     command += ["--json", tmp_path / "found.json"]
     done = subprocess.run(map(str, command), cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -50,9 +52,22 @@ def test_readers_are_measured_interleaved(sets, torchvision, tmp_path):
     assert results["ratios"]["shards"] == [one / other for one, other in zip(ours, theirs, strict=True)]
 
 
+def test_its_answer_fits_80_columns_and_ends_with_a_sentence(capsys):
+    long = [1234.5678, 1201.1234, 1340.9876]  # seconds
+    readers = dict.fromkeys(("shards", "folder", "DALI", "torchvision"), long)
+    found = {"images_per_core_second": readers, "images_per_second": readers, "cores": 128}
+    ratios = {name: [2.1] for name in readers if name != "torchvision"}
+    loader.answer({**found, "ratios": ratios}, True).conclude(Kept())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    blank = lines.index("")
+    sentence = " ".join(lines[blank + 1 :])
+    assert blank >= 3 and sentence[0].isupper() and sentence.endswith(".")
+
+
 BUSY = """
 import subprocess, sys, time
-from hvdtrain.tools.bench.loader import TICK, processor_seconds
+from loader import TICK, processor_seconds
 
 command = "import time\\nwhile (used := time.process_time()) < .3: pass\\nprint(used, flush=True)\\ninput()"
 command += "\\nprint(time.process_time())"
@@ -64,7 +79,9 @@ print(least - 4 * TICK < found < float(child.communicate(b"\\n")[0]) + time.proc
 
 
 def test_the_time_of_a_living_child_is_counted():
-    done = subprocess.run([sys.executable, "-c", BUSY], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY], cwd=Path(loader.__file__).parent, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "True\n"
 
 

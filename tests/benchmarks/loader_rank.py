@@ -1,5 +1,6 @@
-"""The process of `bench loader`: hvdtrain's readers and torchvision's, interleaved."""
+"""The process that reads: hvdtrain's readers and torchvision's, interleaved."""
 
+import contextlib
 import os
 import sys
 import time
@@ -9,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from loader import TICK, processor_seconds
 from torch.utils.data import DataLoader
 
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Request
 from hvdtrain.datasets import DRAWS, dali
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import EngineUnavailable, HvdtrainError
 from hvdtrain.launch.topology import discover
 from hvdtrain.run.main import load_dataset
 from hvdtrain.tools.bench import measure, ranks
-from hvdtrain.tools.bench.loader import TICK, processor_seconds
 from hvdtrain.tools.rank_status import Show
 from hvdtrain.torch.data import Loader, Pair
 
@@ -29,7 +30,8 @@ def main(show: Show, folder: Path, packed: Path, workers: int, batch: int, image
     """Measures and keeps the figures."""
     torch.set_num_threads(1)
     loaders: dict[str, dict[str, Any]] = {"shards": {"data_dir": packed}, "folder": {"data_dir": folder}}
-    if dali.is_installed():
+    with contextlib.suppress(EngineUnavailable):
+        dali.check()
         loaders["DALI"] = {"data_dir": packed, "decoder": "dali"}
     epochs = {name: ours(keys, workers, batch, images, crop) for name, keys in loaders.items()}
     epochs["torchvision"] = torchvisions(folder, workers, batch, images, crop)

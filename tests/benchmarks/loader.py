@@ -1,4 +1,4 @@
-"""`bench loader`: how fast images are read, beside torchvision's ImageFolder and DataLoader at the same transforms.
+"""`python tests/benchmarks/loader.py`: how fast images are read, beside torchvision's loader at the same transforms.
 
 A training image of each comes out as float32: a random part resized to the crop, a flip, scaled and normalised. What
 differs is the way there. Torchvision decodes all of an image and does every transform to each alone; hvdtrain decodes
@@ -14,6 +14,7 @@ the shards too, on the processor.
 import functools
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ import tyro
 from PIL import Image
 from pydantic import Field
 
+from hvdtrain import cli, interrupts
 from hvdtrain.core import flags
 from hvdtrain.datasets.packed import shards
 from hvdtrain.errors import EngineUnavailable, RecipeError
@@ -32,7 +34,7 @@ from hvdtrain.terminal import Status
 from hvdtrain.tools import pack
 from hvdtrain.tools.bench import measure, ranks
 
-WORKER = "hvdtrain.tools.bench.workers.torch_loading"
+RANK = Path(__file__).with_name("loader_rank.py")
 GENERATED = 256
 CLASSES = 4
 SIZE = (500, 375)
@@ -57,9 +59,9 @@ class Options(measure.Kept):
 
 def main(argv: Sequence[str]) -> int:
     """Measures in a process of its own; the exit code. Raises HvdtrainError."""
-    options = flags.parse(Options, "python -m hvdtrain bench loader", argv)
+    options = flags.parse(Options, "python tests/benchmarks/loader.py", argv)
     _check(options)
-    with tempfile.TemporaryDirectory() as scratch, Status("bench loader") as status:
+    with tempfile.TemporaryDirectory() as scratch, Status("loader") as status:
         results = _measured(options, Path(scratch), status)
     results["data"] = str(options.data_dir or f"generated, {SIZE[0]} x {SIZE[1]}")
     answer(results, options.data_dir is None).conclude(options)
@@ -74,12 +76,12 @@ def _measured(options: Options, scratch: Path, status: Status) -> dict[str, Any]
     if not options.packed:
         pack.pack(pack.Options(folder, packed), status.update)
     numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
-    return ranks.launch([WORKER, *map(str, (folder, packed, *numbers))], "local", 1, show=status.update)
+    return ranks.launch([str(RANK), *map(str, (folder, packed, *numbers))], "local", 1, show=status.update)
 
 
 def _check(options: Options) -> None:
     if importlib.util.find_spec("torchvision") is None:
-        raise EngineUnavailable("bench loader needs torchvision; install it: pip install torchvision")
+        raise EngineUnavailable("loader.py needs torchvision; install it: pip install torchvision")
     if options.data_dir and shards.is_in(options.data_dir):
         raise RecipeError(f"--data-dir must be a folder of images for torchvision, {options.data_dir} is packed.")
     if options.packed and not (options.data_dir and shards.is_in(options.packed)):
@@ -134,3 +136,9 @@ def answer(results: dict[str, Any], is_generated: bool) -> measure.Answer:
         sentence += " The images are generated: give --data-dir for what real ones give."
     draw = functools.partial(measure.bars, found=results["images_per_core_second"], unit="images/s per core")
     return measure.Answer("loader", measure.table(header, rows), sentence, results, draw)
+
+
+if __name__ == "__main__":
+    interrupts.listen()
+    cli.COMMANDS["loader"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
+    sys.exit(cli.main(["loader", *sys.argv[1:]]))

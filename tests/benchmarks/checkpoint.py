@@ -1,7 +1,9 @@
-"""`bench checkpoint`: what checkpoints beside training cost it, and how long one holds a step up."""
+"""`python tests/benchmarks/checkpoint.py`: what checkpoints cost training, and how long one holds a step up."""
 
 import functools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -9,11 +11,13 @@ import pydantic
 import tyro
 from pydantic import Field
 
+from hvdtrain import cli, interrupts
 from hvdtrain.core import flags
 from hvdtrain.errors import RecipeError
 from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure, ranks
 
+RANK = Path(__file__).with_name("checkpoint_rank.py")
 KINDS = {
     "none": "a step, no checkpoints",
     "checkpoints": "a step, with checkpoints",
@@ -35,12 +39,12 @@ class Options(measure.Kept):
 
 def main(argv: Sequence[str]) -> int:
     """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
-    options = flags.parse(Options, "python -m hvdtrain bench checkpoint", argv)
+    options = flags.parse(Options, "python tests/benchmarks/checkpoint.py", argv)
     if options.steps % options.every:
         raise RecipeError(f"--steps must be a multiple of --every {options.every}, got {options.steps}.")
     numbers = map(str, (options.rounds, options.every, options.steps))
-    program = ["hvdtrain.tools.bench.workers.checkpoint", options.framework, options.recipe, *numbers]
-    with Status("bench checkpoint") as status:
+    program = [str(RANK), options.framework, options.recipe, *numbers]
+    with Status("checkpoint") as status:
         results = ranks.launch(program, "horovod", options.ranks, show=status.update)
     answer(results | figures(results)).conclude(options)
     return 0
@@ -70,3 +74,9 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
         "ratios": [own / other for own, other in zip(with_them, without, strict=True)],
         "stall_over_copy": float(np.quantile(results["stalls"], 0.95) / np.median(results["copies"])),
     }
+
+
+if __name__ == "__main__":
+    interrupts.listen()
+    cli.COMMANDS["checkpoint"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
+    sys.exit(cli.main(["checkpoint", *sys.argv[1:]]))

@@ -1,0 +1,94 @@
+"""Each thing that one of three ranks has otherwise is named, with its rank and host, whichever way in."""
+
+import json
+import os
+import shutil
+
+import pytest
+import warm
+from images import write_tree
+from paths import SUPPORT
+from ranks import NEEDS, needs_lightning, run
+
+SLOW = ()
+
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), NEEDS["torch"]]
+
+PROGRAM = SUPPORT / "disagreeing.py"
+WAYS = {
+    "join": ("torch", "lr at step 3", []),
+    "recipe": ("torch", None, []),
+    "lightning": ("lightning", None, [needs_lightning]),
+    "keras": ("tensorflow", None, [NEEDS["tensorflow"]]),
+}
+
+
+def named(way, folder):
+    """What each of three ranks is told in each case."""
+    kind = WAYS[way][0]
+    run("gloo", 3, warm.command(kind, PROGRAM, way, folder), 400, cwd=folder, HVDTRAIN_REPORT="off").good()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)]
+
+
+def prepare(folder):
+    """Images, and three other sets: one image less, one renamed, a class renamed."""
+    write_tree(folder / "data", train=6)
+    for other in ("training examples", "training list", "class names"):
+        shutil.copytree(folder / "data", folder / other)
+    (folder / "training examples" / "train" / "n01" / "n01_0.JPEG").unlink()
+    first = folder / "training list" / "train" / "n01" / "n01_0.JPEG"
+    first.rename(first.with_name("n01_00.JPEG"))
+    for split in ("train", "val"):
+        (folder / "class names" / split / "n01").rename(folder / "class names" / split / "n00")
+    (folder / "tiny.yaml").write_text(TINY)
+
+
+TINY = """default:
+  model: torchvision:squeezenet1_1
+  model_args: {num_classes: 2}
+  dataset: imagenet
+  train_crop: 32
+  valid_resize: 36
+  valid_crop: 32
+  batch_size: 6
+  epochs: 1
+  max_steps: 1
+  base_lr: 0.01
+  device: cpu
+"""
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, (_, _, marks) in WAYS.items()])
+def test_each_thing_that_one_rank_has_otherwise_is_named(way, tmp_path):
+    if way == "recipe":
+        prepare(tmp_path)
+    ranks, host = named(way, tmp_path), os.uname().nodename
+    assert len(ranks[0]) > 8
+    for index, case in enumerate(ranks[0]):
+        text = ranks[0][case]
+        name = case.partition(" at step")[0].partition(" after")[0]
+        assert f"{name}: rank {index % 3} on {host} has " in text, (case, text)
+        assert "\n" not in text
+        if way != "recipe":  # which prints it on rank 0
+            assert ranks[1][case] == ranks[2][case] == text
+    if way == "join":  # that of step 4 would have been of rank 0 alone
+        assert [one.name for one in (tmp_path / "lr at step 3" / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        pytest.param("unequal_keras", "tensorflow", marks=NEEDS["tensorflow"]),
+        pytest.param("unequal_lightning", "lightning", marks=needs_lightning),
+    ],
+)
+def test_unequal_numbers_of_steps_end_all_ranks_by_name(way, kind, tmp_path):
+    ended, host = run("gloo", 3, warm.command(kind, PROGRAM, way, tmp_path), 120), os.uname().nodename
+    assert ended.code != 0
+    assert ended.left == []
+    (line,) = [line for line in ended.lines if line.startswith("LoopError")]
+    assert f"rank 0 on {host} has made {6 if way == 'unequal_keras' else 5} steps and waits in an average of gr" in line
+    assert f"rank 1 on {host} has made {6 if way == 'unequal_keras' else 5} steps" in line
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert "wait in different collectives" in status["error"]
