@@ -216,8 +216,8 @@ RULES = (
     ),
     Rule(
         lambda c: c.engine.name == "modelparallel" and c.recipe.model not in own_code.MODELS,
-        "model {r.model} cannot be with engine {e.name}, which knows the layers of linear and resnet50 alone; take "
-        "--engine ddp.",
+        "model {r.model} cannot be with engine {e.name}, which knows the layers of linear, resnet50 and resnet101 "
+        "alone; take --engine ddp.",
     ),
     Rule(
         lambda c: c.engine.asynchronous and c.recipe.accumulation_steps > 1,

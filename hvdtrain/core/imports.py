@@ -41,7 +41,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def check_arguments(function: Callable[..., Any], path: str, key: str, *given: Any, **arguments: Any) -> None:
+def check_arguments(function: Callable[..., Any], path: str, key: str, /, *given: Any, **arguments: Any) -> None:
     """Refuses arguments that the callable does not take, before it is called. Raises RecipeError."""
     try:
         signature = inspect.signature(function)

@@ -146,15 +146,15 @@ class StuckWatch:
                 self._name(rank, stack, now)
 
     def _judge_collectives(self, now: float) -> None:
-        """Ends all ranks where each waits in a collective, but not in the same one: none can come back. What two lines
-        of the user's call may be the same one, and slow."""
-        stacks = [stack for stack in self._answers.values() if stack.place != "outside" and stack.operation]
-        kinds = {(stack.operation, stack.users_line) for stack in stacks}
-        if len(stacks) < self.topology.size or len(kinds) == 1:
+        """Ends all ranks where each waits in a collective, but not in the same one: none can come back. It takes longer
+        where C code of a framework may compute yet, or two lines of the user's may have called the same one."""
+        waits = [s for s in self._answers.values() if s.operation and (s.place == "collective" or not s.long)]
+        kinds = {(stack.operation, stack.users_line) for stack in waits}
+        if len(waits) < self.topology.size or len(kinds) == 1:
             self._apart_at = None
             return
         self._apart_at = self._apart_at or self._asked
-        is_sure = len({operation for operation, _ in kinds}) > 1
+        is_sure = len({s.operation for s in waits}) > 1 and all(s.place == "collective" for s in waits)
         if now - self._apart_at < max(self._limit(None), 0 if is_sure else timeouts.SILENCE):
             return
         of_each = {(s.operation, s.users_line): (rank, s) for rank, s in sorted(self._answers.items(), reverse=True)}

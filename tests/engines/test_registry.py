@@ -42,8 +42,8 @@ REFUSED = {
     "a network whose layers are another library's": (
         "modelparallel",
         {"model": "vgg16"},
-        "model vgg16 cannot be with engine modelparallel, which knows the layers of linear and resnet50 alone; take "
-        "--engine ddp.",
+        "model vgg16 cannot be with engine modelparallel, which knows the layers of linear, resnet50 and resnet101 "
+        "alone; take --engine ddp.",
     ),
     "TensorFlow's network": (
         "ddp",

@@ -173,7 +173,7 @@ class Clock:
             self.sockets += socket.socketpair()
             self.sockets[-1].setblocking(False)
             peers.connections.append(Peer(self.sockets[-1], 0, 0, rank=rank, endpoint=Endpoint("nid1", 0, rank)))
-        self.watch.own = lambda: messages.Stack(place=IN, long=False, where="a.py:3, in f", **self.waits[0])
+        self.watch.own = lambda: messages.Stack(**{"place": IN, "long": False, "where": "a.py:3, in f"} | self.waits[0])
         self.waits = {rank: {} for rank in range(3)}
         """In which collective, of each rank."""
 
@@ -336,6 +336,8 @@ FIRST, SECOND = ({"operation": "sum", "users_line": f"a.py:{line}, in f"} for li
 APART = {
     "an epoch's end, and a step": ([GRADIENTS, SUM, GRADIENTS], (10, 40)),
     "two lines of the user's": ([FIRST, SECOND, FIRST], (50, 90)),
+    "one that may compute yet": ([{**GRADIENTS, "place": MAYBE}, SUM, GRADIENTS], (50, 90)),
+    "one that validates": ([{**GRADIENTS, "place": MAYBE, "long": True}, SUM, GRADIENTS], (None, None)),
     "one line": ([FIRST] * 3, (None, None)),
     "all in a step": ([GRADIENTS] * 3, (None, None)),
     "one of which nobody knows": ([GRADIENTS, SUM, {}], (None, None)),

@@ -290,5 +290,5 @@ if __name__ == "__main__":
     NETS.write_text("WIDTH = 2\n")
     sys.path.insert(0, str(NETS.parent))
     importlib.import_module("nets")
-    timeouts.STALLED, timeouts.STACKS, timeouts.STUCK, timeouts.GRACE = 1.0, 0.5, 3.0, 2.0
+    timeouts.STALLED, timeouts.STACKS, timeouts.STUCK, timeouts.SILENCE, timeouts.GRACE = 1.0, 0.5, 3.0, 8.0, 2.0
     (where / f"rank-{RANK}.json").write_text(json.dumps(globals()[way](where)))

@@ -89,7 +89,7 @@ def _within(folder: int) -> Path:
 def _sizes(index: Path) -> dict[str, int]:
     """The files of a set, as its index has them: {name: bytes}."""
     with as_data_error(index, REMEDY):
-        splits = shards._read(index).shards.values()
+        splits = shards.read_index(index).shards.values()
         return {INDEX: index.stat().st_size, **{name: size for split in splits for name, size in split.items()}}
 
 

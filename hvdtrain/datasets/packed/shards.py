@@ -155,7 +155,7 @@ def load(
     check_sides(train_crop, valid_resize, valid_crop)
     folder, owner = (copy, os.geteuid()) if copy else (data_dir, None)
     with as_data_error(data_dir / INDEX, REMEDY):
-        index = _read(data_dir / INDEX)
+        index = read_index(data_dir / INDEX)
         for split in SPLITS:
             _check(folder, data_dir / INDEX, split, index)
     entries = index.entries
@@ -178,7 +178,7 @@ def load(
     return dataclasses.replace(whole, shards=tuple(counts.tolist()))
 
 
-def _read(path: Path) -> _Index:
+def read_index(path: Path) -> _Index:
     """Raises nearly any exception where the file is no index."""
     with files.opened(path) as file, zipfile.ZipFile(file) as members:
         text, *rows = (_array(members, name, path.stat().st_size) for name in MOST_OF)
