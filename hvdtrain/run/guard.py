@@ -72,5 +72,6 @@ def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]
         more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
         raise ReplicaError(
             f"after step {step} the weights of {', '.join(named[:MOST_NAMED] + more)} differ from replica 0's: the "
-            f"replicas have diverged and training stops; {agreement.REMEDIES['weights']}."
+            "replicas have diverged and training stops; resume from the last checkpoint with the same command, and "
+            "check that device's memory."
         )

@@ -235,16 +235,15 @@ HOST = socket.gethostname()
 @pytest.mark.parametrize(
     ("launch", "engine", "parted", "where"),
     [
-        ("two", f"{MIRRORED},cpu", "replica 1 on cpu differ from replica 0's", "device"),
-        ("mpi-2", "multiworker", f"rank 1 on {HOST} differ from rank 0's", "host"),
+        ("two", f"{MIRRORED},cpu", "weights of replica 1 on cpu differ from replica 0's", "device"),
+        ("mpi-2", "multiworker", f"ranks differ in weights: rank 1 on {HOST} has ", "host"),
     ],
     ids=["two", "mpi-2"],
 )
 def test_a_parted_replica_is_found(begun, launch, engine, parted, where):
-    assert {results["parted"] for results in begun(launch).of(engine)} == {
-        f"ReplicaError: after step 0 the weights of {parted}: the replicas have diverged and training stops; resume "
-        f"from the last checkpoint with the same command, and check that {where}'s memory."
-    }
+    (text,) = {results["parted"] for results in begun(launch).of(engine)}
+    assert text.startswith(f"ReplicaError: after step 0 the {parted}")
+    assert f"resume from the last checkpoint with the same command, and check that {where}'s memory." in text
 
 
 def test_replicas_with_less_to_validate_read_what_counts_nothing(begun):
