@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -26,6 +28,14 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
     def __init__(self, **settings: Any) -> None:
         """Settings as DDPStrategy's."""
         super().__init__(**{"cluster_environment": RankEnvironment(), **settings})
+
+    def on_train_start(self) -> None:
+        self.agree_to_train(self._sum)
+
+    def _sum(self, array: np.ndarray) -> np.ndarray:
+        total = torch.from_numpy(array.copy()).to(self.root_device)
+        torch.distributed.all_reduce(total)
+        return total.cpu().numpy()
 
     def on_validation_start(self) -> None:
         """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""

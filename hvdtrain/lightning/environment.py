@@ -8,10 +8,14 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from hvdtrain.core.sharing import Sum
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
+from hvdtrain.run import agreement
+from hvdtrain.torch import devices
+from hvdtrain.torch.state import numbers
 
 
 class RankEnvironment(ClusterEnvironment):
@@ -96,6 +100,21 @@ class OneDevice(ParallelStrategy):
 
     def start_library(self) -> None:
         """What comes before Lightning's own part."""
+
+    def agree(self, values: agreement.Values, sum_over_ranks: Sum) -> None:
+        """Raises AgreementError where another rank has other values."""
+        ranks = self.global_rank, self.world_size
+        agreement.check(values, ranks, discover(os.environ).host, sum_over_ranks)
+
+    def agree_to_train(self, sum_over_ranks: Sum) -> None:
+        """Raises AgreementError where another rank trains otherwise: batches, epochs, optimizers, code, settings."""
+        if self.world_size == 1:
+            return
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
+        fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
+        process = agreement.of_process(devices.settings(), self.global_rank, sum_over_ranks)
+        self.agree(process | agreement.named("training", {**fit, **numbers(self.optimizers)}), sum_over_ranks)
 
     @property
     def root_device(self) -> torch.device:

@@ -20,11 +20,8 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
 from hvdtrain.run import agreement, guard
-from hvdtrain.run.agreement import named, of_process
-from hvdtrain.torch import devices
 from hvdtrain.torch.engines.buckets import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
-from hvdtrain.torch.state import numbers
 
 MOST_DIMENSIONS = 8
 # Validation is in inference mode, whose tensors Horovod's own thread may not write: what it is given is made outside.
@@ -94,22 +91,19 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
             raise RecipeError("sync_batchnorm goes with strategy ddp: PyTorch's own needs it; drop it, or take ddp.")
         super().setup(trainer)
         tensors = {n: each for n, each in self._whole.state_dict().items() if isinstance(each, Tensor)}
-        self._agree(named("model", {name: f"{each.dtype} {list(each.shape)}" for name, each in tensors.items()}))
+        shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in tensors.items()}
+        self.agree(agreement.named("model", shapes), self._engine.sum)
         self._broadcast(tensors)
         self._join_metrics()
 
     def on_train_start(self) -> None:
         """Once a checkpoint has been read, which only rank 0 may have done: every rank has its state."""
-        trainer: Any = self._whole.trainer
-        fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
-        fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
-        process = of_process(devices.settings(), self.global_rank, self._engine.sum)
-        self._agree(process | named("training", {**fit, **numbers(self.optimizers)}))
         self._broadcast(self._whole.state_dict())
         for optimizer in self.optimizers:
             state = optimizer.state_dict()
             if self.broadcast(bool(state["state"])):
                 optimizer.load_state_dict(self.broadcast(move_data_to_device(state, torch.device("cpu"))))
+        self.agree_to_train(self._engine.sum)
         if self.world_size > 1:
             self._averager = Averager(self._whole, self._engine, self.compression)
 
@@ -162,12 +156,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     def _whole(self) -> Any:
         """The user's module."""
         return self.lightning_module
-
-    def _agree(self, values: agreement.Values) -> None:
-        """Raises AgreementError where another rank has other values."""
-        if self.world_size > 1:
-            host = self.environment.topology.host
-            agreement.check(values, (self.global_rank, self.world_size), host, self._engine.sum)
 
     def _broadcast(self, state: dict[str, Any]) -> None:
         """Rank 0's tensors into everybody's, in place."""

@@ -16,10 +16,11 @@ pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), NEEDS["torch"]]
 
 PROGRAM = SUPPORT / "disagreeing.py"
 WAYS = {
-    "join": ("torch", "lr at step 3", []),
-    "recipe": ("torch", None, []),
-    "lightning": ("lightning", None, [needs_lightning]),
-    "keras": ("tensorflow", None, [NEEDS["tensorflow"]]),
+    "join": ("torch", []),
+    "recipe": ("torch", []),
+    "lightning": ("lightning", [needs_lightning]),
+    "lightning_ddp": ("lightning", [needs_lightning]),
+    "keras": ("tensorflow", [NEEDS["tensorflow"]]),
 }
 
 
@@ -58,7 +59,7 @@ TINY = """default:
 """
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, (_, _, marks) in WAYS.items()])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, (_, marks) in WAYS.items()])
 def test_each_thing_that_one_rank_has_otherwise_is_named(way, tmp_path):
     if way == "recipe":
         prepare(tmp_path)

@@ -137,11 +137,12 @@ def of_cases(train: Callable[[str, bool], None]) -> dict[str, str]:
     return found
 
 
-def lightning(folder: Path) -> dict[str, str]:
+def lightning(folder: Path, ddp: bool = False) -> dict[str, str]:
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
 
+    from hvdtrain.lightning import RankDDPStrategy
     from hvdtrain.lightning.train import quiet
 
     class Line(LightningModule):
@@ -157,17 +158,23 @@ def lightning(folder: Path) -> dict[str, str]:
 
     def train(name: str, odd: bool) -> None:
         examples = torch.ones(96 if odd and name == "batches an epoch" else 48, 4)
+        epochs = 2 if odd and name == "epochs" else 1
         trainer = Trainer(
-            strategy="horovod", accelerator="cpu", max_epochs=2 if odd and name == "epochs" else 1, logger=False,
+            strategy=RankDDPStrategy() if ddp else "horovod", accelerator="cpu", max_epochs=epochs, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         module = Line(3 if odd and name == "model.weight" else 2, 0.5 if odd and name == "lr" else 0.1)
         trainer.fit(module, DataLoader(TensorDataset(examples), 4))
 
     OTHERS.update(torch_settings())
-    OTHERS.update(dict.fromkeys(["batches an epoch", "epochs", "model.weight", "lr"], contextlib.nullcontext))
+    own = ["batches an epoch", "epochs", "lr", *([] if ddp else ["model.weight"])]  # which DDP itself names
+    OTHERS.update(dict.fromkeys(own, contextlib.nullcontext))
     with quiet():
         return of_cases(train)
+
+
+def lightning_ddp(folder: Path) -> dict[str, str]:
+    return lightning(folder, ddp=True)
 
 
 def keras(folder: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A loop of one's own, in one process: what it may get wrong, what a checkpoint holds of a scheduler, its settings."""
 
 import dataclasses
+import importlib
 import json
 import subprocess
 from collections import Counter
@@ -141,6 +142,33 @@ def test_an_epoch_whose_data_have_changed_begins_anew(case, tmp_path, capsys):
     assert len(seen) == len(seen.unique()) == 8 * batches
     if change:
         assert f"({change}): this epoch begins anew with them" in out.replace("then", "before")
+
+
+def test_modules_that_have_changed_since_the_checkpoint_are_named(tmp_path, capsys, monkeypatch):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    def train(max_steps):
+        with ht.join(device="cpu") as world:
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run = world.run(tmp_path / "run", model, optimizer)
+            for _ in run.epochs(1, max_steps=max_steps):
+                for a, b in run.batches((torch.ones(8, 1),) * 2, 2):
+                    (loss := (model(a) - b).square().mean()).backward()
+                    optimizer.step()
+                    run.step(loss)
+        return capsys.readouterr().out
+
+    (tmp_path / "my_nets.py").write_text("WIDTH = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("my_nets")
+    assert "the code of" not in train(1)
+    assert "the code of" not in train(2)
+    (tmp_path / "my_nets.py").write_text("WIDTH = 3\n")
+    assert "the code of my_nets has changed since the checkpoint of step 2\n" in train(3)
+    assert "the code of" not in train(4)
 
 
 def test_all_that_a_program_gets_wrong_is_tried(misuse):
