@@ -21,7 +21,7 @@ from hvdtrain.datasets import pickles
 from hvdtrain.datasets.base import SHOWN, Dataset
 from hvdtrain.datasets.imagenet import MOST_CLASSES, Images, Names, check_sides, dataset, resize_beside
 from hvdtrain.errors import DataError
-from hvdtrain.untrusted import one_line, quoted
+from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable, quoted
 
 TRAIN, VALID = "train_data.pkl", "val_data.pkl"
 PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
@@ -199,9 +199,9 @@ def _listed(
     listed = Listed(labels, resize, crop, classes, path.parent, Names(tuple(index)))
     looked_for = np.unique(np.linspace(0, len(listed) - 1, MOST_LOOKED_FOR).astype(int)).tolist()
     if missing := [number for number in looked_for if not _is_file(listed.path(number))]:
+        first = printable(str(listed.path(missing[0])), LONGEST_MESSAGE)
         raise DataError(
             f"{path}: {len(missing)} of {len(looked_for)} images that were looked for are not there, the first "
-            f"{quoted(str(listed.path(missing[0])))}: write paths that are absolute, relative to {path.parent}, or "
-            "begin with $NAME/ or ~/."
+            f"{first}: write paths that are absolute, relative to {path.parent}, or begin with $NAME/ or ~/."
         )
     return listed

@@ -147,7 +147,7 @@ def test_images_that_are_not_there_are_counted_before_training(tmp_path, images,
         datasets.load("imagenet", data_dir=tmp_path, **SIDES)
     assert str(refused.value) == (
         f"{tmp_path}/train_data.pkl: {lacking} of {looked_for} images that were looked for are not there, the first "
-        f"'{tmp_path}/{first}': write paths that are absolute, relative to {tmp_path}, or begin with $NAME/ or ~/."
+        f"{tmp_path}/{first}: write paths that are absolute, relative to {tmp_path}, or begin with $NAME/ or ~/."
     )
 
 

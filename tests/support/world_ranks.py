@@ -110,8 +110,8 @@ def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
                 time.sleep(spec.get("checkpoint", 0) if topology.is_rank_0 else 0)
                 raise world.stopped(step)
         act(acts.get(-1, ""))
-    except BrokenPipeError:
-        raise world.aborted() from None
+    except BrokenPipeError as error:
+        raise world.aborted(error) from None
 
 
 def environment(spec: dict[str, Any], rank: int) -> dict[str, str]:
