@@ -21,7 +21,7 @@ HvdtrainError                  exit code 2: the input or the surroundings are wr
     ├── AbortedError           another rank ended, and this one with it
     ├── StoppedError           a signal asked the run to stop; exit code 128 + the signal
     ├── DivergedError          the loss is no longer finite
-    └── ReplicaError           the ranks' weights differ
+    └── ReplicaError           the ranks' weights differ, or what updates them
 """
 
 
@@ -149,6 +149,6 @@ class DivergedError(TrainingError):
 
 
 class ReplicaError(TrainingError):
-    """The ranks' weights differ."""
+    """The ranks' weights differ, or what updates them."""
 
     everywhere = True

@@ -1,5 +1,7 @@
 """The promises of README.md, each against what the run's own records say."""
 
+import re
+
 from hvdtrain.tools.report import lines, state
 from hvdtrain.tools.report.folder import Folder
 from hvdtrain.tools.report.launches import Launch
@@ -35,9 +37,9 @@ def _world(folder: Folder) -> Found:
 
 
 def _replicas(folder: Folder) -> Found:
-    """The fingerprints of the weights were equal on all ranks, each time."""
-    if "weights differ" in state.error_of(folder) or "ReplicaError" in state.error_of(folder):
-        return "broken", "the ranks' weights differed, and the run stopped"
+    """The fingerprints of the weights, and what updates them, were equal on all ranks, each time."""
+    if re.search(r"ReplicaError|after step \d+ the (ranks differ in|weights of replica) ", state.error_of(folder)):
+        return "broken", "the ranks' weights, or what updates them, differed, and the run stopped"
     ended = [launch.end.replica_checks for launch in folder.launches if launch.end]
     counts = [count for count in ended if count is not None]
     if folder.launch and folder.launch.ranks == 1:

@@ -108,7 +108,7 @@ def resumed_elsewhere(folder):
 
 def differed(folder):
     content = json.loads((folder / "status.json").read_text())
-    error = "ReplicaError: the ranks' weights differ at step 100."
+    error = "after step 100 the ranks differ in weights: rank 1 on nid1 has 000000000000002a, rank 0 on nid0 0: resume"
     (folder / "status.json").write_text(json.dumps({**content, "state": "failed", "error": error}))
 
 
