@@ -10,7 +10,6 @@ import functools
 import inspect
 import io
 import json
-import os
 import re
 import shutil
 import sys
@@ -147,22 +146,14 @@ class _Page(io.StringIO):
 
 
 def _show(page: str, description: str) -> None:
-    """Prints tyro's page; a reader such as `head` may leave early."""
+    """Prints tyro's page."""
     width = min(100, shutil.get_terminal_size().columns)
     fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     usage, _, rest = page.partition("\n")
     usage = re.sub(r"\[.*?\]", lambda flag: flag[0].replace(" ", "\xa0"), usage)
     paragraphs = "\n\n".join(map(fill, inspect.cleandoc(description).split("\n\n")))
-    try:
-        print(
-            fill(usage, subsequent_indent="       ").replace("\xa0", " "),
-            rest.replace(DESCRIPTION, paragraphs),
-            sep="\n",
-            end="",
-            flush=True,
-        )
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still flushes when it ends
+    usage = fill(usage, subsequent_indent="       ").replace("\xa0", " ")
+    print(usage, rest.replace(DESCRIPTION, paragraphs), sep="\n", end="", flush=True)
 
 
 Typed = tuple[str, Any, Any]

@@ -60,13 +60,15 @@ class BadImage(DataError):
         return f"{where} cannot be read as an image ({reason}): fetch it again, or remove it."
 
 
-def together(bad: Sequence[BadImage]) -> DataError:
-    """One error for all of them."""
+def together(bad: Sequence[DataError], most: int = MOST_NAMED, of: str = "images", folder: str = "") -> DataError:
+    """One error for all of them, of which so many are named, without the `folder` that they are in; `of`: what they
+    are."""
     if len(bad) == 1:
         return DataError(str(bad[0]))
-    named = "; ".join("{} ({})".format(*error.args) for error in bad[:MOST_NAMED])
-    more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
-    return DataError(f"{len(bad)} images cannot be read: {named}{more}: fetch them again, or remove them.")
+    texts = ("{} ({})".format(*each.args) if isinstance(each, BadImage) else str(each) for each in bad[:most])
+    named = "; ".join(text.removeprefix(folder) for text in texts)
+    more = f" and {len(bad) - most:,} more" if len(bad) > most else ""
+    return DataError(f"{len(bad):,} {of} cannot be read: {named}{more}: fetch them again, or remove them.")
 
 
 @dataclass(frozen=True, eq=False)

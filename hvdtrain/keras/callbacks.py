@@ -63,7 +63,8 @@ class BroadcastCallback(_Callback):
         super().on_train_begin(logs)
         self._sent = self._compared = False
         fit = {"epochs": self.params["epochs"], "steps an epoch": self.params["steps"]}
-        self._agree(named("training", fit) | of_process(devices.settings(), hvd.rank(), _sum))
+        process = of_process(devices.settings(), hvd.rank(), _sum) if hvd.size() > 1 else {}
+        self._agree(process | named("training", fit))
         self._send()
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:

@@ -6,18 +6,16 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.totals import Totals
 from hvdtrain.keras.global_batches import GlobalBatches
-from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.own import take_data
 from hvdtrain.tensorflow import devices, models, networks
 from hvdtrain.tensorflow.copies import Copies
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.events import EventWriter
-from hvdtrain.tensorflow.state import scalars
+from hvdtrain.tensorflow.state import State as OfVariables
 
 
 class NoScaler:
@@ -27,13 +25,11 @@ class NoScaler:
         return {}
 
 
-class State:
+class State(OfVariables):
     """All variables of a model and its optimizer, `model.PATH` and `optimizer.PATH`; see `hvdtrain.run.loop.State`."""
 
-    scaler: Any = NoScaler()
-
     def __init__(self, model: keras.Model) -> None:
-        self.tensors: dict[str, tf.Variable] = {}
+        self.tensors, self.scaler = {}, NoScaler()
         self._copies, self._optimizer = Copies(), model.optimizer
         named = [("model", each) for each in model.weights]
         named += [("optimizer", each) for each in model.optimizer.variables]
@@ -43,24 +39,8 @@ class State:
                 name += "_"
             self.tensors[name] = variable.value
 
-    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Every variable is there from the start."""
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        for name, variable in self.tensors.items():
-            variable.assign(checkpoint.array(name, tuple(variable.shape)))
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {name: variable.numpy() for name, variable in self.tensors.items()}
-
-    def snapshot(self) -> dict[str, np.ndarray]:
-        return self._copies.of(self.tensors)
-
-    def values(self) -> dict[str, Any]:
-        return {}
-
     def numbers(self) -> dict[str, Any]:
-        return {**scalars(self.tensors), **numbers(self._optimizer)}
+        return {**super().numbers(), **numbers(self._optimizer)}
 
 
 def numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def of_process(settings: Mapping[str, Any], rank: int, sum_over_ranks: Sum) -> d
     """What each process has of code, libraries and settings; `settings` are its framework's. Every rank calls it: of a
     module that this one or rank 0 has not imported, it has rank 0's, as plots may be rank 0's alone."""
     of_environment = {name: os.environ.get(name) for name in VARIABLES}
-    own, first = code(), from_rank_0(code() if rank == 0 else {}, rank, sum_over_ranks)
+    own = code()
+    first = from_rank_0(own, rank, sum_over_ranks)
     modules = {name: own.get(name, digest) for name, digest in first.items()}
     libraries = named("version", about.versions()) | named("setting", {**of_environment, **settings})
     return libraries | named("code", modules)

@@ -35,7 +35,8 @@ class State:
     """A training state; see `hvdtrain.run.loop.State`."""
 
     def __init__(self, model: keras.Model, optimizer: Optimizer, scaler: Scaler, ema: Ema | None = None) -> None:
-        self.tensors, self.scaler = variables(model, optimizer, ema), scaler
+        self.tensors = variables(model, optimizer, ema)
+        self.scaler: Any = scaler
         self._copies = Copies()
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
@@ -55,9 +56,6 @@ class State:
         return {}
 
     def numbers(self) -> dict[str, Any]:
-        return {**scalars(self.tensors), **self.scaler.state_dict()}
-
-
-def scalars(tensors: Mapping[str, tf.Variable]) -> dict[str, Any]:
-    """What an optimizer keeps once for all, as its count of updates."""
-    return {n: each.numpy().item() for n, each in tensors.items() if not (n.startswith("model.") or each.shape.rank)}
+        """What an optimizer keeps once for all, as its count of updates, and the loss scale."""
+        once = {name: each for name, each in self.tensors.items() if not (name.startswith("model.") or each.shape.rank)}
+        return {**{name: each.numpy().item() for name, each in once.items()}, **self.scaler.state_dict()}

@@ -27,7 +27,7 @@ from pydantic import Field
 from hvdtrain import datasets, files, lock
 from hvdtrain.core import flags
 from hvdtrain.core.recipe import expanding
-from hvdtrain.datasets.imagenet import BadImage, Encoded, opened, rgb
+from hvdtrain.datasets.imagenet import Encoded, opened, rgb, together
 from hvdtrain.datasets.packed import shards
 from hvdtrain.datasets.packed.containers import CONTAINERS, Name
 from hvdtrain.errors import DataError, OutputError
@@ -158,7 +158,8 @@ def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Call
         images = _counted(_images(split, left, options, bad), name, len(left), show)
         splits[name] = _write_split(folder, name, images, order, kept, options, bad)
     if bad:
-        raise _all(bad, sum(len(entries) for _, entries in splits.values()), options.source)
+        count = sum(len(entries) for _, entries in splits.values())
+        raise together(bad, MOST_NAMED, f"of the {count:,} images of {options.source}", f"{options.source}/")
     named = dict[str, tuple[dict[str, int], NDArray[np.void]]]()
     for name, (written, entries) in splits.items():
         # A TFRecord file's name has the number of files, which is known only at the last of them.
@@ -246,17 +247,6 @@ def _images(split: Encoded, order: NDArray[np.int64], options: Options, bad: lis
                     bad.append(read)
                 else:
                     yield read
-
-
-def _all(bad: list[DataError], count: int, source: Path) -> DataError:
-    """One error for all of them."""
-    if len(bad) == 1:
-        return DataError(str(bad[0]))
-    named = ("{} ({})".format(*each.args) if isinstance(each, BadImage) else str(each) for each in bad[:MOST_NAMED])
-    listed = "; ".join(text.removeprefix(f"{source}/") for text in named)
-    more = f" and {len(bad) - MOST_NAMED:,} more" if len(bad) > MOST_NAMED else ""
-    what = f"{len(bad):,} of the {count:,} images of {source}"
-    return DataError(f"{what} cannot be read: {listed}{more}: fetch them again, or remove them.")
 
 
 def _shrunk(image: Image.Image, side: int, quality: int) -> bytes:

@@ -10,8 +10,6 @@ from images import write_tree
 from paths import SUPPORT
 from ranks import NEEDS, needs_lightning, run
 
-SLOW = ()
-
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), NEEDS["torch"]]
 
 PROGRAM = SUPPORT / "disagreeing.py"
@@ -25,7 +23,7 @@ WAYS = {
 
 
 def named(way, folder):
-    """What each of three ranks is told in each case."""
+    """The message on each of three ranks, by case."""
     kind = WAYS[way][0]
     run("gloo", 3, warm.command(kind, PROGRAM, way, folder), 400, cwd=folder, HVDTRAIN_REPORT="off").good()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)]
