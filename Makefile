@@ -20,7 +20,7 @@ labs: horovod .venv/labs  ## the notebooks, in JupyterLab
 
 bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and its step beside a hand-written loop's
 	$(BIN)/python tests/benchmarks/checkpoint.py
-	$(BIN)/python -m hvdtrain bench overhead
+	$(BIN)/python tests/benchmarks/overhead.py
 
 test: horovod  ## what matters, on real ranks in both frameworks: ten to twenty minutes on two cores
 	$(PYTEST) -m 'not cluster and not slow' $(PYTEST_FLAGS)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import overhead_loops
 
 from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
@@ -29,7 +30,6 @@ from hvdtrain.run.main import keep_memory, load_dataset
 from hvdtrain.run.run import Run
 from hvdtrain.run.world import World
 from hvdtrain.tools.bench import measure, ranks
-from hvdtrain.tools.bench.workers import overhead
 from hvdtrain.tools.rank_status import Show
 
 
@@ -42,7 +42,7 @@ class Blocks(Loop[Trainer]):
         self.held: dict[str, np.ndarray] = {}
         self.stalls: dict[str, list[float]] = {"copies": [], "checkpoints": []}
         self.of_kinds = {kind: self._checkpointing(kind) for kind in ("none", "checkpoints", "copies")}
-        self.steps = overhead.ours(self)
+        self.steps = overhead_loops.ours(self)
 
     def block(self, kind: str, steps: int) -> float:
         """Seconds of a step."""

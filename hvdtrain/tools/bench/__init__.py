@@ -9,7 +9,6 @@ from hvdtrain.untrusted import quoted
 
 WHATS = {
     "train": ("hvdtrain.tools.bench.train", "reading, computing and communication alone and together: what limits"),
-    "overhead": ("hvdtrain.tools.bench.overhead", "step time of hvdtrain over that of a hand-written loop"),
     "allreduce": ("hvdtrain.tools.bench.allreduce", "Horovod's and torch.distributed's allreduce, size by size"),
     "scaling": ("hvdtrain.tools.bench.scaling", "the step on 1, 2, 4, ... ranks, weak and strong, and its efficiency"),
     "engines": ("hvdtrain.tools.bench.engines", "every engine's step time"),

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.errors import OutputError
 from hvdtrain.launch.topology import Topology
-from hvdtrain.tools.bench import allreduce, engines, measure, overhead, ranks, train
+from hvdtrain.tools.bench import allreduce, engines, measure, ranks, train
 from hvdtrain.tools.bench.engines import Contender, Measured
 from hvdtrain.tools.bench.measure import Kept
 
@@ -21,12 +21,9 @@ def answers():
     times = {key: [second / 1000 for second in LONG] for key in train.MEANS}
     libraries = ("Horovod over Gloo", "torch.distributed (gloo)")
     network = {library: {4000: LONG, 4096 * allreduce.MB: [second / 2 for second in LONG]} for library in libraries}
-    steps = {"hvdtrain": LONG, "hand-written": LONG, "Lightning": LONG}
-    ratios = {"hvdtrain": [1.01, 0.99], "Lightning": [1.2, 1.1]}
     return {
         "train": train.answer({**of_train, "global_batch": 16384, "step_seconds": times}),
         "allreduce": allreduce.answer(network, 16384),
-        "overhead": overhead.answer({"step_seconds": steps, "ratios": ratios}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over the ranks of `bench overhead`, interleaved with the other loops."""
+"""Lightning's Trainer over the ranks of overhead.py, interleaved with the other loops."""
 
 import time
 from collections.abc import Callable
@@ -8,12 +8,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from overhead_loops import Driver, StepOthers
 from torch import nn
 
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.lightning.train import quiet
 from hvdtrain.run.run import Run
-from hvdtrain.tools.bench.workers.overhead import Driver, StepOthers
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 

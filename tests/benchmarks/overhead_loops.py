@@ -1,4 +1,4 @@
-"""What both adapters' `bench overhead` share: loops interleaved step by step, and their results.
+"""What overhead.py's ranks of both adapters share: loops interleaved step by step, and their results.
 
 A machine's speed drifts by more than what is to be measured, over seconds as over minutes: so the loops are
 interleaved step by step, and a round, an epoch of each, gives one ratio.

@@ -1,13 +1,16 @@
-"""`bench overhead`: hvdtrain's step beside that of a hand-written loop, in the same processes."""
+"""`python tests/benchmarks/overhead.py`: hvdtrain's step beside that of a hand-written loop, in the same processes."""
 
 import functools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import tyro
 from pydantic import Field
 
+from hvdtrain import cli, interrupts
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import RecipeError
@@ -41,11 +44,11 @@ class Options(measure.Kept):
 
 def main(argv: Sequence[str]) -> int:
     """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
-    options = flags.parse(Options, "python -m hvdtrain bench overhead", argv)
+    options = flags.parse(Options, "python tests/benchmarks/overhead.py", argv)
     _check(options)
-    worker = f"hvdtrain.tools.bench.workers.{options.framework}_overhead"
-    program = ["-m", worker, options.recipe, str(options.rounds), options.engine]
-    with Status("bench overhead") as status:
+    rank = Path(__file__).with_name(f"overhead_{options.framework}.py")
+    program = [str(rank), options.recipe, str(options.rounds), options.engine]
+    with Status("overhead") as status:
         results = ranks.launch(program, options.engine, options.ranks, show=status.update)
     answer(results).conclude(options)
     return 0
@@ -77,3 +80,9 @@ def _check(options: Options) -> None:
             raise RecipeError(f"--recipe must have {key} {wanted}, as the hand-written loop has, got {got}.")
     if recipe.dataset == "imagenet":
         raise RecipeError("--recipe must have a data set in memory or one of your own, got imagenet; take synthetic.")
+
+
+if __name__ == "__main__":
+    interrupts.listen()
+    cli.COMMANDS["overhead"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
+    sys.exit(cli.main(["overhead", *sys.argv[1:]]))

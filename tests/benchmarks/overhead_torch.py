@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import overhead_loops
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -25,7 +26,6 @@ from hvdtrain.core.optimizers import settings
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
-from hvdtrain.tools.bench.workers import overhead
 from hvdtrain.torch import models, optimizers
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines.local import LocalEngine
@@ -115,7 +115,7 @@ def _optimizer(recipe: Recipe, model: nn.Module, lr: float) -> torch.optim.Optim
     )
 
 
-def hand_written(run: Run) -> overhead.Steps:
+def hand_written(run: Run) -> overhead_loops.Steps:
     """The bare loop."""
     of_recipe = training(run)
     join = _ddp if run.engine == "ddp" else _horovod
@@ -143,19 +143,19 @@ def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module,
     return nn.parallel.DistributedDataParallel(model), optimizer
 
 
-def loops(run: Run) -> overhead.Loops:
+def loops(run: Run) -> overhead_loops.Loops:
     """All loops over one engine."""
     engine = open_engine(run)
     driver = None
     if run.engine == "ddp" and importlib.util.find_spec("lightning"):
-        from hvdtrain.tools.bench.workers.lightning_overhead import driver_of
+        from overhead_lightning import driver_of
 
         of_recipe = training(run)
         driver = driver_of(run, of_recipe.model, of_recipe.optimizer, of_recipe.batches, of_recipe.loss)
-    return overhead.Loops(
-        overhead.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
+    return overhead_loops.Loops(
+        overhead_loops.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
     )
 
 
 if __name__ == "__main__":
-    overhead.main("torch", loops, sys.argv[1:])
+    overhead_loops.main("torch", loops, sys.argv[1:])
