@@ -1,9 +1,9 @@
-"""A recipe's keys whose value is a mapping: a callable's arguments by name, bounded, and as JSON has them."""
+"""Types of a recipe's keys: a callable's arguments by name, bounded and as JSON has them; steps between checkpoints."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError, ValidationError
 
 MOST_VALUES = 1000
 MOST_DEPTH = 5
@@ -47,3 +47,15 @@ def _is_name(key: Any) -> bool:
 
 def _broken(rule: str) -> PydanticCustomError:
     return PydanticCustomError("arguments", rule)  # type: ignore[arg-type]
+
+
+def _whole_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """The same. Raises PydanticCustomError, whose text follows "must"."""
+    try:
+        return handler(value)
+    except ValidationError:
+        raise _broken("be a whole number from 1 to 10^9, or auto") from None
+
+
+Every = Annotated[Annotated[int, Field(gt=0, le=10**9)] | Literal["auto"] | None, WrapValidator(_whole_or_auto)]
+"""A number of steps; or auto, by Daly's formula; None is never."""

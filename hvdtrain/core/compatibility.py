@@ -10,7 +10,7 @@ from hvdtrain.core.own_code import is_path
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.errors import DeviceError, HvdtrainError, RecipeError, WorldError
-from hvdtrain.launch import controller, mpi
+from hvdtrain.launch import mpi
 from hvdtrain.launch.topology import Topology
 
 Framework = Literal["torch", "tensorflow"]
@@ -285,7 +285,7 @@ def check_plugin(topology: Topology, framework: Framework, environ: Mapping[str,
 
     Only what is certain is refused here; what else goes wrong the guard finds once Horovod has started.
     """
-    if topology.launcher != "srun" or topology.size == 1 or controller.uses_gloo(topology, framework, environ):
+    if topology.launcher != "srun" or topology.size == 1 or mpi.uses_gloo(topology, framework, environ):
         return
     library, plugin = mpi.of_horovod(framework), mpi.plugin_of(environ)
     if library is None or not library.found or plugin is None or plugin in library.plugins:

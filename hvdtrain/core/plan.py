@@ -108,6 +108,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a reader: every number with where it comes from."""
         r = self.recipe
+        own = r.step or (None if r.loss in LOSSES else r.loss)
         rest = self.train_examples - self.steps_per_epoch * self.global_batch
         micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
         capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
@@ -115,6 +116,7 @@ class Plan:
             f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
             f"{self.train_examples:,} examples to train, {_counted(self.valid_examples, 'to validate')}",
             *([f"data        {self.left_out}"] if self.left_out else []),
+            *([f"loss        {own}: a mean over examples, or (sum, count)"] if own else []),
             *([f"arguments   {given}"] if (given := self._arguments()) else []),
             f"batch       {self.global_batch} = {self.size} ranks x {self._local_batches()}{micro}",
             f"steps       {self.steps_per_epoch} an epoch"

@@ -16,9 +16,8 @@ from ruamel.yaml.events import AliasEvent, ScalarEvent
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from hvdtrain import datasets
-from hvdtrain.core import optimizer_rules, own_code
-from hvdtrain.core.arguments import Arguments
-from hvdtrain.core.interval import Every
+from hvdtrain.core import optimizers, own_code
+from hvdtrain.core.arguments import Arguments, Every
 from hvdtrain.core.own_code import LOSSES, is_path
 from hvdtrain.core.settings import MTBF
 from hvdtrain.core.wording import nearest, rule
@@ -396,7 +395,7 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"lr_milestones must rise, got {quoted(list(r.lr_milestones))}.")
     if r.checkpoint_every_steps == "auto" and r.mtbf_hours is None:
         raise RecipeError(f"checkpoint_every_steps auto needs {MTBF}.")
-    optimizer_rules.check(r)
+    optimizers.check(r)
     own_code.check(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")

@@ -1,12 +1,15 @@
 """Exact metrics: sums over examples, added over steps and ranks, divided once."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.errors import DivergedError
+from hvdtrain.untrusted import printable
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,8 @@ class Totals:
     loss: float
     count: float
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By name: a sum, and how many were added up. `acc1` is top-1 accuracy: examples whose highest logit is right."""
+    """By name: a sum, and how many were added up. `acc1` is top-1 accuracy: examples whose highest logit is right;
+    `loss`, where the loss is no mean over examples, its sum and count."""
 
     def over_ranks(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray]) -> "Totals":
         """The totals of all ranks. Every rank must call it, with the same metrics."""
@@ -35,12 +39,13 @@ class Totals:
 
     @property
     def mean_loss(self) -> float:
-        return self.loss / self.count
+        total, count = self.metrics.get("loss", (self.loss, self.count))
+        return total / count if count else math.nan
 
     @property
     def means(self) -> dict[str, float]:
-        """Each metric over all its examples; without those that had none."""
-        return {name: total / count for name, (total, count) in self.metrics.items() if count}
+        """Each metric over all its examples; without those that had none, and the loss."""
+        return {name: total / count for name, (total, count) in self.metrics.items() if count and name != "loss"}
 
     @property
     def score(self) -> float:
@@ -48,7 +53,39 @@ class Totals:
         return self.means.get("acc1", -self.mean_loss)
 
 
+def of_halves(loss: str, measured: Callable[[slice], Any], examples: int) -> list[str]:
+    """What `no_mean` says of a batch of so many examples, where it can be halved; `measured` gives the loss of some of
+    them: a mean, or (sum, count)."""
+
+    def mean(*parts: slice) -> float:
+        found = [(measured(part), part.stop - part.start) for part in parts]
+        pairs = [of if isinstance(of, tuple) else (of * many, many) for of, many in found]
+        total, count = (sum(map(float, of)) for of in zip(*pairs, strict=True))
+        return total / count
+
+    with contextlib.suppress(Exception):  # the loss may take whole batches alone
+        whole, half = slice(0, examples), examples // 2
+        return no_mean(loss, mean(whole), mean(whole), mean(slice(0, half), slice(half, examples)))
+    return []
+
+
 NONE = 0.0, 0.0
+TOLERANCE = 1e-4
+"""Relative: what rounding leaves between a batch's loss and the mean of its halves' is less."""
+
+
+def no_mean(loss: str, whole: float, again: float, halves: float) -> list[str]:
+    """A line of the log on a loss that is no mean over examples; none of one that is, or that is not repeatable.
+
+    `whole` and `again` are a batch's, computed twice, `halves` the mean of its halves' by their examples (sums and
+    counts added up and divided, where it gives them)."""
+    limit = TOLERANCE * max(abs(whole), abs(halves))
+    if abs(whole - again) > limit or not abs(whole - halves) > limit:
+        return []
+    return [
+        f"loss {printable(loss, 200)} is no mean over examples ({whole:.5g} of the first batch, {halves:.5g} of its "
+        "halves): the result depends on the number of ranks; where it divides a sum by a count, return (sum, count)"
+    ]
 
 
 def check_finite(totals: Totals, step: int, peak_lr: float) -> None:

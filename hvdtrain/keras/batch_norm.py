@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn
 
 from hvdtrain.tensorflow.moments import masked_moments
 
@@ -26,7 +27,27 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self.supports_jit = False
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        # Imported here: a saved model's evaluation needs no Horovod.
-        from hvdtrain.keras.ranks import sum_over_ranks
+        return _over_ranks(inputs, self._reduction_axes, mask)
 
-        return masked_moments(inputs, self._reduction_axes, sum_over_ranks, mask)
+
+def synchronize() -> None:
+    """From now on `synchronized=True`, of Keras's BatchNormalization and ops.moments, means all ranks."""
+
+    def moments(x: tf.Tensor, axes: Any, keepdims: bool) -> list[tf.Tensor]:
+        shape = tf.shape(tf.reduce_sum(x, axes, keepdims=keepdims))
+        return [tf.reshape(moment, shape) for moment in _over_ranks(x, axes, None)]
+
+    def masked(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+        together = layer.synchronized and mask is not None
+        return _over_ranks(inputs, layer._reduction_axes, mask) if together else plain(layer, inputs, mask)
+
+    plain = keras.layers.BatchNormalization._moments
+    keras.layers.BatchNormalization._moments = masked
+    nn._compute_moments_sync = moments
+
+
+def _over_ranks(x: tf.Tensor, axes: Any, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+    # Imported here: a saved model's evaluation needs no Horovod.
+    from hvdtrain.keras.ranks import sum_over_ranks
+
+    return masked_moments(x, axes, sum_over_ranks, mask)

@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -10,14 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core import sharing
-from hvdtrain.errors import KerasError
-from hvdtrain.keras.optimizer import check_called, check_distributed
-from hvdtrain.keras.program import numbers
+from hvdtrain.errors import AgreementError, KerasError
+from hvdtrain.keras import losses
+from hvdtrain.keras.others import call_of, list_of
+from hvdtrain.keras.program import State, check_optimizers, check_used, lr_of, numbers, optimizers, shares_steps
 from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import agreement, guard
 from hvdtrain.run.agreement import Values, named, of_process
-from hvdtrain.tensorflow import devices, models
+from hvdtrain.tensorflow import devices, hidden, models
 
 Logs = dict[str, Any]
 MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
@@ -25,10 +27,15 @@ MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 
 
 class _Callback(keras.callbacks.Callback):
-    """Refuses to begin where the model's optimizer would not average."""
+    """Refuses to begin where the model's optimizer would not average, and makes losses those of all ranks."""
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        if hvd.size() > 1:
+            losses.of_all_ranks(model)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        check_distributed(self.model.optimizer)
+        check_optimizers(self.model)
 
 
 class BroadcastCallback(_Callback):
@@ -49,8 +56,21 @@ class BroadcastCallback(_Callback):
     def __init__(self, root_rank: int = 0) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._sent = self._compared = False
+        self._begin_fit()
+
+    def _begin_fit(self) -> None:
+        self._sent: keras.Model | None = None
+        """That all ranks have as the root has it."""
+        self._compared: bool = False
         self._apart = False  # whether batches have made the ranks' statistics differ
+        self._epoch, self._steps, self._in_steps = 0, 0, False
+        """The steps of this epoch, and whether more may come."""
+        self._rows: Any = None
+        """Inputs whose outputs are compared at the beginning and at the first epoch's end."""
+        self._logged: dict[str, float] = {}
+        """Of the epoch before, as this rank alone has it, where MetricAverageCallback comes later."""
+        self._idle = 0
+        """The updates that the compiled optimizer had made before."""
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -61,53 +81,118 @@ class BroadcastCallback(_Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         super().on_train_begin(logs)
-        self._sent = self._compared = False
+        self._begin_fit()
+        self._idle = int(self.model.optimizer.iterations)
         fit = {"epochs": self.params["epochs"], "steps an epoch": self.params["steps"]}
-        process = of_process(devices.settings(), hvd.rank(), _sum) if hvd.size() > 1 else {}
-        self._agree(process | named("training", fit))
+        if hvd.size() > 1:
+            self._agree(of_process(devices.settings(), hvd.rank(), _sum) | named("training", fit))
         self._send()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._epoch, self._steps, self._in_steps = epoch, 0, True
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._send()
+        if not self._steps:  # all callbacks have begun the epoch
+            self._decide(self._epoch)
         self._apart = True
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._steps = batch + 1
         if not self._compared:
             self._compared = True
+            check_used(self.model, self._idle)
             names = models.unlike_weights(models.own_weights(self.model), (hvd.rank(), hvd.size()), _sum)
-            for line in guard.of_unlike_buffers(names, "weights", "their mean", "average them by hvd.allreduce"):
+            lines = guard.of_unlike_buffers(names, "weights", "their mean", "average them by hvd.allreduce")
+            early = _early_readers(list_of(self).callbacks) if hvd.size() > 1 else []
+            for line in [*early, *lines, *losses.notes(self.model)]:
                 self._note(line)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
+        self._end_steps()
+        if self._sent is not self.model and not call_of(self.model, "fit"):
+            broadcast_variables(self.model.weights, self.root_rank)
+            hidden.refresh(self.model)
         self._unify()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        check_called(self.model.optimizer)
+        self._logged = {name: float(value) for name, value in (logs or {}).items() if not getattr(value, "ndim", 0)}
+        self._end_steps()
+        check_used(self.model, self._idle)
         self._unify()
-        self._agree({"training: epoch": epoch})
+        self._check_outputs()
+        self._rows = None
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._decide(None)
 
     def _note(self, line: str) -> None:
         if hvd.rank() == 0:
             print(line, flush=True)
 
     def _send(self) -> None:
-        if self._sent or not self.model.built:
+        if self._sent is self.model or not self.model.built:
             return
         optimizer = self.model.optimizer
-        if not optimizer.built:
+        if not optimizer.built and not shares_steps(self.model):
             optimizer.build(self.model.trainable_variables)
-        variables = [*self.model.weights, *optimizer.variables]
-        self._agree(named("model", {f"variable {i}": f"{v.dtype} {list(v.shape)}" for i, v in enumerate(variables)}))
+        variables = State(self.model).tensors
+        layout = {f"variable {i}": f"{v.dtype.name} {list(v.shape)}" for i, v in enumerate(variables.values())}
+        self._agree(named("model", layout))
+        constants = enumerate(hidden.constants(self.model).items())
+        self._agree({f"model: constant {i} ({path.rpartition('/')[2]})": mark for i, (path, mark) in constants})
         if self._apart:  # of a model that its first batch has built
             self._average()
-        broadcast_variables(variables, self.root_rank)
-        self._sent = True
+        broadcast_variables(list(variables.values()), self.root_rank)
+        self._refresh()
+        self._sent, self._rows = self.model, self._sample()
+        self._check_outputs()
+
+    def _refresh(self) -> None:
+        """What layers compute of the weights that they have now, in graphs that are made anew."""
+        if hidden.refresh(self.model):
+            self.model.test_function = self.model.predict_function = None
+            self.model.make_train_function(force=True)
+
+    def _check_outputs(self) -> None:
+        """Raises AgreementError where the ranks compute something else of the same examples."""
+        if hvd.size() == 1 or self._rows is None:
+            return
+        ranks: Any = SimpleNamespace(rank=hvd.rank(), size=hvd.size(), sum=_sum)
+        host = discover(os.environ).host
+        hidden.check_outputs(lambda x: self.model(x, training=False), self._rows, self.model, ranks, host)
+
+    def _sample(self) -> Any:
+        """Inputs of this rank's, where they can be looked up without a change."""
+        x = call_of(self.model, "fit").get("x")
+        arrays = all(isinstance(each, np.ndarray | tf.Tensor) for each in keras.tree.flatten(x))
+        return keras.tree.map_structure(lambda each: each[: hidden.ROWS], x) if arrays else None
 
     def _agree(self, values: Values) -> None:
         """Raises AgreementError where ranks have other values, or other numbers of the optimizer's."""
         if hvd.size() > 1:
             values = {**values, **named("training", numbers(self.model.optimizer))}
             agreement.check(values, (hvd.rank(), hvd.size()), discover(os.environ).host, _sum)
+
+    def _decide(self, epoch: int | None) -> None:
+        """Raises AgreementError where callbacks have decided otherwise on other ranks: on the LR, or on the end."""
+        if hvd.size() == 1:
+            return
+        lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(self.model).items()}
+        decided = named("decision", {"next epoch": epoch, **lrs})
+        given = (hvd.rank(), hvd.size()), discover(os.environ).host, _sum
+        try:
+            agreement.check(decided, *given)
+        except AgreementError:
+            found = agreement.differences({**decided, **named("decision", self._logged)}, *given)
+            raise AgreementError(found) from None
+
+    def _end_steps(self) -> None:
+        """Waits for those that make more steps in this epoch. Raises AgreementError."""
+        if self._in_steps and hvd.size() > 1:
+            self._in_steps = False
+            _join()
+            self._agree({"training: steps of this epoch": self._steps})
 
     def _unify(self) -> None:
         if self._apart:
@@ -119,6 +204,17 @@ class BroadcastCallback(_Callback):
         for variable, total in zip(statistics, sum_arrays([v.numpy() for v in statistics]), strict=True):
             variable.assign(total / hvd.size())
         self._apart = False
+
+
+def _early_readers(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
+    """A line on callbacks that decide by the numbers of one rank."""
+    averaged = [index for index, each in enumerate(callbacks) if isinstance(each, MetricAverageCallback)]
+    early = callbacks[: averaged[0]] if averaged else callbacks
+    reads = [each for each in early if hasattr(each, "monitor") and getattr(each, "save_best_only", True)]
+    if not reads:
+        return []
+    names = ", ".join(type(each).__name__ for each in reads)
+    return [f"{names}: decides by one rank's numbers alone; give fit MetricAverageCallback before it"]
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:
@@ -151,28 +247,40 @@ class MetricAverageCallback(_Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._train: list[np.ndarray] | None = None
-        self._valid: list[np.ndarray] | None = None
+        self._train: list[np.ndarray] = []
+        self._valid: list[np.ndarray] = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._train = self._valid = None
+        self._train = self._valid = []
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        self._train = self._states()  # validation resets the metrics
+        if self._is_of_fit():
+            self._train = self._states()  # validation resets the metrics
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        self._valid = self._states()
+        if self._is_of_fit():
+            self._valid = self._states()
+        elif logs and hvd.size() > 1:
+            weights = [weight.value for weight in self.model.trainable_weights]
+            marks = {"model: weights": int(models.fingerprint.python_function(weights).numpy())}
+            agreement.check(marks, (hvd.rank(), hvd.size()), discover(os.environ).host, _sum)
+            logs.update(self._of_all_ranks(logs, self._states(), []))
+            call_of(self.model, "evaluate").get("logs", {}).update(logs)  # what it returns
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs and hvd.size() > 1:
-            logs.update(self._of_all_ranks(logs))
+            _join()  # where this rank has left the epoch before others, as TerminateOnNaN does
+            logs.update(self._of_all_ranks(logs, self._train or self._states(), self._valid))
+
+    def _is_of_fit(self) -> bool:
+        """Whether what is evaluated now is the validation of `fit`."""
+        return bool(call_of(self.model, "evaluate").get("use_cached_eval_dataset"))
 
     def _states(self) -> list[np.ndarray]:
         return [np.array(variable) for variable in self.model.metrics_variables]
 
-    def _of_all_ranks(self, logs: Logs) -> Logs:
+    def _of_all_ranks(self, logs: Logs, train: Sequence[np.ndarray], valid: Sequence[np.ndarray]) -> Logs:
         _check_names(sorted(logs))
-        train, valid = self._train or self._states(), self._valid or []
         values = {name: np.asarray(logs[name], np.float64) for name in sorted(logs)}
         own = self._results(train, valid)
         # A step of the user's may log something else under a metric's name.
@@ -211,6 +319,11 @@ def _sum(array: np.ndarray) -> np.ndarray:
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.logs").numpy()  # type: ignore[no-any-return]
 
 
+def _join() -> None:
+    """Waits for all ranks, whose averages go on meanwhile: this one adds zeros to them."""
+    tf.function(hvd.join)().numpy()  # TensorFlow takes the second of two eager joins for the first
+
+
 def _plain(value: np.ndarray) -> Any:
     return value if value.ndim else float(value)
 
@@ -230,11 +343,10 @@ class WarmupCallback(_Callback):
     def __init__(self, peak_lr: float, warmup_epochs: int = 5, steps_per_epoch: int | None = None) -> None:
         super().__init__()
         self.peak_lr, self.warmup_epochs, self.steps_per_epoch = peak_lr, warmup_epochs, steps_per_epoch
-        self._epoch = 0
-        self._rising = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         super().on_train_begin(logs)
+        self._epoch, self._rising = 0, False
         self._steps = self.steps_per_epoch or self.params["steps"]
         if not self._steps:
             raise KerasError("WarmupCallback needs steps_per_epoch where Keras does not know an epoch's length.")

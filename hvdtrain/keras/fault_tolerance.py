@@ -3,10 +3,11 @@
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -15,14 +16,18 @@ import tensorflow as tf
 from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
 from hvdtrain.errors import HvdtrainError, KerasError
-from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs
+from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback
 from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.optimizer import clock_of
-from hvdtrain.keras.program import Program, Replica
+from hvdtrain.keras.others import Others, list_of
+from hvdtrain.keras.program import Program, Replica, State
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import Ranks, in_own_words, open_own, report_logged
+from hvdtrain.run.own import Ranks, end_early, end_here, has_ended, in_own_words, open_own, report_logged
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
+
+TRAINED: dict[Path, weakref.ref[keras.Model]] = {}
+"""By folder, the model of its run in this process."""
 
 
 class FaultTolerance(BroadcastCallback):
@@ -33,9 +38,9 @@ class FaultTolerance(BroadcastCallback):
     job is queued again after a warning. A rank that is lost or hangs ends the others, by name. Replicas are compared.
     Log, metrics.jsonl and TensorBoard events are those of a recipe's run.
 
-    The epoch that continues is that of `data`, a GlobalBatches. Give the callback first. What other callbacks count
-    begins anew, and so do the metrics of a resumed epoch. An HvdtrainError ends the process with one line and its exit
-    code.
+    The epoch that continues is that of `data`, a GlobalBatches. The callback comes first wherever it stands. What
+    other callbacks count is kept, and so are the metrics of a resumed epoch. A training that has ended, early too, is
+    not trained further by the same command. An HvdtrainError ends the process with one line and its exit code.
 
     Examples:
         >>> import keras
@@ -88,91 +93,170 @@ class FaultTolerance(BroadcastCallback):
         self._trained: list[np.ndarray] = []
         self._lr: float | None = None
         """That of a resumed epoch, which callbacks may have changed at its beginning once more."""
+        self._due_lr: float | None = None
+        """That of a step of which all callbacks may not have had the end yet."""
         self._logs: Logs | None = None
         """What is logged of an epoch whose checkpoint is not written yet: callbacks that come later may add to it."""
+        self._metrics: dict[str, np.ndarray] = {}
+        self._others = Others([])
+        self._texts: dict[str, Mapping[str, str]] | None = None
+        """What a checkpoint has of other callbacks, until they have begun."""
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         self._ranks = Ranks("tensorflow", "horovod", insecure=self._insecure)
+        self._settled, self._trained, self._lr, self._due_lr, self._logs = True, [], None, None, None
         with self._reported():
+            self._check()
             super().on_train_begin(logs)
             self._begin(self._ranks)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         with self._reported():
+            super().on_epoch_begin(epoch, logs)
+            self._decide(epoch)
+            for swap in self._swaps:  # as it does itself now: a checkpoint has what the next step begins with
+                swap.on_epoch_begin(epoch)
             self._end_epoch()
-        self._started.begin_epoch()
-        self._started.trainer.begin_epoch()
-        if sample := self._started.progress.sample:
+        self._take_others()
+        hooks = self._started
+        if not hooks.progress.step:
+            hooks.progress.epoch = epoch
+        hooks.begin_epoch()
+        hooks.trainer.begin_epoch()
+        if sample := hooks.progress.sample:
             self._resumed.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras expects a whole epoch
-            MADE[self.model] = sample // self._started.extent.global_batch
+            MADE[self.model] = sample // hooks.extent.global_batch
             self._resumed.callback(MADE.pop, self.model)
             self._lr = self._program.lr
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._after_update()
         if self._started.progress.is_epoch_done(self._started.extent):
             # Of a resumed epoch, which Keras takes for a whole one. Were the step to find no data, TensorFlow would
             # count it as one of the optimizer's all the same.
             raise tf.errors.OutOfRangeError(None, None, "the epoch is read to its end")
-        super().on_train_batch_begin(batch, logs)
         if self._lr is not None and isinstance(self.model.optimizer._learning_rate, keras.Variable):
             self.model.optimizer.learning_rate = self._lr
         self._lr = None
+        with self._reported():
+            super().on_train_batch_begin(batch, logs)
         self._started.trainer.seed(self._started.progress.step)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        super().on_train_batch_end(batch, logs)
+        with self._reported():
+            super().on_train_batch_end(batch, logs)
         hooks = self._started
+        if self._metrics:
+            hooks.trainer.add_metrics(self._metrics)
+        self._metrics = {}
         hooks.progress.advance(hooks.extent)
         self._settled = hooks.progress.is_done(hooks.extent) or hooks.progress.is_epoch_done(hooks.extent)
+        self._due_lr = self._program.lr
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         with self._reported():
-            hooks.after_update(self._program.lr)
+            super().on_test_begin(logs)
+        self._after_update()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """After validation; callbacks that come later have the epoch's end before the report and the checkpoint."""
-        super().on_epoch_end(epoch, logs)
-        self._resumed.close()
-        if not self._settled:
-            self._settled = True
-            self._started.settle(self._program.lr)
-        self._logs, optimizer = logs or {}, self.model.optimizer
-        # Its averages take the weights' place before `on_train_end`.
-        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
-            self._trained = [np.array(weight) for weight in self.model.trainable_weights]
+        with self._reported():
+            super().on_epoch_end(epoch, logs)
+            self._after_update()
+            self._resumed.close()
+            if not self._settled:
+                self._settled = True
+                self._started.settle(self._program.lr)
+        # Averages take the weights' place in SwapEMAWeights, and before `on_train_end`.
+        self._logs, self._trained = logs or {}, [np.array(each) for each in self._averaged]
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        with self._reported(), self._as_trained():
-            self._end_epoch()
-            self._started.finish()
+        hooks = self._started
+        with self._reported():
+            super().on_train_end(logs)
+            is_early = self._logs is not None and hooks.progress.epoch + 1 < hooks.extent.epochs
+            if is_early:
+                self._program.ended = end_early(hooks, self._asked, self._others.stopped_by())
+            with self._as_trained():
+                self._end_epoch()
+            if not hooks.is_over:  # of no epoch, with an initial_epoch after the last
+                end_here(hooks)
+            hooks.finish()
+        self._take_others()
         self._release(None)
         self.model._initial_epoch = None
         if self._ranks:
             self._ranks.left()
             self._ranks = None
 
+    def _after_update(self) -> None:
+        """What is due once all callbacks have had a step's end."""
+        lr, self._due_lr = self._due_lr, None
+        if lr is not None:
+            with self._reported():
+                self._started.after_update(lr)
+
+    def _take_others(self) -> None:
+        """The other callbacks count on from the checkpoint, once all have begun."""
+        if self._texts is not None:
+            self._others.begin(self._texts, self._arrays)
+            self._texts = None
+
+    @property
+    def _swaps(self) -> list[keras.callbacks.SwapEMAWeights]:
+        """Callbacks that have put the averages into the model for the time between epochs."""
+        swaps = (each for each in self._list.callbacks if isinstance(each, keras.callbacks.SwapEMAWeights))
+        return [each for each in swaps if each.swap_on_epoch]
+
+    @property
+    def _averaged(self) -> list[keras.Variable]:
+        """The weights of an optimizer that keeps averages of them, and those."""
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if not optimizer.use_ema:
+            return []
+        return [*optimizer._trainable_variables, *optimizer._model_variables_moving_average]
+
     @contextlib.contextmanager
     def _as_trained(self) -> Iterator[None]:
         """With the weights that training would continue from, as the last checkpoint is to have them."""
         self._swap()
+        if self._trained:
+            for each in self._swaps * 2:  # it rounds
+                each._swap_variables()
         yield
         self._swap()
 
     def _swap(self) -> None:
-        for index, weight in enumerate(self.model.trainable_weights if self._trained else ()):
+        for index, weight in enumerate(self._averaged if self._trained else ()):
             self._trained[index], own = np.array(weight), self._trained[index]
             weight.assign(own)
 
     def _note(self, line: str) -> None:
         self._started.note(line)
 
+    def _sample(self) -> Any:
+        return self.data[0][0] if self.data else super()._sample()
+
     @property
     def _started(self) -> Hooks[Replica]:
         assert self._hooks
         return self._hooks
 
-    def _begin(self, ranks: Ranks) -> None:
-        """The run, continued from its folder's last checkpoint."""
+    def _check(self) -> None:
+        """Raises KerasError where the training could not be resumed."""
+        self._list = list_of(self)
+        # Whatever the order given: the others then have an epoch's end before its checkpoint.
+        self._list.callbacks = [self, *(each for each in self._list.callbacks if each is not self)]
+        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in self._list.callbacks):
+            raise KerasError("BackupAndRestore and FaultTolerance would both resume the training; leave out the first.")
+        if TRAINED.setdefault(self.folder.absolute(), weakref.ref(self.model))() is not self.model:
+            raise KerasError(
+                f"{self.folder} is the folder of another model's run in this program, which it would continue; give "
+                "each run a FaultTolerance and a folder of its own, as of each fold."
+            )
+        assert self.model
         if self.model.steps_per_execution > 1:
             raise KerasError(
                 f"FaultTolerance looks after every step, got steps_per_execution={self.model.steps_per_execution}; "
@@ -182,6 +266,10 @@ class FaultTolerance(BroadcastCallback):
             raise KerasError("FaultTolerance needs a model that is built: give it an Input layer, or call it once.")
         if not self.params["steps"]:
             raise KerasError("FaultTolerance needs steps_per_epoch where Keras does not know an epoch's length.")
+
+    def _begin(self, ranks: Ranks) -> None:
+        """The run, continued from its folder's last checkpoint."""
+        self._others = Others([each for each in self._list.callbacks if not isinstance(each, _Callback)])
         engine = HorovodEngine(OwnEngineSettings(), None)
         engine.clock = clock_of(self.model.optimizer)
         engine.device = "/GPU:0" if tf.config.get_visible_devices("GPU") else engine.device
@@ -191,19 +279,36 @@ class FaultTolerance(BroadcastCallback):
         extent = OwnSampling(batch, batch * self.params["steps"], hvd.size(), epochs=self.params["epochs"])
         with in_own_words("FaultTolerance"):
             run = open_own(self.folder, program, "tensorflow", ranks.name, self._intervals, ranks.ending)
-            replica = Replica(self.model, engine, self.data.seed if self.data else 0)
+            replica = Replica(self.model, engine, self.data.seed if self.data else 0, self._others)
             self._hooks = hooks = Hooks(run, replica, extent)
             if news := program.restore(hooks.resumed_from.get("program", {}), hooks.progress):
                 hooks.note(news)
             hooks.check_extent()
-        self.model._initial_epoch = hooks.progress.epoch
+            self._resume(hooks, replica.state)
+        for line in self._others.unkept():
+            hooks.note(line)
         if self.data:
-            self.data.position = lambda: hooks.progress
+            self.data.follow(lambda: hooks.progress)
         else:
             hooks.note(
                 "the order of the samples is the data's own: other for another number of ranks, and a resumed epoch "
                 "reads from its beginning; GlobalBatches, given to FaultTolerance and fit, keeps both"
             )
+
+    def _resume(self, hooks: Hooks[Replica], state: State) -> None:
+        """Takes what a checkpoint holds beside tensors."""
+        self._refresh()
+        self._check_outputs()
+        self._asked = {"epochs": self.params["epochs"]}
+        self._texts, self._arrays = dict(state.texts), state.take_arrays()
+        self._metrics = self._arrays if hooks.progress.sample else {}
+        is_over = has_ended(hooks, self._asked)
+        if is_over:
+            for swap in self._swaps if hooks.resumed_from["program"].get("ended") else ():
+                swap._swap_variables()  # as it had when Keras, ending early, finalized the weights
+        elif hooks.resumed_from.get("program", {}).get("ended"):  # more epochs are asked for: patience begins anew
+            self._texts = {name: of for name, of in self._texts.items() if not name.startswith("EarlyStopping ")}
+        self.model._initial_epoch = self.params["epochs"] if is_over else hooks.progress.epoch or None
 
     def _end_epoch(self) -> None:
         if self._logs is None:
@@ -236,5 +341,7 @@ class FaultTolerance(BroadcastCallback):
 
     def _release(self, error: BaseException | None) -> None:
         sys.excepthook = self._excepthook
+        if self.data:
+            self.data.follow()
         if self._hooks:
             self._hooks.close(type(error) if error else None)

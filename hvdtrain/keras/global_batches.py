@@ -42,11 +42,13 @@ class GlobalBatches(keras.utils.PyDataset):
                 f"{len(self.examples)} training examples, got {batch_size}."
             )
         self.examples.check_repeatable(*self._requests(Progress())[0])
-        self.position: Callable[[], Progress] = lambda: Progress(epoch=self._epoch)
-        """Where the epoch continues."""
-        self._epoch = -1
         self._left: Iterator[Request] = iter(())
-        self._reading = False
+        self.follow()
+
+    def follow(self, position: Callable[[], Progress] | None = None) -> None:
+        """From now on an epoch continues at that position; else epochs are read whole, from the first."""
+        self._epoch, self._reading = -1, False
+        self._position = position or (lambda: Progress(epoch=self._epoch))
 
     def __len__(self) -> int:
         """The steps of a whole epoch."""
@@ -55,7 +57,7 @@ class GlobalBatches(keras.utils.PyDataset):
     @property
     def num_batches(self) -> int:
         """The steps that are left of the epoch."""
-        return len(self) - self.position().sample // self.batch_size if self._reading else len(self)
+        return len(self) - self._position().sample // self.batch_size if self._reading else len(self)
 
     def __getitem__(self, index: int) -> Any:
         """Within an epoch the next batch, whatever the index, as Keras shuffles those."""
@@ -71,7 +73,7 @@ class GlobalBatches(keras.utils.PyDataset):
         self._reading = False
 
     def _requests_left(self) -> Iterator[Request]:
-        return iter(self._requests(self.position()))
+        return iter(self._requests(self._position()))
 
     def _requests(self, progress: Progress) -> list[Request]:
         items = getattr(self.examples, "items", ())

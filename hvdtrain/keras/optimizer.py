@@ -1,6 +1,6 @@
 """Keras 3's optimizers, averaging over the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -13,14 +13,18 @@ from hvdtrain.tensorflow.engines.horovod import hvd
 STOCK = "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
 
 
-def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) -> keras.optimizers.Optimizer:  # noqa: N802
-    """The same Keras optimizer, which from now on averages the gradients over the ranks before each update.
+def DistributedOptimizer(  # noqa: N802
+    optimizer: keras.optimizers.Optimizer | str | dict[str, Any], **options: Any
+) -> keras.optimizers.Optimizer:
+    """The same Keras optimizer, which from now on averages the gradients over the ranks before each update; also by its
+    name or configuration, as Keras takes them.
 
     Its state, LR variable and slots stay. Options, as in Horovod: `compression`, `sparse_as_dense`,
     `gradient_predivide_factor`, `op`, `groups`, `process_set`, `local_layers`; see `Reduction`. With the
     optimizer's `gradient_accumulation_steps`, ranks communicate once in so many steps, unless it stands inside a
-    LossScaleOptimizer or there are `local_layers` or lists of `groups`: then at every step. In mixed_float16 wrap
-    the LossScaleOptimizer. A saved model holds the plain optimizer. Raises KerasError.
+    LossScaleOptimizer or there are `local_layers` or lists of `groups`: then at every step. A LossScaleOptimizer,
+    which Keras adds in mixed_float16, may stand inside or outside. A saved model holds the plain optimizer. Raises
+    KerasError.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -29,7 +33,10 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
         >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile(optimizer, loss="mse")
     """
-    if isinstance(optimizer, _Distributed):
+    optimizer = keras.optimizers.get(optimizer)
+    if optimizer is None:
+        raise KerasError("DistributedOptimizer needs an optimizer, its name or its configuration, got None.")
+    if distributed(optimizer):
         raise KerasError("the optimizer is distributed already: wrap it once.")
     if _is_stock(optimizer):
         raise KerasError(f"{STOCK}; give the Keras optimizer itself to hvdtrain.keras's DistributedOptimizer.")
@@ -40,7 +47,7 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
         base.__name__,
         (_Distributed, base),
         # Keras stores an optimizer by its __class__: a model loads where there is no hvdtrain.
-        {"__module__": base.__module__, "__class__": property(lambda self: base)},
+        {"__module__": base.__module__, "__class__": property(lambda self: base), "from_config": base.from_config},
     )
     vars(optimizer).update(
         _reduction=reduction,
@@ -54,7 +61,7 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
 
 def check_distributed(optimizer: Any) -> None:
     """Refuses a model's optimizer under which several ranks would train apart. Raises KerasError."""
-    if hvd.size() == 1 or isinstance(optimizer, _Distributed):
+    if hvd.size() == 1 or distributed(optimizer):
         return
     found = STOCK if _is_stock(optimizer) else f"optimizer {optimizer.name!r} is a plain one"
     raise KerasError(
@@ -62,9 +69,9 @@ def check_distributed(optimizer: Any) -> None:
     )
 
 
-def check_called(optimizer: Any) -> None:
-    """Refuses a training that has made steps past its distributed optimizer. Raises KerasError."""
-    if hvd.size() > 1 and not optimizer._called:
+def check_called(optimizers: Iterable[Any]) -> None:
+    """Refuses a training that has made steps past all of its distributed optimizers. Raises KerasError."""
+    if hvd.size() > 1 and not any(each._called for each in map(distributed, optimizers) if each):
         raise KerasError(
             "fit made its steps without the distributed optimizer, in a function older than it; compile the model "
             "again, then fit."
@@ -73,7 +80,14 @@ def check_called(optimizer: Any) -> None:
 
 def clock_of(optimizer: Any) -> Clock:
     """How long this rank waits for the others' gradients in the optimizer; stands still where it is a plain one."""
-    return optimizer._clock if isinstance(optimizer, _Distributed) else Clock()
+    found = distributed(optimizer)
+    return found._clock if found else Clock()
+
+
+def distributed(optimizer: Any) -> "_Distributed | None":
+    """The distributed optimizer that this is, or that a LossScaleOptimizer holds."""
+    found = getattr(optimizer, "inner_optimizer", optimizer)
+    return next((each for each in (optimizer, found) if isinstance(each, _Distributed)), None)
 
 
 def _is_stock(optimizer: Any) -> bool:
@@ -104,11 +118,14 @@ class _Distributed(keras.optimizers.Optimizer):
     def _averaged(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
         return self._clock.around(lambda own: self._reduction(own, variables), grads)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Only a LossScaleOptimizer takes the factor away, from what it wraps; compile() adds one in mixed_float16.
-        if name == "loss_scale_factor" and value is None:
-            raise KerasError(
-                "a LossScaleOptimizer around a distributed optimizer would let each rank skip steps by itself; in "
-                "mixed_float16 compile with DistributedOptimizer(LossScaleOptimizer(optimizer))."
-            )
-        super().__setattr__(name, value)
+
+_finite = keras.optimizers.LossScaleOptimizer.check_finite
+
+
+def _finite_everywhere(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any]) -> Any:
+    """Whether this rank's gradients are finite, and those of all ranks where they are averaged inside."""
+    finite, inner = _finite(optimizer, grads), optimizer.inner_optimizer
+    return inner._reduction.all(finite) if isinstance(inner, _Distributed) else finite
+
+
+keras.optimizers.LossScaleOptimizer.check_finite = _finite_everywhere

@@ -1,21 +1,31 @@
 """What `fit` trains, as a run's hooks need it: variables by name, totals, fingerprints."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.totals import Totals
+from hvdtrain.errors import KerasError
 from hvdtrain.keras.global_batches import GlobalBatches
+from hvdtrain.keras.optimizer import check_called, check_distributed, distributed
+from hvdtrain.keras.others import PREFIX, Others
+from hvdtrain.keras.ranks import hvd, sum_arrays
+from hvdtrain.run.checkpoint import Layout
 from hvdtrain.run.own import take_data
-from hvdtrain.tensorflow import devices, models, networks
+from hvdtrain.tensorflow import devices, hidden, models, networks
 from hvdtrain.tensorflow.copies import Copies
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.state import State as OfVariables
+
+COMPILED = "optimizer"
+METRICS = f"{PREFIX}metrics."
 
 
 class NoScaler:
@@ -26,34 +36,132 @@ class NoScaler:
 
 
 class State(OfVariables):
-    """All variables of a model and its optimizer, `model.PATH` and `optimizer.PATH`; see `hvdtrain.run.loop.State`."""
+    """All variables of a model and its optimizers, `model.PATH`, `optimizer.PATH` and `ATTRIBUTE.NUMBER` of further
+    optimizers, and what other callbacks count; see `hvdtrain.run.loop.State`."""
 
-    def __init__(self, model: keras.Model) -> None:
-        self.tensors, self.scaler = {}, NoScaler()
-        self._copies, self._optimizer = Copies(), model.optimizer
-        named = [("model", each) for each in model.weights]
-        named += [("optimizer", each) for each in model.optimizer.variables]
-        for owner, variable in named:
-            name = f"{owner}.{variable.path.replace('/', '.')}"
-            while name in self.tensors:  # Keras may repeat the names of nested layers
-                name += "_"
-            self.tensors[name] = variable.value
+    def __init__(self, model: keras.Model, others: Others | None = None) -> None:
+        self.scaler, self._copies, self._constants = NoScaler(), Copies(), hidden.constants(model)
+        self._model, self._others = model, others or Others([])
+        self.tensors = self._found()
+        self.texts: Mapping[str, Any] = {}
+        """Of the checkpoint's callbacks; see `Others`."""
+        self.metrics: list[np.ndarray] = []
+        """The states of Keras's metrics, added over the ranks."""
+
+    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        super().start(layout, values)
+        pool, found = self._pool(), optimizers(self._model)
+        for name, indices in json.loads(values.get("built", "{}")).items():
+            if name in found and not found[name].built:
+                found[name].build([pool[index] for index in indices])
+        self.texts = json.loads(values.get("callbacks", "{}"))
+        of_callbacks = {name: kind for name, kind in layout.items() if name.startswith(PREFIX)}
+        self.tensors = self._found() | {
+            name: tf.Variable(tf.zeros(shape, dtype)) for name, (dtype, shape) in of_callbacks.items()
+        }
+
+    def take_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of the checkpoint's callbacks, once."""
+        found = {name: each.numpy() for name, each in self.tensors.items() if name.startswith(PREFIX)}
+        self.tensors = self._found()
+        return found
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        self.tensors = self._found()  # some optimizers make theirs at their first update
+        metrics = {f"{METRICS}{index}": each for index, each in enumerate(self.metrics)}
+        return super().snapshot() | self._others.arrays() | metrics
+
+    def values(self) -> dict[str, Any]:
+        place = {id(each): index for index, each in enumerate(self._pool())}
+        built = {
+            name: [place[id(each)] for each in optimizer._trainable_variables if id(each) in place]
+            for name, optimizer in optimizers(self._model).items()
+            if optimizer.built
+        }
+        return {**super().values(), "built": json.dumps(built), "callbacks": json.dumps(self._others.texts())}
 
     def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), **numbers(self._optimizer)}
+        return {**super().numbers(), **numbers(self._model.optimizer)}
+
+    def _pool(self) -> list[Any]:
+        return [*self._model.variables, *hidden.variables(self._model).values()]
+
+    def _found(self) -> dict[str, tf.Variable]:
+        found: dict[str, tf.Variable] = {}
+        named = [(f"model.{each.path}", each.value) for each in self._model.weights]
+        named += [(f"model.{path}", each) for path, each in hidden.variables(self._model).items()]
+        for owner, optimizer in optimizers(self._model).items():
+            of = enumerate(optimizer.variables)
+            named += [(f"{owner}.{each.path if owner == COMPILED else index}", each.value) for index, each in of]
+        for path, variable in named:
+            name = path.replace("/", ".")
+            while name in found:  # Keras may repeat the names of nested layers
+                name += "_"
+            found[name] = variable
+        return found
+
+
+def optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """The compiled optimizer, and those that the model or a layer of it holds, by the attribute's path."""
+    found = {COMPILED: model.optimizer}
+    for layer in model._flatten_layers():
+        for name, held in vars(layer).items():
+            for index, each in enumerate(hidden.flat(held)):
+                known = any(each is one for one in found.values())
+                if isinstance(each, keras.optimizers.Optimizer) and not known:
+                    path = name if layer is model else f"{layer.path or layer.name}/{name}"
+                    found[f"{path}{f'/{index}' if index else ''}"] = each
+    return found
+
+
+def shares_steps(model: keras.Model) -> bool:
+    """Whether a train_step of the model's own has several optimizers, each for variables that it alone knows."""
+    return type(model).train_step is not keras.Model.train_step and len(optimizers(model)) > 1
+
+
+def is_idle(model: keras.Model) -> bool:
+    """Whether the compiled optimizer may be one that compile() chose, and nobody uses."""
+    return shares_steps(model) and not distributed(model.optimizer)
+
+
+def check_optimizers(model: keras.Model) -> None:
+    """Refuses a model of whose optimizers one would let the ranks train apart. Raises KerasError."""
+    float8 = (each.path for each in model.trainable_variables if getattr(each, "overwrite_with_gradient", False))
+    if (path := next(float8, None)) and hvd.size() > 1:
+        raise KerasError(
+            f"{path} becomes its gradient (float8), of which ranks would have the mean where one process has the "
+            "maximum; train without quantize('float8')."
+        )
+    for name, optimizer in optimizers(model).items():
+        if name != COMPILED or not is_idle(model):
+            check_distributed(optimizer)
+
+
+def check_used(model: keras.Model, before: int) -> None:
+    """Refuses steps that were made past the distributed optimizers; `before`: the updates that the compiled one had
+    made. Raises KerasError."""
+    if is_idle(model) and int(model.optimizer.iterations) != before:
+        check_distributed(model.optimizer)
+    check_called(optimizers(model).values())
+
+
+def lr_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """The LR now; of a MultiOptimizer its first one's."""
+    first = getattr(optimizer, "optimizers", [optimizer])[0]
+    return float(keras.ops.convert_to_numpy(first.learning_rate))
 
 
 def numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """The settings of a Keras optimizer: its LR now, momentum, betas."""
-    config = optimizer.get_config() | {"learning_rate": float(optimizer.learning_rate)}
+    config = optimizer.get_config() | {"learning_rate": lr_of(optimizer)}
     return {name: value for name, value in config.items() if isinstance(value, bool | int | float | None)}
 
 
 class Replica:
     """A rank's model under `fit`; see `hvdtrain.run.loop.Replica`."""
 
-    def __init__(self, model: keras.Model, engine: HorovodEngine, seed: int) -> None:
-        self.model, self.engine, self.state, self._seed = model, engine, State(model), seed
+    def __init__(self, model: keras.Model, engine: HorovodEngine, seed: int, others: Others) -> None:
+        self.model, self.engine, self.state, self._seed = model, engine, State(model, others), seed
         self._seed_states = networks.seed_states(model)
         self._seen = np.zeros(2)
 
@@ -72,11 +180,14 @@ class Replica:
 
     def totals(self) -> Totals:
         """Of the loss that Keras shows; none where the model has a train_step that shows none."""
-        means = (metric for metric in self.model.metrics if metric.name == "loss" and hasattr(metric, "total"))
-        metric = next(means, None)
-        now = np.array([float(metric.total), float(metric.count)]) if metric else self._seen
+        now = self._shown()
         (loss, count), self._seen = now - self._seen, now
         return Totals(float(loss), float(count))
+
+    def _shown(self) -> np.ndarray:
+        means = (metric for metric in self.model.metrics if metric.name == "loss" and hasattr(metric, "total"))
+        metric = next(means, None)
+        return np.array([float(metric.total), float(metric.count)]) if metric else self._seen
 
     def gradient_norm(self) -> None:
         """Keras's own train_step keeps no gradients."""
@@ -89,9 +200,25 @@ class Replica:
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)  # type: ignore[arg-type]
+        own = [getattr(each, "_accumulated_gradients", ()) for each in optimizers(self.model).values() if each.built]
+        gathered = [each for of_one in own for each in of_one]  # on each rank those of its examples
+        for variable, total in zip(gathered, sum_arrays([np.array(each) for each in gathered]), strict=True):
+            variable.assign(total / self.engine.size)
+        self.state.metrics = sum_arrays([np.array(each) for each in self.model.metrics_variables])
+
+    def add_metrics(self, before: Mapping[str, np.ndarray]) -> None:
+        """After the first step of a resumed epoch, when all of Keras's metrics are made: what a checkpoint's arrays
+        have of them comes on top, on rank 0."""
+        shown, own = self._shown(), self.model.metrics_variables if self.engine.rank == 0 else []
+        for index, variable in enumerate(own):
+            variable.assign(variable + tf.cast(before.get(f"{METRICS}{index}", 0), variable.dtype))
+        self._seen = self._seen + self._shown() - shown
 
     def fingerprints(self) -> list[int]:
-        return [int(models.fingerprint([weight.value for weight in self.model.trainable_weights]).numpy())]
+        found = [*self.model.trainable_weights]
+        found += [each for one in optimizers(self.model).values() for each in one._trainable_variables]
+        trained = {id(each): getattr(each, "value", each) for each in found}
+        return [int(models.fingerprint(list(trained.values())).numpy())]
 
 
 class Program:
@@ -99,6 +226,8 @@ class Program:
 
     def __init__(self, model: keras.Model, data: GlobalBatches | None) -> None:
         self.model, self.data = model, data
+        self.ended: dict[str, Any] = {}
+        """See `hvdtrain.run.own.end_early`."""
 
     @property
     def identity(self) -> str:
@@ -112,10 +241,10 @@ class Program:
 
     @property
     def lr(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return lr_of(self.model.optimizer)
 
     def metadata(self) -> dict[str, Any]:
-        return {"data": self._order}
+        return {"data": self._order, **({"ended": self.ended} if self.ended else {})}
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
         """See `take_data`."""

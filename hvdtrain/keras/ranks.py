@@ -10,10 +10,14 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvdtrain.errors import KerasError
+from hvdtrain.keras import batch_norm
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.topology import discover
 from hvdtrain.run.guard import check_world
 from hvdtrain.tensorflow.engines.horovod import hvd
+
+SCOPE = "hvdtrain/"
+"""Of collectives in a graph, whatever layer they are in: Keras numbers layers as each rank made them."""
 
 
 def init() -> None:
@@ -31,6 +35,8 @@ def init() -> None:
     hvd.init()
     topology = discover(os.environ)
     check_world(topology, hvd.rank(), hvd.size())
+    if hvd.size() > 1:
+        batch_norm.synchronize()
     gpus = tf.config.list_physical_devices("GPU")
     averages_there = hvd.size() == 1 or bool(hvd.nccl_built() or hvd.cuda_built())
     index = gpu_index("auto", len(gpus), topology, averages_there)
@@ -61,10 +67,11 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
         variable.assign(hvd.broadcast(tf_variable(variable), root_rank, name=f"hvdtrain.broadcast.{index}"))
 
 
-def sum_over_ranks(tensor: tf.Tensor) -> tf.Tensor:
+def sum_over_ranks(tensor: tf.Tensor, **settings: Any) -> tf.Tensor:
     """The tensor added up over the ranks; differentiable. Raises KerasError in an XLA cluster."""
     refuse_xla()
-    return hvd.allreduce(tensor, op=hvd.Sum)
+    with tf.name_scope(SCOPE):
+        return hvd.allreduce(tensor, op=hvd.Sum, name=None if tf.executing_eagerly() else "sum", **settings)
 
 
 def sum_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import KerasError
-from hvdtrain.keras.ranks import refuse_xla, tf_variable
+from hvdtrain.keras.ranks import SCOPE, refuse_xla, tf_variable
 from hvdtrain.tensorflow.engines.horovod import hvd
 
 # Horovod's arguments that do not exist under Keras 3, and what to write instead.
@@ -48,7 +48,7 @@ class Reduction:
             raise KerasError(f"groups must be at least 1, got {groups}.")
         if groups is not None and op == hvd.Adasum:
             raise KerasError("Adasum combines each gradient by itself: leave groups out.")
-        self._sparse_as_dense, self._groups, self._process_set = sparse_as_dense, groups, process_set
+        self._sparse_as_dense, self._groups, self.process_set = sparse_as_dense, groups, process_set
         self._local = {id(tf_variable(v)) for layer in local_layers for v in layer.trainable_weights}
         self._settings = {
             "op": op,
@@ -59,6 +59,11 @@ class Reduction:
         }
 
     @property
+    def alone(self) -> bool:
+        """Whether this rank averages with no other."""
+        return self.process_set.size() == 1 or not self.process_set.included()
+
+    @property
     def by_variable(self) -> bool:
         """Whether it matters which variable a gradient is of."""
         return bool(self._local) or isinstance(self._groups, Sequence)
@@ -67,13 +72,13 @@ class Reduction:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients averaged, in their order; None stays None. Raises KerasError in an XLA cluster."""
         averaged = [self._dense(gradient) for gradient in gradients]
-        if self._process_set.size() == 1 or not self._process_set.included():
+        if self.alone:
             return averaged
         refuse_xla()
         given = {index for index, gradient in enumerate(averaged) if gradient is not None}
         local = {index for index in given if self._local and id(tf_variable(variables[index])) in self._local}
         for index in local:
-            averaged[index] = tf.math.scalar_mul(1 / self._process_set.size(), averaged[index])
+            averaged[index] = tf.math.scalar_mul(1 / self.process_set.size(), averaged[index])
         # Horovod 0.28.1 takes a sparse gradient's shape from another in its group.
         sparse = {index for index in given - local if isinstance(averaged[index], tf.IndexedSlices)}
         groups = self._grouped(sorted(given - local - sparse), variables) + [[index] for index in sorted(sparse)]
@@ -83,12 +88,21 @@ class Reduction:
                 averaged[index] = gradient
         return averaged
 
+    def all(self, finite: Any) -> Any:
+        """Whether it is so on all ranks."""
+        if self.alone:
+            return finite
+        refuse_xla()
+        with tf.name_scope(SCOPE):
+            least = hvd.allreduce(tf.cast(finite, tf.int32), op=hvd.Min, name="finite", process_set=self.process_set)
+        return tf.cast(least, tf.bool)
+
     def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
-        # A name of our own: Keras numbers layers in the order in which this rank made them.
         settings = {**self._settings, "name": f"hvdtrain.{number}"}
-        if len(gradients) == 1:
-            return [hvd.allreduce(gradients[0], **settings)]
-        return hvd.grouped_allreduce(gradients, **settings)
+        with tf.name_scope(SCOPE):
+            if len(gradients) == 1:
+                return [hvd.allreduce(gradients[0], **settings)]
+            return hvd.grouped_allreduce(gradients, **settings)
 
     def _dense(self, gradient: Any) -> Any:
         sparse = isinstance(gradient, tf.IndexedSlices)

@@ -1,4 +1,5 @@
-"""Which MPI a library would load, and by which plugin srun connects its tasks: read from files, nothing is loaded."""
+"""Which MPI a library would load, by which plugin srun connects its tasks, and so how ranks find one another: read from
+files, nothing is loaded."""
 
 import importlib.util
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.launch import pmi
+from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import read_bytes
 
 Kind = Literal["openmpi", "mpich"]
@@ -23,6 +25,7 @@ SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|m
 VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
 CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
 MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
+RENDEZVOUS_LAUNCHERS = ("srun", "torchrun", "env://")  # they start no rendezvous of Horovod's, so rank 0 does
 
 
 @dataclass(frozen=True)
@@ -123,3 +126,12 @@ def _version(data: bytes) -> str:
     # Other libraries linked into this one leave shorter numbers: the MPI's has three parts where any has.
     found = CRAY_VERSION.findall(data) or VERSION.findall(data)
     return max(found, key=lambda version: version.count(b"."), default=b"").decode()
+
+
+def uses_gloo(topology: Topology, framework: str, environ: Mapping[str, str]) -> bool:
+    """Whether the ranks are to use Gloo with a rendezvous server of rank 0's own."""
+    if topology.launcher not in RENDEZVOUS_LAUNCHERS:
+        return False
+    if topology.launcher != "srun" or environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+        return True
+    return bool(horovod_library(framework)) and of_horovod(framework) is None

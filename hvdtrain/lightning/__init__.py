@@ -3,10 +3,15 @@
 Importing it brings `Trainer(strategy="horovod")` back for anybody's module, with classes for exact validation.
 """
 
+import contextlib
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import wrapt
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.topology import discover
 
 __all__ = [
     "ExactAccuracy",
@@ -19,12 +24,13 @@ __all__ = [
     "RecipeDataModule",
     "RecipeModule",
     "UnpaddedSampler",
+    "mean_loss",
 ]
 
 if TYPE_CHECKING:
     from hvdtrain.lightning.data import ImageNetDataModule, RecipeDataModule, UnpaddedSampler
     from hvdtrain.lightning.ddp import RankDDPStrategy
-    from hvdtrain.lightning.environment import RankEnvironment
+    from hvdtrain.lightning.environment import RankEnvironment, mean_loss
     from hvdtrain.lightning.fault_tolerance import FaultTolerance
     from hvdtrain.lightning.global_batches import GlobalBatches
     from hvdtrain.lightning.metrics import ExactAccuracy
@@ -43,6 +49,7 @@ MODULES = {
     "RecipeDataModule": "data",
     "RecipeModule": "module",
     "UnpaddedSampler": "data",
+    "mean_loss": "environment",
 }
 
 
@@ -67,3 +74,10 @@ def _horovod(**settings: Any) -> Any:
 def _register(strategies: Any) -> None:
     if "horovod" not in strategies.StrategyRegistry:
         strategies.StrategyRegistry.register("horovod", _horovod, description="ranks joined by Horovod")
+
+
+@wrapt.when_imported("lightning_utilities.core.rank_zero")
+def _know_rank(rank_zero: Any) -> None:
+    """Loggers and prepare() come before the Trainer, which alone would know the rank under horovodrun or mpirun."""
+    with contextlib.suppress(HvdtrainError):  # which the Trainer raises
+        rank_zero.rank_zero_only.rank = discover(os.environ).rank

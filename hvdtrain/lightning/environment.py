@@ -3,18 +3,22 @@
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from hvdtrain.core.sharing import Sum
-from hvdtrain.errors import DeviceError
+from hvdtrain.errors import DeviceError, LoopError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.lightning.decisions import Decisions, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.run import agreement
 from hvdtrain.torch import devices
+from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines.counts import Counts
 from hvdtrain.torch.state import numbers
 
 
@@ -88,33 +92,58 @@ class OneDevice(ParallelStrategy):
 
     engine: str
     """What hvdtrain calls the collective library."""
+    counts: Counts | None = None
+    """Of `mean_loss`, where the module calls it."""
+    seen: tuple[torch.Tensor, Any] | None = None
+    """Sum and count of the last micro-batch."""
 
     def setup_environment(self) -> None:
         """Starts the library; where the Trainer fits with FaultTolerance, that joins its failure detector before."""
         trainer: Any = self.lightning_module._trainer if self.lightning_module else None
-        for callback in trainer.callbacks if trainer and trainer.state.fn == TrainerFn.FITTING else []:
-            if isinstance(callback, FaultTolerance):
+        fits = trainer and trainer.state.fn == TrainerFn.FITTING
+        for callback in trainer.callbacks if fits else []:
+            if isinstance(callback, FaultTolerance) and not trainer.fast_dev_run:
                 callback.join_ranks(self.engine)
         self.start_library()
         super().setup_environment()
+        if fits and self.world_size > 1:
+            refuse(trainer.callbacks, f"training on {self.world_size} ranks")
+            others = [each for each in trainer.callbacks if not isinstance(each, Decisions)]
+            trainer.callbacks = [Decisions(self.agree), *others]
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """The sum of the ranks' arrays, on every rank."""
+        raise NotImplementedError
+
+    def library(self) -> Engine:
+        """The collective library, once it has started."""
+        raise NotImplementedError
 
     def start_library(self) -> None:
         """What comes before Lightning's own part."""
 
-    def agree(self, values: agreement.Values, sum_over_ranks: Sum) -> None:
+    def agree(self, values: agreement.Values) -> None:
         """Raises AgreementError where another rank has other values."""
         ranks = self.global_rank, self.world_size
-        agreement.check(values, ranks, discover(os.environ).host, sum_over_ranks)
+        agreement.check(values, ranks, discover(os.environ).host, self.sum)
 
-    def agree_to_train(self, sum_over_ranks: Sum) -> None:
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Of an update's last micro-batch: its averaged gradients become those of all sums by all counts."""
+        super().post_backward(closure_loss)
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        if self.counts and not (trainer.fit_loop._should_accumulate() and self.lightning_module.automatic_optimization):  # type: ignore[union-attr]
+            self.counts.finish(self.lightning_module.parameters())  # type: ignore[union-attr]
+
+    def agree_to_train(self) -> None:
         """Raises AgreementError where another rank trains otherwise: batches, epochs, optimizers, code, settings."""
         if self.world_size == 1:
             return
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
         fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
         fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
-        process = agreement.of_process(devices.settings(), self.global_rank, sum_over_ranks)
-        self.agree(process | agreement.named("training", {**fit, **numbers(self.optimizers)}), sum_over_ranks)
+        fit |= {"validates": sum(trainer.num_val_batches) > 0}
+        process = agreement.of_process(devices.settings(), self.global_rank, self.sum)
+        self.agree(process | agreement.named("training", {**fit, **numbers(self.optimizers)}))
 
     @property
     def root_device(self) -> torch.device:
@@ -124,3 +153,29 @@ class OneDevice(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch.Tensor:
+    """What `training_step` returns of a loss that is a mean over tokens, pixels or weights rather than examples: its
+    gradients are those of the totals of all ranks and micro-batches, added, divided by their counts, added.
+
+    `total` is the sum over this rank's micro-batch, `count` a number or a tensor of one. Every rank calls it in every
+    step. Raises LoopError.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> def training_step(self, batch, batch_idx):
+        ...     tokens, labels = batch
+        ...     total = F.cross_entropy(self.model(tokens), labels, ignore_index=-100, reduction="sum")
+        ...     return hl.mean_loss(self, total, (labels != -100).sum())
+    """
+    strategy: Any = module.trainer.strategy
+    if not isinstance(strategy, OneDevice):
+        raise LoopError(
+            f"hl.mean_loss needs strategy='horovod' or hl.RankDDPStrategy(), got {type(strategy).__name__}."
+        )
+    if not strategy.counts:
+        strategy.counts = Counts(strategy.library())
+    strategy.seen, loss = (total.detach(), count), strategy.counts.divided(total, count)
+    # Lightning divides it by the number of micro-batches.
+    return loss * module.trainer.accumulate_grad_batches if module.automatic_optimization else loss

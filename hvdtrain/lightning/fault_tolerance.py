@@ -2,20 +2,20 @@
 
 import math
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.progress import OwnSampling
 from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
 from hvdtrain.errors import LoopError
-from hvdtrain.lightning.program import Program
+from hvdtrain.lightning.program import Program, set_restarting
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import Ranks, in_own_words, open_own, report_logged
+from hvdtrain.run.own import Ranks, end_early, has_ended, in_own_words, open_own, report_logged
 from hvdtrain.run.signals import STOP_SIGNALS
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines.local import LocalEngine
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class FaultTolerance(Callback):
     """Resumes `Trainer.fit` where it was, also inside an epoch, and ends it in order.
 
-    Weights, optimizers, schedulers, loss scale, position and Lightning's counters are in the folder's checkpoints; the
-    same program continues from the newest. SIGTERM and a warning of the time limit end all ranks after the same step,
-    with a checkpoint; the job is queued again after a warning. A rank that is lost or hangs ends the others, by name.
-    Replicas are compared. Log, metrics.jsonl and TensorBoard events are those of a recipe's run. What it cannot promise
-    for this Trainer, it says at the start.
+    Weights, optimizers, schedulers, loss scale, position, Lightning's counters, and what callbacks, module and data
+    module keep in Lightning's own checkpoints are in the folder's; the same program continues from the newest. SIGTERM
+    and a warning of the time limit end all ranks after the same step, with a checkpoint; the job is queued again after
+    a warning. A rank that is lost or hangs ends the others, by name. Replicas are compared. Log, metrics.jsonl and
+    TensorBoard events are those of a recipe's run. What it cannot promise for this Trainer, it says at the start.
 
     It goes with `strategy="horovod"`, RankDDPStrategy, or one process; the data that continue inside an epoch are those
     of GlobalBatches. An HvdtrainError ends the process with one line and its exit code.
@@ -97,9 +97,9 @@ class FaultTolerance(Callback):
         self._ranks: Ranks | None = None
         self._engine: Engine | None = None
         self._hooks: Hooks[Replica] | None = None
-        self._lr, self._settled = 0.0, True
-        self._ended: tuple[Progress, float | None] | None = None
-        """Where the run continues after an epoch whose checkpoint is not written yet, and its score."""
+        self._lr, self._settled, self._is_due = 0.0, True, False
+        """`_is_due`: whether what follows an update is: Lightning's other hooks and a validation come before it."""
+        self._is_epoch_over = False
 
     def join_ranks(self, engine: str) -> None:
         """Joins the failure detector; the strategy calls it before its library starts."""
@@ -108,6 +108,13 @@ class FaultTolerance(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_info("fast_dev_run: FaultTolerance does nothing")
+            trainer.callbacks = others  # type: ignore[attr-defined]
+            return
+        # First of all: what it writes before a batch, an epoch and the end is the state that they begin with.
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         strategy: Any = trainer.strategy
         if not self._ranks:
             if trainer.world_size > 1:
@@ -132,6 +139,11 @@ class FaultTolerance(Callback):
             self._hooks = hooks = Hooks(run, replica, OwnSampling(0, 0, self._engine.size))
             if hooks.resumed_from and (news := program.restore(hooks.resumed_from["program"], hooks.progress)):
                 hooks.note(news)
+        hooks.extent = OwnSampling(0, 0, self._engine.size, epochs=program.epochs, max_steps=program.max_steps)
+        self._limit = trainer.limit_train_batches  # type: ignore[attr-defined]
+        self._has_ended = has_ended(hooks, program.asked)
+        if self._has_ended:
+            trainer.limit_train_batches = 0  # type: ignore[attr-defined]
         if self._ranks.name == "ddp":
             cast("DdpEngine", self._engine).watch(pl_module)
         if program.data:
@@ -149,10 +161,15 @@ class FaultTolerance(Callback):
         self._started.begin_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_epoch()
+        self._end_epoch(trainer)
         self._started.begin_epoch()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._started.after_update(self._lr)
+        self._program.begin_batch()
+        self._started.extent = self._extent(trainer)  # which a callback may have changed for this epoch
         engine, self._lr = self._started.trainer.engine, self._program.lr
         if batch_idx % trainer.accumulate_grad_batches == 0:
             seed = self._program.data.seed if self._program.data else 0
@@ -171,26 +188,40 @@ class FaultTolerance(Callback):
             count = hooks.extent.global_batch // (hooks.trainer.engine.size * passes) or 1
             # Lightning has divided it by the micro-batches, but for a module that optimizes by hand.
             factor = passes if pl_module.automatic_optimization else 1
-            hooks.trainer.meter.add(Seen(loss.detach().reshape(()) * factor, count, {}))
+            seen = getattr(trainer.strategy, "seen", None)
+            hooks.trainer.meter.add(Seen(loss.detach().reshape(()) * factor, count, {"loss": seen} if seen else {}))
         self._settled = False
         if (batch_idx + 1) % passes == 0 or trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             hooks.progress.advance(hooks.extent)
             self._settled = hooks.progress.is_done(hooks.extent) or hooks.progress.is_epoch_done(hooks.extent)
-            hooks.after_update(self._lr)
+            self._is_due = not self._settled
+            if self._settled:
+                hooks.after_update(self._lr)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._hooks:
+            self._hooks.run.world.expect_steps(False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After validation; Lightning's other hooks and the schedulers have the epoch's end before them."""
+        """After validation; Lightning's other hooks and the schedulers have the epoch's end before `_end_epoch`."""
         hooks = self._started
-        trainer.fit_loop.restarting = False  # else a resumed epoch's end does not reach ReduceLROnPlateau
+        set_restarting(trainer, False)  # else a resumed epoch's end does not reach ReduceLROnPlateau
+        self._is_due = False
         if not self._settled:
             self._settled = True
             hooks.settle(self._lr)
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        score = report_logged(hooks, logged, self._best)
-        self._ended = hooks.progress.after_steps(hooks.extent), score
+        self._is_epoch_over = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_epoch()
+        hooks = self._started
+        if self._is_epoch_over and not hooks.progress.is_done(hooks.extent):
+            self._program.ended = end_early(hooks, self._program.asked, self._program.why())
+        self._end_epoch(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_ended:
+            trainer.limit_train_batches = self._limit  # type: ignore[attr-defined]
+            self._program.take_average()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or not self._ranks:
@@ -223,18 +254,18 @@ class FaultTolerance(Callback):
                 "the training data have no length, so the ranks could not agree on an epoch's end; give "
                 "Trainer(limit_train_batches=N)."
             )
-        data, size = self._program.data, self._started.trainer.engine.size
-        batch = data.batch_size if data else 1
-        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        epochs = trainer.max_epochs if trainer.max_epochs not in {None, -1} else sys.maxsize
-        automatic = self._program.module.automatic_optimization
-        max_steps = trainer.max_steps if trainer.max_steps != -1 and automatic else None
-        return OwnSampling(batch, batch * steps, size, epochs=epochs or 0, max_steps=max_steps)
+        program, size, passes = self._program, self._started.trainer.engine.size, trainer.accumulate_grad_batches
+        data = program.data
+        batch = data.batch_size * passes // data.sampling.accumulation_steps if data else 1
+        steps = math.ceil(trainer.num_training_batches / passes)
+        return OwnSampling(batch, batch * steps, size, epochs=program.epochs, max_steps=program.max_steps)
 
-    def _end_epoch(self) -> None:
-        if self._ended:
-            (after, score), self._ended = self._ended, None
-            self._started.end_epoch(after, score)
+    def _end_epoch(self, trainer: Trainer) -> None:
+        if self._is_epoch_over:
+            self._is_epoch_over, hooks = False, self._started
+            logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+            score = report_logged(hooks, logged, self._best)
+            hooks.end_epoch(hooks.progress.after_steps(hooks.extent), score)
 
     def _close(self, error: BaseException | None) -> None:
         if self._hooks:

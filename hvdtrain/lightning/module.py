@@ -11,8 +11,9 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.torch import models, optimizers
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines.counts import Counts
 from hvdtrain.torch.meter import Meter
-from hvdtrain.torch.objective import Objective
+from hvdtrain.torch.objective import Objective, Seen
 from hvdtrain.torch.state import lr_ratios, set_lr
 
 
@@ -36,7 +37,7 @@ class RecipeModule(LightningModule):
         self.lr_ratios = lr_ratios(self.optimizer, plan.peak_lr)
         self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
         self._averaged = contextlib.ExitStack()
-        self._engine, self._is_last = engine, True
+        self._engine, self._is_last, self._counts = engine, True, Counts(engine)
         self.objective, self.meter = Objective(recipe), Meter(engine.device)
         self.objective.classes = classes
 
@@ -53,8 +54,11 @@ class RecipeModule(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The mean loss of this rank's local batch, times its weight in the mean over all ranks."""
         self._is_last = (batch_idx + 1) % self.plan.recipe.accumulation_steps == 0
-        loss, count = self._loss(batch, training=True)
-        return loss * self.plan.weight(count)
+        loss, seen = self._loss(batch, training=True)
+        if "loss" not in seen.metrics:
+            return loss * self.plan.weight(seen.count)
+        # Lightning divides it by the number of micro-batches.
+        return self._counts.divided(loss, seen.metrics["loss"][1]) * self.plan.recipe.accumulation_steps
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Of a micro-batch; only with an update's last one the ranks communicate."""
@@ -62,6 +66,7 @@ class RecipeModule(LightningModule):
             super().backward(loss, *args, **kwargs)
         if self._is_last:
             self._engine.finish()
+            self._counts.finish(self.model.parameters())
 
     def on_validation_start(self) -> None:
         if self.ema:
@@ -82,10 +87,10 @@ class RecipeModule(LightningModule):
             self.ema.update()
         self.progress.advance(self.plan)
 
-    def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, int]:
+    def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, Seen]:
         inputs = self.objective.inputs(batch)
         with self.objective.explained(self._engine.is_lost):
             out = self.objective.forward(self.model, inputs)
             loss, seen = self.objective.measure(out, batch, training)
         self.meter.add(seen)
-        return loss, seen.count
+        return loss, seen

@@ -1,19 +1,28 @@
 """What a Trainer trains, as checkpoints hold it: module, optimizers, schedulers, loss scale, Lightning's counters."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.loops import _Loop
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, refuse
 from hvdtrain.lightning.global_batches import GlobalBatches
+from hvdtrain.lightning.kept import TrainerState
 from hvdtrain.run.own import take_data
 from hvdtrain.torch import resumable
-from hvdtrain.torch.state import State
 
 
 class Program:
@@ -21,8 +30,23 @@ class Program:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
-        scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
-        self.state = State(module, trainer.optimizers, scaler)
+        refuse(trainer.callbacks, "FaultTolerance", REFUSED | NOT_RESUMED)  # type: ignore[attr-defined]
+        self.state = TrainerState(trainer, module)
+        self.ended: dict[str, Any] = {}
+        """How the training ended before its last epoch; see `hvdtrain.run.own.end_early`."""
+        self._resumed: tuple[list[Any], bool] | None = None
+        """The optimizers' groups, and whether it was inside an epoch, until the first batch after a resume."""
+        averages = self._found(StochasticWeightAveraging)
+        more = any(each.pl_module_contains_batch_norm(module) for each in averages)  # an epoch, for its statistics
+        self.epochs: int = sys.maxsize if trainer.max_epochs in {None, -1} else trainer.max_epochs + more
+        self.max_steps = trainer.max_steps if trainer.max_steps != -1 and module.automatic_optimization else None
+        self.asked = {
+            "epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps,
+            "max_time": [each._duration for each in self._found(Timer)],
+            "patience": [each.patience for each in self._found(EarlyStopping)],
+        }
+        """Numbers that say when the training ends."""
 
     @property
     def data(self) -> GlobalBatches | None:
@@ -44,6 +68,11 @@ class Program:
     def lr(self) -> float:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
+    def why(self) -> str:
+        """Why Lightning has ended before the last epoch."""
+        stopped = [f"EarlyStopping by {each.monitor}" for each in self._found(EarlyStopping) if each.stopped_epoch]
+        return ", ".join(stopped) or "trainer.should_stop"
+
     def check(self) -> None:
         """Raises LoopError where what is trained could not be resumed."""
         resumable.check_owners(self.module, self.trainer.optimizers)
@@ -64,11 +93,17 @@ class Program:
             "schedulers": resumable.packed(schedulers, "a scheduler"),
             "loops": resumable.packed(loops, "Lightning's loop"),
             "data": self._order,
+            "ended": self.ended,
         }
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
         """Takes what a checkpoint holds; a line where the data are others. Raises CheckpointError and LoopError."""
         groups, schedulers = (resumable.unpacked(meta[name]) for name in ("groups", "schedulers"))
+        self.state.give_back()
+        if any(each._scheduler_state for each in self._found(StochasticWeightAveraging)):
+            schedulers = []  # it makes its own anew
+            self.trainer.lr_scheduler_configs.clear()
+        self._resumed = groups, progress.sample > 0
         configs = self.trainer.lr_scheduler_configs
         for name, saved, own in (("optimizers", groups, self.trainer.optimizers), ("schedulers", schedulers, configs)):
             if len(saved) != len(own):
@@ -94,10 +129,8 @@ class Program:
             )
         if not self.module.automatic_optimization:
             lines.append("manual optimization: a step is a batch, and the loss is logged if training_step returns it")
-        stateful = [each for each in trainer.callbacks if not isinstance(each, ModelCheckpoint) and each.state_dict()]  # type: ignore[attr-defined]
-        hooks = [each for each in (self.module, trainer.datamodule) if each and _keeps_more(each)]  # type: ignore[attr-defined]
-        if names := [type(each).__name__ for each in [*stateful, *hooks]]:
-            lines.append(f"no checkpoint holds what {', '.join(names)} would keep in Lightning's: it begins anew")
+        if names := self.state.unkept:
+            lines.append(f"no checkpoint holds {', '.join(names)}: it begins anew; keep numbers, text and tensors")
         if any(isinstance(each, ModelCheckpoint) for each in trainer.callbacks):  # type: ignore[attr-defined]
             lines.append(
                 f"ModelCheckpoint writes checkpoints beside those of {folder}, which alone are resumed from; "
@@ -112,6 +145,28 @@ class Program:
             return {}
         return {"batch_size": data.batch_size, "seed": data.seed, **data.train.contents()}
 
+    def begin_batch(self) -> None:
+        """Before the first batch after a resume: what Lightning leaves out where that is inside an epoch, and the
+        learning rate, which StochasticWeightAveraging's new scheduler has changed."""
+        if not self._resumed:
+            return
+        (groups, inside), self._resumed = self._resumed, None
+        averages = self._found(StochasticWeightAveraging)
+        for callback in [*self._found(GradientAccumulationScheduler), *averages] if inside else []:
+            callback.on_train_epoch_start(self.trainer, self.module)
+        if any(each._scheduler_state for each in averages):
+            for optimizer, settings in zip(self.trainer.optimizers, groups, strict=True):
+                resumable.set_settings([optimizer], settings, 0)
+
+    def take_average(self) -> None:
+        """The weights that a training which has ended leaves in the module."""
+        averages = [each for each in self._found(StochasticWeightAveraging) if not each._model_contains_batch_norm]
+        for callback in [*self._found(WeightAveraging), *averages]:
+            callback.on_train_end(self.trainer, self.module)
+
+    def _found(self, kind: Any) -> list[Any]:
+        return [each for each in self.trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
+
     def _restore_loops(self, loops: dict[str, Any], progress: Progress) -> None:
         """Lightning's counters, as they are after a batch inside an epoch, or between two epochs."""
         fit, inside = self.trainer.fit_loop, progress.sample > 0
@@ -121,13 +176,13 @@ class Program:
             tracker.ready = tracker.started = progress.epoch + inside
             tracker.processed = tracker.completed = progress.epoch
         fit.epoch_loop._batches_that_stepped = progress.step - inside
+        batches.is_last_batch = False  # as the one that was ready may have been
         for tracker in (batches.total, batches.current):
+            tracker.ready = tracker.started = tracker.processed  # a checkpoint is written once a batch is ready
             tracker.completed = tracker.processed - inside  # Lightning counts it once it has restarted
-        fit.restarting = inside
+        set_restarting(self.trainer, inside)
 
 
-def _keeps_more(owner: Any) -> bool:
-    """Whether a module or a data module writes into Lightning's checkpoints by itself."""
-    if isinstance(owner, LightningModule):
-        return is_overridden("on_save_checkpoint", owner)
-    return is_overridden("on_save_checkpoint", owner) or is_overridden("state_dict", owner)
+def set_restarting(trainer: Trainer, restarting: bool) -> None:
+    """Of Lightning's loops; its own setter always takes a training with max_steps for a restarted one."""
+    _Loop.restarting.fset(trainer.fit_loop, restarting)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
@@ -85,6 +86,13 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
             gpu_index("cuda", visible, topology, bool(hvd.nccl_built() or hvd.cuda_built()))
         reset_seed()
 
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        return self._engine.sum(array)
+
+    def library(self) -> HorovodEngine:
+        self._engine.device = self.root_device
+        return self._engine
+
     def setup(self, trainer: Any) -> None:
         """Module and optimizers on the device, the module rank 0's."""
         if self._layer_sync:
@@ -92,7 +100,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         super().setup(trainer)
         tensors = {n: each for n, each in self._whole.state_dict().items() if isinstance(each, Tensor)}
         shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in tensors.items()}
-        self.agree(agreement.named("model", shapes), self._engine.sum)
+        self.agree(agreement.named("model", shapes))
         self._broadcast(tensors)
         self._join_metrics()
 
@@ -103,7 +111,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
             state = optimizer.state_dict()
             if self.broadcast(bool(state["state"])):
                 optimizer.load_state_dict(self.broadcast(move_data_to_device(state, torch.device("cpu"))))
-        self.agree_to_train(self._engine.sum)
+        self.agree_to_train()
         if self.world_size > 1:
             self._averager = Averager(self._whole, self._engine, self.compression)
 
@@ -111,6 +119,8 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     def on_validation_start(self) -> None:
         """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
         self._broadcast(dict(self._whole.named_buffers()))
+
+    on_test_start = on_predict_start = on_validation_start
 
     def block_backward_sync(self) -> Any:
         """Within it gradients add up on their ranks, without communication."""

@@ -39,6 +39,7 @@ def fit(run: Run, engine: Engine) -> None:
     replica = Replica(
         engine, module.model, state, module.meter, same_statistics=same_statistics, buffers=run.recipe.buffers
     )
+    replica.notes = module.objective.notes
     loop = Loop(run, replica)
     module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)

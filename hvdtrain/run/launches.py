@@ -110,7 +110,7 @@ class Launch:
             self.record("phases", step=step, phases=self.phases())
 
     def event(self, kind: str, text: str, **more: Any) -> None:
-        """Something happened: resume, checkpoint, slow, stuck, lost, signal, requeue."""
+        """Something happened: resume, note, checkpoint, slow, stuck, lost, signal, requeue."""
         self.record("event", event=kind, **{"step": self.step, "text": text, **more})
 
     def record(self, kind: str, **values: Any) -> None:

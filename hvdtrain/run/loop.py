@@ -14,9 +14,9 @@ from hvdtrain.core.totals import Totals
 from hvdtrain.run import agreement, guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.checkpointing import Checkpointing
-from hvdtrain.run.clocks import Clocks, Waiting
 from hvdtrain.run.reporter import Events
 from hvdtrain.run.run import BaseRun, Run
+from hvdtrain.run.slow import Clocks, Waiting
 
 EXTENT = ("global_batch", "train_examples", "epochs", "max_steps")
 """What an epoch's steps follow from."""
@@ -180,6 +180,7 @@ class Hooks(Generic[R_co]):
         if progress.step == 1:
             for line in self.trainer.after_first_step():
                 self.note(line)
+                self.launch.event("note", line)
         if last or checkpoint_due:  # before validation and checkpoints, as every rank then holds one model
             self.trainer.average_statistics()
         if checkpoint_due and not last:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,12 +27,12 @@ from hvdtrain.run.resume import news_of
 from hvdtrain.run.run import BaseRun
 from hvdtrain.run.trackers import Trackers
 from hvdtrain.run.world import joined
+from hvdtrain.untrusted import one_line
 
 RESERVED = {"kind", "step", "epoch", "seconds", "time"}
 """Of a record in metrics.jsonl."""
-
-
-ELSEWHERE = {"data", "groups", "loops", "began", "stopped"}
+LONGEST_REASON = 500
+ELSEWHERE = {"data", "groups", "loops", "began", "stopped", "ended"}
 """Of a program's metadata, what ranks compare by other names, or what each may say in its own words."""
 
 
@@ -140,6 +140,35 @@ def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progr
                 "change only between epochs, or in another folder."
             )
     return news_of(before, now, progress)
+
+
+def end_early(hooks: Hooks[Any], asked: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """The training ends with this epoch, before the last that it was asked for, as numbers by name. Returns what its
+    program's metadata hold of that as "ended"; the checkpoint is written by the `end_epoch` that follows."""
+    hooks.note(f"ended after epoch {hooks.progress.epoch + 1}, before the last: {why}")
+    end_here(hooks)
+    return {"asked": dict(asked), "why": why}
+
+
+def end_here(hooks: Hooks[Any]) -> None:
+    """No epoch is left after this one."""
+    hooks.extent = replace(hooks.extent, epochs=min(hooks.extent.epochs, hooks.progress.epoch))  # type: ignore[type-var]
+
+
+def has_ended(hooks: Hooks[Any], asked: Mapping[str, Any]) -> bool:
+    """Whether the folder's training has ended, the same being asked of it as now: a line says so, and no step is left.
+    On all ranks alike."""
+    progress, before = hooks.progress, hooks.resumed_from.get("program", {}).get("ended") or {}
+    is_early = before.get("asked") == asked
+    if not is_early and not (hooks.resumed_from and hooks.is_over):
+        return False
+    why = one_line(before.get("why"), LONGEST_REASON) if is_early else "no epoch is left"
+    hooks.note(
+        f"this folder's training has ended with epoch {progress.epoch}, step {progress.step} ({why}), and nothing is "
+        "trained; more epochs train on, another folder begins anew"
+    )
+    end_here(hooks)
+    return True
 
 
 def report_logged(hooks: Hooks[Any], logged: Mapping[str, float], best: tuple[str | None, str | None]) -> float | None:

@@ -10,9 +10,9 @@ import bisect
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.run import links, messages, timeouts
@@ -33,6 +33,7 @@ EXPLAINED = 0.5
 """Of what it takes longer, that the others must wait longer."""
 SHORTEST = 0.002
 """Seconds that it takes longer."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -253,3 +254,45 @@ class SlowWatch:
         text = f"{host.get(slow.rank, f'rank {slow.rank}')} is {slow}."
         print_warning(self.topology, text)
         self.liveness.on_named("slow", slow.rank, text)
+
+
+class Waiting(Protocol):
+    """An engine's clock."""
+
+    @property
+    def waited(self) -> float | None:
+        """For how many seconds this rank has waited for the others' gradients so far; None of an engine of one process,
+        and where the engine cannot tell."""
+
+
+class Clocks:
+    """A step's clocks on one rank, for the watch over slow ranks."""
+
+    def __init__(self, engine: Waiting, watch: SlowWatch) -> None:
+        self._engine, self._watch = engine, watch
+        self._reading: float | None = None
+        """In this step; None while no batches come through `read`."""
+        self._waited = 0.0
+
+    def read(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches; how long this rank waits for each counts as reading."""
+        began = time.monotonic()
+        for batch in batches:
+            self._reading = (self._reading or 0.0) + time.monotonic() - began
+            yield batch
+            began = time.monotonic()
+
+    def begin_step(self) -> None:
+        """This rank begins to read the next step's batch, or another loop than ours does."""
+        if self._reading is not None:
+            self._reading = 0.0
+        self._watch.step_begins()
+        if self._watch.is_measuring:
+            self._waited = self._engine.waited or 0.0
+
+    def end_step(self) -> None:
+        """An update is made."""
+        self._watch.made += 1
+        if self._watch.is_measuring:
+            waited = self._engine.waited
+            self._watch.step_ended(self._reading, None if waited is None else waited - self._waited)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdtrain.core.sharing import Sum
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
-from hvdtrain.launch import controller, gloo, mpi
+from hvdtrain.launch import gloo, mpi
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, own_endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
@@ -188,7 +188,7 @@ def joined(world: World, framework: str, engine: str, environ: MutableMapping[st
 
     Raises AbortedError or WorldError where not every rank comes.
     """
-    over_gloo = engine == "horovod" and controller.uses_gloo(world.topology, framework, environ)
+    over_gloo = engine == "horovod" and mpi.uses_gloo(world.topology, framework, environ)
     key = world.readiness.horovod_key
     world.wait_until_ready((lambda endpoints: gloo.serve(endpoints, key())) if over_gloo else lambda endpoints: None)
     before = dict(environ)

@@ -16,7 +16,7 @@ from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
-from hvdtrain.tensorflow import networks
+from hvdtrain.tensorflow import hidden, networks
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.moments import global_moments
 from hvdtrain.tensorflow.networks import POLICIES
@@ -47,8 +47,7 @@ def build(recipe: Recipe, dataset: Dataset, engine: Engine, keep: Keep = keep_ow
     """
     if recipe.model not in MODELS:
         model = networks.build(recipe, dataset)
-        if recipe.batch_norm != "local":
-            networks.replace_batch_norms(model, engine.sum_tensor if recipe.batch_norm == "sync" else None)
+        networks.replace_batch_norms(model, recipe, engine.sum_tensor)
         return model
     networks.set_precision("float32")  # these layers are given theirs
     policy = POLICIES[recipe.precision]
@@ -235,9 +234,10 @@ def average_statistics(model: keras.Model, engine: Engine, copies_of: Copies = l
 
 
 def own_weights(model: keras.Model) -> dict[str, tf.Variable]:
-    """The weights that no gradient trains and that are no BatchNorm's statistics, by path."""
+    """What no gradient trains and is no BatchNorm's statistics, by path: weights, and tf.Variables of layers."""
     ours = set(map(id, _statistics(model)))
-    return {weight.path: weight.value for weight in model.non_trainable_weights if id(weight.value) not in ours}
+    rest = {weight.path: weight.value for weight in model.non_trainable_weights if id(weight.value) not in ours}
+    return rest | hidden.variables(model)
 
 
 def share_weights(model: keras.Model, engine: Engine, how: Literal["average", "rank_0"]) -> None:

@@ -104,17 +104,23 @@ class BatchNorm(keras.layers.BatchNormalization):
         return masked_moments(inputs, self._reduction_axes, self.sum_over_ranks, mask)
 
 
-def replace_batch_norms(model: keras.Model, sum_over_ranks: SumOverRanks | None) -> None:
-    """Makes every BatchNormalization of the model a `BatchNorm`, whatever calls it. Raises RecipeError for a subclass,
-    whose statistics are its own."""
+def replace_batch_norms(model: keras.Model, recipe: Recipe, sum_over_ranks: SumOverRanks) -> None:
+    """Makes every BatchNormalization of the model a `BatchNorm`, whatever calls it; of batch_norm local those alone
+    that are `synchronized`. Raises RecipeError for a subclass, whose statistics are its own."""
     for layer in batch_norms(model):
+        if recipe.batch_norm == "local" and not layer.synchronized:
+            continue
         if type(layer) is not keras.layers.BatchNormalization:
             raise RecipeError(
                 f"batch_norm sync and frozen know keras.layers.BatchNormalization, layer {layer.name} is a "
-                f"{type(layer).__name__}; take batch_norm local."
+                f"{type(layer).__name__}; take batch_norm local, and synchronized=False."
+            )
+        if recipe.batch_norm == "local" and recipe.xla:
+            raise RecipeError(
+                f"layer {layer.name} is synchronized=True, which puts a collective into what XLA compiles; drop one."
             )
         layer.__class__ = BatchNorm
-        layer.sum_over_ranks = sum_over_ranks
+        layer.sum_over_ranks = None if recipe.batch_norm == "frozen" else sum_over_ranks
 
 
 def _of_library(recipe: Recipe, path: str, dataset: Dataset) -> dict[str, Any]:

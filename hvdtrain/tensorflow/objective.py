@@ -1,6 +1,7 @@
 """What a batch costs: the loss and metrics of a recipe, of the model's outputs or from a step of the user's."""
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +13,7 @@ import tensorflow as tf
 from hvdtrain.core import imports, own_code
 from hvdtrain.core.own_code import AUXILIARY
 from hvdtrain.core.recipe import Recipe, is_path
+from hvdtrain.core.totals import of_halves
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.examples import Examples
@@ -19,31 +21,25 @@ from hvdtrain.tensorflow.inception import InceptionOutputs
 from hvdtrain.tensorflow.meter import Metric, Seen
 
 
-def mean_loss(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Of outputs [..., classes] and labels [...] the cross-entropy, its targets smoothed as PyTorch's and Keras's are;
-    of outputs and targets of one shape, floating-point, the squared error."""
-    return NAMED["mse"](out, y) if y.dtype.is_floating else cross_entropy(out, y, smoothing)
-
-
 def cross_entropy(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Of logits [..., classes]; y are labels [...], or each class's probability [..., classes]."""
+    """[...] of logits [..., classes]; y are labels [...], or each class's probability [..., classes]. Targets are
+    smoothed as PyTorch's and Keras's are."""
     if y.dtype.is_floating:
         loss = tf.nn.softmax_cross_entropy_with_logits(tf.cast(y, out.dtype), out)
     else:
         loss = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int64), out)
     if smoothing:
         loss = (1 - smoothing) * loss - smoothing * tf.reduce_mean(tf.nn.log_softmax(out), -1)
-    return tf.reduce_mean(loss)
+    return loss
 
 
 NAMED: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "cross_entropy": cross_entropy,
-    "mse": lambda out, y: tf.reduce_mean(tf.square(out - tf.cast(y, out.dtype))),
-    "bce_with_logits": lambda out, y: tf.reduce_mean(
-        tf.nn.sigmoid_cross_entropy_with_logits(labels=tf.cast(y, out.dtype), logits=out)
-    ),
-    "l1": lambda out, y: tf.reduce_mean(tf.abs(out - tf.cast(y, out.dtype))),
+    "mse": lambda out, y: tf.square(out - tf.cast(y, out.dtype)),
+    "bce_with_logits": lambda out, y: tf.nn.sigmoid_cross_entropy_with_logits(tf.cast(y, out.dtype), out),
+    "l1": lambda out, y: tf.abs(out - tf.cast(y, out.dtype)),
 }
+"""Of outputs and targets the losses whose mean is the loss."""
 
 
 class InMode:
@@ -63,16 +59,17 @@ class Objective:
     """A recipe's loss and metrics.
 
     A loss of the user's is called as loss(out, y), and one of Keras's own as loss(y, out); a metric as metric(out, y).
-    A step is called as step(model, batch), where the model is an `InMode`, and returns a loss, or (loss, metrics).
+    A step is called as step(model, batch), where the model is an `InMode`, and returns a loss, or (loss, metrics). A
+    loss may be (sum, count), as those are of which Keras masks some.
     """
 
-    def __init__(self, recipe: Recipe, dataset: Dataset) -> None:
+    def __init__(self, recipe: Recipe, dataset: Dataset, global_batch: int = 1) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported."""
         self._recipe, self._dataset = recipe, dataset
         self._as_is = isinstance(dataset.train, Examples)
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         self._step = imports.load(recipe.step, "step") if recipe.step else None
-        self._own_loss = _own_loss(recipe.loss) if recipe.loss and is_path(recipe.loss) else None
+        self._own_loss = _own_loss(recipe.loss, global_batch) if recipe.loss and is_path(recipe.loss) else None
         self._metrics = {name: imports.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
         self._unchecked = {True, False}
         """Of training and validation those whose labels are to be looked at."""
@@ -90,8 +87,8 @@ class Objective:
                 own_code.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
 
     def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
-        """The mean loss over the batch's examples, and what is to be reported. Raises RecipeError where the user's code
-        returns anything else than it should."""
+        """The mean loss over the batch's examples, or its sum where it gives that and a count, and what is to be
+        reported. Raises RecipeError where the user's code returns anything else than it should."""
         count = examples_in(batch)
         if self._step:
             loss, metrics = self._of_step(self._step(InMode(model, training), batch))
@@ -99,24 +96,39 @@ class Objective:
             x, y = self._pair(batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
-        loss = self._regularized(self._checked(loss), model)
+        loss, counted = self._checked(loss)
+        loss = mean = self._regularized(loss, model, counted)
+        if counted is not None:
+            metrics, mean = {**metrics, "loss": (loss, counted)}, loss / tf.cast(count, loss.dtype)
         sums = {name: self._sum(name, of, count) for name, of in metrics.items()}
-        return loss, Seen(loss, tf.cast(count, tf.float64), sums)
+        return loss, Seen(mean, tf.cast(count, tf.float64), sums)
 
-    def loss(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """The training loss alone of a batch whose images are normalised already: what a loop without metrics
-        computes."""
+    def outputs(self, model: keras.Model, batch: Any) -> Any:
+        """What the model gives for a batch in inference; of a step its loss."""
         if self._step:
-            return self._of_step(self._step(InMode(model, True), batch))[0]
-        x, y = self._pair(batch)
-        out = keras.tree.map_structure(self._wide, model(x, training=True))
-        return self._regularized(self._loss(out, y, training=True), model)
+            return self.measure(model, batch, training=False)[0]
+        return model(self.inputs(self._pair(batch)[0]), training=False)
 
-    def _regularized(self, loss: tf.Tensor, model: keras.Model) -> tf.Tensor:
-        """With what the model's layers add; a step adds it itself."""
+    def notes(self, model: keras.Model, batch: Any) -> list[str]:
+        """That the user's loss is no mean over examples, as the halves of a training batch show, where it can be
+        halved. The model's state stays."""
+        if not self._own_loss:
+            return []
+        x, y = self._pair(batch)
+        out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=False))
+
+        def measured(part: slice) -> Any:
+            of_out, of_y = keras.tree.map_structure(lambda one: one[part], (out, y))
+            return self._loss(of_out, of_y, training=True)
+
+        return of_halves(str(self._recipe.loss), measured, examples_in(batch))
+
+    def _regularized(self, loss: tf.Tensor, model: keras.Model, counted: tf.Tensor | None) -> tf.Tensor:
+        """With what the model's layers add, for each that is counted; a step adds it itself."""
         if self._step or not model.losses:
             return loss
-        return loss + tf.add_n([tf.cast(one, self._real) for one in model.losses])
+        added = tf.add_n([tf.cast(one, self._real) for one in model.losses])
+        return loss + (added if counted is None else added * counted)
 
     def inputs(self, x: Any) -> Any:
         """Numbers as they are, images of hvdtrain's data sets normalised."""
@@ -136,14 +148,18 @@ class Objective:
         return batch[0], batch[1]
 
     def _wide(self, out: Any) -> Any:
-        return tf.cast(out, self._real) if out.dtype.is_floating else out
+        wide = tf.cast(out, self._real) if out.dtype.is_floating else out
+        if (mask := _mask(out)) is not None:
+            wide._keras_mask = mask
+        return wide
 
     def _of_step(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
-        if not isinstance(out, tuple):
+        if not isinstance(out, tuple) or _is_pair(out):
             return out, {}
-        if len(out) != 2 or not isinstance(out[1], Mapping):
+        if len(out) != 2 or not isinstance(out[1], Mapping) or "loss" in out[1]:
             raise RecipeError(
-                f"step {self._recipe.step} must return a loss, or (loss, metrics) with a dict of metrics."
+                f"step {self._recipe.step} must return a loss, or (loss, metrics) with a dict of metrics, none of them "
+                "called loss."
             )
         return out
 
@@ -156,7 +172,7 @@ class Objective:
             return loss + AUXILIARY["InceptionOutputs"] * auxiliary
         return self._named(name, out, y, training)
 
-    def _named(self, name: str, out: Any, y: Any, training: bool) -> tf.Tensor:
+    def _named(self, name: str, out: Any, y: Any, training: bool) -> Any:
         if not tf.is_tensor(out) or not tf.is_tensor(y):
             raise RecipeError(
                 f"loss {name} needs one tensor from the model and one as y, got {_shape(out)} and {_shape(y)}; give a "
@@ -171,8 +187,13 @@ class Objective:
         if name == "cross_entropy":
             if (classes := self._dataset.classes) and self._recipe.model not in own_code.MODELS:
                 own_code.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
-            return cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
-        return NAMED[name](out, y)
+            losses = cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
+        else:
+            losses = NAMED[name](out, y)
+        if (mask := _mask(out)) is None:
+            return tf.reduce_mean(losses)
+        losses = tf.reduce_mean(losses, range(mask.shape.rank, losses.shape.rank))
+        return tf.reduce_sum(tf.where(mask, losses, 0)), tf.math.count_nonzero(mask)
 
     def _of_own_loss(self, loss: Callable[[Any, Any], Any], out: Any, y: Any) -> Any:
         try:
@@ -192,14 +213,17 @@ class Objective:
             metrics["acc1"] = tf.math.count_nonzero(tf.argmax(logits, 1) == tf.cast(y, tf.int64)), count
         return metrics
 
-    def _checked(self, loss: Any) -> tf.Tensor:
+    def _checked(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """The loss, or its sum, and the count of that."""
         key = "step" if self._step else "loss"
         name = getattr(self._recipe, key) or "of the data set"
-        if not tf.is_tensor(loss) or loss.shape.rank != 0 or not loss.dtype.is_floating:
+        total, counted = loss if _is_pair(loss) else (loss, None)
+        if not tf.is_tensor(total) or total.shape.rank != 0 or not total.dtype.is_floating:
             raise RecipeError(
-                f"{key} {name} must give one number, the mean over the batch's examples, got {_shape(loss)}."
+                f"{key} {name} must give one number, the mean over the batch's examples, or (sum, count), got "
+                f"{_shape(loss)}."
             )
-        return tf.cast(loss, self._real)
+        return tf.cast(total, self._real), None if counted is None else tf.cast(counted, self._real)
 
     def _sum(self, name: str, of: Any, count: Any) -> Metric:
         if isinstance(of, tuple | list) and len(of) == 2:
@@ -225,15 +249,45 @@ def _outputs(model: keras.Model, x: Any) -> int:
     return sys.maxsize
 
 
-def _own_loss(path: str) -> Callable[[Any, Any], Any]:
+def _own_loss(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
     """The callable as loss(out, y), one of Keras's turned round."""
     found: Any = imports.load(path, "loss")
     if inspect.isclass(found) and issubclass(found, keras.losses.Loss):
         imports.check_arguments(found, path, "loss")
         found = found()
-    if isinstance(found, keras.losses.Loss) or list(inspect.signature(found).parameters)[:1] == ["y_true"]:
+    if isinstance(found, keras.losses.Loss):
+        return functools.partial(_of_keras, found, global_batch)
+    if list(inspect.signature(found).parameters)[:1] == ["y_true"]:
         return lambda out, y: found(y, out)
     return found  # type: ignore[no-any-return]
+
+
+def _of_keras(loss: keras.losses.Loss, global_batch: int, out: Any, y: Any) -> Any:
+    """Keras's loss of the outputs: (sum, count) where masks leave some out; of a sum that of the global batch."""
+    found = loss(y, out)
+    if loss.reduction in {"sum", "none", None}:
+        return found * (global_batch / tf.cast(examples_in(y), found.dtype)) if loss.reduction == "sum" else found
+    found *= tf.distribute.get_strategy().num_replicas_in_sync  # which Keras divides it by
+    masks = [_mask(out)]
+    if getattr(loss, "_fn_kwargs", {}).get("ignore_class") is not None:
+        masks.append(_mask(loss.call(y, out)))
+    kept = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+    if not kept:
+        return found
+    count = tf.cast(tf.math.count_nonzero(functools.reduce(tf.logical_and, kept)), found.dtype)
+    return found * count, count
+
+
+def _mask(out: Any) -> Any:
+    """Which of a tensor's positions count, where its layers mask some."""
+    return getattr(out, "_keras_mask", None)
+
+
+def _is_pair(loss: Any) -> bool:
+    """Whether it is (sum, count)."""
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        return False
+    return isinstance(loss[1], int | float) or (tf.is_tensor(loss[1]) and loss[1].shape.rank == 0)
 
 
 def _shape(value: Any) -> str:

@@ -10,12 +10,17 @@ import tensorflow as tf
 from hvdtrain.core import imports, optimizers
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
-from hvdtrain.tensorflow.sgd import SGD, zeros_like
+from hvdtrain.tensorflow.sgd import SGD, times, zeros_like
 from hvdtrain.tensorflow.variables import add, put, subtract
 from hvdtrain.untrusted import one_line
 
 Tensors = list[tf.Tensor]
-INSTEAD = {"an LR schedule": "lr_schedule", "use_ema": "ema_decay", "gradient_accumulation_steps": "accumulation_steps"}
+INSTEAD = {
+    "an LR schedule": "lr_schedule",
+    "use_ema": "ema_decay",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "a loss scale": "precision: float16",
+}
 """What a recipe has in place of what Keras's optimizers may have."""
 
 
@@ -32,23 +37,22 @@ class Optimizer(Protocol):
 
 def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> Optimizer:
     """The recipe's optimizer of these weights, its state as before the first update. Raises RecipeError."""
+    if odd := [each.path for each in weights if getattr(each, "overwrite_with_gradient", False)]:
+        raise RecipeError(
+            f"weight {odd[0]} becomes its gradient (float8), of which ranks would have the mean; train without "
+            "quantize('float8')."
+        )
     if recipe.optimizer not in optimizers.NAMED:
         return KerasOptimizer(recipe, weights)
     variables = [weight.value for weight in weights]
-    odd = next((weight for weight in weights if weight.dtype != weights[0].dtype), None)
-    if odd is not None:
-        raise RecipeError(
-            f"optimizer {recipe.optimizer} wants weights of one type, {weights[0].path} is {weights[0].dtype} and "
-            f"{odd.path} {odd.dtype}; take one of Keras's, as keras.optimizers:SGD."
-        )
-    match optimizers.settings(recipe):
+    match settings := optimizers.settings(recipe):
         case optimizers.Lamb() as lamb:
             return LAMB(lamb, variables)
         case optimizers.Lars() as lars:
             return LARS(lars, variables)
         case optimizers.Adam() as adam:
             return Adam(adam, variables, is_decay_apart=recipe.optimizer == "adamw")
-    return SGD(recipe, variables)
+    return SGD(settings, variables)
 
 
 class Moments:
@@ -91,7 +95,7 @@ class Adam(Moments):
             gradients = [g + decay * v for g, v in zip(gradients, self._variables, strict=True)] if decay else gradients
             decay = 0.0
         for variable, update in zip(self._variables, self._updates(gradients), strict=True):
-            subtract(variable, lr * (update + decay * variable) if decay else lr * update)
+            subtract(variable, times(lr, update + decay * variable if decay else update))
 
 
 class LAMB(Moments):
@@ -101,7 +105,7 @@ class LAMB(Moments):
 
     def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
         for variable, update in zip(self._variables, self._updates(gradients), strict=True):
-            subtract(variable, lr * self._scaled(variable, update))
+            subtract(variable, times(lr, self._scaled(variable, update)))
 
     def _scaled(self, variable: tf.Variable, update: tf.Tensor) -> tf.Tensor:
         if not _is_adapted(self._settings, variable):
@@ -111,20 +115,12 @@ class LAMB(Moments):
         return whole * _ratio(of_variable, of_whole, (of_variable == 0) | (of_whole == 0))
 
 
-class LARS:
+class LARS(SGD):
     """You et al. 2017, arXiv:1708.03888, algorithm 1; see `hvdtrain.torch.optimizers.LARS`."""
 
-    def __init__(self, settings: optimizers.Lars, variables: list[tf.Variable]) -> None:
-        self._settings, self._variables = settings, variables
-        self._momentum = zeros_like(variables) if settings.momentum else []
-
-    @property
-    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
-        return {"momentum": self._momentum} if self._momentum else {}
-
     def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
-        for variable, gradient, momentum in itertools.zip_longest(self._variables, gradients, self._momentum):
-            update = lr * self._locally_scaled(variable, gradient)
+        for variable, gradient, momentum in itertools.zip_longest(self._variables, gradients, self.momentum):
+            update = times(lr, self._locally_scaled(variable, gradient))
             if momentum is not None:
                 put(momentum, self._settings.momentum * momentum + update)
                 update = tf.convert_to_tensor(momentum)
@@ -157,7 +153,9 @@ class KerasOptimizer:
                 f"{type(self._optimizer).__name__}."
             )
         own = self._optimizer
-        has = (not isinstance(own._learning_rate, keras.Variable), own.use_ema, own.gradient_accumulation_steps)
+        scales = own.loss_scale_factor or isinstance(own, keras.optimizers.LossScaleOptimizer)
+        is_scheduled = not isinstance(own._learning_rate, keras.Variable)
+        has = (is_scheduled, own.use_ema, own.gradient_accumulation_steps, scales)
         for (argument, key), is_there in zip(INSTEAD.items(), has, strict=True):
             if is_there:
                 its = f"optimizer {recipe.optimizer} has {argument} of its own"

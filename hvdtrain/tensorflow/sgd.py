@@ -1,11 +1,10 @@
 """SGD as PyTorch defines it, and the loss scale of float16: the same updates in both frameworks."""
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.core import optimizers
-from hvdtrain.core.recipe import Recipe
 from hvdtrain.tensorflow.variables import put, subtract
 
 
@@ -16,9 +15,7 @@ class SGD:
     acts on the whole update.
     """
 
-    def __init__(self, recipe: Recipe, variables: list[tf.Variable]) -> None:
-        settings = optimizers.settings(recipe)
-        assert isinstance(settings, optimizers.SGD)
+    def __init__(self, settings: Any, variables: list[tf.Variable]) -> None:
         self._settings, self._variables = settings, variables
         self.momentum = zeros_like(variables) if settings.momentum else []
 
@@ -28,22 +25,25 @@ class SGD:
 
     def descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         """One update of every variable; `lr` is a scalar."""
-        decay = tf.constant(self._settings.weight_decay, lr.dtype)
-        if self._settings.weight_decay:
-            gradients = [g + decay * v for g, v in zip(gradients, self._variables, strict=True)]
-        if not self.momentum:
-            for variable, gradient in zip(self._variables, gradients, strict=True):
-                subtract(variable, lr * gradient)
-            return
-        for variable, gradient, momentum in zip(self._variables, gradients, self.momentum, strict=True):
+        decay = self._settings.weight_decay
+        for variable, given, momentum in itertools.zip_longest(self._variables, gradients, self.momentum):
+            gradient = given + decay * variable if decay else given
+            if momentum is None:
+                subtract(variable, times(lr, gradient))
+                continue
             tf.raw_ops.ResourceApplyMomentum(
                 var=variable.handle,
                 accum=momentum.handle,
-                lr=lr,
+                lr=tf.cast(lr, gradient.dtype),
                 grad=gradient,
-                momentum=tf.constant(self._settings.momentum, lr.dtype),
+                momentum=tf.constant(self._settings.momentum, gradient.dtype),
                 use_nesterov=self._settings.nesterov,
             )
+
+
+def times(lr: tf.Tensor, update: tf.Tensor) -> tf.Tensor:
+    """The update, times the LR in its type."""
+    return tf.cast(lr, update.dtype) * update
 
 
 def zeros_like(variables: list[tf.Variable]) -> list[tf.Variable]:

@@ -1,5 +1,6 @@
 """A training state as named variables: what a checkpoint holds and what rank 0 broadcasts."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,18 +8,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.errors import CheckpointError
 from hvdtrain.run.checkpoint import Checkpoint, Layout
+from hvdtrain.tensorflow import hidden
 from hvdtrain.tensorflow.copies import Copies
 from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.optimizers import Optimizer
 from hvdtrain.tensorflow.sgd import Scaler
+from hvdtrain.untrusted import one_line
 
 
 def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
-    """Every variable of the state by name: `model.LAYER.NAME`, `SLOT.LAYER.NAME` as in momentum.LAYER.NAME,
-    `ema.LAYER.NAME`; what an optimizer keeps once for all by that name alone."""
-    state = {f"model.{_name(weight)}": weight.value for weight in model.weights}
-    names = [_name(weight) for weight in model.trainable_weights]
+    """Every variable of the state by name: `model.LAYER.NAME`, a layer's tf.Variables too, `SLOT.LAYER.NAME` as in
+    momentum.LAYER.NAME, `ema.LAYER.NAME`; what an optimizer keeps once for all by that name alone."""
+    weights = {weight.path: weight.value for weight in model.weights} | hidden.variables(model)
+    state = {f"model.{_name(path)}": each for path, each in weights.items()}
+    names = [_name(weight.path) for weight in model.trainable_weights]
     for slot, kept in {**optimizer.state, **({"ema": ema.averages} if ema else {})}.items():
         if isinstance(kept, list):
             state |= {f"{slot}.{name}": of for name, of in zip(names, kept, strict=True)}
@@ -27,8 +32,8 @@ def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) 
     return state
 
 
-def _name(weight: keras.Variable) -> str:
-    return weight.path.replace("/", ".")
+def _name(path: str) -> str:
+    return path.replace("/", ".")
 
 
 class State:
@@ -37,10 +42,18 @@ class State:
     def __init__(self, model: keras.Model, optimizer: Optimizer, scaler: Scaler, ema: Ema | None = None) -> None:
         self.tensors = variables(model, optimizer, ema)
         self.scaler: Any = scaler
+        self._constants = hidden.constants(model)
         self._copies = Copies()
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Every variable is there from the start."""
+        """Every variable is there from the start. Raises CheckpointError where layers hold other constants."""
+        own = json.dumps(self._constants)
+        if (of_then := values.get("constants", own)) != own:
+            raise CheckpointError(
+                "the checkpoint's model held other constants or vocabularies, which are no weights: "
+                f"{one_line(of_then, 200)}, now {one_line(own, 200)}; make them of the same data, or give another "
+                "--output."
+            )
 
     def load(self, checkpoint: Checkpoint) -> None:
         for name, variable in self.tensors.items():
@@ -53,9 +66,10 @@ class State:
         return self._copies.of(self.tensors)
 
     def values(self) -> dict[str, Any]:
-        return {}
+        return {"constants": json.dumps(self._constants)} if self._constants else {}
 
     def numbers(self) -> dict[str, Any]:
-        """What an optimizer keeps once for all, as its count of updates, and the loss scale."""
+        """What an optimizer keeps once for all, as its count of updates, the loss scale, and layers' constants."""
         once = {name: each for name, each in self.tensors.items() if not (name.startswith("model.") or each.shape.rank)}
-        return {**{name: each.numpy().item() for name, each in once.items()}, **self.scaler.state_dict()}
+        kept = {name: each.numpy().item() for name, each in once.items()}
+        return {**kept, **self.scaler.state_dict(), **self._constants}

@@ -1,11 +1,11 @@
 """One update of the weights, and the metrics of a batch, as graphs on all replicas of a rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.plan import Plan
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow import models, optimizers, variables
@@ -20,11 +20,8 @@ from hvdtrain.tensorflow.sgd import Scaler, clipped, zeros_like
 class Step:
     """A rank's model, optimizer and loss scale, and the way from micro-batches to new weights."""
 
-    def __init__(
-        self, recipe: Recipe, dataset: Dataset, engine: Engine, replication: Replication, weight: Callable[[int], float]
-    ) -> None:
-        """`weight` of a micro-batch of so many examples in the mean over all local batches."""
-        self.recipe, self._weight = recipe, weight
+    def __init__(self, plan: Plan, dataset: Dataset, engine: Engine, replication: Replication) -> None:
+        self.recipe, self._weight = (recipe := plan.recipe), plan.weight
         self._engine, self._replication = engine, replication
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         with replication.scope():
@@ -34,9 +31,11 @@ class Step:
             self.ema = Ema(self.weights, recipe.ema_decay, replication) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(replication.copies)
-            self.objective = Objective(recipe, dataset)
+            self.objective = Objective(recipe, dataset, plan.global_batch)
             self._norm = GradientNorm() if type(replication) is OneReplica else None
-            self._gathered = zeros_like(self.weights) if recipe.accumulation_steps > 1 else []
+            counted = tf.zeros((), self._real)
+            self._gathered = zeros_like([*self.weights, counted]) if recipe.accumulation_steps > 1 else []
+        self._counts = False
         self._unreached: list[int] = []
         """The weights that the loss does not depend on, once a step was traced: no update moves them."""
         self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
@@ -66,7 +65,7 @@ class Step:
     def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
         seen, gradients = self._gradients(batch)
         self.meter.add(seen)
-        self._apply(gradients, lr)
+        self._apply(self._averaged(gradients), lr)
 
     def _add_gradients(self, batch: Any) -> None:
         seen, gradients = self._gradients(batch)
@@ -74,11 +73,13 @@ class Step:
         self._replication.keep(self._collect, gradients)
 
     def _collect(self, gradients: list[tf.Tensor]) -> None:
-        for total, gradient in zip(self._gathered, gradients, strict=True):
+        self._counts = len(gradients) > len(self.weights)
+        for total, gradient in zip(self._gathered, gradients, strict=False):
             variables.add(total, gradient)
 
     def _apply_gathered(self, lr: tf.Tensor) -> None:
-        self._apply([tf.convert_to_tensor(total) for total in self._gathered], lr)
+        gathered = self._gathered if self._counts else self._gathered[:-1]
+        self._apply(self._averaged([tf.convert_to_tensor(total) for total in gathered]), lr)
         self._replication.keep(self._forget, [])
 
     def _forget(self, _: list[tf.Tensor]) -> None:
@@ -86,12 +87,25 @@ class Step:
             variables.put(total, tf.zeros_like(total))
 
     def _differentiate(self, batch: Any) -> tuple[Seen, list[tf.Tensor]]:
-        """What is to be reported of one micro-batch, and its part of the scaled gradients."""
+        """What is to be reported of one micro-batch, and its part of the scaled gradients; where the loss is a sum,
+        their last is what they are to be divided by."""
         with tf.GradientTape() as tape:
             loss, seen = self.objective.measure(self.model, batch, training=True)
-            weighted = loss * self._weight(examples_in(batch))
-            scaled = weighted * tf.cast(self.scaler.scale, self._real) / self.recipe.accumulation_steps
-        return seen, self._dense(tape.gradient(scaled, self.weights))
+            counted = seen.metrics.get("loss")
+            weight, steps = self._weight(1 if counted else examples_in(batch)), self.recipe.accumulation_steps
+            scaled = loss * weight * tf.cast(self.scaler.scale, self._real) / steps
+        gradients = self._dense(tape.gradient(scaled, self.weights))
+        return seen, [*gradients, tf.cast(counted[1] * weight / steps, self._real)] if counted else gradients
+
+    def _averaged(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Of a sum's gradients those whose mean over the replicas is that of all that they count together."""
+        if len(gradients) == len(self.weights):
+            return gradients
+        if self.recipe.reduction == "adasum":
+            raise RecipeError("a loss that gives (sum, count) cannot be divided after adasum; drop adasum.")
+        counted, replicas = tf.unstack(self._engine.sum_tensor(tf.stack([gradients[-1], tf.ones((), self._real)])))
+        factor = tf.math.divide_no_nan(replicas, counted)
+        return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients[:-1]]
 
     def _dense(self, gradients: list[Any]) -> list[tf.Tensor]:
         """The gradients, 0 of weights that the loss does not depend on. Raises RecipeError where it depends on none."""

@@ -1,6 +1,7 @@
 """TensorFlow's part of a run on one rank: model, updates, data and validation."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,7 @@ from hvdtrain.core.totals import Totals
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.run import guard
 from hvdtrain.run.run import Run
-from hvdtrain.tensorflow import devices, models, networks
+from hvdtrain.tensorflow import devices, hidden, models, networks
 from hvdtrain.tensorflow.data import Loader, evened
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import replication_of
@@ -29,7 +30,7 @@ class Trainer:
     def __init__(self, run: Run, engine: Engine) -> None:
         self.recipe, self.plan, self.dataset, self.engine = run.recipe, run.plan, run.dataset, engine
         self.replication = replication_of(engine)
-        self.step = Step(run.recipe, run.dataset, engine, self.replication, run.plan.weight)
+        self.step = Step(run.plan, run.dataset, engine, self.replication)
         self.model, self.weights = self.step.model, self.step.weights
         self.state = State(self.model, self.step.optimizer, self.step.scaler, self.step.ema)
         self.loader = Loader(self.recipe, run.dataset, engine.device)
@@ -39,12 +40,15 @@ class Trainer:
         first = engine.rank * self.replication.replicas
         self._local_batches = range(first, first + self.replication.replicas)
         """Which of the plan's local batches this rank's replicas read."""
+        self._host = run.topology.host
+        self._first_batch: Any = None
 
     def events(self, folder: Path, first_step: int) -> EventWriter:
         return EventWriter(folder, first_step)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
         """This rank's micro-batches of each update that is left of the epoch, each one's replicas side by side."""
+        hidden.refresh(self.model)  # rank 0's weights, or a checkpoint's, are in place, and no graph is made yet
         of_each = [train_requests(self.plan, progress, index) for index in self._local_batches]
         requests = [request for step in zip(*(own for _, own in of_each), strict=True) for request in step]
         batches = self.loader.batches(self.dataset.train, requests)
@@ -52,6 +56,10 @@ class Trainer:
             yield [next(batches) for _ in range(self.recipe.accumulation_steps * len(self._local_batches))]
 
     def update(self, batch: list[Any], lr: float, step: int) -> None:
+        if self._first_batch is None:
+            outputs = functools.partial(self.step.objective.outputs, self.model)
+            hidden.check_outputs(outputs, batch[0], self.model, self.engine, self._host)
+            self._first_batch = () if step else batch[0]
         self._seed(step)
         self.step(batch, lr)
         if self.recipe.buffers != "local":
@@ -84,7 +92,9 @@ class Trainer:
     def after_first_step(self) -> list[str]:
         own = {path: self.replication.copies(each)[0] for path, each in models.own_weights(self.model).items()}
         names = models.unlike_weights(own, (self.engine.rank, self.engine.size), self.engine.sum)
-        return guard.of_unlike_buffers(names, "weights", "rank 0's", "give buffers: average or rank_0")
+        batch, self._first_batch = self._first_batch, ()
+        notes = self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []
+        return notes + guard.of_unlike_buffers(names, "weights", "rank 0's", "give buffers: average or rank_0")
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine, self.replication.copies)

@@ -3,9 +3,13 @@
 import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import pydantic
+from numpy.typing import NDArray
 from pydantic import Field
 
 from hvdtrain.core import flags, network, plan
@@ -15,8 +19,7 @@ from hvdtrain.core.network import Network
 from hvdtrain.core.own_code import is_path
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.recipe import Recipe, located
-from hvdtrain.datasets import Dataset, published
-from hvdtrain.datasets.published import SIZES, Blank
+from hvdtrain.datasets.base import Dataset
 from hvdtrain.errors import DataError, HvdtrainError, RecipeError
 from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import OPTIONS, parse_flags, usage
@@ -24,6 +27,26 @@ from hvdtrain.untrusted import one_line, printable
 
 PROG = "python -m hvdtrain plan"
 Number = Annotated[int, Field(gt=0, le=10**9)]
+SIZES = {"cifar100": (50_000, 10_000, 100), "imagenet": (1_281_167, 50_000, 1000)}
+"""Training examples, validation examples, classes. ImageNet's are ILSVRC 2012's (Russakovsky et al. 2015,
+arXiv:1409.0575, table 2)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blank:
+    """So many examples that are not there: black images of class 0."""
+
+    examples: int
+    shape: tuple[int, ...] = ()
+    """Of one image; () where it is not known."""
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
+        if not self.shape:
+            raise DataError("there is no example to look at")
+        return np.zeros((len(indices), *self.shape), np.uint8), np.zeros(len(indices), np.int64)
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -107,8 +130,8 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
         return dataset, [f"data        {recipe.dataset} is not read: --examples is given"]
     # Neither copied to this node nor decoded.
     recipe = located(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}))
-    if why := published.missing(recipe.dataset, recipe.data_dir):
-        dataset = published.load(recipe.dataset, recipe.train_crop)
+    if why := missing(recipe.dataset, recipe.data_dir):
+        dataset = _published(recipe.dataset, recipe.train_crop)
         train, valid, classes = SIZES[recipe.dataset]
         sizes = "" if options.examples else f"{train:,} examples to train, {valid:,} to validate, "
         notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{classes:,} classes"]
@@ -130,3 +153,30 @@ def _network(recipe: Recipe, framework: Framework, dataset: Dataset) -> tuple[Ne
         if not isinstance(dataset.train, Blank):
             raise
         return Network(0, has_batch_norm=True), [f"parameters  not counted: {one_line(error)}"]
+
+
+def missing(name: str, data_dir: Path | None) -> str:
+    """Why the files of a set of SIZES cannot be read; nothing where they can be looked for, or are in the package."""
+    if name not in SIZES:
+        return ""
+    if data_dir is not None:
+        return "" if _is_here(data_dir) else f"{data_dir} is not here"
+    if name == "imagenet":
+        return "no --data-dir is given"
+    from hvdtrain.datasets.cifar100 import FOLDER
+    from hvdtrain.datasets.download import default_data_dir
+
+    return "" if _is_here(default_data_dir() / FOLDER) else "not downloaded yet"
+
+
+def _is_here(path: Path) -> bool:
+    """False too where it may not be looked for, or nothing can have that name."""
+    return os.access(path, os.F_OK)
+
+
+def _published(name: str, train_crop: int) -> Dataset:
+    """A set of SIZES without its files."""
+    train, valid, classes = SIZES[name]
+    side = train_crop if name == "imagenet" else 32
+    shape = (side, side, 3)
+    return Dataset(name, Blank(train, shape), Blank(valid, shape), classes, shape, (0.5,) * 3, (0.5,) * 3)

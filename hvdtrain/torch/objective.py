@@ -1,15 +1,20 @@
 """What a batch costs: the loss and metrics of a recipe, of the model's outputs or from a step of the user's."""
 
 import contextlib
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from hvdtrain.core import imports, own_code
 from hvdtrain.core.own_code import AUXILIARY, MODELS, is_path
+from hvdtrain.core.totals import of_halves
 from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 
 if TYPE_CHECKING:
@@ -34,7 +39,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Seen:
-    """A batch's mean loss and metrics, on the device and without gradient; `count` examples.
+    """A batch's mean loss and metrics, on the device and without gradient; `count` examples. The metric `loss` is the
+    loss's sum and count, where it gives them.
 
     Examples:
         >>> Seen(torch.tensor(0.5), count=8, metrics={"acc1": (torch.tensor(6), 8)}).metrics["acc1"]
@@ -74,8 +80,15 @@ class Objective:
         """Raises RecipeError where code that the recipe names cannot be imported."""
         self._recipe = recipe
         self._step = _load(recipe.step, "step", None, None) if recipe.step else None
-        own = recipe.loss is not None and recipe.loss not in NAMED
+        self._may_ignore = is_path(recipe.dataset) and recipe.reduction != "adasum"
+        """Whether labels of -100, which no data set of ours has, are left out over all ranks."""
+        self._loss_name = "cross_entropy" if recipe.loss in CROSS_ENTROPIES else recipe.loss
+        own = self._loss_name not in {None, *NAMED}
         self._own_loss = _load(recipe.loss, "loss", None, None) if recipe.loss and own else None
+        self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
+        self.notes: list[str] = []
+        """Lines of the log on the loss, once a training batch has shown them."""
+        self._unseen: Any = self._own_loss
         self._metrics = {name: _load(path, f"metrics {name}", None, None) for name, path in recipe.metrics.items()}
         self._forward_of = f"step {recipe.step}" if recipe.step else f"model {recipe.model}"
         self._all_ours = not recipe.step and not is_path(recipe.model) and not is_path(recipe.dataset)
@@ -89,14 +102,8 @@ class Objective:
     @contextlib.contextmanager
     def explained(self, is_lost: Callable[[Exception], bool]) -> Iterator[None]:
         """Raises ProgramError for what the user's model or step raises, but for a rank that an engine has lost."""
-        try:
+        with _explained(self._forward_of, lambda error: self._all_ours or is_lost(error)):
             yield
-        except HvdtrainError:
-            raise
-        except Exception as error:
-            if self._all_ours or is_lost(error):
-                raise
-            raise ProgramError(f"{self._forward_of}: {imports.reason(error)}") from error
 
     def inputs(self, batch: Any) -> Any:
         """What `forward` takes of a batch: the whole for a step, else x."""
@@ -111,32 +118,29 @@ class Objective:
         return data[0]
 
     def measure(self, out: Any, batch: Any, training: bool = False) -> tuple[torch.Tensor, Seen]:
-        """The mean loss over the batch's examples, with its gradient, and what is to be reported. Raises RecipeError
-        where the user's code returns anything else than it should."""
+        """The mean loss over the batch's examples, or its sum where it gives that and a count, with its gradient, and
+        what is to be reported. Raises RecipeError where the user's code returns anything else than it should."""
         data, count = (batch.data, batch.count) if isinstance(batch, Batch) else (batch, len(batch[1]))
         if self._step:
             loss, metrics = self._of_step(out)
         else:
             loss, metrics = self._loss(out, data[1], training), self._measured(out, data[1])
+        if _is_pair(loss):
+            loss, metrics = loss[0], {**metrics, "loss": loss}
+            if not self.notes and (self._step or self._own_loss):
+                self.notes.append(f"{self._name} gives (sum, count): sums and counts of all ranks are divided")
         self._check(loss, training)
-        return loss, Seen(loss.detach(), count, {name: self._sum(name, of, count) for name, of in metrics.items()})
-
-    def loss(self, out: Any, batch: Any) -> Any:
-        """The training loss alone, unchecked: what a loop without metrics computes.
-
-        Examples:
-            >>> from hvdtrain.core.recipe import load
-            >>> Objective(load("linear")).loss(torch.ones(4, 1), (None, torch.zeros(4, 1)))
-            tensor(1.)
-        """
-        return self._of_step(out)[0] if self._step else self._loss(out, batch[1], training=True)
+        if training and self._unseen:
+            self._look(loss, out, data[1], count)
+        mean = loss.detach() / count if "loss" in metrics else loss.detach()
+        return loss, Seen(mean, count, {name: self._sum(name, of, count) for name, of in metrics.items()})
 
     def _of_step(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
-        if not isinstance(out, tuple):
+        if not isinstance(out, tuple) or _is_pair(out):
             return out, {}
-        if len(out) != 2 or not isinstance(out[1], Mapping):
+        if len(out) != 2 or not isinstance(out[1], Mapping) or "loss" in out[1]:
             raise RecipeError(
-                f"step {self._recipe.step} must return a loss, or (loss, metrics) with a dict of metrics."
+                f"{self._name} must return a loss, or (loss, metrics) with a dict of metrics, none of them called loss."
             )
         return out
 
@@ -144,12 +148,18 @@ class Objective:
         if self._own_loss:
             with _explained(f"loss {self._recipe.loss}"):
                 return self._own_loss(out, y)
-        name = self._recipe.loss or ("mse" if y.is_floating_point() else "cross_entropy")
+        name = self._loss_name or ("mse" if y.is_floating_point() else "cross_entropy")
         if weight := AUXILIARY.get(type(out).__name__):
             auxiliary = [getattr(out, field) for field in out._fields if field != "logits"]
             losses = [self._named(name, one, y, training) for one in auxiliary if one is not None]
-            return self._named(name, out.logits, y, training) + weight * sum(losses)
-        return self._named(name, out, y, training)
+            loss = self._named(name, out.logits, y, training) + weight * sum(losses)
+        else:
+            loss = self._named(name, out, y, training)
+        return (loss, (y != IGNORED).sum()) if self._sums(name, y) else loss
+
+    def _sums(self, name: str, y: Any) -> bool:
+        """Whether the named loss is a sum over labels of which some may be ignored, on whichever rank."""
+        return name == "cross_entropy" and self._may_ignore and not y.is_floating_point()
 
     def _named(self, name: str, out: torch.Tensor, y: torch.Tensor, training: bool) -> torch.Tensor:
         if not isinstance(out, torch.Tensor):
@@ -165,7 +175,8 @@ class Objective:
         if name == "cross_entropy":
             if training in self._unchecked and not y.is_floating_point():
                 self._check_labels(out, y, training)
-            return F.cross_entropy(out, y, label_smoothing=self._recipe.label_smoothing if training else 0.0)
+            smoothing, reduction = self._recipe.label_smoothing * training, "sum" if self._sums(name, y) else "mean"
+            return F.cross_entropy(out, y, label_smoothing=smoothing, reduction=reduction)
         if out.shape != y.shape:  # PyTorch would broadcast them
             raise RecipeError(
                 f"loss {name} needs outputs and targets of one shape, got {list(out.shape)} and {list(y.shape)}; "
@@ -181,7 +192,7 @@ class Objective:
             >>> Objective(load("digits")).check_outputs(torch.zeros(2, 10))
         """
         logits = getattr(out, "logits", out)
-        if self.classes and not self._step and self._recipe.loss in {None, "cross_entropy"}:
+        if self.classes and not self._step and self._loss_name in {None, "cross_entropy"}:
             own_code.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, f"{self.classes} classes")
 
     def _check_labels(self, out: torch.Tensor, y: torch.Tensor, training: bool) -> None:
@@ -189,7 +200,7 @@ class Objective:
         if not y.is_cpu:
             self._unchecked.discard(training)
         self.check_outputs(out)
-        if len(kept := y[y != -100]):  # which cross_entropy leaves out
+        if len(kept := y[y != IGNORED]):
             own_code.check_labels(self._recipe, out.shape[1], int(kept.min()), int(kept.max()))
 
     def _measured(self, out: Any, y: Any) -> dict[str, Any]:
@@ -199,21 +210,31 @@ class Objective:
                 with _explained(f"metrics {name} {self._recipe.metrics[name]}"):
                     metrics[name] = metric(out, y)
             logits = getattr(out, "logits", out)
-            if self._recipe.loss in {None, "cross_entropy"} and y.dim() == 1 and not y.is_floating_point():
+            if self._loss_name in {None, "cross_entropy"} and y.dim() == 1 and not y.is_floating_point():
                 metrics["acc1"] = (logits.argmax(1) == y).sum(), len(y)
             return metrics
 
     def _check(self, loss: Any, training: bool) -> None:
-        key = "step" if self._step else "loss"
-        name = getattr(self._recipe, key) or "of the data set"
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
             got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise RecipeError(f"{key} {name} must give one number, the mean over the batch's examples, got {got}.")
+            rule = "one number, the mean over the batch's examples, or (sum, count)"
+            raise RecipeError(f"{self._name} must give {rule}, got {got}.")
         if training and not loss.requires_grad:
             raise RecipeError(
-                f"{key} {name} gives a loss without gradient; compute it of the model's outputs, without detach(), "
+                f"{self._name} gives a loss without gradient; compute it of the model's outputs, without detach(), "
                 "item() or no_grad()."
             )
+
+    def _look(self, loss: torch.Tensor, out: Any, y: Any, examples: int) -> None:
+        """Notes where the user's loss is no mean over examples, as a batch's halves show."""
+        own, self._unseen = self._unseen, None
+
+        def measured(part: slice) -> Any:
+            return copy.deepcopy(own)(*tree_map_only(torch.Tensor, lambda one: _cut(one, part, examples), (out, y)))
+
+        random_state = torch.random.fork_rng([loss.device] if loss.is_cuda else [])
+        with torch.no_grad(), random_state, torch.autocast(loss.device.type, enabled=False):
+            self.notes += of_halves(str(self._recipe.loss), measured, examples)
 
     def _sum(self, name: str, of: Any, count: int) -> Metric:
         if isinstance(of, tuple | list) and len(of) == 2 and all(map(_is_number, of)):
@@ -226,6 +247,9 @@ class Objective:
         )
 
 
+CROSS_ENTROPIES = {"torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
+IGNORED = -100
+"""The label that PyTorch's cross_entropy leaves out."""
 NAMED: dict[str, Callable[..., torch.Tensor]] = {
     "cross_entropy": F.cross_entropy,
     "mse": F.mse_loss,
@@ -235,13 +259,26 @@ NAMED: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
     try:
         yield
-    except HvdtrainError:
-        raise
     except Exception as error:
+        if isinstance(error, HvdtrainError) or passes(error):
+            raise
         raise ProgramError(f"{what}: {imports.reason(error)}") from error
+
+
+def _is_pair(loss: Any) -> bool:
+    """Whether it is (sum, count)."""
+    return isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[1])
+
+
+def _cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
+    """A copy of these examples of an output or target, precise enough for sums. Raises ValueError where it has none."""
+    if one.dim() and len(one) != examples:
+        raise ValueError
+    cut = one[part].clone() if one.dim() else one
+    return cut.float() if cut.dtype in {torch.bfloat16, torch.float16} else cut
 
 
 def _is_number(value: Any) -> bool:
@@ -250,6 +287,9 @@ def _is_number(value: Any) -> bool:
 
 def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
     """What the path names, which takes so many arguments."""
-    function = imports.load(path, key)
+    function: Any = imports.load(path, key)
+    if inspect.isclass(function) and issubclass(function, nn.Module):  # as torch.nn:SmoothL1Loss
+        with imports.explained(path, key, (TypeError,)):
+            function = function()
     imports.check_arguments(function, path, key, *given)
-    return function
+    return function  # type: ignore[no-any-return]

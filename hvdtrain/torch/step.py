@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hvdtrain.errors import RecipeError
 from hvdtrain.torch import compiling, optimizers
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines.counts import Counts
 from hvdtrain.torch.objective import Objective, Seen
 from hvdtrain.torch.state import lr_ratios, set_lr
 
@@ -102,7 +104,7 @@ class Step:
         self.objective = Objective(recipe)
         self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
         self.lr_ratios = lr_ratios(self.optimizer, lr)
-        self._parameters = list(model.parameters())
+        self._parameters, self._counts = list(model.parameters()), Counts(engine)
         self._norm: torch.Tensor | None = None
         """Of the gradients before they were clipped."""
         # Of what lies where the engine has put it.
@@ -129,6 +131,7 @@ class Step:
         seen = self._differentiate(micro_batches)
         with self._phase("allreduce"):
             self.engine.finish()
+            self._counts.finish(self._parameters)
         with self._phase("update"):
             if self.recipe.clip_norm:
                 self.scaler.unscale_(self.optimizer)
@@ -148,13 +151,18 @@ class Step:
             with self._phase("forward"), autocast(self.recipe, self.engine.device), self._explained():
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
             with self._phase("backward"):
-                self.scaler.scale(self._weighted(loss, seen.count, len(micro_batches))).backward()
+                self.scaler.scale(self._weighted(loss, seen, len(micro_batches))).backward()
             results.append(seen)
         return results
 
-    def _weighted(self, loss: torch.Tensor, examples: int, micro_batches: int) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, seen: Seen, micro_batches: int) -> torch.Tensor:
         """A micro-batch's part of the mean over the global batch. An operation that changes nothing costs two."""
-        weight = self._weight(examples)
+        if "loss" in seen.metrics:
+            if self.recipe.reduction == "adasum":
+                name = self.recipe.loss or self.recipe.step
+                raise RecipeError(f"{name} gives (sum, count), which reduction adasum cannot divide; drop adasum.")
+            return self._counts.divided(loss, seen.metrics["loss"][1])
+        weight = self._weight(seen.count)
         return loss if weight == micro_batches == 1 else loss * weight / micro_batches
 
     def gradient_norm(self) -> float | None:

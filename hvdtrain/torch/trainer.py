@@ -44,6 +44,8 @@ class Replica:
         becomes of the other buffers after each update."""
         self.engine, self.model, self.state, self.meter = engine, model, state, meter
         self._same_statistics, self._buffers = same_statistics, buffers
+        self.notes: list[str] = []
+        """What the first step's loss has shown, for the log."""
 
     def events(self, folder: Path, first_step: int) -> Events:
         from tensorboardX import SummaryWriter  # a second of imports, and rank 0's alone
@@ -66,7 +68,7 @@ class Replica:
 
     def after_first_step(self) -> list[str]:
         names = models.unlike_buffers(self.model, self.engine)
-        return guard.of_unlike_buffers(names, "buffers", "rank 0's", REMEDY)
+        return self.notes + guard.of_unlike_buffers(names, "buffers", "rank 0's", REMEDY)
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
@@ -107,6 +109,7 @@ class Trainer(Replica):
             same_statistics=recipe.batch_norm != "local",
             buffers=recipe.buffers,
         )
+        self.notes = self.step.objective.notes
         self.loader = Loader(recipe, run.dataset, engine.device)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:

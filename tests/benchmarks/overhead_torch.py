@@ -46,7 +46,9 @@ class Training:
 
     def loss(self, network: nn.Module, batch: Any) -> torch.Tensor:
         """Of `network`, which is the model or what has been put around it."""
-        return self.objective.loss(network(self.objective.inputs(batch)), batch)  # type: ignore[no-any-return]
+        objective, out = self.objective, network(self.objective.inputs(batch))
+        loss: Any = objective._of_step(out)[0] if objective._step else objective._loss(out, batch[1], training=True)
+        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
 
 
 class Whole(nn.Module):

@@ -5,8 +5,8 @@ import pytest
 from refusals import refusal
 
 from hvdtrain.core import recipe
-from hvdtrain.core.interval import daly
 from hvdtrain.errors import RecipeError
+from hvdtrain.run.checkpointing import daly
 
 HOUR = 3600.0
 

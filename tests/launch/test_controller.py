@@ -9,7 +9,7 @@ from paths import DUMPS
 
 from hvdtrain.core import compatibility
 from hvdtrain.errors import WorldError
-from hvdtrain.launch import controller, mpi
+from hvdtrain.launch import mpi
 from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.topology import discover
 
@@ -89,4 +89,4 @@ GLOO = {
 def test_who_uses_gloo(text, library, compiled, gloo, monkeypatch):
     monkeypatch.setattr(mpi, "of_horovod", lambda framework: library)
     monkeypatch.setattr(mpi, "horovod_library", lambda framework: compiled and Path(compiled))
-    assert controller.uses_gloo(discover(environment(text)), "torch", environment(text)) is gloo
+    assert mpi.uses_gloo(discover(environment(text)), "torch", environment(text)) is gloo

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.launched, needs_torch]
 PAGE = Path(__file__).parents[2] / "docs" / "bring.md"
 
 
-PROGRAM, RECIPE, STEP, BEFORE, OWN_LOOP = re.findall(
+PROGRAM, RECIPE, _, STEP, BEFORE, OWN_LOOP = re.findall(
     r"^```(?:python|yaml)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
 )
 

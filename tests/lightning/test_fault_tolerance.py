@@ -1,9 +1,13 @@
 """Lightning with FaultTolerance on real ranks: a program of one's own that is killed, stopped and resumed."""
 
+import json
+
 import numpy as np
 import pytest
+import warm
 from fault_tolerance import check_that_a_hang_is_named, digests, killed_stopped_and_resumed, position, state, trained
-from ranks import NEEDS, needs_lightning
+from paths import SUPPORT
+from ranks import NEEDS, needs_lightning, run
 from worlds import losses, of_kind
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(300), NEEDS["torch"], needs_lightning]
@@ -50,3 +54,34 @@ def test_killed_or_stopped_inside_an_epoch_it_resumes_to_the_same_bits(folder, t
 
 def test_a_rank_that_hangs_is_named(tmp_path):
     check_that_a_hang_is_named("lightning", tmp_path, {"strategy": "horovod"})
+
+
+def test_each_callback_of_lightnings_is_resumed_or_refused(tmp_path):
+    run("alone", 1, warm.command("lightning", SUPPORT / "lightning_callbacks.py", tmp_path)).good()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {name: case["resumed"] for name, case in found.items() if "whole" in case} == {
+        name: [case["whole"]] * len(case["resumed"]) for name, case in found.items() if "whole" in case
+    }
+    for name, case in found.items():
+        if "whole" in case:
+            assert (case["again"], case["more"]) == (case["whole"], 0), name
+    batches = {name: case["batches"] for name, case in found.items() if "whole" in case}
+    assert batches == {"averages": 16, "epoch of statistics": 20, "watched": 27, "stopped early": 8}
+    refused = {name: case["error"] for name, case in found.items() if "error" in case}
+    assert len(refused) == 5
+    for name, printed in refused.items():
+        assert f"FaultTolerance does not go with {name}" in printed and printed.count("\n") == 1, printed
+
+
+NAMED = {
+    "apart": "the ranks differ in accuracy: rank 1 on ",
+    "short": "the training data of rank 1 ended after 4 of 6 batches",
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_ranks_that_part_are_named(tmp_path, case):
+    ended = trained("lightning", "mpi", 2, tmp_path, {case: {"strategy": "horovod", case: True}})
+    assert ended.code != 0
+    assert any(NAMED[case] in line for line in ended.lines), ended.err
+    assert state(tmp_path / case) == "failed"

@@ -77,8 +77,10 @@ def given(name, folder):
         settings = SETTINGS if two else {"plain": {}}
         programs |= {"own_module": {"folder": str(folder / "own"), "settings": settings}}
         programs |= {"manual": {"folder": str(folder / "manual")}}
+    if name in {"mpi-1", "mpi-2"}:
+        programs |= {"trainers": {}}
     if two:
-        programs |= {"resumed": {"folder": str(folder / "own")}}
+        programs |= {"resumed": {"folder": str(folder / "own")}, "differing": {}}
     programs |= {"recipes": {"given": chosen}, "strategy_verbs": {}, "modules": {"folder": str(folder / "logged")}}
     return programs
 
@@ -249,6 +251,47 @@ def test_optimizers_stepped_by_hand(launched, name):
     for rank in results["manual"]:
         assert same(rank["horovod"]["weights"], rank["ddp"]["weights"])
         assert rank["horovod"]["weights"] == results["manual"][0]["horovod"]["weights"]
+
+
+TRAINERS = ["plain", "micro-batches", "scheduled", "averaged", "limited", "overfitted", "stopped", "reloaded"]
+TRAINERS += ["barebones", "tried", "sums", "sums of micro-batches"]
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+@pytest.mark.parametrize("case", TRAINERS)
+def test_every_trainer_reads_and_learns_the_same_whatever_the_number_of_ranks(launched, strategy, case):
+    (one,), two = (launched(f"mpi-{ranks}")[1]["trainers"] for ranks in (1, 2))
+    alone, both = one[f"{strategy} {case}"], [rank[f"{strategy} {case}"] for rank in two]
+    read = {epoch: [i for rank in both for i in rank["read"][epoch]] for epoch in alone["read"]}
+    assert {e: sorted(found) for e, found in read.items()} == {e: sorted(found) for e, found in alone["read"].items()}
+    for rank in both:
+        assert rank["updates"] == alone["updates"]
+        for name, weights in alone["weights"].items():
+            np.testing.assert_allclose(rank["weights"][name], weights, rtol=1e-9)
+        assert rank.get("alone") == pytest.approx(alone.get("alone"), rel=1e-12)
+    batches = {"limited": [16] * 3, "overfitted": [16] * 3, "stopped": [40, 16], "tried": [16]}
+    epochs = 4 if case == "averaged" else 3
+    assert [len(set(found)) for found in read.values()] == batches.get(case, [40] * epochs)
+    assert [len(found) for found in read.values()] == batches.get(case, [40] * epochs)
+    if case == "overfitted":
+        assert len({i for found in read.values() for i in found}) == 16
+
+
+def test_sums_over_counts_are_the_same_for_any_number_of_micro_batches(launched):
+    for rank in launched("mpi-2")[1]["trainers"]:
+        for strategy in ("horovod", "ddp"):
+            whole, parts = (rank[f"{strategy} {case}"]["weights"] for case in ("sums", "sums of micro-batches"))
+            for name, weights in whole.items():
+                np.testing.assert_allclose(parts[name], weights, rtol=1e-9)
+            assert whole != rank[f"{strategy} plain"]["weights"]
+
+
+def test_values_by_which_ranks_decide_are_named_where_they_differ(launched):
+    for rank in launched("mpi-2")[1]["differing"]:
+        assert sorted(rank) == ["ddp early", "ddp plateau", "horovod early", "horovod plateau"]
+        for message in rank.values():
+            assert message.startswith("the ranks differ in loss_epoch: rank 1 on "), message
+            assert message.endswith("sync_dist=True."), message
 
 
 def same(ours, theirs):

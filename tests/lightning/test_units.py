@@ -16,9 +16,10 @@ from hvdtrain.launch.topology import Topology
 pytestmark = [NEEDS["torch"], needs_lightning]
 
 
-def output_of(code):
+def output_of(code, **environ):
+    environ = {**clean_environ(), **environ}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=clean_environ(), timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environ, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -38,6 +39,21 @@ def test_importing_the_package_registers_the_strategy_without_horovod():
     code += "strategy = Trainer(strategy='horovod', accelerator='cpu', logger=False).strategy\n"
     code += "print(type(strategy) is ours.HorovodStrategy, strategy.world_size)"
     assert output_of(code)[-5:] == ["True", "False", "False", "True", "1"]
+
+
+ON_RANK_1 = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1"}.items()}
+
+
+@pytest.mark.parametrize("first", ["lightning.pytorch", "hvdtrain.lightning"])
+def test_the_rank_is_known_before_a_trainer_is_made(first):
+    code = f"import {first}, hvdtrain.lightning, lightning.pytorch\n"
+    code += "from lightning.pytorch.loggers import CSVLogger\n"
+    code += "from lightning.pytorch.utilities import rank_zero_only as pytorch\n"
+    code += "from lightning.fabric.utilities import rank_zero_only as fabric\n"
+    code += "print(pytorch.rank, fabric.rank, type(CSVLogger('/dev/null').experiment).__name__)"
+    assert output_of(code, **ON_RANK_1, OMPI_COMM_WORLD_LOCAL_SIZE="2") == ["1", "1", "_DummyExperiment"]
+    broken = {**ON_RANK_1, "OMPI_COMM_WORLD_RANK": "none"}
+    assert output_of("import hvdtrain.lightning, lightning.pytorch; print('imported')", **broken) == ["imported"]
 
 
 def test_the_package_lists_its_classes_and_loads_none():

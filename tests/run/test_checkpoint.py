@@ -448,7 +448,7 @@ from hvdtrain import files
 from hvdtrain.run import tensor_file
 from hvdtrain.run.checkpoint import Checkpoint, commit, newest, recover
 from hvdtrain.run.folder import RunFolder
-from hvdtrain.run.snapshot import Writer
+from hvdtrain.run.checkpointing import Writer
 tensor_file.BLOCK = 1 << 16  # several of a file pass by the page cache
 rounds, seed = map(int, sys.argv[2:])
 draw, folder, status, step = random.Random(seed), Path("checkpoints"), Path("status.json"), 0

@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.core import flags, recipe
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
-from hvdtrain.run import layout
+from hvdtrain.run import options
 from hvdtrain.run.options import OPTIONS, parse_run
 
 KEYS = [key for key in Recipe.model_fields if key != "name"]
@@ -50,13 +50,13 @@ HIDDEN = {
 @pytest.mark.parametrize(("name", "keys", "adapter", "hidden"), HIDDEN.values(), ids=HIDDEN)
 def test_what_is_left_out(name, keys, adapter, hidden):
     of_networks = set() if "model" in keys else {"buffers"}
-    assert set(layout.of(recipe.load(name, keys), adapter).hidden) == hidden | of_networks
+    assert set(options.layout_of(recipe.load(name, keys), adapter).hidden) == hidden | of_networks
 
 
 def test_every_flag_is_in_one_group():
-    grouped = [name for names in layout.GROUPS.values() for name in names]
+    grouped = [name for names in options.GROUPS.values() for name in names]
     assert sorted(grouped) == sorted([*KEYS, *OPTIONS])
-    assert set(layout.USED_BY) <= set(KEYS)
+    assert set(options.USED_BY) <= set(KEYS)
 
 
 def help_of(argv, adapter, columns, monkeypatch, capsys):
@@ -75,11 +75,11 @@ def test_help(name, columns, adapter, monkeypatch, capsys):
     assert max(map(len, page.splitlines())) <= columns
     above, _, boxes = page.partition("options")
     shown = {flag.replace("-", "_") for flag in re.findall(r"[ ]--([a-z0-9-]+)", boxes)}
-    hidden = set(layout.of(recipe.load(name), adapter).hidden)
+    hidden = set(options.layout_of(recipe.load(name), adapter).hidden)
     assert {*KEYS, *OPTIONS} - hidden <= shown
     assert not hidden & shown
     assert {flag.replace("-", "_") for flag in re.findall(r"--([a-z0-9-]+)", above)} == hidden - {"devices"}
-    assert re.findall(r"[a-z][a-z ]+ options", page) == [f"{one} options" for one in layout.GROUPS]
+    assert re.findall(r"[a-z][a-z ]+ options", page) == [f"{one} options" for one in options.GROUPS]
 
 
 def test_help_shows_the_recipes_values(monkeypatch, capsys):
@@ -102,5 +102,5 @@ def test_groups_do_not_change_what_a_flag_gives():
     defaults = recipe.load("linear").model_dump()
     rest = argv.split()[1:]
     plain = flags.given(fields, "x", rest, defaults)
-    assert plain == flags.given(fields, "x", rest, defaults, layout=flags.Layout(layout.GROUPS, KEYS))
+    assert plain == flags.given(fields, "x", rest, defaults, layout=flags.Layout(options.GROUPS, KEYS))
     assert set(plain) == {"base_lr", "lr_milestones", "nesterov", "output", "metrics", "clip_norm"}

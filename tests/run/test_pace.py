@@ -2,11 +2,10 @@
 
 import pytest
 
-from hvdtrain.core.interval import daly
 from hvdtrain.core.settings import OwnIntervals
 from hvdtrain.errors import LoopError
+from hvdtrain.run.checkpointing import FIRST, Pace, daly
 from hvdtrain.run.own import check_intervals
-from hvdtrain.run.pace import FIRST, Pace
 
 
 class Run:

@@ -13,9 +13,8 @@ from ranks import wait_until
 from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.core.totals import Totals
 from hvdtrain.run.estimate import Ahead, Estimate
-from hvdtrain.run.reporter import Reporter
+from hvdtrain.run.reporter import Reporter, Training
 from hvdtrain.run.screen import Screen
-from hvdtrain.run.training import Training
 
 TRAINS = """
 import os, sys

@@ -8,12 +8,11 @@ import pytest
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import timeouts
-from hvdtrain.run.clocks import Clocks
 from hvdtrain.run.links import DELAYED_ACK, Counters
 from hvdtrain.run.liveness import Liveness
 from hvdtrain.run.messages import Times, Traffic
 from hvdtrain.run.peers import Peer, Peers
-from hvdtrain.run.slow import OF, SAMPLED, STEPS, Others, SlowWatch, slow_networks, slow_ranks
+from hvdtrain.run.slow import OF, SAMPLED, STEPS, Clocks, Others, SlowWatch, slow_networks, slow_ranks
 
 
 def times(*ranks):

@@ -16,10 +16,9 @@ from hvdtrain.files import read_json
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import checkpoint, timeouts
 from hvdtrain.run.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest
-from hvdtrain.run.checkpointing import Checkpointing
+from hvdtrain.run.checkpointing import Checkpointing, Writer
 from hvdtrain.run.folder import hold
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.snapshot import Writer
 from hvdtrain.run.world import World
 
 COMMIT = commit

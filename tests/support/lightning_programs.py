@@ -1,6 +1,7 @@
 """Lightning's part of programs.py: recipes under both strategies, and a module that is none of ours."""
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -10,14 +11,28 @@ import horovod.torch as hvd
 import torch
 from captured import captured
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from hvdtrain.lightning import ExactAccuracy, HorovodStrategy, RankDDPStrategy, RankEnvironment, UnpaddedSampler
+from hvdtrain.errors import AgreementError
+from hvdtrain.lightning import (
+    ExactAccuracy,
+    GlobalBatches,
+    HorovodStrategy,
+    RankDDPStrategy,
+    RankEnvironment,
+    UnpaddedSampler,
+    mean_loss,
+)
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.lightning.strategy import gather
 from hvdtrain.lightning.train import fit, quiet
@@ -219,6 +234,118 @@ def _loader(examples: int, rank: int, size: int, batch: int) -> DataLoader:
 
 def _weights(module: nn.Module) -> dict[str, Any]:
     return {name: value.tolist() for name, value in module.state_dict().items()}
+
+
+class Line(LightningModule):
+    """Notes the examples that it reads in each epoch. A BatchNorm that nothing goes through gives
+    StochasticWeightAveraging its further epoch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.read = kind, {}
+        self.line, self.unused = nn.Linear(3, 1), nn.BatchNorm1d(1, affine=False)
+
+    def _errors(self, batch: Any) -> torch.Tensor:
+        return (self.line(batch[1])[:, 0] - batch[2]).square()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.read.setdefault(str(self.current_epoch), []).extend(batch[0].tolist())
+        errors = self._errors(batch)
+        if self.kind != "sums":
+            return errors.mean()
+        weights = (batch[0] % 5).clamp(max=1) * (batch[0] // 4)  # of some micro-batches all 0
+        return mean_loss(self, (weights * errors).sum(), weights.sum())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(
+            "loss",
+            self._errors(batch).mean(),
+            sync_dist=self.kind not in {"early", "plateau"},
+            on_step=True,
+            on_epoch=True,
+        )
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self._errors(batch).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.02)
+        if self.kind != "plateau":
+            return optimizer
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": plateau, "monitor": "loss_epoch"}]
+
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "micro-batches": {"accumulate_grad_batches": 2},
+    "sums": {},
+    "sums of micro-batches": {"accumulate_grad_batches": 2},
+    "scheduled": {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]},
+    "averaged": {"callbacks": lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1)]},
+    "limited": {"limit_train_batches": 4, "accumulate_grad_batches": 2, "limit_val_batches": 1},
+    "overfitted": {"overfit_batches": 2},
+    "stopped": {"max_steps": 7, "val_check_interval": 2},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
+    "barebones": {"barebones": True},
+    "tried": {"fast_dev_run": 2},
+}
+
+
+def trainers() -> dict[str, Any]:
+    """By Trainer over GlobalBatches: the examples that this rank has read, weights, and what it measures alone."""
+    _find_one_another()
+    return {f"{name} {case}": _read(name, case) for name in STRATEGIES for case in TRAINERS}
+
+
+def _read(name: str, case: str) -> dict[str, Any]:
+    seed_everything(3, verbose=False)
+    module, data = Line(case.partition(" ")[0]).double(), _indexed()
+    with quiet():
+        trainer = _bare(name, **TRAINERS[case])
+        trainer.fit(module, data)
+        found = {"read": module.read, "weights": _weights(module.line), "updates": trainer.global_step}
+        if case == "plain":
+            found["alone"] = [
+                *trainer.validate(module, data, verbose=False),
+                *trainer.test(module, data, verbose=False),
+            ]
+        return found
+
+
+def differing() -> dict[str, str]:
+    """What is raised where each rank goes by a loss of its own."""
+    found = {}
+    _find_one_another()
+    for name, kind in itertools.product(STRATEGIES, ("plateau", "early")):
+        callbacks = [EarlyStopping("loss_epoch")] if kind == "early" else []
+        with quiet():
+            try:
+                _bare(name, callbacks=lambda callbacks=callbacks: callbacks).fit(Line(kind).double(), _indexed())
+            except AgreementError as error:
+                found[f"{name} {kind}"] = str(error)
+    return found
+
+
+def _indexed() -> GlobalBatches:
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(43, 3, generator=draw, dtype=torch.float64)
+    examples = torch.arange(43), x, x.sum(1) + torch.randn(43, generator=draw, dtype=torch.float64)
+    valid, test = (tuple(each[:count] for each in examples) for count in (19, 17))
+    return GlobalBatches(examples, valid, test, batch_size=8)
+
+
+def _bare(name: str, **settings: Any) -> Trainer:
+    barebones = settings.get("barebones")
+    few = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        strategy=STRATEGIES[name](),
+        accelerator="cpu",
+        devices=RankEnvironment().topology.local_size,
+        max_epochs=3,
+        **{} if barebones else {**few, "num_sanity_val_steps": 0},
+        **{**settings, "callbacks": settings.get("callbacks", list)()},
+    )
 
 
 def strategy_verbs() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from keras import layers, ops
 from odd_keras_kinds import oddities
 
 import hvdtrain.keras as hvd
+from hvdtrain.keras import fault_tolerance
 from hvdtrain.launch.topology import discover
 from hvdtrain.run.loop import Loop
 from hvdtrain.tensorflow import opening
@@ -215,7 +216,8 @@ def fit(seed: int, folder: Path, left: int | None) -> keras.Model:
 def tolerant(seed: int, folder: Path, left: int | None) -> keras.Model:
     """The same with FaultTolerance; `left`: the epoch after which it is started again."""
     for last in (left, STEPS) if left else (STEPS,):
-        keras.utils.clear_session()  # in another process its names begin anew
+        keras.utils.clear_session()  # as if it were another process
+        fault_tolerance.TRAINED.clear()
         model = compiled(seed, hvd.DistributedOptimizer(optimizer(LR, seed)), hvd.SyncBatchNormalization)
         model(keras.tree.map_structure(lambda each: tf.constant(each[:1]), data(seed)[0]))
         disturb(model)

@@ -1,6 +1,8 @@
-"""What is odd in the programs of odd_keras.py, by seed; without Keras, whose import takes seconds."""
+"""What is odd in the programs of odd_keras.py and odd_keras_fits.py, by seed; without Keras, which loads slowly."""
 
 import random
+
+from odd_drawn import drawn
 
 ODDITIES = (
     "tied", "frozen", "never used", "embedding", "norm", "norm in inference", "constraint", "regularizer", "added loss",
@@ -27,3 +29,39 @@ def oddities(seed: int) -> set[str]:
         found -= {"clipvalue", "global_clipnorm"}
         found.add("clipnorm")
     return found - {"plain sgd"} if "float32" in found else found  # named optimizers know one type
+
+
+CALLBACKS = (
+    "SwapEMAWeights", "SwapEMAWeights in epochs", "EarlyStopping", "EarlyStopping restoring", "ReduceLROnPlateau",
+    "LearningRateScheduler", "ModelCheckpoint", "TerminateOnNaN", "CSVLogger", "LambdaCallback",
+)  # fmt: skip
+OTHERS = ("BackupAndRestore", "History", "ProgbarLogger", "RemoteMonitor")
+"""The rest of what Keras ships, but for OrbaxCheckpoint and TensorBoard, which need other packages."""
+FITS = (
+    *CALLBACKS, "masking", "zero masked", "summed", "class weights", "sample weights", "two optimizers",
+    "synchronized norm", "adapted", "dropout", "weighted metrics", "validation", "validation weights", "initial epoch",
+    "constraint", "global_clipnorm", "accumulated", "averaged last", "evaluated",
+    *OTHERS,
+)  # fmt: skip
+"""Of the programs of odd_keras_fits.py."""
+UNRESUMED = {"BackupAndRestore": "BackupAndRestore and FaultTolerance would both resume the training"}
+"""What FaultTolerance refuses, and how."""
+OF_RANK = {"dropout"}
+"""What is another with another number of ranks."""
+MONITORS = ("EarlyStopping", "EarlyStopping restoring", "ReduceLROnPlateau", "ModelCheckpoint", "LambdaCallback")
+APART = (
+    {"masking", "zero masked", "class weights"},
+    {"masking", "zero masked", "adapted"},
+    {"SwapEMAWeights", "SwapEMAWeights in epochs"},
+    {"EarlyStopping", "EarlyStopping restoring"},
+    {"ReduceLROnPlateau", "LearningRateScheduler"},
+    {"sample weights", "class weights"},
+    {"two optimizers", "accumulated"},
+    *({"averaged last", each} for each in MONITORS),  # which would read one rank's numbers
+)
+"""Of which one program has one."""
+
+
+def fits(seed: int) -> set[str]:
+    """Of that program."""
+    return drawn(seed, FITS, APART, most=7)

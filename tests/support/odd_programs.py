@@ -35,7 +35,7 @@ ODDITIES = (
     "channels last", "frozen", "under no_grad", "never used", "in odd steps", "for some examples", "norm",
     "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
     "checkpointed", "several losses", "groups", "accumulated", "clipped", "thawed", "compiled", "nested", "averaged",
-    "two optimizers", "expanded", "lazy",
+    "two optimizers", "token counts", "expanded", "lazy",
 )  # fmt: skip
 ONLY_LOOPS = {"two optimizers"}
 """What a recipe has no key for."""
@@ -197,14 +197,31 @@ class Net(nn.Module):
                 h = h * getattr(self, name).to(h.dtype)
         return self.last(self.lazy(h) if "lazy" in has else h)
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch: Any) -> Any:
+        """A mean, or of tokens, which some examples have more of than others, sum and count."""
         x, y = (batch["in"]["x"], batch["out"]["y"]) if isinstance(batch, dict) else batch
         gap = self(x.double()) - y.double()
-        return gap.square().mean() + (0.1 * gap.abs().mean() if "several losses" in self.has else 0)
+        each = gap.square() + (0.1 * gap.abs() if "several losses" in self.has else 0)
+        return ((each * tokens(x)).sum(), tokens(x).sum()) if "token counts" in self.has else each.mean()
 
 
-def step(model: Net, batch: Any) -> torch.Tensor:
+def tokens(x: torch.Tensor) -> torch.Tensor:
+    return (5 * x[:, :1]).relu().round()
+
+
+def divisor(model: Net, parts: list[Any]) -> Any:
+    """Of the losses of these micro-batches, whose sum then is that of all of them."""
+    if "token counts" not in model.has:
+        return len(parts)
+    return sum(tokens(part["in"]["x"] if isinstance(part, dict) else part[0]).sum() for part in parts)
+
+
+def step(model: Net, batch: Any) -> Any:
     return model.loss(batch)
+
+
+def value(loss: Any) -> torch.Tensor:
+    return loss[0] if isinstance(loss, tuple) else loss
 
 
 class Nested(torch.utils.data.TensorDataset):
@@ -268,7 +285,7 @@ def plain(seed: int, folder: Path, left: int | None) -> Net:
     for _ in range(STEPS):
         parts = parts_of(model, data(seed)[0][:])
         for part in parts:
-            (model.loss(part) / len(parts)).backward()
+            (value(model.loss(part)) / divisor(model, parts)).backward()
         update(model, made)
     return model
 
@@ -297,7 +314,9 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
                 total = 0.0
                 for number, part in enumerate(parts, 1):
                     with run.accumulating(number < len(parts)):
-                        loss = model.loss(part) / len(parts)
+                        loss = value(model.loss(part))
+                        count = divisor(model, parts)
+                        loss = run.loss(loss, count) if "token counts" in model.has else loss / count
                         loss.backward()
                     total += loss.detach()
                 update(model, made)
@@ -367,6 +386,26 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
         if ended["code"]:
             raise Ended(ended["err"].strip() or ended["code"])
     return made[-1]
+
+
+class Words(nn.Module):
+    """A language model of one word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(20, 16), nn.Linear(16, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.embed(x)).transpose(1, 2)
+
+
+def words() -> tuple[Any, Any]:
+    """Sentences of 0 to 12 words, padded; the first eight of those that validate have none."""
+    draw = torch.Generator().manual_seed(0)
+    x, length = torch.randint(0, 20, (64, 12), generator=draw), torch.randint(0, 13, (64, 1), generator=draw)
+    length[32:40] = 0
+    y = ((3 * x + 1) % 20).masked_fill(torch.arange(12) >= length, -100)
+    return tuple(torch.utils.data.TensorDataset(x[at], y[at]) for at in (slice(0, 32), slice(32, 64)))
 
 
 WORLDS: list[Any] = []

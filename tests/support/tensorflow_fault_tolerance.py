@@ -69,12 +69,27 @@ def fit(given: dict[str, Any]) -> str:
             keras.layers.Conv2D(1, 3, padding="same", activation="sigmoid"),
         ]
     )
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)), "binary_crossentropy", metrics=["accuracy"])
+    adam = keras.optimizers.Adam(0.02, use_ema="others" in given, ema_momentum=0.9)
+    model.compile(hvd.DistributedOptimizer(adam), "binary_crossentropy", metrics=["accuracy"])
     data = hvd.GlobalBatches(Cells(), batch_size=8, seed=5)
     run = hvd.FaultTolerance(given["folder"], data, highest="accuracy", log_every_steps=1, checkpoint_every_steps=4)
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.7 if epoch else lr)
     changing = hvd.WarmupCallback(0.04, warmup_epochs=2) if given.get("warm") else slower
-    callbacks = [run, hvd.MetricAverageCallback(), changing, Disturbed(given)]
+    mine = f"{given['folder']}-{hvd.rank()}"
+    others = {
+        "": [],
+        "swapped": [
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=1.0),
+            keras.callbacks.CSVLogger(f"{mine}.csv", append=True),
+            keras.callbacks.TerminateOnNaN(),
+        ],
+        "restored": [
+            keras.callbacks.EarlyStopping("loss", 1.0, patience=9, restore_best_weights=True),
+            keras.callbacks.ModelCheckpoint(f"{mine}.keras", "loss", save_best_only=True),
+        ],
+    }[given.get("others", "")]
+    callbacks = [*others[:1], hvd.MetricAverageCallback(), run, changing, *others[1:], Disturbed(given)]
     x = np.random.default_rng(7).random((EXAMPLES, SIZE, SIZE, 1))[hvd.rank() :: hvd.size()]
     model.fit(data, validation_data=(x, (x > 0.5).astype(float)), epochs=EPOCHS, callbacks=callbacks, verbose=0)
     weights = b"".join(np.asarray(weight).tobytes() for weight in model.weights)

@@ -18,12 +18,14 @@ from keras import layers
 from tensorflow_keras_refusals import refusals  # noqa: F401
 
 import hvdtrain.keras as ours
+from hvdtrain.keras import fault_tolerance, ranks
 from hvdtrain.keras import optimizer as optimizers
-from hvdtrain.keras import ranks
 from hvdtrain.tensorflow.moments import global_moments
 
 ours.init()
 ours.init()
+
+from tensorflow_keras_losses import exact, noted  # noqa: E402, F401 (which knows the rank)
 
 RANKS = 2  # that the single process stands for
 STEPS, SHARE, EPOCHS = 12, 4, 2
@@ -425,7 +427,18 @@ def metrics(folder: str) -> dict[str, Any]:
     plain = json.loads(
         json.dumps({"history": history.history, **seen}, default=lambda value: np.asarray(value).tolist())
     )
-    return {**plain, "stored": Path(f"{folder}/best-{RANK}.keras").exists()}
+    parts = tf.data.Dataset.from_tensor_slices(local_batches["valid"]).batch(3)
+    ours_too = [] if ALONE else [ours.BroadcastCallback(), ours.MetricAverageCallback()]
+    evaluated = model.evaluate(parts, callbacks=ours_too, return_dict=True, verbose=0)
+    in_order = model.evaluate(parts, callbacks=ours_too, verbose=0)
+    predicted = model.predict(parts, callbacks=ours_too, verbose=0)
+    return {
+        **plain,
+        "stored": Path(f"{folder}/best-{RANK}.keras").exists(),
+        "evaluated": {name: flat([value]) for name, value in evaluated.items()},
+        "in order": flat([np.hstack([np.ravel(value) for value in in_order])]),
+        "predicted": len(predicted) == len(local_batches["valid"][0]),
+    }
 
 
 class OwnStep(keras.Model):
@@ -449,6 +462,103 @@ def own_step() -> dict[str, list[float]]:
     model.compile(ours.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     history = model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[ours.MetricAverageCallback()])
     return history.history
+
+
+def folds() -> list[list[float]]:
+    """The weights of three models that are fitted with one list of callbacks; the second one is evaluated before."""
+    callbacks = [ours.BroadcastCallback(), ours.MetricAverageCallback()]
+    found = []
+    for fold in range(3):
+        keras.utils.set_random_seed(7 + fold + 100 * RANK)
+        normal = layers.Normalization()
+        normal.adapt(own(IMAGES) + RANK)
+        model = keras.Sequential([layers.Input((6, 6, 2)), normal, layers.Flatten(), layers.Dense(1)])
+        model.compile(ours.DistributedOptimizer(sgd()()), "mse")
+        if fold == 1:
+            model.evaluate(own(IMAGES)[:8], own(VALUES)[:8], callbacks=callbacks, verbose=0)
+        model.fit(own(IMAGES)[:8], own(VALUES)[:8], batch_size=4, epochs=1, callbacks=callbacks, verbose=0)
+        found.append(flat([*model.weights, model(IMAGES[0, 0])]))
+    return found
+
+
+def again(folder: str) -> dict[str, Any]:
+    """The epochs that each fit of one program has trained, under FaultTolerance."""
+    epochs: list[int] = []
+    data = ours.GlobalBatches((IMAGES.reshape(-1, 6, 6, 2), VALUES.reshape(-1, 1)), batch_size=8)
+    seen = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epochs.append(epoch))
+
+    def fit(model: keras.Model, run: Any, **more: Any) -> dict[str, Any]:
+        epochs.clear()
+        stop = keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=2, restore_best_weights=True)
+        callbacks = [stop, ours.MetricAverageCallback(), run, seen]
+        if "initial_epoch" in more:
+            del callbacks[0]
+        model.fit(data, callbacks=callbacks, verbose=0, **more)
+        ours.allreduce(tf.constant(0.0))  # rank 0 has written it
+        status = json.loads((Path(run.folder) / "status.json").read_text())["state"]
+        return {"epochs": [*epochs], "status": status, "weights": flat(model.weights)}
+
+    def made() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        model = network()
+        model.compile(ours.DistributedOptimizer(sgd()()), "mse")
+        return model
+
+    first, run, late = made(), ours.FaultTolerance(f"{folder}/again"), made()
+    later = ours.FaultTolerance(f"{folder}/late", data)
+    found = {
+        "stopped early": fit(first, run, epochs=9),
+        "the same": fit(first, run, epochs=9),
+        "more": fit(first, run, epochs=11),
+        "from the fifth": fit(late, later, epochs=7, initial_epoch=5),
+        "from the fifth again": fit(late, later, epochs=7, initial_epoch=5),
+        "none": fit(late, later, epochs=7, initial_epoch=7),
+    }
+    try:
+        fit(made(), run, epochs=9)
+    except SystemExit as ended:
+        found["another model"] = ended.code
+    return found
+
+
+class Pair(keras.Model):
+    """Trains its layers with optimizers of its own; compile()'s is nobody's."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.factor = layers.Dense(3), layers.Dense(1), tf.Variable(1.0 + RANK)
+        self.many = {"first": wrap(keras.optimizers.Adam(0.01)), "last": [wrap(keras.optimizers.SGD(0.1, 0.9))]}
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.last(self.first(x)) * self.factor
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        for layer, optimizer in ((self.first, self.many["first"]), (self.last, self.many["last"][0])):
+            optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        return {"own": loss}
+
+
+def pairs(folder: str) -> dict[str, Any]:
+    """Weights after four epochs at once, and after two and two more, which another model goes on with."""
+    x, y = IMAGES.reshape(-1, 6 * 6 * 2), VALUES.reshape(-1, 1)
+    data = ours.GlobalBatches((x, y), batch_size=8)
+
+    def fit(name: str, epochs: int) -> list[float]:
+        keras.utils.clear_session()  # as in another process
+        fault_tolerance.TRAINED.clear()
+        keras.utils.set_random_seed(7 if RANK == 0 else 1000 + RANK)
+        model = Pair(ours.DistributedOptimizer)
+        model(x[:1])
+        model.compile()
+        tolerant = [ours.FaultTolerance(f"{folder}/{name}", data), ours.MetricAverageCallback()]
+        model.fit(data, epochs=epochs, callbacks=tolerant, verbose=0)
+        steps = [int(each.iterations) for each in (model.many["first"], model.many["last"][0])]
+        return [*flat([*model.weights, model.factor]), *steps]
+
+    return {"at once": fit("whole", 4), "first": fit("parts", 2), "resumed": fit("parts", 4)}
 
 
 def warmups() -> dict[str, list[list[float]]]:

@@ -70,8 +70,15 @@ def xla_sync_batch_norm() -> None:
 
 def older_function() -> None:
     model = tiny_fit(plain())
+    ours.BroadcastCallback().set_model(model)
+    fit_again(model)
     ours.DistributedOptimizer(model.optimizer)
     fit_again(model, ours.BroadcastCallback())
+
+
+def under_a_strategy() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        tiny_fit(ours.DistributedOptimizer(plain()), ours.WarmupCallback(0.1))
 
 
 def validated_by_one() -> None:
@@ -86,6 +93,58 @@ def endless() -> None:
 
     model = tiny_fit(ours.DistributedOptimizer(plain()))
     model.fit(batches(), verbose=0, callbacks=[ours.WarmupCallback(0.1)])
+
+
+def deciding(early: Any, averaged_last: bool = True) -> None:
+    """A callback that reads the logs before they are those of all ranks; each rank has another loss."""
+    model = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+    model.compile(ours.DistributedOptimizer(plain()), "mse")
+    x, average = np.ones((4, 2)) * (1 - 2 * ours.rank()), ours.MetricAverageCallback()
+    callbacks = [early, average] if averaged_last else [average, early]
+    model.fit(x, np.ones((4, 1)), epochs=9, verbose=0, callbacks=[ours.BroadcastCallback(), *callbacks])
+
+
+class LeavesEarly(keras.callbacks.Callback):
+    """Rank 1 makes one step of an epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = ours.rank() == 1
+
+
+def left_early() -> None:
+    model = tiny_fit(ours.DistributedOptimizer(plain()))
+    fit_again(model, ours.MetricAverageCallback(), ours.BroadcastCallback(), LeavesEarly(), batch_size=1)
+
+
+class Second(keras.Model):
+    """Has a plain optimizer beside the distributed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.other = layers.Dense(1), [keras.optimizers.SGD(name="other")]
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+
+def second() -> None:
+    model = Second()
+    model.compile(ours.DistributedOptimizer(plain()), "mse")
+    fit_again(model, ours.BroadcastCallback())
+
+
+def looked_up() -> None:
+    layer = layers.StringLookup(vocabulary=["a", "b"] if ours.rank() == 0 else ["b", "a"], output_mode="one_hot")
+    model = keras.Sequential([layers.Input((1,), dtype="string"), layer, layers.Dense(1)])
+    model.compile(ours.DistributedOptimizer(plain()), "mse")
+    model.fit(tf.constant([["a"]] * 4), np.ones(4), callbacks=[ours.BroadcastCallback()], verbose=0)
+
+
+def constant() -> None:
+    rank = float(ours.rank())
+    model = keras.Sequential([layers.Input((2,)), layers.Dense(1), layers.Lambda(lambda x: x + rank)])
+    model.compile(ours.DistributedOptimizer(plain()), "mse")
+    fit_again(model, ours.BroadcastCallback())
 
 
 def another_world() -> None:
@@ -115,8 +174,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "plain, metrics": lambda: tiny_fit(plain(), ours.MetricAverageCallback()),
     "plain, warm-up": lambda: tiny_fit(plain(), ours.WarmupCallback(0.1)),
     "an older function": older_function,
-    "float16 by compile": lambda: tiny_fit(ours.DistributedOptimizer(plain())),
-    "float16 outside": lambda: keras.optimizers.LossScaleOptimizer(ours.DistributedOptimizer(plain())),
+    "twice around a loss scale": lambda: ours.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(ours.DistributedOptimizer(plain()))
+    ),
+    "no optimizer": lambda: ours.DistributedOptimizer(None),
+    "under a strategy": under_a_strategy,
     "XLA": lambda: tiny_fit(ours.DistributedOptimizer(plain()), ours.BroadcastCallback(), jit_compile=True),
     "XLA, accumulating": lambda: tiny_fit(
         ours.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2)), jit_compile=True
@@ -126,5 +188,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "XLA, broadcast": tf.function(lambda: ours.broadcast_variables(tf.Variable(1.0)), jit_compile=True),
     "validated by one rank": validated_by_one,
     "an unknown length": endless,
+    "a stop of one rank": lambda: deciding(keras.callbacks.EarlyStopping("loss", baseline=1.0, patience=1)),
+    "an LR of one rank": lambda: deciding(keras.callbacks.LearningRateScheduler(lambda _: 0.1 + ours.rank()), False),
+    "an epoch that one rank leaves": left_early,
+    "a second optimizer": second,
+    "another vocabulary": looked_up,
+    "another constant": constant,
     "another world": another_world,
 }  # fmt: skip

@@ -12,7 +12,10 @@ import optimizer_reference as reference
 import tensorflow as tf
 
 from hvdtrain import datasets
+from hvdtrain.core import imports
+from hvdtrain.core.optimizers import settings
 from hvdtrain.core.recipe import load
+from hvdtrain.run.options import parse_run
 from hvdtrain.tensorflow import models, optimizers, sgd
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
 from hvdtrain.tensorflow.ema import Ema
@@ -20,7 +23,7 @@ from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.engines.replication import OneReplica
 from hvdtrain.tensorflow.events import EventWriter
-from hvdtrain.tensorflow.objective import NAMED, mean_loss
+from hvdtrain.tensorflow.objective import NAMED, cross_entropy
 from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
 from hvdtrain.tensorflow.trainer import Trainer
 
@@ -156,7 +159,7 @@ def sgd_steps(options: dict[str, dict[str, Any]], start: list[float], gradients:
     results: dict[str, Any] = {}
     for name, chosen in options.items():
         variable = tf.Variable(start, dtype=tf.float64)
-        optimizer = sgd.SGD(load("linear", chosen), [variable])
+        optimizer = sgd.SGD(settings(load("linear", chosen)), [variable])
         descend = tf.function(optimizer.descend, autograph=False)
         results[name] = []
         for gradient, lr in zip(gradients, lrs, strict=True):
@@ -318,9 +321,26 @@ def events(folder: str) -> None:
 def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[float]) -> list[float]:
     """The training loss of the logits for each smoothing."""
     out, y = tf.constant(logits, tf.float64), tf.constant(labels, tf.int64)
-    return [float(mean_loss(out, y, smoothing).numpy()) for smoothing in smoothings]
+    return [float(tf.reduce_mean(cross_entropy(out, y, smoothing))) for smoothing in smoothings]
 
 
 def named_losses(cases: list[Any]) -> list[float]:
     """The loss of that name for each case's outputs and targets."""
-    return [float(NAMED[name](tf.constant(np.array(out)), tf.constant(np.array(y))).numpy()) for name, out, y in cases]
+    given = [(NAMED[name], tf.constant(np.array(out)), tf.constant(np.array(y))) for name, out, y in cases]
+    return [float(tf.reduce_mean(loss(out, y))) for loss, out, y in given]
+
+
+def plain_fits(cases: dict[str, list[str]]) -> dict[str, list[float]]:
+    """Of recipes whose batch is the whole set, the losses of plain Keras's fit with the same model, loss and LR."""
+    found = {}
+    for name, argv in cases.items():
+        chosen = parse_run("", argv, "tensorflow")[0]
+        (x, y), _ = imports.load(chosen.dataset, "dataset")()
+        keras.utils.set_random_seed(chosen.seed)
+        model = imports.load(chosen.model, "model")(**chosen.model_args)
+        named = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        loss = imports.load(chosen.loss, "loss") if ":" in chosen.loss else named
+        model.compile(keras.optimizers.SGD(chosen.base_lr, momentum=chosen.momentum), loss)
+        fitted = model.fit(x, y, batch_size=len(x), epochs=chosen.epochs, shuffle=False, verbose=0)
+        found[name] = fitted.history["loss"]
+    return found

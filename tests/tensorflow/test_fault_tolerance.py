@@ -9,7 +9,8 @@ from worlds import losses, of_kind
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(400), needs_tensorflow]
 
 SLOW = ("hangs",)
-KILLED, STOPPED = {"dropout": 0.3}, {"dropout": 0.3, "warm": True}
+KILLED = {"dropout": 0.3, "others": "swapped"}
+STOPPED = {"dropout": 0.3, "warm": True, "others": "restored"}
 UNDISTURBED = {"plain": {}, "killed": KILLED, "stopped": STOPPED}
 
 

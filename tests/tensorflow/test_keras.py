@@ -77,7 +77,12 @@ LAUNCHES: dict[str, dict[str, Any]] = {
         "saved": {"folder": "FOLDER"},
         "refusals": {},
         "modules": {},
+        "folds": {},
+        "pairs": {"folder": "FOLDER"},
+        "again": {"folder": "FOLDER"},
     },
+    "alone-1-losses": {"exact": {}},
+    "mpi-2-losses": {"exact": {}, "noted": {}},
     "alone-1-more": {"trainings": {"names": MORE}},
     "mpi-2-more": {"trainings": {"names": MORE}},
     "gloo-2": {**COMMON, "trainings": {"names": OVER_GLOO}, "updates": {"adasum": False}, "started": {}},
@@ -171,6 +176,47 @@ def test_a_step_of_ones_own_is_a_step_on_the_whole_batch(world, launch):
         assert furthest(weights, alone[written]) < 5e-6, written
 
 
+EXACT = [
+    "mask",
+    "mask, unequal local batches",
+    "ignored class",
+    "sum",
+    "no reduction",
+    "weights",
+    "weights, eagerly",
+    "weights, several steps a call",
+    "weights, accumulating",
+    "two outputs",
+    "synchronized",
+    "synchronized, late",
+    "synchronized, numbered",
+    "by name",
+    "by configuration",
+    "loss scale outside",
+    "float16 by compile",
+]
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("case", EXACT)
+def test_a_loss_or_optimizer_of_another_kind_is_that_of_the_whole_batch(world, case):
+    alone = world("alone-1-losses").results["exact"][0]
+    ours, others = [results[case] for results in world("mpi-2-losses").results["exact"]]
+    assert list(alone) == EXACT
+    assert ours == others
+    limit = 1e-2 if "float16" in case else 5e-6
+    assert furthest(ours["weights"], alone[case]["weights"]) < limit
+    for name, values in alone[case]["history"].items():
+        np.testing.assert_allclose(ours["history"][name], values, rtol=limit, err_msg=name)
+
+
+@needs_tensorflow
+def test_a_loss_that_is_no_mean_over_examples_is_named(world):
+    lines = [line for line in world("mpi-2-losses").out.splitlines() if "no mean over examples" in line]
+    named = [re.search(r"loss (.*?) is no mean", line).group(1) for line in lines]
+    assert named == ["dice", "mse and add_loss"]
+
+
 UPDATES = {
     "average": [-1.5, -15],
     "sum": [-3, -30],
@@ -256,6 +302,41 @@ def test_metrics_are_those_of_all_examples_whatever_the_local_batches(world, lau
     for rank in (ours, others):
         assert rank["undisturbed"]
         assert rank["stored"]
+        assert rank["predicted"]
+        for name, value in world("alone-1").results["metrics"][0]["evaluated"].items():
+            np.testing.assert_allclose(rank["evaluated"][name], value, rtol=1e-6, err_msg=name)
+        in_order = world("alone-1").results["metrics"][0]["in order"]
+        np.testing.assert_allclose(rank["in order"], in_order, rtol=1e-6)
+
+
+@needs_tensorflow
+def test_callbacks_are_used_for_one_model_after_the_other(world):
+    ours, others = world("mpi-2").results["folds"]
+    assert ours == others
+
+
+@needs_tensorflow
+def test_what_has_ended_is_not_trained_further(world):
+    ours, others = world("mpi-2").results["again"]
+    assert ours == others
+    assert ours.pop("another model") == 2
+    assert {name: (each["epochs"], each["status"]) for name, each in ours.items()} == {
+        "stopped early": ([0, 1, 2], "finished"),
+        "the same": ([], "finished"),
+        "more": ([3, 4, 5], "finished"),
+        "from the fifth": ([5, 6], "finished"),
+        "from the fifth again": ([], "finished"),
+        "none": ([], "finished"),
+    }
+    assert ours["the same"]["weights"] == ours["stopped early"]["weights"]
+    assert ours["from the fifth again"]["weights"] == ours["from the fifth"]["weights"]
+
+
+@needs_tensorflow
+def test_all_optimizers_of_a_model_are_resumed(world):
+    ours, others = world("mpi-2").results["pairs"]
+    assert ours == others
+    assert ours["resumed"] == ours["at once"] != ours["first"]
 
 
 @needs_tensorflow
@@ -305,10 +386,6 @@ XLA = (
 STOCK = "KerasError: Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
 APART = "2 ranks would train apart; compile the model with hvdtrain.keras's DistributedOptimizer."
 PLAIN = f"KerasError: optimizer 'sgd' is a plain one: {APART}"
-LOSS_SCALE = (
-    "KerasError: a LossScaleOptimizer around a distributed optimizer would let each rank skip steps by itself; in "
-    "mixed_float16 compile with DistributedOptimizer(LossScaleOptimizer(optimizer))."
-)
 REFUSALS = {
     "twice": "KerasError: the optimizer is distributed already: wrap it once.",
     "accumulation by its old name": "KerasError: backward_passes_per_step is no option under Keras 3: Keras "
@@ -325,8 +402,9 @@ REFUSALS = {
     "plain, warm-up": PLAIN,
     "an older function": "KerasError: fit made its steps without the distributed optimizer, in a function older than "
     "it; compile the model again, then fit.",
-    "float16 by compile": LOSS_SCALE,
-    "float16 outside": LOSS_SCALE,
+    "twice around a loss scale": "KerasError: the optimizer is distributed already: wrap it once.",
+    "no optimizer": "KerasError: DistributedOptimizer needs an optimizer, its name or its configuration, got None.",
+    "under a strategy": "KerasError: the model was made under tf.distribute's MirroredStrategy, whose replicas are not",
     "XLA": XLA,
     "XLA, accumulating": XLA,
     "XLA in a loop": XLA,
@@ -336,6 +414,12 @@ REFUSALS = {
     "same metrics of every rank; validate on all ranks or on none.",
     "an unknown length": "KerasError: WarmupCallback needs steps_per_epoch where Keras does not know an epoch's "
     "length.",
+    "a stop of one rank": "AgreementError: the ranks differ in next epoch: ",
+    "an LR of one rank": "AgreementError: the ranks differ in LR of optimizer: rank 1 on ",
+    "an epoch that one rank leaves": "AgreementError: the ranks differ in steps of this epoch: rank 1 on ",
+    "a second optimizer": f"KerasError: optimizer 'other' is a plain one: {APART}",
+    "another vocabulary": "AgreementError: the ranks differ in constant ",
+    "another constant": "AgreementError: of the same examples and weights the model computes something else on rank 1 ",
     "another world": "WorldError: mpiexec promised rank 0 of 4",
 }
 

@@ -1,18 +1,20 @@
 """Odd Keras models, optimizers and trainings: what plain Keras makes of them on one process is what every way of ours
-makes of them, on one and two ranks, and once more where they are left after an epoch and resumed, or refuses."""
+makes of them, on one and two ranks, and once more where they are left or killed and resumed, or refuses."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
 import warm
-from odd_keras_kinds import ODDITIES, REFUSED, SPARSE, oddities
+from odd_keras_kinds import CALLBACKS, FITS, ODDITIES, OF_RANK, OTHERS, REFUSED, SPARSE, UNRESUMED, fits, oddities
+from odd_launches import Programs, check_alike, check_weights
 from paths import SUPPORT
 from ranks import left_by, needs_horovod, needs_tensorflow, once, run, train
 
 pytestmark = [pytest.mark.launched, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("more", "tolerant", "recipe", "refused")
+SLOW = ("more", "-tolerant", "[tolerant-1", "recipe", "refused", "[fit-2-0", "stopped", "killed_in_any")
 FIRST = [27, 35, 45, 69, 101, 171, 184, 239, 320, 20, 21]
 """Which have each oddity at least once."""
 SEEDS = {"first": FIRST, "more": [seed for seed in range(len(ODDITIES) + 20) if seed not in FIRST]}
@@ -63,7 +65,6 @@ def test_a_recipe_refuses_what_it_has_a_key_of_its_own_for(became, oddity):
 @pytest.mark.parametrize(("oddity", "recipe", "line"), [
     ("train_step", "compiled", "has a train_step of its own, which a recipe does not call"),
     ("average", "default", "after a step each rank has another odd/average: the forward pass changes these weights"),
-    ("float32", "named", "wants weights of one type, first/kernel is float64 and narrow/kernel float32"),
 ])  # fmt: skip
 def test_a_recipe_names_what_it_would_change(tmp_path, oddity, recipe, line):
     seed = f"seed={ODDITIES.index(oddity)}"
@@ -71,3 +72,55 @@ def test_a_recipe_names_what_it_would_change(tmp_path, oddity, recipe, line):
     argv = [f"{SUPPORT / 'odd_keras.yaml'}:{recipe}", *given, "--output", tmp_path / "run"]
     ended = train("tensorflow", "mpi", 2, *argv, cwd=SUPPORT)
     assert line in ended.out + ended.err
+
+
+FEW = (4271, 5067, 10131)
+"""Of the programs of odd_keras_fits.py, which have most oddities."""
+ALL = [seed for seed in range(len(FITS) + 30) if not fits(seed) & UNRESUMED.keys()]
+FITTED = {"few": FEW, "more": tuple(seed for seed in ALL if seed not in FEW)}
+KILLED = 924
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    return Programs("tensorflow", "odd_keras_fits.py", tmp_path_factory.mktemp)
+
+
+@pytest.mark.parametrize("seeds", FITTED)
+@pytest.mark.parametrize(("way", "ranks", "left"), [
+    ("fit", 2, 0), ("tolerant", 1, 0), ("tolerant", 2, signal.SIGTERM),
+])  # fmt: skip
+def test_it_fits_as_plain_keras_does(programs, way, ranks, left, seeds):
+    (theirs,) = programs.of_ranks("plain", 1, FITTED[seeds])
+    for ours in programs.of_ranks(way, ranks, FITTED[seeds], left):
+        for seed in theirs:
+            if not (has := fits(int(seed))) & OF_RANK:
+                check_alike(has, ours[seed], theirs[seed], resumed=bool(left))
+
+
+@pytest.mark.parametrize("seeds", FITTED)
+def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
+    left, whole = (programs.of_ranks("tolerant", 2, FITTED[seeds], number) for number in (signal.SIGTERM, 0))
+    for of_left, of_whole in zip(left, whole, strict=True):
+        for seed in of_whole:
+            check_weights(fits(int(seed)), of_left[seed], of_whole[seed])
+
+
+@pytest.mark.parametrize("oddity", [each for each in (*CALLBACKS, *OTHERS) if each not in UNRESUMED])
+def test_killed_in_any_callback_it_has_the_same_bits(programs, oddity):
+    check_killed(programs, FITS.index(oddity))
+
+
+def test_killed_at_a_random_step_it_has_the_same_bits(programs):
+    check_killed(programs, KILLED)
+
+
+def check_killed(programs, seed):
+    (whole,) = programs.of_ranks("tolerant", 1, (seed,))
+    check_weights(fits(seed), programs.killed("tolerant", seed)[str(seed)], whole[str(seed)])
+
+
+@pytest.mark.parametrize("oddity", UNRESUMED)
+def test_what_fault_tolerance_cannot_resume_is_refused_by_name(programs, oddity):
+    (found,) = programs.of_ranks("tolerant", 1, (FITS.index(oddity),))
+    assert UNRESUMED[oddity] in found[str(FITS.index(oddity))], found

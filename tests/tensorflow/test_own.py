@@ -14,9 +14,10 @@ pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
 SLOW = ("killed", "-4]", "[items in float64", "[a step-", "Keras's own loss", "what_a_recipe_says_beside", "a class of")
 CELLS = f"{SUPPORT}/keras_cells/cells.yaml"
-STEPPED = f"{CELLS}:stepped"
+STEPPED, TOKENS = f"{CELLS}:stepped", f"{CELLS}:tokens"
 NETS, DATA, COSTS = "keras_cells.nets:", "keras_cells.data:", "keras_cells.costs:"
 LATE = ["--model", f"{NETS}Late", "--dataset", f"{DATA}dicts"]
+CONSTRAINED = "constraints on weights of two types"
 RUNS = {
     "arrays": [CELLS],
     "source": [CELLS, "--dataset", f"{DATA}source", "--loss", f"{COSTS}loss"],
@@ -27,6 +28,15 @@ RUNS = {
     "a step with a frozen layer": [
         STEPPED, "--step", f"{COSTS}token_step", "--model", f"{NETS}embedded", "--dataset", f"{DATA}tokens",
     ],
+    "masks, in micro-batches": [TOKENS, "--accumulation-steps", "2"],
+    "an ignored class": [TOKENS, "--loss", f"{COSTS}ignoring", "--model-args", "synchronized=true"],
+    "a sum": [TOKENS, "--loss", f"{COSTS}summed", "--base-lr", "1e-4"],
+    "sum and count": [TOKENS, "--loss", f"{COSTS}kept", "--precision", "float16"],
+    "a step's sum and count": [
+        STEPPED, "--step", f"{COSTS}kept_step", "--model", f"{NETS}masked", "--dataset", f"{DATA}sequences",
+        "--batch-norm", "local", "--accumulation-steps", "2",
+    ],
+    CONSTRAINED: [TOKENS, "--model", f"{NETS}constrained"],
 }  # fmt: skip
 MORE = ("items in float64", "a step")
 """For slow tests alone."""
@@ -63,6 +73,37 @@ def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
         for key in mine.keys() - {"kind", "seconds"}:
             assert other[key] == pytest.approx(mine[key], rel=1e-5), key
     assert len({rank[name]["state"] for rank in begun(ranks, name)[1]}) == 1
+
+
+def test_masks_sums_and_constraints_are_kerass(begun, tmp_path):
+    chosen = {name: RUNS[name] for name in ("masks, in micro-batches", "an ignored class", "a sum", CONSTRAINED)}
+    given = {"plain_fits": {"cases": chosen}}
+    (plain,) = programs("tensorflow", "alone", 1, tmp_path, given, cwd=SUPPORT)["plain_fits"]
+    for name in chosen:
+        np.testing.assert_allclose(losses(begun(1)[0] / name), plain[name], rtol=1e-5, err_msg=name)
+
+
+ADAPTED = {
+    "norm": "",
+    "variable": "",
+    "bins": "the ranks differ in discretization/bin_boundaries: rank 1 on ",
+    "number": "of the same examples and weights the model computes something else on rank 1 on ",
+}
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("how", ADAPTED)
+def test_what_no_weight_holds_is_rank_0s_or_refused(how, tmp_path):
+    argv = [CELLS, "--model", f"{NETS}adapted", "--model-args", f"how={how}", "--batch-norm", "local"]
+    argv += ["--buffers", "rank_0", "--output"]
+    ended = train("tensorflow", "mpi", 2, *argv, tmp_path / "two", cwd=SUPPORT)
+    assert ADAPTED[how] in ended.err, ended.err
+    if not ADAPTED[how]:
+        train("tensorflow", "alone", 1, *argv, tmp_path / "one", cwd=SUPPORT).good()
+        np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6)
+        for epochs in (1, 2):
+            train("tensorflow", "mpi", 2, *argv, tmp_path / "again", "--epochs", epochs, cwd=SUPPORT).good()
+        assert arrays(tmp_path / "again") == arrays(tmp_path / "two")
 
 
 @pytest.mark.launched
@@ -187,6 +228,13 @@ def test_weights_that_no_gradient_reaches_are_not_decayed(train_alone, optimizer
     assert len(moved) == 4
 
 
+@pytest.mark.parametrize("loss", ["ratio", "kept"])
+def test_a_loss_that_is_no_mean_over_examples_is_named(train_alone, loss):
+    ended, _ = train_alone("--loss", f"{COSTS}{loss}", "--batch-size", "8", "--max-steps", "1", recipe=TOKENS)
+    assert ended.code == 0, ended.err
+    assert (f"loss {COSTS}{loss} is no mean over examples (" in ended.out + ended.err) == (loss == "ratio")
+
+
 # Mistakes.
 
 X, Y = "shape [16, 3]", "shape [16]"
@@ -199,7 +247,7 @@ BAD = {
     "no model": (["--model", f"{NETS}no_model"], f"model {NETS}no_model must return a keras.Model, got a int."),
     "nothing to train": (["--model", f"{NETS}no_weights"], f"model {NETS}no_weights has no parameters to train."),
     "a model that fails": (["--model", f"{NETS}broken", "--model-args", "width=0"], "Received: units=-1."),
-    "a BatchNorm of their own": (["--model", f"{NETS}special"], "layer special is a Special; take batch_norm local."),
+    "a BatchNorm of their own": (["--model", f"{NETS}special"], "layer special is a Special; take batch_norm local, "),
     "nothing to learn from": (["--dataset", f"{DATA}empty"], "training set (list) has no samples: its length is 0."),
     "one set": (["--dataset", f"{DATA}one"], "must return (train, valid), two of arrays (x, y), a keras.utils."),
     "iterated": (["--dataset", f"{DATA}iterated"], "has no samples by index, so no order of them could be the same"),
@@ -226,10 +274,19 @@ BAD = {
     ),
     "a loss by another name": (["--loss", "crossentropy"], "Did you mean cross_entropy?"),
     "a metric per batch": (["--metrics", f"iou={COSTS}of_batch"], "metric iou must give a value for each of the "),
-    "a step's list": (["--step", f"{COSTS}listed"], "must return a loss, or (loss, metrics) with a dict of metrics."),
+    "a step's list": (["--step", f"{COSTS}listed"], "with a dict of metrics, none of them called loss."),
     "a loader of PyTorch's": (["--collate", f"{COSTS}loss"], "collate is PyTorch's, this run is TensorFlow's, where "),
     "a network of PyTorch's": (["--model", "torchvision:resnet18"], "model torchvision:resnet18 is PyTorch's, "),
     "two readers": (["--workers", "2"], "workers must be 0 or 1 with a data set of your own in TensorFlow: "),
+    "a collective in XLA": (
+        ["--model", f"{NETS}masked", "--model-args", "synchronized=true", "--xla", "--batch-norm", "local"],
+        " is synchronized=True, which puts a collective into what XLA compiles; drop one.",
+    ),
+    "float8": (["--model", f"{NETS}of_8_bits"], " becomes its gradient (float8), of which ranks would have the mean; "),
+    "a loss scale": (
+        ["--optimizer", f"{COSTS}scaled", "--momentum", "0"],
+        " has a loss scale of its own, which no recipe runs; drop it, and give precision: float16.",
+    ),
     "shared variables": (["--engine", "central"], f"model {NETS}norms cannot be with engine central: "),
 }  # fmt: skip
 

@@ -9,8 +9,7 @@ from paths import SUPPORT
 from ranks import needs_torch
 
 from hvdtrain import cli
-from hvdtrain.datasets import published
-from hvdtrain.tools import pack
+from hvdtrain.tools import pack, plan
 
 PUBLISHED = {
     "imagenet": ("imagenet", "1,281,167 examples to train, 50,000 to validate", "no --data-dir is given"),
@@ -161,9 +160,9 @@ def test_plans_help_has_its_own_flags_and_none_of_how_a_run_is_started(capsys, m
 
 
 def test_the_published_sets_are_those_whose_files_a_user_brings():
-    assert {
-        name: published.missing(name, None) for name in ("linear", "digits", "synthetic", "a.b:c")
-    } == dict.fromkeys(("linear", "digits", "synthetic", "a.b:c"), "")
+    assert {name: plan.missing(name, None) for name in ("linear", "digits", "synthetic", "a.b:c")} == dict.fromkeys(
+        ("linear", "digits", "synthetic", "a.b:c"), ""
+    )
 
 
 @needs_torch

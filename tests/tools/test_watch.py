@@ -17,7 +17,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.run.estimate import duration
 from hvdtrain.run.folder import hold
 from hvdtrain.tools import watch
-from hvdtrain.tools.watch import frame, picture, target
+from hvdtrain.tools.watch import frame, picture
 from hvdtrain.tools.watch.job import GONE, Job, parsed
 from hvdtrain.tools.watch.tail import BYTES, last_of, last_records
 
@@ -285,16 +285,16 @@ def test_the_newest_run_is_the_one_that_is_left_out(run, tmp_path, monkeypatch):
     write(older, "status.json", {"state": "finished"})
     os.utime(older / "status.json", (1, 1))
     (tmp_path / "runs" / "digits" / "notes").mkdir()
-    assert target.find("").folder == Path("runs/digits/77")
-    assert target.of_job("77", tmp_path) == run and target.of_job("78", tmp_path) is None
+    assert watch.find("").folder == Path("runs/digits/77")
+    assert watch.of_job("77", tmp_path) == run and watch.of_job("78", tmp_path) is None
 
 
 def test_killed_processes_leave_the_folder(run, monkeypatch):
-    monkeypatch.setattr(target.socket, "gethostname", lambda: "nid001")
+    monkeypatch.setattr(watch.socket, "gethostname", lambda: "nid001")
     lock = hold(run).lock
-    assert target.find(str(run)).frame().state == "running"
+    assert watch.find(str(run)).frame().state == "running"
     lock.close()
-    seen = target.find(str(run)).frame()
+    seen = watch.find(str(run)).frame()
     assert seen.state == "failed" and seen.is_over and "ended without a message" in seen.error
 
 

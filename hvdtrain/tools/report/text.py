@@ -12,7 +12,7 @@ from hvdtrain.tools.report.model import Comparison, Document, Energy, Event, Run
 from hvdtrain.tools.report.wording import duration, number, percent
 
 MARKS = {"kept": "kept", "broken": "BROKEN", "unknown": "not known"}
-NOTABLE = {"resume", "slow", "stuck", "lost", "signal", "requeue"}
+NOTABLE = {"resume", "note", "slow", "stuck", "lost", "signal", "requeue"}
 MOST_EVENTS = 12
 MOST_CELL = 60
 

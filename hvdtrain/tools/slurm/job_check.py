@@ -1,26 +1,52 @@
 """What is wrong with somebody's job script: findings with their line, the reason, and what to write instead."""
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.errors import JobError
-from hvdtrain.tools.slurm import option_rules, step_rules, variable_rules
-from hvdtrain.tools.slurm.case import Case, Finding, case_of
-from hvdtrain.tools.slurm.job_script import program, program_of
+from hvdtrain.tools.slurm import step_rules
+from hvdtrain.tools.slurm.case import Case, Finding, Rule, case_of
+from hvdtrain.tools.slurm.job_script import SBATCH, program, program_of
 from hvdtrain.tools.slurm.programs import QUIET
-from hvdtrain.tools.slurm.sites import Site
+from hvdtrain.tools.slurm.sites import TIME, Site
 from hvdtrain.tools.slurm.steps import LAUNCHERS
 from hvdtrain.untrusted import printable
 
-RULES = (*option_rules.RULES, *step_rules.RULES, *variable_rules.RULES)
 MOST_BYTES = 2**19
 MOST_LINES = 100_000
 MOST_OF_A_RULE = 1000
 LONGEST = 300  # characters of a finding, which quotes the script
 MOST_NAMED = 4  # programs
 SYNTAX = {"[", ":", "if", "exit", "wait", "trap", "shopt", "set", "unset", "declare", "read", "let", "return", "shift"}
+MISTYPED = re.compile(r"\s*#[SBATCH]{5,7}[ \t:]*-")
+SWITCHED_OFF = re.compile(r"#[ \t]+SBATCH[ \t:]*-|#sbatch[ \t]+-")
+UNFILLED = "; SLURM fills in no variables in #SBATCH"
+WHOLE = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}
+MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu"}
+RANK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
+RANK_BY_HAND = re.compile(r"(?:^|[\s;])((?:LOCAL_)?RANK=)[\"']?\d")
+NODE_BY_HAND = re.compile(r"--(?:node|machine)[-_]rank[= ]\d+\b")
+IN_A_TEST = re.compile(r"\[\s+\S*$|\[\s.{0,100}[=<>!]\s*\S*$|\blog\s.*$|\(\(\s*\S*$")
+LONGEST_TEST = 1000  # characters, as every variable is looked for behind one
+FIXED_PORT = re.compile(
+    r"(?:MASTER|RDZV|MAIN_PROCESS)_PORT=[\"']?\d+(?=[\"'\s;]|$)|--(?:master|main[-_]process)[-_]port[= ]\d+\b|"
+    r"--rdzv[-_]endpoint[= ][^\s%]{0,255}:\d+\b"
+)
+JOB = r"\$?\{?SLURM_JOB_?ID\b"
+PORT_OVERFLOWS = re.compile(rf"(?:\d\s*\+\s*|MASTER_PORT=){JOB}(?!:)\}}?(?!\}}|\s*%)|{JOB}\}}?\s*\+\s*\d")
+LAST_DIGITS = re.compile(rf"{JOB}:\s*-\d")
+SETS = {
+    "SLURM_GPUS": "gpus",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+    "SLURM_GPUS_PER_TASK": "gpus-per-task",
+    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+}
+SET_BY_OPTION = re.compile(rf"\$\{{?({'|'.join(SETS)})(?![\w:]|-)")
+PORT = "$((10000 + SLURM_JOB_ID % 10000))"
+SAME = "every rank would have the same number"
 
 
 def check(text: str, site: Site | None = None) -> list[Finding]:
@@ -84,3 +110,162 @@ def _named(words: Sequence[str]) -> str:
 def _listed(names: Sequence[str]) -> str:
     shown = [printable(name, 40) for name in names[:MOST_NAMED]]
     return ", ".join(shown) + (" and more" if len(names) > MOST_NAMED else "")
+
+
+def _file(case: Case) -> Iterator[Finding]:
+    """Line ends and the first line."""
+    if "\r\n" in case.text:
+        line = case.text[: case.text.index("\r\n")].count("\n") + 1
+        yield Finding(
+            line, "Windows line ends", "sbatch refuses them, and bash would take them for text", "dos2unix FILE"
+        )
+    if not case.text.startswith("#!"):
+        yield Finding(1, "no #! line", "sbatch refuses a script that does not name its shell", "#!/bin/bash")
+
+
+def _directives(case: Case) -> Iterator[Finding]:
+    """#SBATCH lines that SLURM passes over."""
+    first = case.script.first
+    for line in case.script.shell.comments:
+        text = case.script.lines[line - 1]
+        if SBATCH.match(text):
+            if line > first:
+                why = f"SLURM reads options only above the first command, line {first}: this one is ignored"
+                yield Finding(line, "#SBATCH after the first command", why, "move the line above it")
+        elif line < first and (MISTYPED.match(text) or SWITCHED_OFF.match(text)):
+            why = "only a line that begins with exactly #SBATCH and a space is an option; this one is a comment"
+            wrong, switched_off = f"{text.split('-')[0].strip()!r} is not #SBATCH", bool(SWITCHED_OFF.match(text))
+            yield Finding(line, wrong, why, re.sub(r"^[^-]*", "#SBATCH ", text), note=switched_off)
+
+
+def _malformed(case: Case) -> Iterator[Finding]:
+    """Values that sbatch refuses or reads otherwise than they look."""
+    for option in case.script.options:
+        name, value = option.name, option.value
+        if name in WHOLE and not re.fullmatch(r"[1-9]\d*" if name != "nodes" else r"[1-9]\d*(-\d+)?", value):
+            why = f"it must be a whole number of at least 1{UNFILLED if '$' in value else ''}"
+            yield Finding(option.line, f"--{name}={value}", why, f"--{name}=1")
+        if name in MEMORY and not re.fullmatch(r"\d+([KMGT]B?)?", value, re.IGNORECASE):
+            why = "memory is a whole number with K, M, G or T directly behind it; without a letter it is MiB"
+            yield Finding(option.line, f"--{name}={value}", why, f"--{name}=64G")
+        if name == "time" and not TIME.fullmatch(value):
+            why = "a time reads like hours:minutes:seconds, or days-hours:minutes:seconds"
+            yield Finding(option.line, f"--time={value}", why, "--time=02:00:00")
+        if name == "time" and re.fullmatch(r"0\d:\d\d", value):
+            why = "two numbers are minutes:seconds, so the job would end after minutes"
+            yield Finding(option.line, f"--time={value}", why, f"--time={value}:00", note=True)
+
+
+def _site_names(case: Case) -> Iterator[Finding]:
+    """Partition, constraint, hint and account as the site has them."""
+    site, script = case.site, case.script
+    if site is None:
+        return
+    for name, known in (("partition", site.partitions), ("constraint", site.constraints)):
+        option = script.option(name)
+        if option and known and option.value not in known:
+            why = f"the nodes of {site.title} have {', '.join(known)}"
+            yield Finding(option.line, f"--{name}={option.value}", why, f"#SBATCH --{name}={known[0]}")
+        if option is None and getattr(site, name):
+            why = f"the job would not get the nodes of {site.title}"
+            yield Finding(1, f"no --{name}", why, f"#SBATCH --{name}={getattr(site, name)}")
+    hint = script.option("hint")
+    if site.hint and hint is None:
+        why = "without it a CPU is half a core, a hyper-thread"
+        yield Finding(1, "no --hint", why, f"#SBATCH --hint={site.hint}", note=True)
+    account = script.option("account")
+    if account and not re.fullmatch(site.account[0], account.value):
+        why = "an account names the kind of node too"
+        yield Finding(account.line, f"--account={account.value}", why, f"#SBATCH --account={site.account[1]}")
+
+
+def _hint_undone(case: Case) -> Iterator[Finding]:
+    hint, per_core = case.script.option("hint"), case.script.option("ntasks-per-core")
+    if hint and per_core:
+        why = f"SLURM then silently drops --hint={hint.value}"
+        yield Finding(per_core.line, "--ntasks-per-core beside --hint", why, "leave --ntasks-per-core out")
+
+
+def _rank_variables(case: Case) -> Iterator[Finding]:
+    """Variables of a rank that the job's own shell fills in."""
+    if _has_one_task(case):
+        return
+    numbered = bool(case.trainings) and all(step.numbers_ranks for step in case.trainings)
+    text = case.script.shell.expanded
+    for line, found in case.searched(RANK_VARIABLE):
+        begin = max(text.rfind("\n", 0, found.start()) + 1, found.start() - LONGEST_TEST)
+        if not IN_A_TEST.search(text, begin, found.start()):
+            yield Finding(
+                line,
+                f"${found[1]} is filled in by the job's shell",
+                "there it is 0 for all: only inside the step has each rank its own",
+                f"srun bash -c '... ${found[1]} ...' in single quotes, or read it in the program",
+                note=numbered,
+            )
+    for line, found in case.searched(RANK_BY_HAND):
+        instead = "leave it out: the launcher sets it for each rank"
+        yield Finding(line, f"{found[1]} is set for all ranks", SAME, instead, note=numbered)
+    for step in case.trainings:
+        found_in = NODE_BY_HAND.search(" ".join(step.program.words)) if step.launcher and step.is_torchrun else None
+        if found_in and (step.nodes or 1) > 1 and not step.numbers_ranks:
+            why, instead = "every node would have the same number", "--rdzv-backend=c10d, which needs no number"
+            yield Finding(step.line, found_in[0], why, instead)
+
+
+def _unset(case: Case) -> Iterator[Finding]:
+    """Variables that SLURM sets only where their option is given."""
+    given = {option.name for option in case.script.options}
+    told = set(case.script.shell.values)
+    for line, found in case.searched(SET_BY_OPTION):
+        name = found[1]
+        if name not in told and SETS[name] not in given:
+            told.add(name)
+            why = f"SLURM sets it only where --{SETS[name]} is given, in the script or to sbatch"
+            yield Finding(line, f"${name} may be empty", why, f"#SBATCH --{SETS[name]}=N", note=True)
+
+
+def _has_one_task(case: Case) -> bool:
+    """Whether there is but one task, number 0, or one torchrun."""
+    return bool(case.steps) and all(
+        step.nodes == 1 and (not step.launcher or step.tasks_per_node == 1) for step in case.steps
+    )
+
+
+def _ports(case: Case) -> Iterator[Finding]:
+    """Ports that two jobs share, that do not exist, or that some job ids break."""
+    text = case.script.shell.text
+    alone = case.is_exclusive or all(step.nodes == 1 for step in (case.job, *case.steps))
+    fixed = None if alone else FIXED_PORT.search(text)
+    if fixed:
+        why = "two jobs that share a node, or a job that starts again, find it taken"
+        yield Finding(case.line_of(fixed.start()), "a fixed port", why, PORT, note=True)
+    for found in PORT_OVERFLOWS.finditer(text):
+        why = "ports end at 65535, job ids do not"
+        yield Finding(case.line_of(found.start()), "a port from the whole job id", why, PORT)
+    for position in _octal_ports(text):
+        why = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
+        yield Finding(case.line_of(position), "a port from the job id's last characters", why, PORT)
+
+
+def _octal_ports(text: str) -> Iterator[int]:
+    """Where arithmetic begins that takes the job id's last digits, of each line the first."""
+    # Steps and no single pattern: that would try every pair of brackets.
+    for line in re.finditer(r"[^#\n]+", text.replace("\\\n", "  ")):
+        start = line[0].find("$((")
+        inside = line[0][start + 3 :]
+        if start >= 0 and (LAST_DIGITS.search(inside) or any(map(_cuts_job_id, inside.split(")")))):
+            yield line.start() + start
+
+
+def _cuts_job_id(part: str) -> bool:
+    """Whether a command in it takes characters of the job id."""
+    begin = part.find("$(")
+    job = re.compile(JOB).search(part, begin) if begin >= 0 else None
+    return bool(job and re.compile("tail -c|cut -c").search(part, job.end()))
+
+
+RULES: tuple[Rule, ...] = (
+    *(_file, _directives, _malformed, _site_names, _hint_undone),
+    *step_rules.RULES,
+    *(_rank_variables, _unset, _ports),
+)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,14 +20,17 @@ from hvdtrain import files
 from hvdtrain.core import flags
 from hvdtrain.errors import JobError
 from hvdtrain.run import checkpoint, outcome
-from hvdtrain.tools.supervise import command, step
+from hvdtrain.tools.slurm.job_script import Option, options_of, program, program_of
+from hvdtrain.tools.supervise import step
 from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide, not_answering
 from hvdtrain.tools.supervise.job import Job, controller_answers, silent_nodes
+from hvdtrain.untrusted import quoted
 
 PROG = "python -m hvdtrain supervise"
 HISTORY = "history.json"
 RELEASE_SECONDS = 15.0  # that the last rank of an ended step may take to let its run folder go
 CUT_OFF_SECONDS = 2.0  # between two looks whether another host answers
+AS_IN = "as in: python -m hvdtrain supervise -- srun python train.py"
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -49,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     options: Options = flags.parse(Options, PROG, argv[:end])
     words = list(argv[end + 1 :])
-    command.check(words)
+    check_step(words)
     job = Job.of(os.environ)
-    nodes = command.number(words, "nodes") or len(job.nodes) - options.spare
+    nodes = _number(words, "nodes") or len(job.nodes) - options.spare
     if nodes < 1:
         raise JobError(
             f"--spare must be less than the job's {len(job.nodes)} nodes, got {options.spare}; request more: --nodes."
@@ -65,8 +68,8 @@ class Supervisor:
     def __init__(self, job: Job, words: Sequence[str], wanted: int, gives_nodes: bool) -> None:
         """`wanted`: on how many nodes; `gives_nodes`: whether srun must be given that number."""
         self.job, self.words, self.wanted = job, words, wanted
-        tasks, nodes = command.number(words, "ntasks"), command.number(words, "nodes")
-        per_node = command.number(words, "ntasks-per-node") or job.tasks_per_node
+        tasks, nodes = _number(words, "ntasks"), _number(words, "nodes")
+        per_node = _number(words, "ntasks-per-node") or job.tasks_per_node
         self.tasks_per_node = _divided(tasks, nodes or wanted) if tasks else per_node
         digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:6]
         self.folder = Path.cwd() / f".hvdtrain-{job.number}-{digest}"
@@ -81,7 +84,7 @@ class Supervisor:
         environ = dict(os.environ)
         while True:
             if self.gives_nodes:
-                words = command.placed(words, nodes, self.tasks_per_node, without)
+                words = placed(words, nodes, self.tasks_per_node, without)
             ended, silent, smaller = self._start(words, environ, nodes)
             if ended.code == 0:
                 break
@@ -98,7 +101,7 @@ class Supervisor:
             nodes, without = decision.nodes, decision.without
             _log(self._restarting(decision, ended))
             environ = self._without_silent(environ, silent)
-            words = command.beside_others(self.words)
+            words = beside_others(self.words)
             self.gives_nodes = self.gives_nodes or nodes != self.wanted or bool(without)
         files.remove(self.folder)
         return ended.code
@@ -229,3 +232,49 @@ def _divided(ranks: int, nodes: int) -> int | None:
 def _log(text: str) -> None:
     if text:
         print(f"supervise: {text}", file=sys.stderr, flush=True)
+
+
+def check_step(words: Sequence[str]) -> None:
+    """Raises JobError where they start no step."""
+    if not words:
+        raise JobError(f"no step to supervise; give it after --, {AS_IN}")
+    if program(words) != "srun":
+        raise JobError(
+            f"what is supervised must be a step of srun, got {quoted(words[0])}; put srun before it, {AS_IN}"
+        )
+    if not program_of(words):
+        raise JobError(f"srun must have a program to start, got none; {AS_IN}")
+
+
+def _number(words: Sequence[str], name: str) -> int | None:
+    """The value of that option of srun, where it is a number."""
+    values = [option.value for option, _ in _own_options(words) if option.name == name]
+    return int(values[-1]) if values and values[-1].isdecimal() else None
+
+
+def placed(words: Sequence[str], nodes: int, tasks_per_node: int | None, without: Collection[str]) -> list[str]:
+    """The same step on so many nodes."""
+    options = _own_options(words)
+    excluded = [option.value for option, _ in options if option.name == "exclude"]
+    left_out = ",".join([*excluded, *without])
+    added = [f"--nodes={nodes}", *([f"--ntasks={nodes * tasks_per_node}"] if tasks_per_node else [])]
+    added += [f"--exclude={left_out}"] if left_out else []
+    dropped = {"nodes", "exclude", *(["ntasks"] if tasks_per_node else [])}
+    own = [word for option, given in options if option.name not in dropped for word in given]
+    return [words[0], *added, *own, *program_of(words)]
+
+
+def beside_others(words: Sequence[str]) -> list[str]:
+    """The same step without memory of its own: one that has not ended on a silent node still holds the job's."""
+    own = [word for option, given in _own_options(words) if option.name != "mem" for word in given]
+    return [words[0], "--mem=0", *own, *program_of(words)]
+
+
+def _own_options(words: Sequence[str]) -> list[tuple[Option, Sequence[str]]]:
+    """srun's own options, each with the words that give it."""
+    own, found = words[1 : len(words) - len(program_of(words))], list[tuple[Option, Sequence[str]]]()
+    while own:
+        length = 1 if len(own) == 1 or own[1].startswith("-") else 2
+        found.append((options_of(own, 0)[0], own[:length]))
+        own = own[length:]
+    return found

@@ -19,6 +19,7 @@ class LoopAverager(Averager):
     def __init__(self, model: nn.Module, engine: Engine, compression: str) -> None:
         super().__init__(model, engine, compression)
         self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
+        self._is_loss_shared = False
         self._leaves = False
         self._unreached: list[str] | None = None
 
@@ -32,11 +33,16 @@ class LoopAverager(Averager):
         if self._is_forward_shared:
             self._compare(leaves=False)
 
+    def begin_loss(self) -> None:
+        """This rank's loss communicates next. Raises LoopError as `begin_batch`."""
+        self._is_loss_shared = True
+        self._compare(leaves=False)
+
     def leave(self) -> None:
         """This rank leaves an epoch's batches early: takes part in what one that stays communicates next, which is its
-        backward, or where its forward communicates too, a comparison before it. Raises LoopError on all ranks where not
+        backward, or a comparison, where its forward or loss communicate too. Raises LoopError on all ranks where not
         all of them leave."""
-        if self._is_forward_shared:
+        if self._is_forward_shared or self._is_loss_shared:
             self._compare(leaves=True)
         else:
             self._leaves = True

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch.utils.data import default_collate
 
 from hvdtrain.core.progress import OwnSampling, each_once, train_requests
@@ -15,9 +16,10 @@ from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import in_own_words
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines.counts import mean_count
 from hvdtrain.torch.own import notes
 from hvdtrain.torch.own.gradients import LoopAverager
-from hvdtrain.torch.own.order import Best, Order, report_epoch, score, seen
+from hvdtrain.torch.own.order import Best, Order, number, report_epoch, score, seen
 from hvdtrain.torch.own.program import Program
 from hvdtrain.torch.own.reading import Collate, Reading
 from hvdtrain.torch.trainer import Replica
@@ -56,6 +58,8 @@ class Run:
         self._settled, self._is_left_early = True, False
         """Whether what is due at the end of an epoch's steps is done; whether any epoch was left before."""
         self._why: str | None = None
+        self._count: torch.Tensor | None = None
+        """What `loss` has divided by in this update."""
         self.is_left = False
         """Whether the program has left its epochs by `break`."""
 
@@ -137,16 +141,29 @@ class Run:
         without communication."""
         return self._averager.pause(enabled) if self._averager else contextlib.nullcontext()
 
+    def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
+        """A loss whose gradients are those of the ranks' totals, added, divided by their counts, added: of a mean over
+        tokens, pixels or weights rather than examples. Every rank calls it before each backward().
+
+        `total` is the sum over this rank's micro-batch, and `count` that of all its micro-batches of the update.
+        """
+        if self._averager:
+            self._averager.begin_loss()
+        self._count = mean_count(number(count), self._engine)
+        return (total / self._count).to(total.dtype)
+
     def step(self, loss: Any, **metrics: Any) -> None:
         """To be called after each optimizer.step(): counts the update, and does what is due: log, comparison of the
         replicas, checkpoint, stop.
 
-        `loss` is the mean over this rank's batch; a metric is such a mean too, or a pair (sum, count). Raises
-        StoppedError, DivergedError, ReplicaError and LoopError.
+        `loss` is the mean over this rank's batch, or what `loss` has made of it; a metric is such a mean too, or a pair
+        (sum, count). Raises StoppedError, DivergedError, ReplicaError and LoopError.
         """
         self._order.step()
         hooks, extent = self._hooks, self._extent
         hooks.trainer.share_buffers()
+        if self._count is not None:
+            metrics["loss"] = number(loss) * self._count, self._count
         hooks.trainer.meter.add(seen(loss, metrics, extent.global_batch // extent.size))
         if self._averager and (never := self._averager.take_unreached()):
             hooks.note(f"backward reached none of {', '.join(never)}: the optimizer leaves them as they are")

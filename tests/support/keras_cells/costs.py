@@ -58,3 +58,27 @@ def of_batch(out, y):
 
 def listed(model, batch):
     return loss(model(batch[0]), batch[1]), [1]
+
+
+ignoring = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+summed = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+
+
+def kept(out, y):
+    """The sum over what is not of class 0, and how many are."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, out)
+    return tf.reduce_sum(tf.where(y > 0, losses, 0)), tf.math.count_nonzero(y)
+
+
+def kept_step(model, batch):
+    out = model(batch[0])
+    return kept(out, batch[1]), {"kept": (tf.math.count_nonzero(batch[1]), tf.size(batch[1]))}
+
+
+def ratio(out, y):
+    total, count = kept(out, y)
+    return total / tf.cast(count, total.dtype)
+
+
+def scaled(learning_rate):
+    return keras.optimizers.SGD(learning_rate, loss_scale_factor=8.0)

@@ -59,6 +59,17 @@ def tokens():
     return split(TRAIN), split(VALID)
 
 
+def sequences():
+    """Tokens of which more and more are 0, with a class for each."""
+
+    def split(count):
+        x = np.random.default_rng(count).integers(1, 12, (count, 7), np.int32)
+        x *= np.arange(7) < np.linspace(0, 8, count)[:, None]
+        return x, (x % 3).astype(np.int64)
+
+    return split(TRAIN), split(VALID)
+
+
 class Items(keras.utils.PyDataset):
     """Batches of five rows, the last of fewer, with noise of their own."""
 

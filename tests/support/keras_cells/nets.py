@@ -1,6 +1,10 @@
 """Networks for 12 points of 6 channels, with 3 outputs."""
 
+import os
+
 import keras
+import numpy as np
+import tensorflow as tf
 from keras import layers
 
 
@@ -70,3 +74,55 @@ def likely():
     """`norms` with probabilities instead of logits."""
     model = norms()
     return keras.Model(model.input, layers.Softmax()(model.output))
+
+
+def masked(**batch_norm):
+    """Tokens of which 0 is masked, a class for each."""
+    tokens = keras.Input((7,), dtype="int32")
+    x = layers.Embedding(12, 4, mask_zero=True)(tokens)
+    x = layers.BatchNormalization(**batch_norm)(x) if batch_norm else x
+    return keras.Model(tokens, layers.Dense(3)(x))
+
+
+def constrained():
+    """Weights of two types, all of them with a constraint."""
+    tokens = keras.Input((7,), dtype="int32")
+    limit = keras.constraints.MaxNorm(0.3, axis=0)
+    x = layers.Embedding(12, 4, embeddings_constraint=limit)(tokens)
+    x = layers.Dense(8, "tanh", kernel_constraint=limit, dtype="float64")(x)
+    return keras.Model(tokens, layers.Dense(3, kernel_constraint=keras.constraints.NonNeg())(x))
+
+
+def adapted(how):
+    """A Normalization of this rank's own data, or another layer with a constant made of them."""
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    points = np.random.default_rng(rank).normal(rank, 2, (16, 12, 6)).astype("float32")
+    if how == "norm":
+        first = layers.Normalization()
+        first.adapt(points)
+    elif how == "bins":
+        first = layers.Discretization(num_bins=4)
+        first.adapt(points)
+    else:
+        first = {"variable": Shifted, "number": lambda by: layers.Lambda(lambda x: x - by)}[how](float(points.mean()))
+    x = inputs = keras.Input((12, 6))
+    return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(first(x))))
+
+
+class Shifted(layers.Layer):
+    """Subtracts a variable that Keras does not count as a weight, and which training moves."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = tf.Variable(by)
+
+    def call(self, x, training=None):
+        if training:
+            tf.raw_ops.AssignAddVariableOp(resource=self.by.handle, value=tf.constant(0.1))
+        return x - self.by
+
+
+def of_8_bits():
+    model = norms()
+    model.layers[-1].quantize("float8")
+    return model

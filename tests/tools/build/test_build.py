@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.errors import BuildError, RecipeError
 from hvdtrain.tools import build
-from hvdtrain.tools.build import cache, patching
+from hvdtrain.tools.build import patching
 from hvdtrain.tools.build import prove as proving
 from hvdtrain.tools.build import run as running
 from hvdtrain.tools.build.allreduce import proof_line
@@ -482,10 +482,10 @@ def test_the_cache_never_holds_half_a_wheel(tmp_path, monkeypatch):
     with monkeypatch.context() as interrupted:
         interrupted.setattr(Path, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            cache.keep(b"wheel", it)
+            running.keep_wheel(b"wheel", it)
     assert list(it.own.iterdir()) == []
-    cache.keep(b"wheel", it)
-    assert cache.finished(it, print) == b"wheel"
+    running.keep_wheel(b"wheel", it)
+    assert running.finished_wheel(it, print) == b"wheel"
 
 
 def test_installed_and_proved_is_not_built_again(tmp_path, monkeypatch):
@@ -502,7 +502,7 @@ def test_installed_and_proved_is_not_built_again(tmp_path, monkeypatch):
 def test_a_wheel_that_was_not_proved_is_proved(tmp_path, monkeypatch):
     it = plan(dataclasses.replace(HERE, horovod=planned().version), Options(), tmp_path)
     it.own.mkdir()
-    cache.keep(b"wheel", it)
+    running.keep_wheel(b"wheel", it)
     proofs = []
 
     def fails(*args):

@@ -1,6 +1,6 @@
 """What the doctor looks at, shown while it does."""
 
-from hvdtrain.tools.doctor.checking import Checking
+from hvdtrain.tools.doctor.gather import Checking
 
 
 def test_what_has_ended_is_no_longer_named():

@@ -17,8 +17,7 @@ from hvdtrain.launch import hostlist
 from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.topology import Topology
 from hvdtrain.tools.build import patching
-from hvdtrain.tools.doctor import gather, host, judge, launch, report
-from hvdtrain.tools.doctor.expected import EXPECTED
+from hvdtrain.tools.doctor import EXPECTED, gather, host, judge, launch, report
 from hvdtrain.tools.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 
 SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "test_this_machine")
@@ -735,7 +734,7 @@ def test_the_hosts_of_a_run(tmp_path):
 
 def shown(findings: Findings, width: int, colour: bool = False) -> str:
     out = io.StringIO()
-    report.show(judge(findings), "hvdtrain doctor", Console(file=out, width=width, force_terminal=colour))
+    report(judge(findings), "hvdtrain doctor", Console(file=out, width=width, force_terminal=colour))
     return out.getvalue()
 
 

@@ -12,9 +12,8 @@ from hvdtrain.tools.report import scaling
 from hvdtrain.tools.report.assemble import run_report
 from hvdtrain.tools.report.compare import comparison
 from hvdtrain.tools.report.launches import MOST_COLUMNS, MOST_RANKS, Launch, add_all
-from hvdtrain.tools.report.metrics import Metrics
+from hvdtrain.tools.report.metrics import MOST_KEPT, POINTS, Column, Metrics
 from hvdtrain.tools.report.ranks import COLUMNS, heat_map, step_parts
-from hvdtrain.tools.report.thinning import MOST_KEPT, POINTS, Column
 from hvdtrain.tools.report.waterfall import axis_of
 
 

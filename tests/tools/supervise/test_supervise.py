@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.tools.supervise import _read_history, command
+from hvdtrain.tools.supervise import _read_history, beside_others, check_step, placed
 from hvdtrain.tools.supervise.decision import Ended, Lost
 from hvdtrain.tools.supervise.job import Job
 from hvdtrain.tools.supervise.step import SIGNALS, Signals
@@ -42,12 +42,12 @@ PLACED = {  # srun's words, nodes, tasks a node, without: the words then
 
 @pytest.mark.parametrize(("words", "nodes", "tasks", "without", "then"), PLACED.values(), ids=PLACED)
 def test_sruns_words_for_other_nodes(words, nodes, tasks, without, then):
-    assert command.placed(words.split(), nodes, tasks, without) == then.split()
+    assert placed(words.split(), nodes, tasks, without) == then.split()
 
 
 def test_memory_is_shared_with_a_step_that_has_not_ended():
     words = ["srun", "--mem", "4G", "-n2", "python", "--mem=1"]
-    assert command.beside_others(words) == ["srun", "--mem=0", "-n2", "python", "--mem=1"]
+    assert beside_others(words) == ["srun", "--mem=0", "-n2", "python", "--mem=1"]
 
 
 REFUSED = {
@@ -60,7 +60,7 @@ REFUSED = {
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(words, message):
     with pytest.raises(JobError) as error:
-        command.check(words)
+        check_step(words)
     assert str(error.value).startswith(message)
 
 

@@ -1,0 +1,163 @@
+"""Keras's losses under `fit` as those of the global batch: what masks and weights keep is counted over all ranks."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.name_scope import current_path
+from keras.src.losses import loss as keras_losses
+from keras.src.random.seed_generator import global_seed_generator
+
+from hvdtrain.core.totals import of_halves
+from hvdtrain.errors import KerasError
+from hvdtrain.keras.optimizer import distributed
+from hvdtrain.keras.program import optimizers
+from hvdtrain.keras.ranks import sum_over_ranks
+from hvdtrain.tensorflow.networks import SEED
+
+Part = tuple[float, Callable[[tf.Tensor], tf.Tensor]]
+"""How many times as large the batch is as what losses see of it, and what makes [sum, count] those of the batch."""
+PLAIN = keras_losses.reduce_weighted_values
+_part: Part | None = None
+"""What they see now, if not a batch of their own."""
+
+
+def of_all_ranks(model: keras.Model) -> None:
+    """From now on the losses in the model's train_step are those of all ranks' batches together. Raises KerasError for
+    a model of tf.distribute."""
+    strategy = model._distribute_strategy
+    if not isinstance(strategy, tf.distribute.OneDeviceStrategy | None):
+        raise KerasError(
+            f"the model was made under tf.distribute's {type(strategy).__name__}, whose replicas are not Horovod's "
+            "ranks; make and compile it outside of the strategy's scope, and start one process for each GPU."
+        )
+    if not isinstance(model.train_step, TrainStep):
+        model.train_step = TrainStep(model)
+        model.train_function = None
+
+
+def notes(model: keras.Model) -> list[str]:
+    """After the first step: a line on a loss that is no mean over the examples of its batch."""
+    return model.train_step.notes() if isinstance(model.train_step, TrainStep) else []
+
+
+class TrainStep:
+    """A model's train_step. What Keras divides by the number of examples needs no collective in it."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model, self._own = model, model.train_step
+        self._awaited = tf.Variable(True, trainable=False)
+        self._first: list[tf.Variable] = []
+        """The first batch, until `notes` has halved it."""
+        self._like: Any = None
+
+    def __call__(self, data: Any) -> Any:
+        averaging = [each._reduction for each in map(distributed, optimizers(self._model).values()) if each]
+        if not averaging or averaging[0].alone:
+            return self._own(data)
+        ranks = averaging[0].process_set
+        if type(self._model).train_step is keras.Model.train_step:
+            self._keep(data)
+        with _seeing((ranks.size(), lambda sums: sum_over_ranks(sums, process_set=ranks))):
+            return self._own(data)
+
+    def _keep(self, data: Any) -> None:
+        values = tf.nest.flatten(data)
+        if not all(isinstance(value, tf.Tensor) for value in values):
+            return
+        if not self._first:
+            self._like = tf.nest.map_structure(lambda value: 0, data)
+            with tf.init_scope():
+                self._first = [
+                    tf.Variable(tf.zeros([0], value.dtype), trainable=False, shape=tf.TensorShape(None))
+                    for value in values
+                ]
+
+        def keep() -> tf.Tensor:
+            for variable, value in zip(self._first, values, strict=True):
+                variable.assign(value)
+            return self._awaited.assign(False)
+
+        tf.cond(self._awaited, keep, lambda: tf.constant(False))
+
+    def notes(self) -> list[str]:
+        values = [variable.read_value() for variable in self._first]
+        for variable in self._first:
+            variable.assign(tf.zeros([0], variable.dtype))
+        examples = len(values[0]) if values else 0
+        runs = itertools.count()
+        counted: list[tf.Tensor] = []
+        """What the whole batch's losses counted."""
+
+        def measured(rows: slice) -> float:
+            run, known = next(runs), iter(counted)
+
+            def total(sums: tf.Tensor) -> tf.Tensor:
+                if run == 0:
+                    counted.append(sums)
+                return next(known)
+
+            batch = tf.nest.pack_sequence_as(self._like, [value[rows] for value in values])
+            return self._loss(batch, (examples / (rows.stop - rows.start), total), int(run == 1))
+
+        return of_halves(self._name(), measured, examples)
+
+    def _loss(self, batch: Any, part: Part, drawn: int) -> float:
+        """The loss of a batch under prediction, after so many draws of random numbers; nothing is changed."""
+        model = self._model
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        seeds = [global_seed_generator().state, *(each for each in model.variables if each.name == SEED)]
+        states = [(seed, seed.value + tf.constant([0, drawn], seed.dtype)) for seed in seeds]
+        with keras.StatelessScope(states, collect_losses=True), _seeing(part):
+            y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
+            return float(tf.reduce_mean(model._compute_loss(x, y, y_pred, weights, training=False)))
+
+    def _name(self) -> str:
+        compiled = self._model._compile_loss
+        names = [each.loss.name for each in (compiled and compiled._flat_losses) or ()]
+        return " and ".join([*names, *["add_loss"] * any(each._losses for each in self._model._flatten_layers())])
+
+
+@contextlib.contextmanager
+def _seeing(part: Part) -> Iterator[None]:
+    global _part
+    before, _part = _part, part
+    try:
+        yield
+    finally:
+        _part = before
+
+
+def _reduced(
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> tf.Tensor:
+    """Keras's reduction of a loss's values: their mean over the parts is that of the whole batch, and where it is
+    counted over them, each part's is the whole one."""
+    loss = PLAIN(values, sample_weight, mask, reduction, dtype)
+    if _part is None:
+        return loss
+    parts, total = _part
+    if reduction in ("sum", "none", None):
+        # Called by a step of the user's own it is the user's to divide.
+        compiled = "compile_loss" in current_path().split("/") and tf.convert_to_tensor(values).shape.rank
+        whole = loss * parts if compiled else loss
+        return whole if reduction == "sum" else whole + tf.stop_gradient(loss - whole)
+    weights = sample_weight if reduction == "mean_with_sample_weight" else None
+    if mask is None and weights is None:
+        return loss
+    kept = keras_losses.apply_mask(weights, mask, "float64", "sum")
+    count = tf.reduce_sum(tf.cast(kept, tf.float64))
+    sums = tf.stop_gradient(tf.stack([tf.cast(loss, tf.float64) * count, count]))
+    whole_sum, whole_count = tf.unstack(total(sums))
+    share = loss * tf.cast(tf.math.divide_no_nan(count * parts, whole_count), loss.dtype)
+    return share + tf.stop_gradient(tf.cast(tf.math.divide_no_nan(whole_sum, whole_count), loss.dtype) - share)
+
+
+keras_losses.reduce_weighted_values = _reduced

@@ -1,0 +1,69 @@
+"""What ranks must decide alike in an epoch: the values that callbacks and schedulers go by, and where its data end."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    SpikeDetection,
+)
+
+from hvdtrain.errors import LoopError
+from hvdtrain.run import agreement
+
+AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"
+REFUSED: dict[Any, str] = {
+    BatchSizeFinder: AGAIN,
+    LearningRateFinder: AGAIN,
+    ModelPruning: "it renames parameters while it trains, and looks at each rank's own first weights; prune afterwards",
+}
+NOT_RESUMED = {
+    BaseFinetuning: "it gives the optimizer parameters while it trains; train each stage in a folder of its own",
+    OnExceptionCheckpoint: "Lightning would resume from its file, not from the run's folder; leave it out",
+    SpikeDetection: "Lightning cannot load what it saves of it; leave it out",
+}
+
+
+def refuse(callbacks: Iterable[Callback], what: str, kinds: dict[Any, str] = REFUSED) -> None:
+    """Raises LoopError for a callback with which this would silently be another training."""
+    for kind, why in kinds.items():
+        for name in (type(each).__name__ for each in callbacks if isinstance(each, kind)):
+            raise LoopError(f"{what} does not go with {name}: {why}.")
+
+
+class Decisions(Callback):
+    """Compares what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they look at it."""
+
+    def __init__(self, agree: Callable[[agreement.Values], None]) -> None:
+        self._agree = agree
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._compare(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        loop, batches = trainer.fit_loop.epoch_loop, trainer.num_training_batches
+        read = loop.batch_progress.current.ready
+        left = trainer.should_stop or loop.batch_progress.is_last_batch or loop._is_training_done
+        if read < batches and not left:
+            error = LoopError(
+                f"the training data of rank {trainer.global_rank} ended after {read} of {batches} batches, for more of "
+                f"which other ranks would wait; give Trainer(limit_train_batches={read}) or data of equal length."
+            )
+            error.everywhere = False
+            raise error
+        self._compare(trainer)
+
+    def _compare(self, trainer: Trainer) -> None:
+        """Raises AgreementError."""
+        names = {getattr(each, "monitor", None) for each in trainer.callbacks}  # type: ignore[attr-defined]
+        names |= {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+        metrics = trainer.callback_metrics
+        found = {name: float(metrics[name]) for name in sorted(filter(None, names)) if name in metrics}
+        if found:
+            self._agree(agreement.named("decision", found))

@@ -1,0 +1,65 @@
+"""Odd modules, callbacks and Trainers: what plain Lightning makes of them on one process is what every way of ours
+makes of them, on one and two ranks, and once more where they are stopped or killed at a random step and resumed; or
+they are refused by name."""
+
+import signal
+
+import pytest
+from odd_launches import Programs, check_alike, check_weights
+from odd_lightning_kinds import CALLBACKS, ODDITIES, OF_RANK, OTHERS, REFUSED, oddities
+from ranks import NEEDS, needs_horovod, needs_lightning
+
+pytestmark = [pytest.mark.launched, NEEDS["torch"], needs_horovod, needs_lightning, pytest.mark.timeout(900)]
+
+SLOW = ("more", "ddp", "[horovod", "[tolerant-1", "stopped", "killed_in_any", "refused")
+FIRST = (83, 156, 997, 1241, 3021, 5191, 8813)
+"""Which have each oddity, but for callbacks that only show something."""
+ALL = [seed for seed in range(len(ODDITIES) + 30) if not oddities(seed) & REFUSED]
+SEEDS = {"first": FIRST, "more": tuple(seed for seed in ALL if seed not in FIRST)}
+KILLED = 83
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    return Programs("lightning", "odd_lightning.py", tmp_path_factory.mktemp)
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize(("way", "ranks", "left"), [
+    ("horovod", 2, 0), ("ddp", 2, 0), ("tolerant", 1, 0), ("tolerant", 2, signal.SIGTERM),
+    ("tolerant ddp", 2, signal.SIGTERM),
+])  # fmt: skip
+def test_it_trains_as_plain_lightning_does(programs, way, ranks, left, seeds):
+    (theirs,) = programs.of_ranks("plain", 1, SEEDS[seeds])
+    for ours in programs.of_ranks(way, ranks, SEEDS[seeds], left):
+        for seed in theirs:
+            if not (has := oddities(int(seed))) & OF_RANK:
+                check_alike(has, ours[seed], theirs[seed], resumed=bool(left))
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
+    left, whole = (programs.of_ranks("tolerant", 2, SEEDS[seeds], number) for number in (signal.SIGTERM, 0))
+    for of_left, of_whole in zip(left, whole, strict=True):
+        for seed in of_whole:
+            check_weights(oddities(int(seed)), of_left[seed], of_whole[seed])
+
+
+@pytest.mark.parametrize("oddity", sorted({*CALLBACKS, *OTHERS} - REFUSED))
+def test_killed_in_any_callback_it_has_the_same_bits(programs, oddity):
+    check_killed(programs, ODDITIES.index(oddity))
+
+
+def test_killed_at_a_random_step_it_has_the_same_bits(programs):
+    check_killed(programs, KILLED)
+
+
+def check_killed(programs, seed):
+    (whole,) = programs.of_ranks("tolerant", 1, (seed,))
+    check_weights(oddities(seed), programs.killed("tolerant", seed)[str(seed)], whole[str(seed)])
+
+
+@pytest.mark.parametrize("oddity", sorted(REFUSED))
+def test_what_cannot_be_trained_alike_is_refused_by_name(programs, oddity):
+    (found,) = programs.of_ranks("tolerant", 2, (ODDITIES.index(oddity),))[0].values()
+    assert f" does not go with {oddity}: " in found, found

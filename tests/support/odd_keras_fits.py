@@ -1,0 +1,262 @@
+"""Odd trainings under Keras's fit, made from a seed: several steps an epoch, masks, weights, callbacks in any order.
+
+`python odd_keras_fits.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "fit" or "tolerant"), the `seeds`, and
+`left`: the signal that each gets at a random step, after SIGTERM to be started again. What became of each seed goes to
+FOLDER/rank-R.json: the weights, the history and what evaluate gives, or what refused it.
+
+Plain Keras reads the order that GlobalBatches reads, which it looks up.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import callbacks, layers
+from odd_keras_kinds import CALLBACKS, OTHERS, fits
+
+import hvdtrain.keras as hvd
+from hvdtrain.keras import fault_tolerance
+
+EXAMPLES, BATCH, EPOCHS = 26, 8, 4
+STEPS = EXAMPLES // BATCH
+FIRST = 1
+"""The epoch that a program with an `initial_epoch` begins with."""
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam")
+
+
+class Two(keras.Model):
+    """Trains its last layer with an optimizer of its own."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            out = self(x, training=True)
+            loss = self.compute_loss(x, y, out, weight)
+        last = self.layers[-1].trainable_variables
+        rest = [each for each in self.trainable_variables if all(each is not one for one in last)]
+        of_rest, of_last = tape.gradient(loss, [rest, last])
+        self.optimizer.apply(of_rest, rest)
+        self.second.apply(of_last, last)
+        self._loss_tracker.update_state(loss, sample_weight=tf.shape(y)[0])
+        return self.compute_metrics(x, y, out, weight)
+
+
+class InOrder(keras.utils.PyDataset):
+    """Global batches for plain Keras."""
+
+    def __init__(self, data: Any, order: list[list[np.ndarray]], first: int) -> None:
+        super().__init__()
+        self.data, self.order, self.epoch = data, order, first - 1
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(each[self.order[max(0, self.epoch)][index]] for each in self.data)
+
+    def on_epoch_begin(self) -> None:
+        self.epoch += 1
+
+
+def order_of_epochs() -> list[list[np.ndarray]]:
+    """By epoch and step, which examples GlobalBatches reads."""
+    batches = hvd.GlobalBatches((np.arange(EXAMPLES),), BATCH)
+    found = []
+    for _ in range(EPOCHS):
+        batches.on_epoch_begin()
+        found.append([batches[index][0] for index in range(STEPS)])
+        batches.on_epoch_end()
+    return found
+
+
+def data(has: set[str], examples: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """(x, y), or (x, y, weights)."""
+    draw = np.random.default_rng(seed)
+    if "zero masked" in has:
+        x = draw.integers(0, 4, (examples, 5))
+        y = np.stack([x, x**2], -1) / 9.0
+    elif "masking" in has:
+        x = draw.normal(size=(examples, 5, 4)) * draw.integers(0, 2, (examples, 5, 1))
+        y = x[..., :2]
+    else:
+        x = draw.normal(size=(examples, 4))
+        y = x[:, :2]
+    if "class weights" in has:
+        y = (x.sum(-1) > 0.5).astype(int)
+    weights = draw.random(y.shape[: y.ndim - 1 or 1])
+    return (x, y, weights) if has & {"sample weights", "validation weights"} else (x, y)
+
+
+def net(has: set[str], seed: int, ours: bool) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    if "zero masked" in has:
+        x = keras.Input((5,), dtype="int32")
+        h = layers.Embedding(4, 6, mask_zero=True)(x)
+    else:
+        h = x = keras.Input((5, 4) if "masking" in has else (4,))
+        h = layers.Masking()(x) if "masking" in has else h
+        if "adapted" in has:
+            normal = layers.Normalization()
+            normal.adapt(data(has, EXAMPLES, hvd.rank())[0])
+            h = normal(h)
+    kernel = keras.constraints.MaxNorm(0.6) if "constraint" in has else None
+    h = layers.Dense(6, "tanh", kernel_constraint=kernel)(h)
+    if "synchronized norm" in has:
+        h = layers.BatchNormalization(synchronized=ours)(h)
+    if "dropout" in has:
+        h = layers.Dropout(0.3)(h)
+    return (Two if "two optimizers" in has else keras.Model)(x, layers.Dense(2)(h))
+
+
+def optimizer(has: set[str], seed: int) -> keras.optimizers.Optimizer:
+    more: dict[str, Any] = {"global_clipnorm": 0.3} if "global_clipnorm" in has else {}
+    more |= {"use_ema": True, "ema_momentum": 0.8} if any("Swap" in each for each in has) else {}
+    more |= {"gradient_accumulation_steps": 2} if "accumulated" in has else {}
+    return getattr(keras.optimizers, random.Random(-seed).choice(OPTIMIZERS))(0.05, **more)
+
+
+def compiled(has: set[str], seed: int, ours: bool) -> keras.Model:
+    model = net(has, seed, ours)
+    wrapped = hvd.DistributedOptimizer if ours else lambda made: made
+    if "two optimizers" in has:
+        model.second = wrapped(keras.optimizers.SGD(0.02, momentum=0.5))
+        model.second.build(model.layers[-1].trainable_variables)
+    reduction = "sum" if "summed" in has else "sum_over_batch_size"
+    loss: Any = keras.losses.MeanSquaredError(reduction)
+    metrics = ["mae"]
+    if "class weights" in has:
+        loss, metrics = keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction), ["accuracy"]
+    weighted = metrics if "weighted metrics" in has else None
+    model.compile(
+        wrapped(optimizer(has, seed)), loss, metrics=metrics, weighted_metrics=weighted, jit_compile=False,
+        run_eagerly=not ours,
+    )  # fmt: skip
+    return model
+
+
+class Left(callbacks.Callback):
+    """Sends this process the signal in that step, counted from the first."""
+
+    def __init__(self, step: int, number: int) -> None:
+        super().__init__()
+        self.step, self.number = step, number
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if hvd.rank() == hvd.size() - 1 and self.model.optimizer.iterations == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def made(has: set[str], folder: Path) -> list[callbacks.Callback]:
+    """Keras's own, by name."""
+    monitored = "val_loss" if has & {"validation", "validation weights"} else "loss"
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = folder / f"of-rank-{hvd.rank()}"
+    kinds: dict[str, Any] = {
+        "SwapEMAWeights": callbacks.SwapEMAWeights,
+        "SwapEMAWeights in epochs": lambda: callbacks.SwapEMAWeights(swap_on_epoch=True),
+        "EarlyStopping": lambda: callbacks.EarlyStopping(monitored, 0.1, patience=1),
+        "EarlyStopping restoring": lambda: callbacks.EarlyStopping(
+            monitored, 0.1, patience=1, restore_best_weights=True
+        ),
+        "ReduceLROnPlateau": lambda: callbacks.ReduceLROnPlateau(monitored, 0.5, patience=1, min_delta=0.1),
+        "LearningRateScheduler": lambda: callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.7 if epoch else lr),
+        "ModelCheckpoint": lambda: callbacks.ModelCheckpoint(f"{mine}.keras", monitored, save_best_only=True),
+        "TerminateOnNaN": callbacks.TerminateOnNaN,
+        "CSVLogger": lambda: callbacks.CSVLogger(f"{mine}.csv", append=True),
+        "LambdaCallback": lambda: callbacks.LambdaCallback(on_epoch_end=scale),
+    }
+    kinds |= {name: getattr(callbacks, name) for name in OTHERS}
+    kinds["BackupAndRestore"] = lambda: callbacks.BackupAndRestore(f"{mine}-backup")
+    kinds["RemoteMonitor"] = lambda: callbacks.RemoteMonitor("http://127.0.0.1:9")
+    return [kinds[name]() for name in (*CALLBACKS, *OTHERS) if name in has]
+
+
+def scale(epoch: int, logs: dict[str, float]) -> None:
+    """Logs something of its own."""
+    logs["twice"] = 2.0 * logs["loss"] if "loss" in logs else 0.0
+
+
+def of_rank(whole: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """Its part of the examples."""
+    return tuple(each[hvd.rank() :: hvd.size()] for each in whole)
+
+
+def listed(has: set[str], folder: Path, seed: int, first: list[Any]) -> list[callbacks.Callback]:
+    """All callbacks, in an order of the seed's; `first` are ours."""
+    theirs = made(has, folder)
+    draw = random.Random(seed)
+    draw.shuffle(theirs)
+    average = [hvd.MetricAverageCallback()] if first else []
+    return [*first, *theirs, *average] if "averaged last" in has else [*first, *average, *theirs]
+
+
+def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
+    """The weights, and what Keras has logged."""
+    has, ours = fits(seed), way != "plain"
+    keras.utils.clear_session()  # as if it were another process
+    fault_tolerance.TRAINED.clear()
+    model = compiled(has, seed, ours)
+    if hvd.rank():  # ranks begin with rank 0's
+        for weight in model.trainable_weights:
+            weight.assign(weight + 1)
+    whole = data(has - {"validation weights"}, EXAMPLES)
+    first = FIRST if "initial epoch" in has else 0
+    batches = hvd.GlobalBatches(whole, BATCH) if ours else InOrder(whole, ORDER, first)
+    every = random.Random(seed).choice([1, 2, 100])
+    run = {
+        "plain": lambda: [],
+        "fit": lambda: [hvd.BroadcastCallback()],
+        "tolerant": lambda: [hvd.FaultTolerance(folder, batches, checkpoint_every_steps=every)],
+    }[way]()
+    more: dict[str, Any] = {"class_weight": {0: 1.0, 1: 3.0}} if "class weights" in has else {}
+    if has & {"validation", "validation weights"}:
+        more["validation_data"] = of_rank(data(has - {"sample weights"}, 18, 7))
+    used = listed(has, folder, seed, run)
+    used += [Left(random.Random(seed).randrange(1, STEPS * (EPOCHS - 1)), left)] if left else []
+    history = model.fit(batches, epochs=EPOCHS, initial_epoch=first, verbose=0, shuffle=False, callbacks=used, **more)
+    weights = {weight.path: np.asarray(weight).tolist() for weight in model.weights}
+    weights = {name: value for name, value in weights.items() if "seed_generator" not in name}
+    if "evaluated" in has:
+        average = [hvd.MetricAverageCallback()] if ours else []
+        valid = of_rank(data(has - {"sample weights", "validation weights"}, 18, 8))
+        weights["evaluated"] = model.evaluate(*valid, verbose=0, callbacks=average)
+    logs = {name: np.asarray(value).tolist() for name, value in history.history.items()}
+    return {"weights": weights, "logs": {"epochs": history.epoch, **logs}}
+
+
+def became(way: str, seed: int, folder: Path, left: int) -> Any:
+    """Weights and logs, or what refused it."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            if left:
+                with contextlib.suppress(SystemExit):
+                    trained(way, seed, folder, left)
+            return trained(way, seed, folder)
+    except (SystemExit, Exception) as error:
+        return f"{type(error).__name__}: {error}: {said.getvalue().strip().rpartition(os.linesep)[2]}"
+
+
+if __name__ == "__main__":
+    own = Path(sys.argv[1])
+    given = json.loads((own / "given.json").read_text())
+    keras.config.set_floatx("float64")
+    hvd.init()
+    horovod.tensorflow.shutdown = lambda: None  # by what is refused or stopped: a process cannot begin it a second time
+    ORDER = order_of_epochs() if hvd.size() == 1 else []
+    gc.freeze()
+    results = {}
+    for seed in given["seeds"]:
+        folder = own / f"{given['way']}-{seed}"
+        results[str(seed)] = became(given["way"], seed, folder, given["left"])
+        (own / f"rank-{hvd.rank()}.json").write_text(json.dumps(results))

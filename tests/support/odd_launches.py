@@ -1,0 +1,62 @@
+"""What the tests of odd_keras_fits.py and odd_lightning.py share: their launches, and how results are compared."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import warm
+from paths import SUPPORT
+from ranks import Ended, left_by, once, run
+
+Became = dict[str, Any]
+"""By seed, what became of its program."""
+
+
+class Programs:
+    """The launches of one program, each made once."""
+
+    def __init__(self, kind: str, program: str, folders: Any) -> None:
+        """`kind`: what the process that forks them has loaded. `folders` makes one by name."""
+        self.kind, self.program, self.folders = kind, program, folders
+        self.of_ranks = once(self._of_ranks)
+
+    def _of_ranks(self, way: str, ranks: int, seeds: tuple[int, ...], left: int = 0) -> list[Became]:
+        """What became of these seeds on each rank."""
+        folder = self.folders(way.replace(" ", "-"))
+        self._launched(folder, ranks, way=way, seeds=seeds, left=left).good()
+        return left_by(ranks, folder)
+
+    def killed(self, way: str, seed: int) -> Became:
+        """What became of it on one rank, which was killed at a random step, and started again."""
+        folder = self.folders("killed")
+        assert self._launched(folder, 1, way=way, seeds=[seed], left=signal.SIGKILL).code == -signal.SIGKILL
+        self._launched(folder, 1, way=way, seeds=[seed], left=0).good()
+        return left_by(1, folder)[0]
+
+    def _launched(self, folder: Path, ranks: int, **given: Any) -> Ended:
+        (folder / "given.json").write_text(json.dumps(given))
+        return run("alone" if ranks == 1 else "mpi", ranks, warm.command(self.kind, SUPPORT / self.program, folder))
+
+
+def check_alike(has: set[str], ours: Any, theirs: Any, *, resumed: bool = False, limit: float = 1e-12) -> None:
+    """Weights and logs. What is `resumed` has logs of the epochs since, and of a part of the first of them."""
+    check_weights(has, ours, theirs, limit)
+    own, other = ours["logs"], theirs["logs"]
+    assert own.keys() == other.keys() or (resumed and not own["epochs"]), has
+    unlike = set()
+    for name, values in own.items():
+        assert len(values) == len(other[name]) or resumed, (has, name)
+        for back in range(1, len(values) + 1):
+            if not np.allclose(values[-back], other[name][-back], limit, limit, equal_nan=True):
+                unlike.add(back)
+    assert len(unlike) <= resumed, (has, own, other)
+
+
+def check_weights(has: set[str], ours: Any, theirs: Any, limit: float = 0) -> None:
+    """0: the same bits."""
+    assert not isinstance(ours, str), (has, ours)
+    assert ours["weights"].keys() == theirs["weights"].keys(), has
+    for name, values in theirs["weights"].items():
+        np.testing.assert_allclose(ours["weights"][name], values, rtol=limit, atol=limit, err_msg=f"{has} {name}")

@@ -1,0 +1,280 @@
+"""Odd modules, callbacks and Trainers of Lightning's, made from a seed, by plain Lightning and in each way of ours.
+
+`python odd_lightning.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "horovod", "ddp", "tolerant" or
+"tolerant ddp"), the `seeds`, and `left`: the signal that each gets at a random step, after SIGTERM to be started again.
+What became of each seed goes to FOLDER/rank-R.json: the weights and what was logged, or what refused it.
+
+Plain Lightning reads the order that GlobalBatches reads, which it looks up.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import horovod.torch
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from odd_lightning_kinds import CALLBACKS, FLAGS, OTHERS, oddities
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvdtrain.lightning as hl
+from hvdtrain.core.progress import Progress
+from hvdtrain.lightning.train import quiet
+
+EXAMPLES, BATCH, EPOCHS = 26, 8, 4
+STEPS = EXAMPLES // BATCH
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam")
+CALLED = {"limit in parts": "limit_train_batches", "val in parts": "val_check_interval"}
+CALLED["clipped by value"] = "gradient_clip_val"
+
+
+class Net(LightningModule):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.has = seed, oddities(seed)
+        self.backbone = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
+        if "frozen norm" in self.has:
+            self.backbone.append(nn.BatchNorm1d(6))
+        self.drop = nn.Dropout(0.3 if "dropout" in self.has else 0.0)
+        self.head = nn.Linear(6, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.epochs, self.lr = 0, 0.03
+        self.automatic_optimization = "two optimizers" not in self.has
+        self.train()
+
+    def train(self, mode: bool = True) -> "Net":
+        super().train(mode)
+        if "frozen norm" in self.has:
+            self.backbone[3].eval()
+        return self
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.backbone(x))
+        if "counter" in self.has:
+            h = h * (1 + 0.01 * self.calls)
+        if "extra state" in self.has:
+            h = h * (1 + 0.01 * self.epochs)
+        return self.head(self.drop(h))
+
+    def error(self, batch: Any) -> torch.Tensor:
+        x, y, weight = batch
+        gaps = (self(x) - y).square()[:, 0]
+        return (gaps * weight).mean() if "weighted" in self.has else gaps.mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        loss = self.error(batch)
+        if "logged in training" in self.has:
+            self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
+        if not self.automatic_optimization:
+            made = self.optimizers()
+            for each in made:
+                each.zero_grad()
+            self.manual_backward(loss)
+            for each in made:
+                each.step()
+            for each in self.lr_schedulers() or () if self.has & {"by epoch", "on plateau"} else ():
+                each.step(*([loss.detach()] if "on plateau" in self.has else []))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs += "extra state" in self.has
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("valid", self.error(batch), sync_dist=True, batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        wanted = [each for each in self.parameters() if each.requires_grad]
+        if not self.automatic_optimization:
+            of_head = torch.optim.SGD(self.head.parameters(), lr=0.02, momentum=0.5)
+            return [self.made(list(self.backbone.parameters())), of_head]
+        given: Any = [{"params": wanted[::2], "lr": 0.01}, {"params": wanted[1::2]}] if "groups" in self.has else wanted
+        optimizer = self.made(given)
+        kinds = {
+            "by step": {"scheduler": lr_scheduler.ExponentialLR, "gamma": 0.95},
+            "by epoch": {"scheduler": lr_scheduler.StepLR, "step_size": 2},
+            "on plateau": {"scheduler": lr_scheduler.ReduceLROnPlateau, "patience": 0, "threshold": 0.3},
+        }
+        for name in self.has & kinds.keys():
+            how = kinds[name]
+            config = {"scheduler": how.pop("scheduler")(optimizer, **how), "monitor": "valid"}
+            return [optimizer], [config | ({"interval": "step"} if name == "by step" else {})]
+        return optimizer
+
+    def made(self, parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, random.Random(-self.seed).choice(OPTIMIZERS))(parameters, lr=self.lr)
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [callbacks.EarlyStopping("valid", 0.2, patience=1)] if "callbacks of the module" in self.has else []
+
+
+def data(examples: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """(x, y, weights)."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(examples, 4, generator=draw)
+    return x, x.sum(1, keepdim=True), torch.rand(examples, generator=draw)
+
+
+class InOrder:
+    """Global batches for plain Lightning, in the micro-batches that the Trainer wants."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.whole, self.parts = trainer, data(EXAMPLES), trainer.accumulate_grad_batches
+
+    def __len__(self) -> int:
+        return STEPS * self.parts
+
+    def __iter__(self) -> Iterator[Any]:
+        for indices in ORDER[0 if self.trainer.overfit_batches else self.trainer.current_epoch]:
+            for part in indices.chunk(self.parts):
+                yield tuple(each[part] for each in self.whole)
+
+
+def order_of_epochs() -> list[list[torch.Tensor]]:
+    """By epoch and step, which examples GlobalBatches reads."""
+    batches = hl.GlobalBatches((torch.arange(EXAMPLES),), batch_size=BATCH)
+    found = []
+    for epoch in range(EPOCHS + 1):
+        batches.follow(lambda epoch=epoch: Progress(epoch=epoch))
+        found.append([indices for (indices,) in batches.train_dataloader()])
+    return found
+
+
+class Logged(Callback):
+    """What has been logged at the end of each epoch, LR and updates."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[Any]] = {"epochs": [], "LR": [], "updates": []}
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found["epochs"].append(trainer.current_epoch)
+        self.found["updates"].append(trainer.global_step)
+        self.found["LR"].append([trainer.optimizers[0].param_groups[at]["lr"] for at in (0, -1)])
+        for name, value in trainer.callback_metrics.items():
+            self.found.setdefault(name, []).append(float(value))
+
+
+class Left(Callback):
+    """Sends this process the signal in that batch, counted from the first."""
+
+    def __init__(self, batch: int, number: int) -> None:
+        self.batch, self.number = batch, number
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Net, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and pl_module.calls == self.batch:
+            os.kill(os.getpid(), self.number)
+
+
+def theirs(has: set[str], folder: Path, seed: int) -> list[Callback]:
+    """Lightning's own, in an order of the seed's."""
+    kinds: dict[str, Any] = {
+        "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 2: 2}),
+        "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2),
+        "EMAWeightAveraging": lambda: callbacks.EMAWeightAveraging(decay=0.8),
+        "EarlyStopping": lambda: callbacks.EarlyStopping("valid", 0.2, patience=1, check_on_train_epoch_end=False),
+        "ModelCheckpoint": lambda: callbacks.ModelCheckpoint(folder / "best", monitor="valid", save_top_k=2),
+        "ModelCheckpoint in steps": lambda: callbacks.ModelCheckpoint(folder / "steps", every_n_train_steps=2),
+        "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(2, lambda epoch: 1.5, verbose=False),
+        "LearningRateMonitor": lambda: callbacks.LearningRateMonitor("step"),
+        "Timer": lambda: callbacks.Timer("00:01:00:00"),
+        "LambdaCallback": lambda: callbacks.LambdaCallback(on_train_epoch_start=shake),
+    }
+    kinds |= {name: getattr(callbacks, name, None) for name in OTHERS}
+    kinds |= {
+        "LearningRateFinder": lambda: callbacks.LearningRateFinder(num_training_steps=3),
+        "DeviceStatsMonitor": lambda: callbacks.DeviceStatsMonitor(cpu_stats=False),
+        "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.2),
+        "OnExceptionCheckpoint": lambda: callbacks.OnExceptionCheckpoint(folder / "raised"),
+        "ThroughputMonitor": lambda: callbacks.ThroughputMonitor(lambda batch: len(batch[0])),
+    }
+    found = [kinds[name]() for name in (*CALLBACKS, *OTHERS) if name in has]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def shake(trainer: Trainer, module: Net) -> None:
+    """Changes a weight by the epoch."""
+    with torch.no_grad():
+        module.head.bias += 0.01 * trainer.current_epoch
+
+
+def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
+    """The weights, and what Lightning has logged."""
+    has, rank = oddities(seed), hl.RankEnvironment().global_rank()
+    seed_everything(seed + rank, verbose=False)  # ranks begin with rank 0's
+    module, logged = Net(seed), Logged()
+    flags: dict[str, Any] = {CALLED.get(name, name): FLAGS[name] for name in has & FLAGS.keys()}
+    flags |= {"gradient_clip_algorithm": "value"} if "clipped by value" in has else {}
+    flags |= {"max_steps": 2 * STEPS + 1} if "max_steps" in has else {}
+    if way != "plain":
+        flags["strategy"] = hl.RankDDPStrategy() if "ddp" in way else "horovod"
+        flags["devices"] = hl.RankEnvironment().topology.local_size
+    used = [*theirs(has, folder, seed), logged]
+    if "tolerant" in way:
+        every = random.Random(seed).choice([1, 2, 100])
+        run = hl.FaultTolerance(folder / "run", checkpoint_every_steps=every)
+        used.insert(random.Random(seed).randrange(len(used)) if "first" not in way else 0, run)
+    if left and "fast_dev_run" not in has:  # in which FaultTolerance does nothing
+        used.append(Left(random.Random(seed).randrange(1, STEPS * (EPOCHS - 1)), left))
+    if "barebones" not in has:
+        wanted = {"progress_bar": "ProgressBar", "model_summary": "Summary", "checkpointing": "Checkpoint"}
+        flags |= {f"enable_{name}": any(word in each for each in has) for name, word in wanted.items()}
+        flags["logger"] = CSVLogger(folder / "logs") if any("Monitor" in each for each in has) else False
+    trainer = Trainer(
+        max_epochs=EPOCHS, callbacks=used, accelerator="cpu", num_sanity_val_steps=0, precision="64-true", **flags
+    )
+    valid = data(11, 7)
+    given: dict[str, Any] = {"datamodule": hl.GlobalBatches(data(EXAMPLES), valid, batch_size=BATCH)}
+    if way == "plain":
+        given = {"val_dataloaders": DataLoader(TensorDataset(*valid), BATCH)}
+    trainer.fit(module, **given, **({"train_dataloaders": InOrder(trainer)} if way == "plain" else {}))
+    weights = {n: each.tolist() for n, each in module.state_dict().items() if isinstance(each, torch.Tensor)}
+    if "validated" in has:
+        given = {name.replace("val_", ""): value for name, value in given.items()}
+        weights |= trainer.validate(module, verbose=False, **given)[0]
+    return {"weights": weights, "logs": logged.found}
+
+
+def became(way: str, seed: int, folder: Path, left: int) -> Any:
+    """Weights and logs, or what refused it."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if left:
+                with contextlib.suppress(SystemExit):
+                    trained(way, seed, folder, left)
+            return trained(way, seed, folder)
+    except (SystemExit, Exception) as error:
+        return f"{type(error).__name__}: {error}: {said.getvalue().strip().rpartition(os.linesep)[2]}"
+
+
+if __name__ == "__main__":
+    own = Path(sys.argv[1])
+    given = json.loads((own / "given.json").read_text())
+    torch.set_default_dtype(torch.float64)
+    horovod.torch.shutdown = lambda: None  # by what is refused or stopped: a process cannot begin it a second time
+    ORDER = order_of_epochs()
+    gc.freeze()
+    results = {}
+    for seed in given["seeds"]:
+        folder = own / f"{given['way']}-{seed}"
+        results[str(seed)] = became(given["way"], seed, folder, given["left"])
+        (own / f"rank-{hl.RankEnvironment().global_rank()}.json").write_text(json.dumps(results))

@@ -1,0 +1,66 @@
+"""What is odd in the programs of odd_lightning.py, by seed; without PyTorch, which loads slowly."""
+
+from odd_drawn import drawn
+
+CALLBACKS = (
+    "GradientAccumulationScheduler", "StochasticWeightAveraging", "EMAWeightAveraging", "EarlyStopping",
+    "ModelCheckpoint", "ModelCheckpoint in steps", "BackboneFinetuning", "LearningRateMonitor", "Timer",
+    "LambdaCallback",
+)  # fmt: skip
+OTHERS = (
+    "WeightAveraging", "LearningRateFinder", "DeviceStatsMonitor", "ModelPruning", "ModelSummary",
+    "OnExceptionCheckpoint", "SpikeDetection", "ThroughputMonitor", "TQDMProgressBar", "RichProgressBar",
+    "RichModelSummary",
+)  # fmt: skip
+"""The rest of what Lightning ships, but for BatchSizeFinder, by which plain Lightning reads other batches."""
+FLAGS = {
+    "limit_train_batches": 2,
+    "limit in parts": 0.7,
+    "overfit_batches": 2,
+    "val_check_interval": 2,
+    "val in parts": 0.5,
+    "check_val_every_n_epoch": 2,
+    "max_steps": 7,
+    "min_epochs": 3,
+    "reload_dataloaders_every_n_epochs": 2,
+    "barebones": True,
+    "fast_dev_run": 2,
+    "gradient_clip_val": 0.3,
+    "clipped by value": 0.05,
+    "accumulate_grad_batches": 2,
+}
+"""Of the Trainer, by what they are called or set."""
+ODDITIES = (
+    *CALLBACKS, *FLAGS, "frozen norm", "counter", "extra state", "two optimizers", "by step", "by epoch", "on plateau",
+    "groups", "dropout", "logged in training", "callbacks of the module", "validated", "weighted",
+    *OTHERS,
+)  # fmt: skip
+REFUSED = {"BackboneFinetuning", "LearningRateFinder", "ModelPruning", "OnExceptionCheckpoint", "SpikeDetection"}
+"""By FaultTolerance, by name."""
+OF_RANK = {"dropout"}
+"""What is another with another number of ranks."""
+AUTOMATIC = {"gradient_clip_val", "clipped by value", "accumulate_grad_batches", "GradientAccumulationScheduler"}
+AUTOMATIC |= {"StochasticWeightAveraging", "BackboneFinetuning"}
+APART = (
+    {"limit_train_batches", "limit in parts", "overfit_batches", "fast_dev_run"},
+    {"val_check_interval", "val in parts"},
+    {"gradient_clip_val", "clipped by value"},
+    {"by step", "by epoch", "on plateau"},
+    {"accumulate_grad_batches", "GradientAccumulationScheduler", "counter"},
+    {"StochasticWeightAveraging", "frozen norm"},
+    {"StochasticWeightAveraging", "BackboneFinetuning", "groups"},
+    {"StochasticWeightAveraging", "by step", "on plateau"},
+    {"EMAWeightAveraging", "WeightAveraging", "StochasticWeightAveraging", "ModelPruning"},
+    {"check_val_every_n_epoch", "on plateau"},
+    {"check_val_every_n_epoch", "EarlyStopping"},
+    {"TQDMProgressBar", "RichProgressBar"},
+    {"ModelSummary", "RichModelSummary"},
+    *({"two optimizers", each} for each in (*sorted(AUTOMATIC), *OTHERS[:4])),
+    *({"barebones", each} for each in ("fast_dev_run", "on plateau", "LearningRateMonitor", *CALLBACKS[3:6], *OTHERS)),
+)
+"""Of which one program has one: Lightning refuses the others."""
+
+
+def oddities(seed: int) -> set[str]:
+    """Of that program."""
+    return drawn(seed, ODDITIES, APART, most=6)
