@@ -15,7 +15,7 @@ from hvdtrain.errors import KerasError
 MODULES = {
     "init": "ranks",
     "DistributedOptimizer": "optimizer",
-    "DistributedGradientTape": "tape",
+    "DistributedGradientTape": "optimizer",
     "broadcast_variables": "ranks",
     "BroadcastCallback": "callbacks",
     "MetricAverageCallback": "callbacks",

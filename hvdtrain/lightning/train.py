@@ -3,21 +3,22 @@
 import contextlib
 import logging
 import os
+import signal
 import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.lightning.callback import RunCallback
 from hvdtrain.lightning.data import RecipeDataModule
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.lightning.module import RecipeModule
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
+from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.opening import engine_of
 from hvdtrain.torch.state import State
@@ -116,3 +117,37 @@ def quiet() -> Any:
         finally:
             for logger, level in zip(loggers, before, strict=True):
                 logger.setLevel(level)
+
+
+class RunCallback(Callback):
+    """The run's log, metrics and checkpoints: the same as those of hvdtrain.torch."""
+
+    # The loop's collectives stand in hooks that Lightning calls on every rank: on a rank without validation examples
+    # it skips those around validation.
+
+    def __init__(self, loop: Loop[Replica], module: RecipeModule) -> None:
+        self.loop, self.module = loop, module
+        self._step = loop.progress.step
+        self._terminate = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, *_: Any) -> None:
+        # Lightning's own handler would broadcast in the middle of a step; the world has noticed the signal already.
+        if callable(self._terminate):
+            signal.signal(signal.SIGTERM, self._terminate)
+            signal.siginterrupt(signal.SIGTERM, False)
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        models.training_mode(self.module.model, self.loop.recipe)
+        self.loop.begin_epoch()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """After a micro-batch; only the last one makes an update."""
+        if self.loop.progress.step != self._step:
+            self._step = self.loop.progress.step
+            self.loop.trainer.share_buffers()
+            self.loop.after_update(self.module.lr)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """After validation."""
+        self.loop.finish_epoch(self.module.meter.take())
+        self.module.progress = self.loop.progress

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 class Copies:
-    """Memory for copies of variables, which each call fills anew; see `hvdtrain.torch.copies`."""
+    """Memory for copies of variables, which each call fills anew; see `hvdtrain.torch.state`."""
 
     def __init__(self) -> None:
         self._held: dict[str, np.ndarray] = {}

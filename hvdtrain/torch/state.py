@@ -9,19 +9,39 @@ import torch
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.torch import resumable
-from hvdtrain.torch.copies import Copies
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines.buckets import distinct
 
 if TYPE_CHECKING:
     from hvdtrain.run.checkpoint import Checkpoint, Layout
 
-
 GROUPS, EXTRA = "groups", "extra."
 PLAIN = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32}
 PLAIN |= {torch.int64, torch.uint16, torch.uint32, torch.uint64}
 """The dtypes that NumPy and the checkpoint's file format have."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Copies:
+    """Memory for copies of tensors, which each call fills anew.
+
+    Fresh memory would be twenty times as slow as the copy itself: the kernel makes each page of it when it is touched.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        """The tensors as they are now, by name, until the next call."""
+        with torch.no_grad():
+            self._held = {name: self._copied(name, tensor) for name, tensor in tensors.items()}
+        return {name: held.numpy() for name, held in self._held.items()}
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        held = self._held.get(name)
+        if held is None or held.dtype != tensor.dtype or held.shape != tensor.shape:
+            held = torch.empty_like(tensor, device="cpu", requires_grad=False)  # in the same memory layout
+        return held.copy_(tensor)
 
 
 def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

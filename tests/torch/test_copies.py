@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hvdtrain.torch.copies import Copies
+from hvdtrain.torch.state import Copies
 
 
 def tensors() -> dict[str, torch.Tensor]:
