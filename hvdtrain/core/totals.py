@@ -53,7 +53,11 @@ class Totals:
         return self.means.get("acc1", -self.mean_loss)
 
 
-def of_halves(loss: str, measured: Callable[[slice], Any], examples: int) -> list[str]:
+PAIR = "where it divides a sum by a count, return (sum, count)"
+"""What a loss that is no mean over examples may do."""
+
+
+def of_halves(loss: str, measured: Callable[[slice], Any], examples: int, remedy: str = PAIR) -> list[str]:
     """What `no_mean` says of a batch of so many examples, where it can be halved; `measured` gives the loss of some of
     them: a mean, or (sum, count)."""
 
@@ -65,7 +69,7 @@ def of_halves(loss: str, measured: Callable[[slice], Any], examples: int) -> lis
 
     with contextlib.suppress(Exception):  # the loss may take whole batches alone
         whole, half = slice(0, examples), examples // 2
-        return no_mean(loss, mean(whole), mean(whole), mean(slice(0, half), slice(half, examples)))
+        return no_mean(loss, mean(whole), mean(whole), mean(slice(0, half), slice(half, examples)), remedy)
     return []
 
 
@@ -74,7 +78,7 @@ TOLERANCE = 1e-4
 """Relative: what rounding leaves between a batch's loss and the mean of its halves' is less."""
 
 
-def no_mean(loss: str, whole: float, again: float, halves: float) -> list[str]:
+def no_mean(loss: str, whole: float, again: float, halves: float, remedy: str) -> list[str]:
     """A line of the log on a loss that is no mean over examples; none of one that is, or that is not repeatable.
 
     `whole` and `again` are a batch's, computed twice, `halves` the mean of its halves' by their examples (sums and
@@ -84,7 +88,7 @@ def no_mean(loss: str, whole: float, again: float, halves: float) -> list[str]:
         return []
     return [
         f"loss {printable(loss, 200)} is no mean over examples ({whole:.5g} of the first batch, {halves:.5g} of its "
-        "halves): the result depends on the number of ranks; where it divides a sum by a count, return (sum, count)"
+        f"halves): the result depends on the number of ranks; {remedy}"
     ]
 
 

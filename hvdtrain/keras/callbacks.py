@@ -321,7 +321,7 @@ def _sum(array: np.ndarray) -> np.ndarray:
 
 def _join() -> None:
     """Waits for all ranks, whose averages go on meanwhile: this one adds zeros to them."""
-    tf.function(hvd.join)().numpy()  # TensorFlow takes the second of two eager joins for the first
+    tf.compat.v1.wrap_function(hvd.join, [])().numpy()  # TensorFlow takes the second of two eager joins for the first
 
 
 def _plain(value: np.ndarray) -> Any:

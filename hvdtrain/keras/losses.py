@@ -103,7 +103,7 @@ class TrainStep:
             batch = tf.nest.pack_sequence_as(self._like, [value[rows] for value in values])
             return self._loss(batch, (examples / (rows.stop - rows.start), total), int(run == 1))
 
-        return of_halves(self._name(), measured, examples)
+        return of_halves(self._name(), measured, examples, "let it return a value for each example")
 
     def _loss(self, batch: Any, part: Part, drawn: int) -> float:
         """The loss of a batch under prediction, after so many draws of random numbers; nothing is changed."""

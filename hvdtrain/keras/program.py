@@ -1,6 +1,7 @@
 """What `fit` trains, as a run's hooks need it: variables by name, totals, fingerprints."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.state import State as OfVariables
 
 COMPILED = "optimizer"
+AUTOMATIC = re.compile(r"\bvariable(_\d+)?$")
+"""A name by which Keras numbers what a process has made."""
 METRICS = f"{PREFIX}metrics."
 
 
@@ -81,6 +84,7 @@ class State(OfVariables):
         return {**super().values(), "built": json.dumps(built), "callbacks": json.dumps(self._others.texts())}
 
     def numbers(self) -> dict[str, Any]:
+        self.tensors = self._found()  # as in `snapshot`, which rank 0 alone makes
         return {**super().numbers(), **numbers(self._model.optimizer)}
 
     def _pool(self) -> list[Any]:
@@ -91,8 +95,9 @@ class State(OfVariables):
         named = [(f"model.{each.path}", each.value) for each in self._model.weights]
         named += [(f"model.{path}", each) for path, each in hidden.variables(self._model).items()]
         for owner, optimizer in optimizers(self._model).items():
-            of = enumerate(optimizer.variables)
-            named += [(f"{owner}.{each.path if owner == COMPILED else index}", each.value) for index, each in of]
+            for index, each in enumerate(optimizer.variables):
+                has_name = owner == COMPILED and not AUTOMATIC.search(each.path)
+                named.append((f"{owner}.{each.path if has_name else index}", each.value))
         for path, variable in named:
             name = path.replace("/", ".")
             while name in found:  # Keras may repeat the names of nested layers

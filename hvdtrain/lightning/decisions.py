@@ -61,9 +61,12 @@ class Decisions(Callback):
 
     def _compare(self, trainer: Trainer) -> None:
         """Raises AgreementError."""
-        names = {getattr(each, "monitor", None) for each in trainer.callbacks}  # type: ignore[attr-defined]
-        names |= {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
         metrics = trainer.callback_metrics
-        found = {name: float(metrics[name]) for name in sorted(filter(None, names)) if name in metrics}
-        if found:
+        if found := {name: float(metrics[name]) for name in sorted(monitored(trainer)) if name in metrics}:
             self._agree(agreement.named("decision", found))
+
+
+def monitored(trainer: Trainer) -> set[str]:
+    """The names of logged values by which callbacks and schedulers decide."""
+    names = {getattr(each, "monitor", None) for each in trainer.callbacks}  # type: ignore[attr-defined]
+    return {*names, *(each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau)} - {None}

@@ -210,6 +210,8 @@ class FaultTolerance(Callback):
         if not self._settled:
             self._settled = True
             hooks.settle(self._lr)
+        for line in self._program.of_part():
+            hooks.note(line)
         self._is_epoch_over = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

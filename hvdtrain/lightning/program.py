@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, LoopError
-from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, refuse
+from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
 from hvdtrain.lightning.global_batches import GlobalBatches
 from hvdtrain.run.own import take_data
 from hvdtrain.torch import resumable
@@ -114,6 +114,8 @@ class Program:
         """How the training ended before its last epoch; see `hvdtrain.run.own.end_early`."""
         self._resumed: tuple[list[Any], bool] | None = None
         """The optimizers' groups, and whether it was inside an epoch, until the first batch after a resume."""
+        self._has_part = False
+        """Whether the epoch under way was resumed inside."""
         averages = self._found(StochasticWeightAveraging)
         more = any(each.pl_module_contains_batch_norm(module) for each in averages)  # an epoch, for its statistics
         self.epochs: int = sys.maxsize if trainer.max_epochs in {None, -1} else trainer.max_epochs + more
@@ -181,7 +183,8 @@ class Program:
         if any(each._scheduler_state for each in self._found(StochasticWeightAveraging)):
             schedulers = []  # it makes its own anew
             self.trainer.lr_scheduler_configs.clear()
-        self._resumed = groups, progress.sample > 0
+        self._has_part = progress.sample > 0
+        self._resumed = groups, self._has_part
         configs = self.trainer.lr_scheduler_configs
         for name, saved, own in (("optimizers", groups, self.trainer.optimizers), ("schedulers", schedulers, configs)):
             if len(saved) != len(own):
@@ -235,6 +238,18 @@ class Program:
         if any(each._scheduler_state for each in averages):
             for optimizer, settings in zip(self.trainer.optimizers, groups, strict=True):
                 resumable.set_settings([optimizer], settings, 0)
+
+    def of_part(self) -> list[str]:
+        """At an epoch's end: where it was resumed inside, a line on decisions by what training steps have logged."""
+        logged = [each.meta for each in self.trainer.fit_loop._results.values() if each.meta.on_epoch]
+        names = monitored(self.trainer) & {name for of in logged for name in (of.name, of.forked_name(on_step=False))}
+        has_part, self._has_part = self._has_part, False
+        return [
+            f"{name} of this epoch is that of the steps since the resume, and callbacks decide by it; monitor a value "
+            "of the validation"
+            for name in sorted(names)
+            if has_part
+        ]
 
     def take_average(self) -> None:
         """The weights that a training which has ended leaves in the module."""

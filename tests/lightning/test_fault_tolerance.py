@@ -57,7 +57,7 @@ def test_a_rank_that_hangs_is_named(tmp_path):
 
 
 def test_each_callback_of_lightnings_is_resumed_or_refused(tmp_path):
-    run("alone", 1, warm.command("lightning", SUPPORT / "lightning_callbacks.py", tmp_path)).good()
+    ended = run("alone", 1, warm.command("lightning", SUPPORT / "lightning_callbacks.py", tmp_path)).good()
     found = json.loads((tmp_path / "found.json").read_text())
     assert {name: case["resumed"] for name, case in found.items() if "whole" in case} == {
         name: [case["whole"]] * len(case["resumed"]) for name, case in found.items() if "whole" in case
@@ -67,6 +67,8 @@ def test_each_callback_of_lightnings_is_resumed_or_refused(tmp_path):
             assert (case["again"], case["more"]) == (case["whole"], 0), name
     batches = {name: case["batches"] for name, case in found.items() if "whole" in case}
     assert batches == {"averages": 16, "epoch of statistics": 20, "watched": 27, "stopped early": 8}
+    part = "train of this epoch is that of the steps since the resume, and callbacks decide by it"
+    assert ended.out.count(part) == 1  # of the one that was resumed inside an epoch
     refused = {name: case["error"] for name, case in found.items() if "error" in case}
     assert len(refused) == 5
     for name, printed in refused.items():

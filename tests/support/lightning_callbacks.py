@@ -40,7 +40,9 @@ class Net(LightningModule):
         if self.trainer.global_step == self.at:
             raise Failed
         self.batches += 1
-        return F.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+        loss = F.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+        self.log("train", loss, on_step=False, on_epoch=True)
+        return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
@@ -109,7 +111,12 @@ CASES: dict[str, Any] = {
         "enable_model_summary": True,
         "enable_progress_bar": True,
     },
-    "stopped early": lambda folder: {"callbacks": [callbacks.EarlyStopping("loss", patience=1, min_delta=9)]},
+    "stopped early": lambda folder: {
+        "callbacks": [
+            callbacks.EarlyStopping("loss", patience=1, min_delta=9),
+            callbacks.EarlyStopping("train", patience=9),
+        ]
+    },
 }
 REFUSED = {
     "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.2),

@@ -35,7 +35,7 @@ ODDITIES = (
     "channels last", "frozen", "under no_grad", "never used", "in odd steps", "for some examples", "norm",
     "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
     "checkpointed", "several losses", "groups", "accumulated", "clipped", "thawed", "compiled", "nested", "averaged",
-    "two optimizers", "token counts", "expanded", "lazy",
+    "two optimizers", "expanded", "lazy", "token counts",
 )  # fmt: skip
 ONLY_LOOPS = {"two optimizers"}
 """What a recipe has no key for."""
