@@ -20,9 +20,9 @@ from hvdtrain.keras.ranks import hvd, sum_arrays
 from hvdtrain.run.checkpoint import Layout
 from hvdtrain.run.own import take_data
 from hvdtrain.tensorflow import devices, hidden, models, networks
-from hvdtrain.tensorflow.copies import Copies
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.events import EventWriter
+from hvdtrain.tensorflow.state import Copies
 from hvdtrain.tensorflow.state import State as OfVariables
 
 COMPILED = "optimizer"

@@ -68,5 +68,6 @@ class Decisions(Callback):
 
 def monitored(trainer: Trainer) -> set[str]:
     """The names of logged values by which callbacks and schedulers decide."""
-    names = {getattr(each, "monitor", None) for each in trainer.callbacks}  # type: ignore[attr-defined]
-    return {*names, *(each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau)} - {None}
+    deciding: list[Any] = [*trainer.callbacks]  # type: ignore[attr-defined]
+    deciding += [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    return {each.monitor for each in deciding if getattr(each, "monitor", None)}

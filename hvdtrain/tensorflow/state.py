@@ -1,7 +1,8 @@
 """A training state as named variables: what a checkpoint holds and what rank 0 broadcasts."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -11,11 +12,70 @@ import tensorflow as tf
 from hvdtrain.errors import CheckpointError
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.tensorflow import hidden
-from hvdtrain.tensorflow.copies import Copies
-from hvdtrain.tensorflow.ema import Ema
+from hvdtrain.tensorflow.engines.replication import Replication
 from hvdtrain.tensorflow.optimizers import Optimizer
 from hvdtrain.tensorflow.sgd import Scaler
+from hvdtrain.tensorflow.variables import add, put
 from hvdtrain.untrusted import one_line
+
+
+class Ema:
+    """The average e = decay e + (1 - decay) w of every weight; it begins as the weights themselves."""
+
+    def __init__(self, weights: list[tf.Variable], decay: float, replication: Replication) -> None:
+        self._weights, self._weight, self._replication = weights, 1 - decay, replication
+        self.averages = [tf.Variable(tf.convert_to_tensor(weight), trainable=False) for weight in weights]
+        self._swap = replication.replicate(self._swap_own)
+
+    def update(self) -> None:
+        """Follows the weights, after an update of them. Within a graph."""
+        for average, weight in zip(self.averages, self._weights, strict=True):
+            add(average, (weight - average) * self._weight)
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The averages in the model, until the block ends; the weights themselves are then as they were."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Between two steps: what was requested before is computed first."""
+        self._replication.copies(self._weights[0])
+        self._swap([()] * self._replication.replicas)
+        self._replication.copies(self._weights[0])
+
+    def _swap_own(self) -> None:
+        self._replication.keep(self._swap_all, [])
+
+    def _swap_all(self, _: list[tf.Tensor]) -> None:
+        for average, weight in zip(self.averages, self._weights, strict=True):
+            own, other = tf.identity(weight), tf.identity(average)
+            put(weight, other)
+            put(average, own)
+
+
+class Copies:
+    """Memory for copies of variables, which each call fills anew; see `hvdtrain.torch.state`."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, np.ndarray] = {}
+
+    def of(self, variables: Mapping[str, tf.Variable]) -> dict[str, np.ndarray]:
+        """The variables as they are now, by name, until the next call."""
+        self._held = {name: self._copied(name, variable) for name, variable in variables.items()}
+        return dict(self._held)
+
+    def _copied(self, name: str, variable: tf.Variable) -> np.ndarray:
+        # numpy() would be a copy by itself; what this views is the variable's own memory, on the CPU.
+        now = np.asarray(memoryview(variable.read_value()))
+        held = self._held.get(name)
+        if held is None or held.dtype != now.dtype or held.shape != now.shape:
+            held = np.empty_like(now)
+        np.copyto(held, now)
+        return held
 
 
 def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:

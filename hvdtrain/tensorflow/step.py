@@ -9,12 +9,12 @@ from hvdtrain.core.plan import Plan
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow import models, optimizers, variables
-from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.replication import OneReplica, Replication, graph
 from hvdtrain.tensorflow.meter import GradientNorm, Meter, Seen
 from hvdtrain.tensorflow.objective import Objective, examples_in
 from hvdtrain.tensorflow.sgd import Scaler, clipped, zeros_like
+from hvdtrain.tensorflow.state import Ema
 
 
 class Step:

@@ -18,13 +18,13 @@ from hvdtrain.core.recipe import load
 from hvdtrain.run.options import parse_run
 from hvdtrain.tensorflow import models, optimizers, sgd
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
-from hvdtrain.tensorflow.ema import Ema
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.engines.replication import OneReplica
 from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.objective import NAMED, cross_entropy
 from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
+from hvdtrain.tensorflow.state import Ema
 from hvdtrain.tensorflow.trainer import Trainer
 
 

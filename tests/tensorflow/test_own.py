@@ -258,7 +258,7 @@ BAD = {
     "triples": (["--dataset", f"{DATA}triples"], "must be a pair (x, y), got 3 values; return a pair, or give a step."),
     "no numbers": (["--dataset", f"{DATA}texts"], "a sample must hold numbers and arrays, got a NoneType."),
     "a damaged file": (["--dataset", f"{DATA}damaged"], "OSError: no file "),
-    "a loss per example": (["--loss", f"{COSTS}vector"], "the mean over the batch's examples, or (sum, count), got shape [16]."),
+    "a loss per example": (["--loss", f"{COSTS}vector"], "batch's examples, or (sum, count), got shape [16]."),
     "a loss of Python's": (["--loss", f"{COSTS}plain"], "must give one number, the mean over the batch's examples, "),
     "a loss without gradient": (["--loss", f"{COSTS}without_gradient"], "gives a loss without gradient; "),
     "arguments turned round": (["--loss", f"{COSTS}turned"], f"of outputs {X} and targets {Y}: "),
