@@ -187,8 +187,8 @@ def scale(epoch: int, logs: dict[str, float]) -> None:
 
 
 def of_rank(whole: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Its part of the examples."""
-    return tuple(each[hvd.rank() :: hvd.size()] for each in whole)
+    """Its part of the examples: of one process all, in the batches of two."""
+    return tuple(each[len(each) // hvd.size() * hvd.rank() :][: len(each) // hvd.size()] for each in whole)
 
 
 def listed(has: set[str], folder: Path, seed: int, first: list[Any]) -> list[callbacks.Callback]:
@@ -212,6 +212,9 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     whole = data(has - {"validation weights"}, EXAMPLES)
     first = FIRST if "initial epoch" in has else 0
     batches = hvd.GlobalBatches(whole, BATCH) if ours else InOrder(whole, ORDER, first)
+    for _ in range(first if way == "fit" else 0):  # alone it counts the epochs that it has been read
+        batches.on_epoch_begin()
+        batches.on_epoch_end()
     every = random.Random(seed).choice([1, 2, 100])
     run = {
         "plain": lambda: [],
@@ -220,7 +223,7 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     }[way]()
     more: dict[str, Any] = {"class_weight": {0: 1.0, 1: 3.0}} if "class weights" in has else {}
     if has & {"validation", "validation weights"}:
-        more["validation_data"] = of_rank(data(has - {"sample weights"}, 18, 7))
+        more |= {"validation_data": of_rank(data(has - {"sample weights"}, 18, 7)), "validation_batch_size": 9}
     used = listed(has, folder, seed, run)
     used += [Left(random.Random(seed).randrange(1, STEPS * (EPOCHS - 1)), left)] if left else []
     history = model.fit(batches, epochs=EPOCHS, initial_epoch=first, verbose=0, shuffle=False, callbacks=used, **more)
@@ -229,7 +232,7 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     if "evaluated" in has:
         average = [hvd.MetricAverageCallback()] if ours else []
         valid = of_rank(data(has - {"sample weights", "validation weights"}, 18, 8))
-        weights["evaluated"] = model.evaluate(*valid, verbose=0, callbacks=average)
+        weights["evaluated"] = model.evaluate(*valid, batch_size=9, verbose=0, callbacks=average)
     logs = {name: np.asarray(value).tolist() for name, value in history.history.items()}
     return {"weights": weights, "logs": {"epochs": history.epoch, **logs}}
 

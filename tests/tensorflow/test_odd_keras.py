@@ -74,6 +74,7 @@ def test_a_recipe_names_what_it_would_change(tmp_path, oddity, recipe, line):
     assert line in ended.out + ended.err
 
 
+MASKED = {"masking", "zero masked"}
 FEW = (4271, 5067, 10131)
 """Of the programs of odd_keras_fits.py, which have most oddities."""
 ALL = [seed for seed in (*range(len(FITS) + 30), 106) if not fits(seed) & UNRESUMED.keys()]
@@ -95,7 +96,8 @@ def test_it_fits_as_plain_keras_does(programs, way, ranks, left, seeds):
     for ours in programs.of_ranks(way, ranks, FITTED[seeds], left):
         for seed in theirs:
             if not (has := fits(int(seed))) & OF_RANK:
-                check_alike(has, ours[seed], theirs[seed], resumed=bool(left))
+                limit = 1e-5 if {"synchronized norm"} & has and has & MASKED else 1e-12  # Keras adds 1e-7 to the count
+                check_alike(has, ours[seed], theirs[seed], resumed=bool(left), limit=limit)
 
 
 @pytest.mark.parametrize("seeds", FITTED)
