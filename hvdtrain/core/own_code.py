@@ -29,7 +29,8 @@ LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
 }
 """Packages whose networks only one framework can train."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
-
+CROSS_ENTROPIES = {"cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
+"""Names of one loss."""
 AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of the loss of torchvision's auxiliary classifiers: 0.3 in Szegedy et al. 2014, arXiv:1409.4842, section 5;
 of Inception-v3 0.4, as TensorFlow's research models take it."""

@@ -18,7 +18,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from hvdtrain import datasets
 from hvdtrain.core import optimizers, own_code
 from hvdtrain.core.arguments import Arguments, Every
-from hvdtrain.core.own_code import LOSSES, is_path
+from hvdtrain.core.own_code import CROSS_ENTROPIES, LOSSES, is_path
 from hvdtrain.core.settings import MTBF
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
@@ -415,7 +415,7 @@ def _check_speed(r: Recipe) -> None:
         raise RecipeError("xla goes with batch_norm local or frozen: sync puts a collective into what XLA compiles.")
     if r.compile and r.batch_norm == "sync":
         raise RecipeError("compile goes with batch_norm local or frozen: sync puts a collective into what is compiled.")
-    if r.label_smoothing and (r.model == "linear" or r.loss not in {None, "cross_entropy"}):
+    if r.label_smoothing and (r.model == "linear" or r.loss not in {None, *CROSS_ENTROPIES}):
         what = "model linear" if r.model == "linear" else f"loss {r.loss}"
         raise RecipeError(f"label_smoothing is for classes, which {what} has not; drop it.")
     if r.data_on_device and (r.dataset == "imagenet" or is_path(r.dataset)):

@@ -65,6 +65,7 @@ class BroadcastCallback(_Callback):
         self._apart = False  # whether batches have made the ranks' statistics differ
         self._epoch, self._steps, self._in_steps = 0, 0, False
         """The steps of this epoch, and whether more may come."""
+        self._counted = False  # how many examples each rank has in an epoch
         self._rows: Any = None
         """Inputs whose outputs are compared at the beginning and at the first epoch's end."""
         self._logged: dict[str, float] = {}
@@ -105,8 +106,13 @@ class BroadcastCallback(_Callback):
             names = models.unlike_weights(models.own_weights(self.model), (hvd.rank(), hvd.size()), _sum)
             lines = guard.of_unlike_buffers(names, "weights", "their mean", "average them by hvd.allreduce")
             early = _early_readers(list_of(self).callbacks) if hvd.size() > 1 else []
-            for line in [*early, *lines, *losses.notes(self.model)]:
+            batch, of_losses = losses.first_batch(self.model)
+            for line in [*early, *lines, *of_losses]:
                 self._note(line)
+            if self._rows is None and batch is not None:
+                self._rows = keras.tree.map_structure(
+                    lambda each: each[: hidden.ROWS], keras.utils.unpack_x_y_sample_weight(batch)[0]
+                )
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         self._end_steps()
@@ -193,6 +199,20 @@ class BroadcastCallback(_Callback):
             self._in_steps = False
             _join()
             self._agree({"training: steps of this epoch": self._steps})
+            if not self._counted and not MADE.get(self.model):
+                self._counted = True
+                self._count()
+
+    def _count(self) -> None:
+        """A line where ranks had other numbers of examples in as many steps."""
+        tracker = getattr(self.model, "_loss_tracker", None)
+        examples = float(tracker.count) if tracker else 0.0
+        total, squares = _sum(np.array([examples, examples**2]))
+        if squares * hvd.size() != total**2:
+            self._note(
+                "the ranks' batches have unequal numbers of examples, and the mean of each counts alike: give them "
+                "equal parts, or GlobalBatches"
+            )
 
     def _unify(self) -> None:
         if self._apart:

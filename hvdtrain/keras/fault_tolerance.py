@@ -26,8 +26,8 @@ from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import Ranks, end_early, end_here, has_ended, in_own_words, open_own, report_logged
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 
-TRAINED: dict[Path, weakref.ref[keras.Model]] = {}
-"""By folder, the model of its run in this process."""
+TRAINED: dict[Path, weakref.ref[keras.optimizers.Optimizer]] = {}
+"""By folder, the optimizer of its run in this process."""
 
 
 class FaultTolerance(BroadcastCallback):
@@ -251,12 +251,12 @@ class FaultTolerance(BroadcastCallback):
         self._list.callbacks = [self, *(each for each in self._list.callbacks if each is not self)]
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in self._list.callbacks):
             raise KerasError("BackupAndRestore and FaultTolerance would both resume the training; leave out the first.")
-        if TRAINED.setdefault(self.folder.absolute(), weakref.ref(self.model))() is not self.model:
-            raise KerasError(
-                f"{self.folder} is the folder of another model's run in this program, which it would continue; give "
-                "each run a FaultTolerance and a folder of its own, as of each fold."
-            )
         assert self.model
+        if TRAINED.setdefault(self.folder.absolute(), weakref.ref(self.model.optimizer))() is not self.model.optimizer:
+            raise KerasError(
+                f"{self.folder} is the folder of another model's run in this program, or of this model's before it was "
+                "compiled again; give each fold and each stage a FaultTolerance and a folder of its own."
+            )
         if self.model.steps_per_execution > 1:
             raise KerasError(
                 f"FaultTolerance looks after every step, got steps_per_execution={self.model.steps_per_execution}; "

@@ -7,9 +7,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.common.name_scope import current_path
 from keras.src.losses import loss as keras_losses
-from keras.src.random.seed_generator import global_seed_generator
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from hvdtrain.core.totals import of_halves
 from hvdtrain.errors import KerasError
@@ -17,6 +18,7 @@ from hvdtrain.keras.optimizer import distributed
 from hvdtrain.keras.program import optimizers
 from hvdtrain.keras.ranks import sum_over_ranks
 from hvdtrain.tensorflow.networks import SEED
+from hvdtrain.untrusted import printable
 
 Part = tuple[float, Callable[[tf.Tensor], tf.Tensor]]
 """How many times as large the batch is as what losses see of it, and what makes [sum, count] those of the batch."""
@@ -37,11 +39,13 @@ def of_all_ranks(model: keras.Model) -> None:
     if not isinstance(model.train_step, TrainStep):
         model.train_step = TrainStep(model)
         model.train_function = None
+    model.train_step.begin()
 
 
-def notes(model: keras.Model) -> list[str]:
-    """After the first step: a line on a loss that is no mean over the examples of its batch."""
-    return model.train_step.notes() if isinstance(model.train_step, TrainStep) else []
+def first_batch(model: keras.Model) -> tuple[Any, list[str]]:
+    """Once after the first step since a compile: its batch, or None, and lines on losses that may be no mean over the
+    examples of their batch."""
+    return model.train_step.first_batch() if isinstance(model.train_step, TrainStep) else (None, [])
 
 
 class TrainStep:
@@ -49,18 +53,24 @@ class TrainStep:
 
     def __init__(self, model: keras.Model) -> None:
         self._model, self._own = model, model.train_step
-        self._awaited = tf.Variable(True, trainable=False)
-        self._first: list[tf.Variable] = []
-        """The first batch, until `notes` has halved it."""
-        self._like: Any = None
+        self._awaited = tf.Variable(False, trainable=False)
+        self._compiled: Any = self
+        """The losses of the last compile that was looked at."""
+        self._first: tuple[Any, list[tf.Tensor]] = None, []
+        """The first batch, by structure and values."""
+
+    def begin(self) -> None:
+        """Looks at the first batch of a training of which no loss was seen yet."""
+        if self._compiled is not self._model._compile_loss:
+            self._compiled = self._model._compile_loss
+            self._awaited.assign(True)
 
     def __call__(self, data: Any) -> Any:
         averaging = [each._reduction for each in map(distributed, optimizers(self._model).values()) if each]
         if not averaging or averaging[0].alone:
             return self._own(data)
         ranks = averaging[0].process_set
-        if type(self._model).train_step is keras.Model.train_step:
-            self._keep(data)
+        self._keep(data)
         with _seeing((ranks.size(), lambda sums: sum_over_ranks(sums, process_set=ranks))):
             return self._own(data)
 
@@ -68,26 +78,28 @@ class TrainStep:
         values = tf.nest.flatten(data)
         if not all(isinstance(value, tf.Tensor) for value in values):
             return
-        if not self._first:
-            self._like = tf.nest.map_structure(lambda value: 0, data)
-            with tf.init_scope():
-                self._first = [
-                    tf.Variable(tf.zeros([0], value.dtype), trainable=False, shape=tf.TensorShape(None))
-                    for value in values
-                ]
+        like = tf.nest.map_structure(lambda value: 0, data)
+
+        def take(*values: tf.Tensor) -> None:
+            self._first = like, list(values)
 
         def keep() -> tf.Tensor:
-            for variable, value in zip(self._first, values, strict=True):
-                variable.assign(value)
+            tf.py_function(take, values, [])
             return self._awaited.assign(False)
 
         tf.cond(self._awaited, keep, lambda: tf.constant(False))
 
-    def notes(self) -> list[str]:
-        values = [variable.read_value() for variable in self._first]
-        for variable in self._first:
-            variable.assign(tf.zeros([0], variable.dtype))
-        examples = len(values[0]) if values else 0
+    def first_batch(self) -> tuple[Any, list[str]]:
+        (like, values), self._first = self._first, (None, [])
+        return (tf.nest.pack_sequence_as(like, values), self._notes(like, values)) if values else (None, [])
+
+    def _notes(self, like: Any, values: list[tf.Tensor]) -> list[str]:
+        if type(self._model).train_step is not keras.Model.train_step:
+            name = printable(type(self._model).__name__, 200)
+            return [
+                f"{name} has a train_step of its own: ranks are averaged, so its losses must be means over examples"
+            ]
+        examples = len(values[0])
         runs = itertools.count()
         counted: list[tf.Tensor] = []
         """What the whole batch's losses counted."""
@@ -100,7 +112,7 @@ class TrainStep:
                     counted.append(sums)
                 return next(known)
 
-            batch = tf.nest.pack_sequence_as(self._like, [value[rows] for value in values])
+            batch = tf.nest.pack_sequence_as(like, [value[rows] for value in values])
             return self._loss(batch, (examples / (rows.stop - rows.start), total), int(run == 1))
 
         return of_halves(self._name(), measured, examples, "let it return a value for each example")
@@ -109,7 +121,8 @@ class TrainStep:
         """The loss of a batch under prediction, after so many draws of random numbers; nothing is changed."""
         model = self._model
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        seeds = [global_seed_generator().state, *(each for each in model.variables if each.name == SEED)]
+        common = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)  # to make it would draw from Python's
+        seeds = [*([common.state] if common else []), *(each for each in model.variables if each.name == SEED)]
         states = [(seed, seed.value + tf.constant([0, drawn], seed.dtype)) for seed in seeds]
         with keras.StatelessScope(states, collect_losses=True), _seeing(part):
             y_pred = model(x, training=False) if model._call_has_training_arg else model(x)

@@ -152,7 +152,7 @@ def check_used(model: keras.Model, before: int) -> None:
 
 def lr_of(optimizer: keras.optimizers.Optimizer) -> float:
     """The LR now; of a MultiOptimizer its first one's."""
-    first = getattr(optimizer, "optimizers", [optimizer])[0]
+    first = next(iter(getattr(optimizer, "optimizers", ())), optimizer)
     return float(keras.ops.convert_to_numpy(first.learning_rate))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     SpikeDetection,
 )
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from hvdtrain.errors import LoopError
 from hvdtrain.run import agreement
@@ -37,33 +38,53 @@ def refuse(callbacks: Iterable[Callback], what: str, kinds: dict[Any, str] = REF
 
 
 class Decisions(Callback):
-    """Compares what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they look at it."""
+    """Compares what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they look at it, and the LRs
+    of each epoch."""
 
     def __init__(self, agree: Callable[[agreement.Values], None]) -> None:
         self._agree = agree
+        self._has_begun = False
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        lrs = {f"LR {i}": [float(of["lr"]) for of in each.param_groups] for i, each in enumerate(trainer.optimizers)}
+        self._agree(agreement.named("value", lrs))
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if not self._has_begun and not trainer.strategy.counts:  # type: ignore[attr-defined]
+            rank_zero_info(
+                f"{type(module).__name__}: the ranks' gradients are averaged, so training_step's loss must be a mean "
+                "over examples; hl.mean_loss is for a mean over tokens, pixels or weights"
+            )
+        self._has_begun = True
+        if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
+            self._compare(trainer)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
             self._compare(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        loop, batches = trainer.fit_loop.epoch_loop, trainer.num_training_batches
-        read = loop.batch_progress.current.ready
-        left = trainer.should_stop or loop.batch_progress.is_last_batch or loop._is_training_done
-        if read < batches and not left:
-            error = LoopError(
-                f"the training data of rank {trainer.global_rank} ended after {read} of {batches} batches, for more of "
-                f"which other ranks would wait; give Trainer(limit_train_batches={read}) or data of equal length."
-            )
-            error.everywhere = False
-            raise error
+        check_end(trainer)
         self._compare(trainer)
 
     def _compare(self, trainer: Trainer) -> None:
         """Raises AgreementError."""
         metrics = trainer.callback_metrics
         if found := {name: float(metrics[name]) for name in sorted(monitored(trainer)) if name in metrics}:
-            self._agree(agreement.named("decision", found))
+            self._agree(agreement.named("value", found))
+
+
+def check_end(trainer: Trainer) -> None:
+    """Raises LoopError where an epoch has ended before its length."""
+    loop, batches = trainer.fit_loop.epoch_loop, trainer.num_training_batches
+    read = loop.batch_progress.current.ready
+    if read < batches and not (trainer.should_stop or loop._is_training_done):
+        error = LoopError(
+            f"the training data of rank {trainer.global_rank} ended after {read} of {batches} batches, for more of "
+            f"which other ranks would wait; give Trainer(limit_train_batches={read}) or data of equal length."
+        )
+        error.everywhere = False
+        raise error
 
 
 def monitored(trainer: Trainer) -> set[str]:

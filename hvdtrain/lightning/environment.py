@@ -1,7 +1,7 @@
 """Lightning's view of a rank: the same topology that every adapter reads."""
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.run import agreement
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.engines.counts import Counts
+from hvdtrain.torch.engines.counts import Counts, divisor, mean_count
 from hvdtrain.torch.state import numbers
 
 
@@ -96,6 +96,9 @@ class OneDevice(ParallelStrategy):
     """Of `mean_loss`, where the module calls it."""
     seen: tuple[torch.Tensor, Any] | None = None
     """Sum and count of the last micro-batch."""
+    mean: torch.Tensor | None = None
+    """What `mean_loss` gives for one of several micro-batches, until its backward."""
+    _is_compared = False
 
     def setup_environment(self) -> None:
         """Starts the library; where the Trainer fits with FaultTolerance, that joins its failure detector before."""
@@ -126,6 +129,20 @@ class OneDevice(ParallelStrategy):
         """Raises AgreementError where another rank has other values."""
         ranks = self.global_rank, self.world_size
         agreement.check(values, ranks, discover(os.environ).host, self.sum)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Refuses a loss that is more than `mean_loss`, all of whose gradients are divided. Raises LoopError."""
+        super().pre_backward(closure_loss)
+        mean, self.mean = self.mean, None
+        if mean is None or self._is_compared:
+            return
+        self._is_compared = True
+        accumulated = self.lightning_module.trainer.accumulate_grad_batches  # type: ignore[union-attr]
+        if not torch.isclose(closure_loss.detach() * accumulated, mean, rtol=1e-4):
+            raise LoopError(
+                f"training_step adds something to hl.mean_loss, which accumulate_grad_batches={accumulated} would "
+                "divide by counts, too; add it to its total, times the count, or do not accumulate."
+            )
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Of an update's last micro-batch: its averaged gradients become those of all sums by all counts."""
@@ -160,7 +177,7 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
     gradients are those of the totals of all ranks and micro-batches, added, divided by their counts, added.
 
     `total` is the sum over this rank's micro-batch, `count` a number or a tensor of one. Every rank calls it in every
-    step. Raises LoopError.
+    step of training, and with accumulate_grad_batches once in each; elsewhere it is total / count. Raises LoopError.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -169,13 +186,24 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
         ...     total = F.cross_entropy(self.model(tokens), labels, ignore_index=-100, reduction="sum")
         ...     return hl.mean_loss(self, total, (labels != -100).sum())
     """
-    strategy: Any = module.trainer.strategy
-    if not isinstance(strategy, OneDevice):
+    trainer, strategy = module.trainer, cast(Any, module.trainer.strategy)
+    accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+    is_ours = isinstance(strategy, OneDevice)
+    if not trainer.training or (not is_ours and trainer.world_size == accumulated == 1):
+        return total / count
+    if not is_ours:
         raise LoopError(
-            f"hl.mean_loss needs strategy='horovod' or hl.RankDDPStrategy(), got {type(strategy).__name__}."
+            f"hl.mean_loss on several ranks or with accumulate_grad_batches needs strategy='horovod' or "
+            f"hl.RankDDPStrategy(), got {type(strategy).__name__}."
         )
-    if not strategy.counts:
-        strategy.counts = Counts(strategy.library())
-    strategy.seen, loss = (total.detach(), count), strategy.counts.divided(total, count)
-    # Lightning divides it by the number of micro-batches.
-    return loss * module.trainer.accumulate_grad_batches if module.automatic_optimization else loss
+    strategy.counts, strategy.seen = strategy.counts or Counts(strategy.library()), (total.detach(), count)
+    if accumulated == 1:
+        return (total / divisor(mean_count(count, strategy.library()))).to(total.dtype)
+    if strategy.mean is not None:
+        raise LoopError(
+            f"hl.mean_loss was called twice in a training_step, whose gradients accumulate_grad_batches={accumulated} "
+            "would divide by one count; call it once, or do not accumulate."
+        )
+    loss = strategy.counts.divided(total, count, accumulated)  # Lightning divides it by the number of micro-batches
+    strategy.mean = loss.detach()
+    return loss

@@ -57,7 +57,7 @@ class RecipeModule(LightningModule):
         if "loss" not in seen.metrics:
             return loss * self.plan.weight(seen.count)
         # Lightning divides it by the number of micro-batches.
-        return self._counts.divided(loss, seen.metrics["loss"][1]) * self.plan.recipe.accumulation_steps
+        return self._counts.divided(loss, seen.metrics["loss"][1], self.plan.recipe.accumulation_steps)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Of a micro-batch; only with an update's last one the ranks communicate."""

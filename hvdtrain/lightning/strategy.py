@@ -63,7 +63,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         super().__init__(accelerator, parallel_devices, environment, checkpoint_io, precision_plugin)
         self.environment, self.compression, self.num_nodes = environment, compression, 1
         self._averager: Averager | None = None
-        self._gathering: list[tuple[Metric, Callable[[], bool]]] = []
 
     @property
     def is_distributed(self) -> bool:
@@ -102,7 +101,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in tensors.items()}
         self.agree(agreement.named("model", shapes))
         self._broadcast(tensors)
-        self._join_metrics()
+        Metric.sync = _sync  # type: ignore[assignment, method-assign]
 
     def on_train_start(self) -> None:
         """Once a checkpoint has been read, which only rank 0 may have done: every rank has its state."""
@@ -157,9 +156,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         if self._averager:
             self._averager.close()
             self._averager = None
-        for metric, available in self._gathering:
-            metric.dist_sync_fn, metric.distributed_available_fn = None, available
-        self._gathering.clear()
         super().teardown()
 
     @property
@@ -171,12 +167,22 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         """Rank 0's tensors into everybody's, in place."""
         self._engine.broadcast({name: value for name, value in state.items() if isinstance(value, Tensor)}, None)
 
-    def _join_metrics(self) -> None:
-        """Horovod synchronises the module's metrics, except those with a dist_sync_fn of their own."""
-        for metric in self._whole.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-                self._gathering.append((metric, metric.distributed_available_fn))
-                metric.dist_sync_fn, metric.distributed_available_fn = gather, hvd.is_initialized
+
+SYNC = Metric.sync
+
+
+def _sync(
+    metric: Metric,
+    dist_sync_fn: Callable[..., Any] | None = None,
+    process_group: Any = None,
+    should_sync: bool = True,
+    distributed_available: Callable[[], bool] | None = None,
+) -> None:
+    """Over Horovod's ranks, wherever the metric was made, also after the Trainer's end, as under torch.distributed; of
+    one with a dist_sync_fn of its own, by that."""
+    if not dist_sync_fn:
+        dist_sync_fn, distributed_available = gather, hvd.is_initialized
+    SYNC(metric, dist_sync_fn, process_group, should_sync, distributed_available)
 
 
 class _Gathered(torch.autograd.Function):

@@ -30,8 +30,8 @@ REMEDIES = {
     "plan": "give every node the same recipe and data",
     "model": "build the same model on every rank",
     "training": "give every rank the same numbers",
-    "decision": "let callbacks decide by the same numbers on every rank: MetricAverageCallback before them, or "
-    "sync_dist=True",
+    "decision": "let callbacks decide by the same numbers on every rank: give fit MetricAverageCallback before them",
+    "value": "let callbacks and schedulers decide by values that are logged with sync_dist=True",
     "report": "make the same steps and report the same on every rank, as of world.sum and world.mean",
     "weights": "resume from the last checkpoint with the same command, and check that host's memory",
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hvdtrain.core import imports, own_code
-from hvdtrain.core.own_code import AUXILIARY, MODELS, is_path
+from hvdtrain.core.own_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
 from hvdtrain.core.totals import of_halves
 from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 
@@ -85,6 +86,8 @@ class Objective:
         self._loss_name = "cross_entropy" if recipe.loss in CROSS_ENTROPIES else recipe.loss
         own = self._loss_name not in {None, *NAMED}
         self._own_loss = _load(recipe.loss, "loss", None, None) if recipe.loss and own else None
+        if type(self._own_loss) in {nn.CrossEntropyLoss, nn.NLLLoss} and recipe.reduction != "adasum":
+            self._own_loss = functools.partial(_counted, self._own_loss)
         self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
         self.notes: list[str] = []
         """Lines of the log on the loss, once a training batch has shown them."""
@@ -247,7 +250,6 @@ class Objective:
         )
 
 
-CROSS_ENTROPIES = {"torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
 IGNORED = -100
 """The label that PyTorch's cross_entropy leaves out."""
 NAMED: dict[str, Callable[..., torch.Tensor]] = {
@@ -266,6 +268,15 @@ def _explained(what: str, passes: Callable[[Exception], bool] = lambda error: Fa
         if isinstance(error, HvdtrainError) or passes(error):
             raise
         raise ProgramError(f"{what}: {imports.reason(error)}") from error
+
+
+def _counted(loss: Any, out: torch.Tensor, y: torch.Tensor) -> Any:
+    """PyTorch's loss of classes: its sum, and what its mean over labels that count divides that by."""
+    if loss.reduction != "mean" or y.is_floating_point():
+        return loss(out, y)
+    summed, kept = copy.copy(loss), y[y != loss.ignore_index]
+    summed.reduction = "sum"
+    return summed(out, y), torch.tensor(len(kept)) if loss.weight is None else loss.weight[kept].sum()
 
 
 def _is_pair(loss: Any) -> bool:

@@ -10,10 +10,15 @@ from hvdtrain.torch.engines import Engine
 
 @torch.no_grad()
 def mean_count(count: Any, engine: Engine) -> torch.Tensor:
-    """The mean of the ranks' counts, which each rank's sum is divided by; 1 where all are 0. Every rank calls it."""
+    """The mean of the ranks' counts. Every rank calls it."""
     mean = torch.zeros(1, dtype=torch.float64, device=engine.device) + count
     engine.average(mean, "hvdtrain.count")()
-    return mean.where(mean != 0, 1)[0]
+    return mean[0]
+
+
+def divisor(mean: torch.Tensor) -> torch.Tensor:
+    """What each rank's sum is divided by: the mean of the counts, or 1 where all are 0."""
+    return mean.where(mean != 0, 1)
 
 
 class Counts:
@@ -21,19 +26,19 @@ class Counts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._counts: list[Any] = []
+        self._means: list[torch.Tensor] = []
 
-    def divided(self, total: torch.Tensor, count: Any) -> torch.Tensor:
-        """What to differentiate of a micro-batch. Every rank calls it."""
-        if not self._counts:
-            self._first = mean_count(count, self._engine)
-        self._counts.append(count)
-        return (total / self._first).to(total.dtype)
+    def divided(self, total: torch.Tensor, count: Any, times: int = 1) -> torch.Tensor:
+        """The mean of a micro-batch; its gradients are that many `times` those that `finish` divides at last. Every
+        rank calls it."""
+        self._means.append(mean_count(count, self._engine))
+        share = total / divisor(self._means[0]) * times
+        return (share + (total / divisor(self._means[-1]) - share).detach()).to(total.dtype)
 
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
         """Ends the update: of several micro-batches the averaged gradients are divided by all counts, not the first."""
-        if len(self._counts) > 1:
-            factor = self._first / mean_count(sum(self._counts), self._engine)
+        if len(self._means) > 1:
+            factor = divisor(self._means[0]) / divisor(sum(self._means))  # type: ignore[arg-type]
             for gradient in (each.grad for each in parameters if each.grad is not None):
                 gradient.mul_(factor.to(gradient.device))
-        self._counts.clear()
+        self._means.clear()

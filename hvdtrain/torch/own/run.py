@@ -21,7 +21,7 @@ from hvdtrain.run.own import in_own_words, take_data
 from hvdtrain.torch import devices
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.engines.counts import mean_count
+from hvdtrain.torch.engines.counts import divisor, mean_count
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.own import notes
 from hvdtrain.torch.own.gradients import LoopAverager
@@ -159,7 +159,7 @@ class Run:
         if self._averager:
             self._averager.begin_loss()
         self._count = mean_count(number(count), self._engine)
-        return (total / self._count).to(total.dtype)
+        return (total / divisor(self._count)).to(total.dtype)
 
     def step(self, loss: Any, **metrics: Any) -> None:
         """To be called after each optimizer.step(): counts the update, and does what is due: log, comparison of the
