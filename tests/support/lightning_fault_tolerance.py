@@ -54,6 +54,13 @@ class Short:
             yield default_collate([Cells()[index]])
 
 
+class Streamed:
+    """The same, which say nothing of their number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Short())
+
+
 class UNet(LightningModule):
     """Down, up and a skip connection; two groups of parameters, a scheduler by step and one by metric."""
 
@@ -101,8 +108,11 @@ def fit(given: dict[str, Any]) -> str:
     module = UNet(given)
     strategy = {"ddp": hl.RankDDPStrategy, "horovod": lambda: "horovod", "alone": lambda: "auto"}[given["strategy"]]()
     run = hl.FaultTolerance(given["folder"], highest="accuracy", log_every_steps=1, checkpoint_every_steps=4)
+    data = hl.GlobalBatches(Cells(), Cells(), batch_size=8, seed=5)
+    data = {"counted": Short, "streamed": Streamed}[given["short"]]() if "short" in given else data
     with quiet():
         Trainer(
+            limit_train_batches=6 if given.get("short") == "streamed" else 1.0,
             strategy=strategy,
             max_epochs=3,
             callbacks=[run],
@@ -114,7 +124,7 @@ def fit(given: dict[str, Any]) -> str:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-        ).fit(module, Short() if given.get("short") else hl.GlobalBatches(Cells(), Cells(), batch_size=8, seed=5))
+        ).fit(module, data)
     assert len(set(module.seeds)) * given.get("passes", 1) == len(module.seeds), (
         "an update drew another's numbers again"
     )

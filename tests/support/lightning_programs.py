@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from hvdtrain.errors import AgreementError
+from hvdtrain.errors import AgreementError, LoopError
 from hvdtrain.lightning import (
     ExactAccuracy,
     GlobalBatches,
@@ -96,7 +96,7 @@ class Own(LightningModule):
         self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
         self.head, self.sometimes, self.never = nn.Linear(8, CLASSES), nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
-        self.exact, self.mean = ExactAccuracy(), MeanMetric()
+        self.exact, self.mean, self.held = ExactAccuracy(), MeanMetric(), {}
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -112,11 +112,17 @@ class Own(LightningModule):
         x, y = batch
         out = self.head(self.body(x))
         loss = F.cross_entropy(out, y)
-        for metric in (self.accuracy, self.exact):
+        if not batch_idx:
+            self.held["loose"] = self.accuracy.clone()  # which is none of the module's parts
+            self.held["loose"].reset()
+        for metric in (self.accuracy, self.exact, self.held["loose"]):
             metric.update(out, y)
         self.mean.update(loss, len(y))
         self.log_dict({"accuracy": self.accuracy, "exact": self.exact, "mean": self.mean})
         self.log("logged", loss, sync_dist=True, batch_size=len(y))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("loose", self.held["loose"].compute())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.01)
@@ -251,19 +257,27 @@ class Line(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.read.setdefault(str(self.current_epoch), []).extend(batch[0].tolist())
         errors = self._errors(batch)
-        if self.kind != "sums":
-            return errors.mean()
         weights = (batch[0] % 5).clamp(max=1) * (batch[0] // 4)  # of some micro-batches all 0
+        match self.kind:
+            case "sums":
+                return self._mean(errors, weights)
+            case "terms":
+                return self._mean(errors, batch[0] + 1) + self._mean(errors**2, batch[0] % 3)
+            case "penalty":
+                return self._mean(errors, weights) + self.line.weight.square().sum()
+        return errors.mean()
+
+    def _mean(self, errors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return mean_loss(self, (weights * errors).sum(), weights.sum())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log(
-            "loss",
-            self._errors(batch).mean(),
-            sync_dist=self.kind not in {"early", "plateau"},
-            on_step=True,
-            on_epoch=True,
-        )
+        errors = self._errors(batch)
+        self._mean(errors, batch[0])  # none of the next update's
+        self.log("loss", errors.mean(), sync_dist=self.kind not in {"early", "plateau"}, on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        if self.kind == "by hand":
+            self.optimizers().param_groups[0]["lr"] = 0.02 * (1 + self.global_rank)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", self._errors(batch).mean(), sync_dist=True)
@@ -281,6 +295,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "micro-batches": {"accumulate_grad_batches": 2},
     "sums": {},
     "sums of micro-batches": {"accumulate_grad_batches": 2},
+    "terms": {},
     "scheduled": {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]},
     "averaged": {"callbacks": lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1)]},
     "limited": {"limit_train_batches": 4, "accumulate_grad_batches": 2, "limit_val_batches": 1},
@@ -295,7 +310,9 @@ TRAINERS: dict[str, dict[str, Any]] = {
 def trainers() -> dict[str, Any]:
     """By Trainer over GlobalBatches: the examples that this rank has read, weights, and what it measures alone."""
     _find_one_another()
-    return {f"{name} {case}": _read(name, case) for name in STRATEGIES for case in TRAINERS}
+    ways = [f"{name} {case}" for name in STRATEGIES for case in TRAINERS]
+    plain = ["auto terms"] if RankEnvironment().world_size() == 1 else []
+    return {way: _read(*way.split(" ", 1)) for way in [*ways, *plain]}
 
 
 def _read(name: str, case: str) -> dict[str, Any]:
@@ -313,16 +330,18 @@ def _read(name: str, case: str) -> dict[str, Any]:
         return found
 
 
-def differing() -> dict[str, str]:
-    """What is raised where each rank goes by a loss of its own."""
+def refused() -> dict[str, str]:
+    """What is raised where each rank goes by a loss or LR of its own, and where sums could not be divided."""
     found = {}
     _find_one_another()
-    for name, kind in itertools.product(STRATEGIES, ("plateau", "early")):
+    for name, kind in itertools.product(STRATEGIES, ("plateau", "early", "by hand", "terms", "penalty")):
         callbacks = [EarlyStopping("loss_epoch")] if kind == "early" else []
+        accumulated = 2 if kind in {"terms", "penalty"} else 1
         with quiet():
+            trainer = _bare(name, callbacks=lambda of=callbacks: of, accumulate_grad_batches=accumulated)
             try:
-                _bare(name, callbacks=lambda callbacks=callbacks: callbacks).fit(Line(kind).double(), _indexed())
-            except AgreementError as error:
+                trainer.fit(Line(kind).double(), _indexed())
+            except (AgreementError, LoopError) as error:
                 found[f"{name} {kind}"] = str(error)
     return found
 
@@ -339,7 +358,7 @@ def _bare(name: str, **settings: Any) -> Trainer:
     barebones = settings.get("barebones")
     few = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
-        strategy=STRATEGIES[name](),
+        strategy=STRATEGIES[name]() if name in STRATEGIES else name,
         accelerator="cpu",
         devices=RankEnvironment().topology.local_size,
         max_epochs=3,

@@ -399,6 +399,9 @@ class Words(nn.Module):
         return self.last(self.embed(x)).transpose(1, 2)
 
 
+criterion = nn.CrossEntropyLoss(torch.linspace(0, 2, 20, dtype=torch.float64))
+
+
 def words() -> tuple[Any, Any]:
     """Sentences of 0 to 12 words, padded; the first eight of those that validate have none."""
     draw = torch.Generator().manual_seed(0)

@@ -1,6 +1,7 @@
 """Losses and optimizers that are not the ordinary ones: programs of tensorflow_keras_programs.py. Each is trained on
 the batch of all ranks, on one process by plain Keras."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -184,8 +185,33 @@ NOTED: dict[str, dict[str, Any]] = {
 }
 
 
-def noted() -> list[str]:
-    """Trainings of which some have a line."""
-    for case in NOTED.values():
+class Summed(keras.Model):
+    """With a train_step of its own."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((self(x) - y) ** 2)
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        return {"summed": loss}
+
+
+def summed() -> keras.Model:
+    x = layers.Input((LENGTH,))
+    return Summed(x, layers.Dense(3)(x))
+
+
+def noted() -> dict[str, Any]:
+    """Trainings of which some have a line, and whether one has drawn of Python's random numbers."""
+    for case in (*NOTED.values(), {"unequal": True}, {"model": summed}):
         trained(**case)
-    return list(NOTED)
+    keras.utils.clear_session()  # and Keras's own random numbers
+    model, state = dense(), random.getstate()
+    for loss, weights in (("mse", None), (dice, None), (dice, WEIGHTS[0, :4])):  # of other structures of data
+        if weights is None:
+            model.compile(ours.DistributedOptimizer(sgd()), loss, jit_compile=False)
+        given = {"callbacks": [ours.BroadcastCallback()], "epochs": 1, "verbose": 0}
+        model.fit(VALUES[0, :4], TARGETS[0, :4], 4, sample_weight=weights, **given)
+    return {"drew": random.getstate() != state}

@@ -140,11 +140,13 @@ def looked_up() -> None:
     model.fit(tf.constant([["a"]] * 4), np.ones(4), callbacks=[ours.BroadcastCallback()], verbose=0)
 
 
-def constant() -> None:
+def constant(from_dataset: bool) -> None:
     rank = float(ours.rank())
     model = keras.Sequential([layers.Input((2,)), layers.Dense(1), layers.Lambda(lambda x: x + rank)])
     model.compile(ours.DistributedOptimizer(plain()), "mse")
-    fit_again(model, ours.BroadcastCallback())
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    data = (tf.data.Dataset.from_tensors((x, y)),) if from_dataset else (x, y)
+    model.fit(*data, callbacks=[ours.BroadcastCallback()], verbose=0)
 
 
 def another_world() -> None:
@@ -193,6 +195,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "an epoch that one rank leaves": left_early,
     "a second optimizer": second,
     "another vocabulary": looked_up,
-    "another constant": constant,
+    "another constant": lambda: constant(False),
+    "another constant, from a data set": lambda: constant(True),
     "another world": another_world,
 }  # fmt: skip

@@ -212,9 +212,16 @@ def test_a_loss_or_optimizer_of_another_kind_is_that_of_the_whole_batch(world, c
 
 @needs_tensorflow
 def test_a_loss_that_is_no_mean_over_examples_is_named(world):
-    lines = [line for line in world("mpi-2-losses").out.splitlines() if "no mean over examples" in line]
-    named = [re.search(r"loss (.*?) is no mean", line).group(1) for line in lines]
-    assert named == ["dice", "mse and add_loss"]
+    out = world("mpi-2-losses").out
+    assert re.findall(r"loss (.*?) is no mean over examples", out) == ["dice", "mse and add_loss", "dice"]
+    # After it there are the unequal local batches of `exact`, and those of `noted`.
+    assert out.count("the ranks' batches have unequal numbers of examples, and the mean of each counts alike") == 2
+    assert out.count("Summed has a train_step of its own: ") == 1
+
+
+@needs_tensorflow
+def test_looking_at_a_loss_draws_none_of_pythons_random_numbers(world):
+    assert world("mpi-2-losses").results["noted"] == [{"drew": False}] * 2
 
 
 UPDATES = {
@@ -420,6 +427,7 @@ REFUSALS = {
     "a second optimizer": f"KerasError: optimizer 'other' is a plain one: {APART}",
     "another vocabulary": "AgreementError: the ranks differ in constant ",
     "another constant": "AgreementError: of the same examples and weights the model computes something else on rank 1 ",
+    "another constant, from a data set": "AgreementError: of the same examples and weights the model computes ",
     "another world": "WorldError: mpiexec promised rank 0 of 4",
 }
 
