@@ -9,11 +9,12 @@ from lightning.pytorch import LightningModule
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.torch import models, optimizers
+from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.counts import Counts
 from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.objective import Objective, Seen
-from hvdtrain.torch.state import Ema, lr_ratios, set_lr
+from hvdtrain.torch.state import lr_ratios, set_lr
 
 
 class RecipeModule(LightningModule):

@@ -1,16 +1,15 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.torch import resumable
+from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines.buckets import distinct
 
 if TYPE_CHECKING:
@@ -21,47 +20,6 @@ PLAIN = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, t
 PLAIN |= {torch.int64, torch.uint16, torch.uint32, torch.uint64}
 """The dtypes that NumPy and the checkpoint's file format have."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Ema:
-    """The average e = decay e + (1 - decay) w of every parameter; it begins as the weights themselves.
-
-    Buffers, as BatchNorm's statistics, stay the model's own.
-
-    Examples:
-        >>> model = nn.Linear(1, 1, bias=False)
-        >>> ema = Ema(model, decay=0.5)
-        >>> _ = nn.init.ones_(model.weight), nn.init.zeros_(ema.averages["weight"])
-        >>> ema.update()
-        >>> with ema.swapped_in():
-        ...     model.weight.item()
-        0.5
-        >>> model.weight.item()
-        1.0
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._parameters = dict(model.named_parameters())
-        self._weight = 1 - decay
-        self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Follows the weights, after an update of them."""
-        torch._foreach_lerp_(list(self.averages.values()), list(self._parameters.values()), self._weight)
-
-    @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """The averages in the model, until the block ends; the weights themselves are then as they were."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.data, self.averages[name] = self.averages[name], parameter.data
 
 
 class Copies:

@@ -9,10 +9,11 @@ from torch import nn
 
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import compiling, optimizers
+from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.counts import Counts
 from hvdtrain.torch.objective import Objective, Seen
-from hvdtrain.torch.state import Ema, lr_ratios, set_lr
+from hvdtrain.torch.state import lr_ratios, set_lr
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe

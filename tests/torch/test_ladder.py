@@ -21,7 +21,7 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
 from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
-from hvdtrain.torch import compiling, data, models, profiling, resnet  # noqa: E402
+from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.objective import Objective  # noqa: E402
@@ -85,9 +85,9 @@ def requests(count, seed=0):
 
 
 def test_images_on_the_device_have_the_readers_bytes(cifar):
-    held = data.hold(cifar.train, CPU)
+    held = resident.hold(cifar.train, CPU)
     for split, wanted in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
-        held = data.hold(split, CPU)
+        held = resident.hold(split, CPU)
         for (x, y), request in zip(held.batches(wanted), wanted, strict=True):
             expected = split.read(*request)
             assert x.dtype == torch.uint8
@@ -121,7 +121,7 @@ def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
 
 def test_a_split_of_files_is_refused():
     message = "object is read from files and cannot lie on the device; drop data_on_device."
-    assert refusal(RecipeError, data.hold, object(), CPU) == message
+    assert refusal(RecipeError, resident.hold, object(), CPU) == message
 
 
 class Backend:

@@ -63,7 +63,7 @@ class Run:
     def __init__(self, hooks: Hooks[Replica], program: Program, averager: LoopAverager | None, best: Best) -> None:
         self._hooks, self._program, self._averager, self._best = hooks, program, averager, best
         self._engine: Engine = hooks.trainer.engine  # type: ignore[assignment]
-        self._reading, self._order, self._begun = Reading(self._engine), Order(program), False
+        self._reading, self._order, self._begun = _Reading(self._engine), Order(program), False
         self._settled, self._is_left_early = True, False
         """Whether what is due at the end of an epoch's steps is done; whether any epoch was left before."""
         self._why: str | None = None
@@ -236,7 +236,7 @@ class Run:
             self._hooks.note(notes.of_left_epoch(self._hooks.progress, self._extent))
 
 
-class Reading:
+class _Reading:
     """A rank's readers of a program's data sets, which are kept from epoch to epoch."""
 
     def __init__(self, engine: Engine) -> None:

@@ -216,8 +216,8 @@ class World:
             keep_checkpoints,
             mtbf_hours,
         )
-        place = Place(Path(folder), tuple(trackers), self._ending, self._engine, self._own, self._compression, buffers)
-        self._run = begin_run(place, program, intervals, (highest, lowest))
+        place = _Place(Path(folder), tuple(trackers), self._ending, self._engine, self._own, self._compression, buffers)
+        self._run = _begin_run(place, program, intervals, (highest, lowest))
         return self._run
 
     def finish(self) -> None:
@@ -239,7 +239,7 @@ def _all(given: Any) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
+class _Place:
     """Where a program's run is: its folder, its trackers, and the ranks that train it."""
 
     folder: Path
@@ -251,7 +251,7 @@ class Place:
     buffers: Buffers = "local"
 
 
-def begin_run(place: Place, program: Program, intervals: OwnIntervals, best: Best) -> Run:
+def _begin_run(place: _Place, program: Program, intervals: OwnIntervals, best: Best) -> Run:
     """The program's run, continued from its folder's last checkpoint. Raises HvdtrainError."""
     program.check(place.own.device)
     program.began = settings.given(program.optimizers, program.schedulers)  # before a checkpoint's take their place
