@@ -47,6 +47,8 @@ READERS = (  # of batches: a thread of theirs reads ahead
 OPERATIONS = (  # of engines and callbacks, each of which matches the same one of other ranks alone
     *(("hvdtrain.torch.engines", name) for name in ("sum", "broadcast", "gather_rows", "allreduce")),
     *(("hvdtrain.tensorflow.engines", name) for name in ("sum", "broadcast")),
+    *(("hvdtrain.lightning.strategy", name) for name in ("reduce", "broadcast", "all_gather", "gather", "barrier")),
+    ("hvdtrain.lightning.ddp", "reduce"),
     ("hvdtrain.keras.callbacks", "_sum"),
     ("hvdtrain.keras.ranks", "sum_arrays"),
     ("hvdtrain.keras.ranks", "broadcast_variables"),

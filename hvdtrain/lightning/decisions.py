@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     SpikeDetection,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from hvdtrain.errors import LoopError
 from hvdtrain.run import agreement
@@ -38,33 +37,37 @@ def refuse(callbacks: Iterable[Callback], what: str, kinds: dict[Any, str] = REF
 
 
 class Decisions(Callback):
-    """Compares what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they look at it, and the LRs
-    of each epoch."""
+    """Compares what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they look at it, and after
+    each epoch which is the next one, with which LRs."""
 
     def __init__(self, agree: Callable[[agreement.Values], None]) -> None:
         self._agree = agree
-        self._has_begun = False
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        lrs = {f"LR {i}": [float(of["lr"]) for of in each.param_groups] for i, each in enumerate(trainer.optimizers)}
-        self._agree(agreement.named("value", lrs))
+        self._compare_course(trainer, trainer.current_epoch)
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        if not self._has_begun and not trainer.strategy.counts:  # type: ignore[attr-defined]
-            rank_zero_info(
-                f"{type(module).__name__}: the ranks' gradients are averaged, so training_step's loss must be a mean "
-                "over examples; hl.mean_loss is for a mean over tokens, pixels or weights"
-            )
-        self._has_begun = True
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        self._compare_course(trainer, None)
+
+    def _compare_course(self, trainer: Trainer, epoch: int | None) -> None:
+        """Raises AgreementError where other ranks go on to another epoch, or to none, or with other LRs."""
+        lrs = {f"LR {i}": [float(of["lr"]) for of in each.param_groups] for i, each in enumerate(trainer.optimizers)}
+        self._agree(agreement.named("value", {"next epoch": epoch, **lrs}))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
             self._compare(trainer)
+
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+        self._agree(agreement.named("training", {"batches of this epoch": _read(trainer)}))
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
             self._compare(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        check_end(trainer)
+        _check_end(trainer)
+        self.on_validation_start(trainer)
         self._compare(trainer)
 
     def _compare(self, trainer: Trainer) -> None:
@@ -74,10 +77,17 @@ class Decisions(Callback):
             self._agree(agreement.named("value", found))
 
 
-def check_end(trainer: Trainer) -> None:
+def monitored(trainer: Trainer) -> set[str]:
+    """The names of logged values by which callbacks and schedulers decide."""
+    deciding: list[Any] = [*trainer.callbacks]  # type: ignore[attr-defined]
+    deciding += [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    return {each.monitor for each in deciding if getattr(each, "monitor", None)}
+
+
+def _check_end(trainer: Trainer) -> None:
     """Raises LoopError where an epoch has ended before its length."""
     loop, batches = trainer.fit_loop.epoch_loop, trainer.num_training_batches
-    read = loop.batch_progress.current.ready
+    read = _read(trainer)
     if read < batches and not (trainer.should_stop or loop._is_training_done):
         error = LoopError(
             f"the training data of rank {trainer.global_rank} ended after {read} of {batches} batches, for more of "
@@ -87,8 +97,5 @@ def check_end(trainer: Trainer) -> None:
         raise error
 
 
-def monitored(trainer: Trainer) -> set[str]:
-    """The names of logged values by which callbacks and schedulers decide."""
-    deciding: list[Any] = [*trainer.callbacks]  # type: ignore[attr-defined]
-    deciding += [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
-    return {each.monitor for each in deciding if getattr(each, "monitor", None)}
+def _read(trainer: Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready

@@ -9,6 +9,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from hvdtrain.errors import DeviceError, LoopError
 from hvdtrain.launch import rendezvous
@@ -19,6 +20,7 @@ from hvdtrain.run import agreement
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.counts import Counts, divisor, mean_count
+from hvdtrain.torch.objective import Watched
 from hvdtrain.torch.state import numbers
 
 
@@ -98,7 +100,7 @@ class OneDevice(ParallelStrategy):
     """Sum and count of the last micro-batch."""
     mean: torch.Tensor | None = None
     """What `mean_loss` gives for one of several micro-batches, until its backward."""
-    _is_compared = False
+    _is_compared = _is_watched = False
 
     def setup_environment(self) -> None:
         """Starts the library; where the Trainer fits with FaultTolerance, that joins its failure detector before."""
@@ -129,6 +131,17 @@ class OneDevice(ParallelStrategy):
         """Raises AgreementError where another rank has other values."""
         ranks = self.global_rank, self.world_size
         agreement.check(values, ranks, discover(os.environ).host, self.sum)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's; a line names what in its first one is no mean over examples."""
+        if self._is_watched or self.world_size == 1:
+            return super().training_step(*args, **kwargs)
+        self._is_watched, name = True, type(self.lightning_module).__name__
+        with Watched(name, "hl.mean_loss makes it one") as watched:
+            output = super().training_step(*args, **kwargs)
+        for line in watched.notes:
+            rank_zero_info(line)
+        return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Refuses a loss that is more than `mean_loss`, all of whose gradients are divided. Raises LoopError."""

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from hvdtrain.core.progress import OwnSampling
 from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
 from hvdtrain.errors import LoopError
-from hvdtrain.lightning.decisions import check_end
+from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting
 from hvdtrain.run.loop import Hooks
 from hvdtrain.run.own import Ranks, end_early, has_ended, in_own_words, open_own, report_logged
@@ -115,7 +115,8 @@ class FaultTolerance(Callback):
             trainer.callbacks = others  # type: ignore[attr-defined]
             return
         # First of all: what it writes before a batch, an epoch and the end is the state that they begin with.
-        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+        comparing = [each for each in others if isinstance(each, Decisions)]
+        trainer.callbacks = [*comparing, self, *(each for each in others if each not in comparing)]  # type: ignore[attr-defined]
         strategy: Any = trainer.strategy
         if not self._ranks:
             if trainer.world_size > 1:
@@ -206,8 +207,6 @@ class FaultTolerance(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """After validation; Lightning's other hooks and the schedulers have the epoch's end before `_end_epoch`."""
         hooks = self._started
-        if trainer.world_size > 1:
-            check_end(trainer)
         set_restarting(trainer, False)  # else a resumed epoch's end does not reach ReduceLROnPlateau
         self._is_due = False
         if not self._settled:

@@ -249,7 +249,7 @@ class OwnReporter(Reporter):
         seconds = time.monotonic() - self._epoch_began
         for name, value in values.items():
             self._scalar(name, value, step)
-        self.note(f"Epoch: {epoch}, {_listed(values)} ({seconds:.1f} sec)")
+        self.note(f"Epoch: {epoch}{', ' * bool(values)}{_listed(values)} ({seconds:.1f} sec)")
         self._write("epoch", step, epoch, seconds=seconds, **values)
         self._draw(lambda events: events.flush())
 

@@ -19,6 +19,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.examples import Examples
 from hvdtrain.tensorflow.inception import InceptionOutputs
 from hvdtrain.tensorflow.meter import Metric, Seen
+from hvdtrain.untrusted import printable
 
 
 def cross_entropy(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -121,7 +122,13 @@ class Objective:
             of_out, of_y = keras.tree.map_structure(lambda one: one[part], (out, y))
             return self._loss(of_out, of_y, training=True)
 
-        return of_halves(str(self._recipe.loss), measured, examples_in(batch))
+        lines = of_halves(str(self._recipe.loss), measured, examples_in(batch))
+        if any(layer._losses for layer in model._flatten_layers()) and _is_pair(self._loss(out, y, training=True)):
+            lines.append(
+                f"loss {printable(str(self._recipe.loss), 200)} gives (sum, count), and layers add losses of "
+                "their own, which are weighted by each rank's count: let a step add them to the sum, times the count"
+            )
+        return lines
 
     def _regularized(self, loss: tf.Tensor, model: keras.Model, counted: tf.Tensor | None) -> tf.Tensor:
         """With what the model's layers add, for each that is counted; a step adds it itself."""

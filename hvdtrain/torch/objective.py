@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from hvdtrain.core import imports, own_code
@@ -95,7 +96,7 @@ class Objective:
         self._metrics = {name: _load(path, f"metrics {name}", None, None) for name, path in recipe.metrics.items()}
         self._forward_of = f"step {recipe.step}" if recipe.step else f"model {recipe.model}"
         self._all_ours = not recipe.step and not is_path(recipe.model) and not is_path(recipe.dataset)
-        self.forward: Callable[[Any, Any], Any] = self._step or call
+        self.forward: Callable[[Any, Any], Any] = self._first_step if self._step else call
         """Network and inputs -> outputs, which `measure` takes."""
         self.classes: int | None = None
         """Of the data set, where they are known."""
@@ -137,6 +138,15 @@ class Objective:
             self._look(loss, out, data[1], count)
         mean = loss.detach() / count if "loss" in metrics else loss.detach()
         return loss, Seen(mean, count, {name: self._sum(name, of, count) for name, of in metrics.items()})
+
+    def _first_step(self, model: torch.nn.Module, batch: Any) -> Any:
+        """The step, whose first call may show a loss that is no mean over examples."""
+        assert self._step
+        self.forward = self._step
+        with Watched(self._name, "return (sum, count)") as watched:
+            out = self._step(model, batch)
+        self.notes += watched.notes
+        return out
 
     def _of_step(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
         if not isinstance(out, tuple) or _is_pair(out):
@@ -304,3 +314,28 @@ def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
             function = function()
     imports.check_arguments(function, path, key, *given)
     return function  # type: ignore[no-any-return]
+
+
+class Watched(TorchFunctionMode):
+    """Within it PyTorch's losses of classes that are no mean over examples are noted."""
+
+    def __init__(self, whose: str, remedy: str) -> None:
+        super().__init__()
+        self._whose, self._remedy = whose, remedy
+        self.notes: list[str] = []
+
+    def __torch_function__(
+        self, called: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if called in {F.cross_entropy, F.nll_loss}:
+            given = inspect.signature(called).bind(*args, **kwargs)
+            given.apply_defaults()
+            y, weight, ignored = (given.arguments[name] for name in ("target", "weight", "ignore_index"))
+            counts = weight is not None or (not y.is_floating_point() and bool((y == ignored).any()))
+            if counts and given.arguments["reduction"] == "mean":
+                self.notes.append(
+                    f"{self._whose}: {called.__name__} with weights or labels that are left out is no mean over "
+                    f"examples: the result depends on the number of ranks; {self._remedy}"
+                )
+        return called(*args, **kwargs)

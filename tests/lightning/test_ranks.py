@@ -298,6 +298,7 @@ REFUSED = {
     "plateau": "the ranks differ in loss_epoch: rank 1 on ",
     "early": "the ranks differ in loss_epoch: rank 1 on ",
     "by hand": "the ranks differ in LR 0: rank 1 on ",
+    "by one": "the ranks differ in next epoch: rank 1 on ",
     "terms": "hl.mean_loss was called twice in a training_step, whose gradients accumulate_grad_batches=2 would divide",
     "penalty": "training_step adds something to hl.mean_loss, which accumulate_grad_batches=2 would divide by counts,",
 }

@@ -278,6 +278,8 @@ class Line(LightningModule):
     def on_train_epoch_end(self) -> None:
         if self.kind == "by hand":
             self.optimizers().param_groups[0]["lr"] = 0.02 * (1 + self.global_rank)
+        if self.kind == "by one":
+            self.trainer.should_stop = self.global_rank == 1
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", self._errors(batch).mean(), sync_dist=True)
@@ -334,7 +336,7 @@ def refused() -> dict[str, str]:
     """What is raised where each rank goes by a loss or LR of its own, and where sums could not be divided."""
     found = {}
     _find_one_another()
-    for name, kind in itertools.product(STRATEGIES, ("plateau", "early", "by hand", "terms", "penalty")):
+    for name, kind in itertools.product(STRATEGIES, ("plateau", "early", "by hand", "by one", "terms", "penalty")):
         callbacks = [EarlyStopping("loss_epoch")] if kind == "early" else []
         accumulated = 2 if kind in {"terms", "penalty"} else 1
         with quiet():
