@@ -19,7 +19,7 @@ from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.run import agreement
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.engines.counts import Counts, divisor, mean_count
+from hvdtrain.torch.engines.counts import Counts
 from hvdtrain.torch.objective import Watched
 from hvdtrain.torch.state import numbers
 
@@ -211,7 +211,7 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
         )
     strategy.counts, strategy.seen = strategy.counts or Counts(strategy.library()), (total.detach(), count)
     if accumulated == 1:
-        return (total / divisor(mean_count(count, strategy.library()))).to(total.dtype)
+        return cast(torch.Tensor, strategy.counts.mean(total, count))
     if strategy.mean is not None:
         raise LoopError(
             f"hl.mean_loss was called twice in a training_step, whose gradients accumulate_grad_batches={accumulated} "

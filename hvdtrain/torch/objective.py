@@ -317,7 +317,14 @@ def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
 
 
 class Watched(TorchFunctionMode):
-    """Within it PyTorch's losses of classes that are no mean over examples are noted."""
+    """Within it PyTorch's losses of classes that are no mean over examples are noted.
+
+    Examples:
+        >>> with Watched("loss mine", "return (sum, count)") as watched:
+        ...     loss = F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, -100]))
+        >>> len(watched.notes)
+        1
+    """
 
     def __init__(self, whose: str, remedy: str) -> None:
         super().__init__()

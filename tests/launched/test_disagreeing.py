@@ -74,6 +74,12 @@ def test_each_thing_that_one_rank_has_otherwise_is_named(way, tmp_path):
         assert [one.name for one in (tmp_path / "lr at step 3" / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
+UNEQUAL = {
+    "unequal_keras": "the ranks differ in steps of this epoch: rank 1 on HOST has 6, the others 10: ",
+    "unequal_lightning": "the training data of rank 1 ended after 5 of 10 batches, for more of which other ranks would",
+}
+
+
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
@@ -82,12 +88,11 @@ def test_each_thing_that_one_rank_has_otherwise_is_named(way, tmp_path):
     ],
 )
 def test_unequal_numbers_of_steps_end_all_ranks_by_name(way, kind, tmp_path):
-    ended, host = run("gloo", 3, warm.command(kind, PROGRAM, way, tmp_path), 120), os.uname().nodename
+    ended = run("gloo", 3, warm.command(kind, PROGRAM, way, tmp_path), 120)
+    line = UNEQUAL[way].replace("HOST", os.uname().nodename)
     assert ended.code != 0
     assert ended.left == []
-    (line,) = [line for line in ended.lines if line.startswith("LoopError")]
-    assert f"rank 0 on {host} has made {6 if way == 'unequal_keras' else 5} steps and waits in an average of gr" in line
-    assert f"rank 1 on {host} has made {6 if way == 'unequal_keras' else 5} steps" in line
+    assert any(line in each for each in ended.lines), ended.err
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"
-    assert "wait in different collectives" in status["error"]
+    assert line in status["error"]

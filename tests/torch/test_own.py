@@ -332,7 +332,7 @@ LOSSES = {  # by name: a loss of the user's, and whether a line names it
         "def f(out, y): return nn.functional.cross_entropy(out, y, ignore_index=0, reduction='sum'), (y != 0).sum()",
         False,
     ),
-    "class weights": ("f = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0, 9.0]))", True),
+    "class weights, counted": ("f = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0, 9.0]))", False),
     "dice of a batch": (
         "def f(out, y): return 1 - 2 * (out.sigmoid() * hot(y)).sum() / out.sigmoid().sum()",
         True,

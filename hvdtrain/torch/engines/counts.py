@@ -28,6 +28,10 @@ class Counts:
         self._engine = engine
         self._means: list[torch.Tensor] = []
 
+    def mean(self, total: torch.Tensor, count: Any) -> torch.Tensor:
+        """A mean over all ranks, of an update without further micro-batches. Every rank calls it."""
+        return (total / divisor(mean_count(count, self._engine))).to(total.dtype)
+
     def divided(self, total: torch.Tensor, count: Any, times: int = 1) -> torch.Tensor:
         """The mean of a micro-batch; its gradients are that many `times` those that `finish` divides at last. Every
         rank calls it."""
