@@ -11,7 +11,7 @@ from ranks import NEEDS, needs_horovod, needs_lightning
 
 pytestmark = [pytest.mark.launched, NEEDS["torch"], needs_horovod, needs_lightning, pytest.mark.timeout(900)]
 
-SLOW = ("more", "ddp", "[horovod", "[tolerant-1", "stopped", "killed_in_any", "refused")
+SLOW = ("more", "ddp", "[horovod", "[tolerant-1", "stopped", "killed", "refused")
 FIRST = (83, 156, 997, 1241, 3021, 5191, 8813)
 """Which have each oddity, but for callbacks that only show something."""
 ALL = [seed for seed in range(len(ODDITIES) + 30) if not oddities(seed) & REFUSED]
