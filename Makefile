@@ -1,6 +1,6 @@
 # Everything goes into .venv, and Horovod's finished wheel into ~/.cache/hvdtrain; nothing else is touched.
 PYTHON ?= python3
-BIN := $(CURDIR)/.venv/bin
+BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests that start ranks run one after the other, in a process for each of the groups of tests/conftest.py, which says
 # how many processes there are; all others run beside them.

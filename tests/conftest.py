@@ -78,9 +78,9 @@ def pytest_collection_modifyitems(items):
 def pytest_xdist_auto_num_workers():
     """One more than there are processors, as ranks and notebooks wait; a quota of half a processor is left to one test,
     as ranks that wait would use up what those of other tests need."""
-    from ranks import processors
+    from hvdtrain import processors
 
-    there = processors()
+    there = min(len(os.sched_getaffinity(0)), processors.quota())
     return 1 if there < 1 else min(6, int(there) + 1)
 
 

@@ -5,6 +5,7 @@ A data set must draw its random numbers inside `__getitem__`, from generators th
 epoch, index), so that 1 rank and N ranks draw alike: `random`, `numpy.random`, and PyTorch's.
 """
 
+import collections
 import contextlib
 import inspect
 import os
@@ -91,16 +92,20 @@ class Examples:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """The batch of the samples at these n indices, on the host; `draws` [n, DRAWS] seed their random numbers, None
         seeds by the index alone. Raises DataError."""
+        samples = self._samples(indices, draws)
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            raise DataError(self._unequal(indices, samples) or f"{self.name}: {imports.reason(error)}") from error
+
+    def _samples(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[Any]:
         samples = None if self.is_random else self._unseeded(indices)
         if samples is None:
             self.is_random = True
             seeds = [int(index) for index in indices] if draws is None else seeds_of(draws)
             with self.alone():
                 samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
-        try:
-            return self.collate(samples)
-        except Exception as error:
-            raise DataError(self._unequal(indices, samples) or f"{self.name}: {imports.reason(error)}") from error
+        return samples
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,12 +130,19 @@ class Examples:
         for which in range(min(CHECKED, len(indices))):
             one = slice(which, which + 1)
             drawn = None if draws is None else draws[one]
-            first, second = (self.read(indices[one], drawn) for _ in range(2))
+            first, second = (self._alone(indices[one], drawn) for _ in range(2))
             if not same(first, second, self.equal):
                 raise self.unrepeatable(int(indices[which]))
             others = np.full((1, DRAWS), 0.5, np.float32)
-            is_random |= not same(first, self.read(indices[one], others), self.equal)
+            is_random |= not same(first, self._alone(indices[one], others), self.equal)
         self.is_random = is_random
+
+    def _alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
+        """The batch of one sample; the sample where `collate` makes none of it, as of None, which it may leave out."""
+        samples = self._samples(indices, draws)
+        with contextlib.suppress(Exception):
+            return self.collate(samples)
+        return samples
 
     def unrepeatable(self, index: int) -> DataError:
         """The error for a sample that came out otherwise the second time."""
@@ -195,15 +207,15 @@ class Examples:
             raise DataError(f"{self.name}, sample {index}: {imports.reason(error)}") from error
 
     def _unequal(self, indices: NDArray[np.int64], samples: list[Any]) -> str:
-        """Which sample differs from the first; "" where none does."""
-        shapes = [shape_text(sample) for sample in samples]
-        other = next((which for which, shape in enumerate(shapes) if shape != shapes[0]), None)
-        if other is None:
+        """The first sample, by number, that is not as most of them, whatever their order; "" where all are alike."""
+        shapes = {int(index): one_line(shape_text(sample), 200) for index, sample in zip(indices, samples, strict=True)}
+        often = collections.Counter(shapes.values())
+        usual = max(shapes, key=lambda index: (shapes[index] != "NoneType", often[shapes[index]], -index))
+        other = next((index for index in sorted(shapes) if shapes[index] != shapes[usual]), usual)
+        if other == usual and shapes[usual] != "NoneType":
             return ""
-        return (
-            f"{self.name}: sample {indices[other]} is {one_line(shapes[other], 200)}, sample {indices[0]} is "
-            f"{one_line(shapes[0], 200)}{_file(self.dataset)}; {self.alike}."
-        )
+        named = ", ".join(f"sample {index} is {shapes[index]}" for index in dict.fromkeys((other, usual)))
+        return f"{self.name}: {named}{_file(self.dataset)}; {self.alike}."
 
     alike = "make them alike"
 

@@ -19,7 +19,7 @@ RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 """Of each stage, how many bottlenecks: He et al. 2016, arXiv:1512.03385, table 1, as torchvision builds them (no
 convolution has a bias)."""
 Shape = tuple[int, ...]
-LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "lightning": "Lightning"}
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,14 @@ def _convolutions(model: str, stem: str = "imagenet", side: int = 0) -> Iterator
             channels = 4 * width
 
 
+def require(library: str, user: str) -> None:
+    """Raises EngineUnavailable where the one of LIBRARIES that the `user` needs is not installed."""
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.origin is None:  # a folder of that name alone
+        remedy = f"install it: {sys.executable} -m pip install 'hvdtrain[{library}]'"
+        raise EngineUnavailable(f"{user} needs {LIBRARIES[library]}, which {sys.prefix} has not; {remedy}")
+
+
 def _module(framework: str, name: str, recipe: Recipe) -> Any:
-    if importlib.util.find_spec(framework) is None:
-        raise EngineUnavailable(
-            f"model {recipe.model} needs {LIBRARIES[framework]}; install it: pip install hvdtrain[{framework}]"
-        )
+    require(framework, f"model {recipe.model}")
     return importlib.import_module(f"hvdtrain.{framework}.{name}")

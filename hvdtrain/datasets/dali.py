@@ -3,7 +3,6 @@
 Boxes and flips are ours, drawn as for Pillow, so that pixels differ by rounding alone: by 0.16 of 255 in the mean.
 """
 
-import os
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain import processors
 from hvdtrain.datasets.base import SHOWN
 from hvdtrain.datasets.imagenet import BadImage, Encoded, opened, random_part
 from hvdtrain.errors import EngineUnavailable
@@ -104,7 +104,7 @@ class Dali:
 def _build(batch: int, crop: int) -> Any:
     fn, types, pipeline_def = _dali()
 
-    @pipeline_def(batch_size=batch, num_threads=len(os.sched_getaffinity(0)), device_id=None, prefetch_queue_depth=1)
+    @pipeline_def(batch_size=batch, num_threads=processors.count(), device_id=None, prefetch_queue_depth=1)
     def pipeline() -> Any:
         encoded, corner, size, is_flipped = (fn.external_source(name=name) for name in FED)
         cropped = fn.decoders.image_slice(

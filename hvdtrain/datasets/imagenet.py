@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from hvdtrain import files
+from hvdtrain import files, processors
 from hvdtrain.datasets import folders
 from hvdtrain.datasets.base import SHOWN, Dataset, digest, require_positive
 from hvdtrain.errors import DataError, HvdtrainError
@@ -225,7 +225,7 @@ def in_threads(work: Callable[[], None]) -> None:
 
 @functools.cache
 def _threads() -> tuple[int, ThreadPoolExecutor]:
-    others = len(os.sched_getaffinity(0)) - 1
+    others = processors.count() - 1
     return others, ThreadPoolExecutor(max(1, others), "decode")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain import processors
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import whole_number
@@ -75,23 +76,27 @@ def _index(name: str) -> float:
     return int(name) if name.isdecimal() else math.inf
 
 
-def threads(cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[str, str]) -> int | None:
+def threads(
+    cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[str, str], quota: float | None = None
+) -> int | None:
     """How many threads a rank computes with, given the CPUs it may run on; None leaves the framework's choice.
 
     A task of srun's takes the CPUs it was promised, where it may run on as many; torchrun's ranks divide those of
     their agent. Elsewhere a rank that is bound to some of the host's CPUs has them for itself; unbound ranks
-    divide the host's.
+    divide the host's. A container's `quota`, in CPUs (left out: this process's), is divided by all ranks of the host.
     """
     if "OMP_NUM_THREADS" in environ:
         return None
+    granted = math.ceil(min(cpus_of_host, processors.quota() if quota is None else quota))
+    most = cpus if granted == cpus_of_host else max(1, min(cpus, granted // topology.local_size))
     # srun of SLURM 22.05 and later takes SRUN_CPUS_PER_TASK alone, and leaves the job's own variable as it was.
     promised = whole_number(environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or "")
     if promised is not None and topology.launcher in {"srun", "torchrun"}:
         ranks = 1 if topology.launcher == "srun" else topology.local_size
-        return max(1, min(promised, cpus) // ranks)
+        return max(1, min(min(promised, cpus) // ranks, most))
     if cpus < cpus_of_host:
-        return None
-    return max(1, cpus // topology.local_size)
+        return None if most == cpus else most
+    return max(1, min(cpus // topology.local_size, most))
 
 
 def keep_memory(environ: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 files, nothing is loaded."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch import pmi
 from hvdtrain.launch.topology import Topology
-from hvdtrain.untrusted import read_bytes
+from hvdtrain.untrusted import one_line, read_bytes
 
 Kind = Literal["openmpi", "mpich"]
 
@@ -24,6 +26,8 @@ PLUGINS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2
 SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|mpi_intel\w*)\.so\.12)\0")
 VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
 CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
+OF_MPI = re.compile(r"undefined symbol: (?:P?MPI[XR]?_|ompi_|opal_|mca_)|lib(?:mpi|open-|pmix)", re.IGNORECASE)
+"""In what the loader says of an MPI that Horovod was not built with."""
 MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
 RENDEZVOUS_LAUNCHERS = ("srun", "torchrun", "env://")  # they start no rendezvous of Horovod's, so rank 0 does
 
@@ -85,6 +89,24 @@ def of_library(path: Path) -> Mpi | None:
         return Mpi(kind, "", Path(soname))
     data = _contents(library)
     return Mpi(kind, _version(data), library, bool(CRAY_VERSION.search(data)), _built_in(kind, library, data))
+
+
+def unavailable(framework: str, title: str, error: Exception) -> EngineUnavailable:
+    """The error for a Horovod that cannot be imported: no build helps where another MPI hides its own."""
+    found = of_horovod(framework) if OF_MPI.search(str(error)) else None
+    remedy = f"build it: python -m hvdtrain build --frameworks {framework}"
+    if found and is_by_path(found):
+        remedy = (
+            f"LD_LIBRARY_PATH makes the loader take {found.library}, another MPI than it was built with: take that out "
+            "(module unload, unset LD_LIBRARY_PATH), or build for it: python -m hvdtrain build --mpi system"
+        )
+    return EngineUnavailable(f"Horovod for {title} cannot be imported ({one_line(error)}); {remedy}")
+
+
+def is_by_path(found: Mpi) -> bool:
+    """Whether the loader takes it from a folder of LD_LIBRARY_PATH."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return found.library.parent in [Path(folder).resolve() for folder in folders if folder]
 
 
 def plugin_of(environ: Mapping[str, str]) -> str | None:

@@ -1,7 +1,7 @@
 """TensorFlow's TF_CONFIG, made from the ranks' endpoints: nobody writes it by hand."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hvdtrain.launch.rendezvous import Endpoint
 
@@ -27,6 +27,14 @@ def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
         "worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints],
         "ps": [f"{endpoint.address}:{endpoint.port + 1}" for endpoint in holders],
     }
+
+
+def no_proxy(endpoints: Sequence[Endpoint], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which gRPC reaches the ranks themselves, beside what no proxy serves already: with http_proxy
+    alone it asks the proxy for them, again and again."""
+    given = environ.get("no_grpc_proxy", environ.get("no_proxy"))
+    hosts = dict.fromkeys(name for endpoint in endpoints for name in (endpoint.address, endpoint.host))
+    return {"no_grpc_proxy": ",".join(filter(None, (given, *hosts)))}
 
 
 def servers(endpoints: Sequence[Endpoint]) -> list[int]:

@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before the imports, which take a while
 
     greeting.greet("lightning", sys.argv[1:])
 
-from hvdtrain.errors import EngineUnavailable
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
 from hvdtrain.run.screen import SCREEN
@@ -21,13 +20,6 @@ def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
     prepared.world.launch.enter("import")
     SCREEN.waiting("importing Lightning")
-    try:
-        with interrupts.postponed():
-            import lightning.pytorch  # noqa: F401
-    except ImportError as error:
-        raise EngineUnavailable(
-            f"Lightning cannot be imported ({error}); install it: pip install -e .[lightning]"
-        ) from None
     with interrupts.postponed():
         from hvdtrain.lightning.train import train as train_with_lightning
 

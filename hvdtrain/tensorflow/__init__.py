@@ -6,6 +6,10 @@ It offers the names of `hvdtrain.keras` too, for code that imports them from her
 import importlib
 from typing import Any
 
+from hvdtrain import shadows
+
+shadows.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
+
 
 def __getattr__(name: str) -> Any:
     # Imported by name: hvdtrain.keras is the layer above this one.

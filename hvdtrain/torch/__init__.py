@@ -2,6 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain import shadows
+
+shadows.refuse("numpy", "torch", "horovod", "mpi4py")
+
 __all__ = ["join"]
 
 if TYPE_CHECKING:

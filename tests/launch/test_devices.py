@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 from refusals import refusal
 
+from hvdtrain import processors
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch.devices import driver_gpus, gpu_index, threads, visible_gpus
 from hvdtrain.launch.topology import Topology
@@ -134,7 +136,60 @@ def test_a_driver_without_its_program(tmp_path):
 )
 def test_threads(launcher, cpus, of_host, environ, expected):
     topology = dataclasses.replace(NODE, launcher=launcher)
-    assert threads(cpus, of_host, topology, environ) == expected
+    assert threads(cpus, of_host, topology, environ, math.inf) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "cpus", "of_host", "quota", "environ", "expected"),
+    [
+        pytest.param("mpirun", 64, 64, 8.0, {}, 2, id="divided by the host's ranks"),
+        pytest.param("mpirun", 64, 64, 4.5, {}, 1, id="the last one in part"),
+        pytest.param("mpirun", 64, 64, 0.5, {}, 1, id="never none"),
+        pytest.param("mpirun", 16, 64, 8.0, {}, 2, id="of a container that is bound too"),
+        pytest.param("mpirun", 2, 64, 8.0, {}, None, id="ranks that are bound to no more"),
+        pytest.param("mpirun", 64, 64, 64.0, {}, 16, id="of the whole host"),
+        pytest.param("mpirun", 64, 64, 8.0, {"OMP_NUM_THREADS": "3"}, None, id="set by the user"),
+        pytest.param("torchrun", 64, 64, 8.0, {"SLURM_CPUS_PER_TASK": "64"}, 2, id="less than was promised"),
+    ],
+)
+def test_threads_of_a_quota(launcher, cpus, of_host, quota, environ, expected):
+    assert threads(cpus, of_host, dataclasses.replace(NODE, launcher=launcher), environ, quota) == expected
+
+
+V1 = {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
+QUOTAS = {  # /proc/self/cgroup, files below /sys/fs/cgroup: the quota in processors
+    "none": ("0::/\n", {}, math.inf),
+    "of version 2": ("0::/a/b\n", {"a/b/cpu.max": "50000 100000", "a/cpu.max": "max 100000"}, 0.5),
+    "of the group above": ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "25000 100000"}, 0.25),
+    "of two groups, the less": ("0::/a/b\n", {"a/b/cpu.max": "50000 100000", "a/cpu.max": "25000 100000"}, 0.25),
+    "of a namespace": ("0::/\n", {"cpu.max": "150000 100000"}, 1.5),
+    "of a group in a namespace": ("0::/a\n", {"a/cgroup.procs": "", "cpu.max": "150000 100000"}, 1.5),
+    "version 2 beside version 1": ("1:memory:/\n0::/a\n", {"unified/a/cpu.max": "50000 100000"}, 0.5),
+    "of version 1": ("2:cpu,cpuacct:/a\n0::/\n", {f"cpu/a/{name}": V1[name] for name in V1}, 0.5),
+    "version 1, without the link": ("2:cpu,cpuacct:/a\n", {f"cpu,cpuacct/a/{name}": V1[name] for name in V1}, 0.5),
+    "docker run's": ("2:cpu:/docker/5f\n", {f"cpu/{name}": V1[name] for name in V1}, 0.5),
+    "in docker run's": (
+        "2:cpu:/docker/5f/a/b\n",
+        {"cpu/a/b/tasks": "", **{f"cpu/a/{name}": V1[name] for name in V1}},
+        0.5,
+    ),
+    "version 1, unlimited": ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+    "another controller's": ("2:cpuset:/a\n", {"a/cpu.max": "50000 100000"}, math.inf),
+    "damaged": ("0::/\n", {"cpu.max": ""}, math.inf),
+}
+
+
+@pytest.mark.parametrize(("groups", "files", "expected"), QUOTAS.values(), ids=QUOTAS)
+def test_the_quota_of_a_container(tmp_path, groups, files, expected):
+    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": files[name] for name in files}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert processors.quota(tmp_path) == expected
+
+
+def test_no_quota_where_there_are_no_control_groups(tmp_path):
+    assert processors.quota(tmp_path) == math.inf
+    assert processors.count() in range(1, len(os.sched_getaffinity(0)) + 1)
 
 
 FAULTS = """

@@ -1,6 +1,7 @@
 """What Horovod's Gloo is given, as horovodrun would give it."""
 
 import pytest
+from costs import growth
 from ranks import needs_horovod
 
 from hvdtrain.launch import gloo
@@ -54,6 +55,13 @@ def test_variables():
         "HOROVOD_GLOO_IFACE": "ib0",
     }
     assert "HOROVOD_GLOO_IFACE" not in gloo.variables(topology, there, "10.0.0.1", 4321, None, KEY)
+
+
+@needs_horovod
+def test_ten_times_as_many_ranks_are_ten_times_the_work():
+    server = gloo.RendezvousServer(KEY)
+    assert growth(lambda count: server.expect(endpoints(*[8] * count)), 20) < 11
+    server._server.stop()
 
 
 @needs_horovod

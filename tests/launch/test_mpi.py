@@ -97,6 +97,26 @@ def test_a_library_without_mpi(tmp_path):
 
 
 @needs_horovod
+@needs_compiler
+@pytest.mark.parametrize(
+    ("error", "given", "expected"),
+    [
+        ("undefined symbol: ompi_mpi_group_empty", "lib", "LD_LIBRARY_PATH makes the loader take {} another MPI"),
+        ("libmpi.so.40: file too short", "lib", "LD_LIBRARY_PATH makes the loader take {} another MPI"),
+        ("undefined symbol: ompi_mpi_group_empty", "none", "build it: python -m hvdtrain build --frameworks torch"),
+        ("undefined symbol: _ZN3c106detail", "lib", "build it: python -m hvdtrain build --frameworks torch"),
+        ("No module named 'horovod'", "lib", "build it: python -m hvdtrain build --frameworks torch"),
+    ],
+)
+def test_an_mpi_that_hides_horovods_own(tmp_path, monkeypatch, error, given, expected):
+    foreign = library(tmp_path / "lib", "libmpi.so.40", '"4.1.2"')
+    horovods = program(tmp_path, library(tmp_path / "own", "libmpi.so.40", '"5.0.11"'))
+    monkeypatch.setattr(mpi, "horovod_library", lambda framework: horovods)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / given))
+    found = str(mpi.unavailable("torch", "PyTorch", ImportError(error)))
+    assert found.startswith(f"Horovod for PyTorch cannot be imported ({error}); {expected.format(f'{foreign},')}")
+
+
 def test_horovod_here():
     assert horovod_library("mxnet") is None
     assert of_horovod("mxnet") is None

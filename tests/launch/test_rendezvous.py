@@ -1,6 +1,8 @@
 """Where ranks find one another: host and ports from the launcher's variables alone."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 from environments import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
@@ -10,6 +12,7 @@ from hvdtrain.errors import WorldError
 from hvdtrain.launch import hostlist, rendezvous
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
 from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.run.world import World
 
 NODES = {
     "one": ("nid001", "nid001"),
@@ -84,6 +87,54 @@ def test_this_hosts_addresses():
             pass
     assert rendezvous.interface_of("127.0.0.1") == "lo"
     assert rendezvous.interface_of("192.0.2.1") is None
+
+
+ALONE = "ranks on several hosts find one another over IPv4, and {} has IPv6 addresses alone; give every host an IPv4"
+NAMES = {
+    "IPv6's loopback": ("::1", ALONE.format("'::1'")),
+    "an IPv6 address": ("fd00::7", ALONE.format("'fd00::7'")),
+    "a label of 64 characters": ("a" * 64, "MASTER_ADDR must have 1 to 63 characters between its dots, got 'aaa"),
+    "an empty label": (
+        "a..b",
+        "MASTER_ADDR must have 1 to 63 characters between its dots, got 'a..b'; set rank 0's host.",
+    ),
+    "nothing": ("", "MASTER_ADDR must have 1 to 63 characters between its dots, got ''"),
+    "bytes that are no text": ("\udcff.example", "MASTER_ADDR must have 1 to 63 characters between its dots, got"),
+}
+
+
+@pytest.mark.parametrize(("host", "begins"), NAMES.values(), ids=NAMES.keys())
+def test_a_host_that_no_rank_can_connect_to_is_refused_at_once(host, begins):
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host}
+    topology = discover(environ)
+    world = World(topology, rendezvous.from_launcher(topology, environ))
+    error = refusal(WorldError, world.start)
+    world.leave()
+    assert error.startswith(begins)
+
+
+def test_a_host_of_ipv4_is_not():
+    for host in ("127.0.0.1", "localhost"):
+        rendezvous.check_host(host)
+
+
+V6 = """
+set -e
+ip link set lo up
+ip link add v6 type veth peer name other
+ip address add fd00::1/64 dev v6 nodad
+ip link set v6 up
+exec "$0" -c "from hvdtrain.launch.rendezvous import check_host; check_host('127.0.0.1')"
+"""
+
+
+def test_a_host_of_ipv6_alone_is_named():
+    ran = subprocess.run(
+        ["unshare", "--net", "sh", "-c", V6, sys.executable], capture_output=True, text=True, check=False
+    )
+    if "check_host" not in ran.stderr:
+        pytest.skip(f"needs root, unshare and ip (apt install iproute2): {ran.stderr}")
+    assert ALONE.format("this host") in ran.stderr
 
 
 def test_hosts_of_one_name_are_distinguished():

@@ -43,6 +43,20 @@ def test_hosts_of_one_name_are_distinguished_by_their_addresses():
     assert tf_config.servers(alike) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "10.0.0.1,a,10.0.0.2,b"),
+        ({"no_proxy": "localhost,.org"}, "localhost,.org,10.0.0.1,a,10.0.0.2,b"),
+        pytest.param(
+            {"no_proxy": "localhost", "no_grpc_proxy": "c"}, "c,10.0.0.1,a,10.0.0.2,b", id="gRPC's own goes first"
+        ),
+    ],
+)
+def test_grpc_asks_no_proxy_for_the_ranks(environ, expected):
+    assert tf_config.no_proxy(ENDPOINTS, environ) == {"no_grpc_proxy": expected}
+
+
 def test_the_log_shows_who_is_where():
     assert tf_config.placement(ENDPOINTS) == [
         "host        a: workers 0, 1; parameter server 0",

@@ -23,7 +23,9 @@ def main(folder: Path) -> None:
     with joined(world, "torch", "horovod", os.environ):
         variables = {name: os.environ.get(name) for name in NAMES}
     world.leave()
-    count = threads(96, 96, topology, {**os.environ, "SRUN_CPUS_PER_TASK": os.environ.get("SRUN_CPUS_PER_TASK", "")})
+    count = threads(
+        96, 96, topology, {**os.environ, "SRUN_CPUS_PER_TASK": os.environ.get("SRUN_CPUS_PER_TASK", "")}, 96.0
+    )
     found = {**asdict(topology), "variables": variables, "threads": count, "restored": dict(os.environ) == before}
     (folder / f"rank-{topology.rank}.json").write_text(json.dumps(found))
 

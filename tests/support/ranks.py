@@ -62,32 +62,16 @@ CONTROLLERS = ("mpi", "gloo")
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
-def processors(root: Path = Path("/")) -> float:
-    """How many this process may use: those of its affinity, or fewer where the quota of a control group is less."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        controllers, path = line.split(":", 2)[1:]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        groups = [top / path.strip("/"), *(top / path.strip("/")).parents]
-        for group in groups[: groups.index(top) + 1]:
-            with contextlib.suppress(OSError, ValueError):  # "max" is no quota
-                if controllers:
-                    quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-                else:
-                    quota, period = map(int, (group / "cpu.max").read_text().split())
-                allowed = min(allowed, quota / period) if quota > 0 else allowed
-    return allowed
+def _horovods() -> list[str]:
+    found = importlib.util.find_spec("horovod")
+    return list((found and found.submodule_search_locations) or [])
 
 
 def lacking(framework: str) -> str:
     """What this machine lacks to start ranks of the framework, and how to get it; "" is nothing."""
     if not importlib.util.find_spec(framework):
         return f"needs {TITLES[framework]}: pip install -e .[{framework}]"
-    horovod = importlib.util.find_spec("horovod")
-    folders = (horovod and horovod.submodule_search_locations) or []
-    if not any(Path(folder).glob(f"{framework}/mpi_lib*") for folder in folders):
+    if not any(Path(folder).glob(f"{framework}/mpi_lib*") for folder in _horovods()):
         return f"needs Horovod for {TITLES[framework]}: python -m hvdtrain build --frameworks torch,tensorflow"
     return ""
 
@@ -102,6 +86,10 @@ except importlib.metadata.PackageNotFoundError:
     BUILT = "none"
 needs_our_horovod = pytest.mark.skipif(
     "+hvdtrain." not in BUILT, reason=f"horovod is {BUILT}: python -m hvdtrain build"
+)
+needs_signalled_horovodrun = pytest.mark.skipif(
+    not any("def _run(" in Path(folder, "runner/mpi_run.py").read_text() for folder in _horovods()),
+    reason=f"horovod is {BUILT}, of before SIGTERM and SIGHUP reached its ranks: python -m hvdtrain build",
 )
 NEEDS = {name: pytest.mark.skipif(bool(lacking(name)), reason=lacking(name)) for name in TITLES}
 needs_tensorflow = NEEDS["tensorflow"]

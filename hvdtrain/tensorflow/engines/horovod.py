@@ -13,17 +13,14 @@ from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines import horovod_settings
 from hvdtrain.engines.registry import Setup
-from hvdtrain.errors import EngineUnavailable
+from hvdtrain.launch import mpi
 from hvdtrain.tensorflow import devices
 from hvdtrain.tensorflow.engines.clock import Clock
 
 try:
     import horovod.tensorflow as hvd
-except ImportError as error:
-    raise EngineUnavailable(
-        f"Horovod for TensorFlow cannot be imported ({error}); build it: "
-        "python -m hvdtrain build --frameworks tensorflow"
-    ) from None
+except (ImportError, tf.errors.NotFoundError) as error:
+    raise mpi.unavailable("tensorflow", "TensorFlow", error) from None
 
 # Horovod's failures have no type of their own: its name, or the names that we gave its operations.
 FAILURE = re.compile(r"Horovod|hvdtrain\.(gradient|sum)")

@@ -30,6 +30,7 @@ class MultiWorkerEngine(Distributed):
         self, settings: EngineSettings, topology: Topology, endpoints: Sequence[Endpoint], device: str
     ) -> None:
         cluster = tf_config.workers(endpoints)
+        os.environ.update(tf_config.no_proxy(endpoints, os.environ))
         # The strategy reads it from the process environment, and nowhere else.
         os.environ["TF_CONFIG"] = tf_config.of(cluster, "worker", topology.rank) if cluster else "{}"
         implementation = Implementation.NCCL if "GPU" in device else Implementation.RING

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import processors
 from hvdtrain.engines.registry import Setup
 from hvdtrain.launch import tf_config
 from hvdtrain.launch.rendezvous import Endpoint
@@ -36,6 +37,7 @@ class ParameterServerEngine(Replication):
         self.topology, self.device, self.serves = topology, device, not topology.is_rank_0
         self.notes = tuple(tf_config.placement(endpoints))
         cluster = tf_config.with_servers(endpoints)
+        os.environ.update(tf_config.no_proxy(endpoints, os.environ))
         self._servers = [self._server(cluster, "worker", topology.rank)]
         if topology.rank in tf_config.servers(endpoints):
             self._servers.append(self._server(cluster, "ps", tf_config.servers(endpoints).index(topology.rank)))
@@ -49,7 +51,7 @@ class ParameterServerEngine(Replication):
     def _server(self, cluster: tf_config.Cluster, job: str, index: int) -> tf.distribute.Server:
         # A step that waits for another task holds a thread: with too few of them they would wait for each other.
         options = tf.compat.v1.ConfigProto(
-            inter_op_parallelism_threads=max(os.cpu_count() or 1, self.topology.size + 1),
+            inter_op_parallelism_threads=max(processors.count(), self.topology.size + 1),
             intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
         )
         return tf.distribute.Server(cluster, job_name=job, task_index=index, config=options, protocol="grpc")

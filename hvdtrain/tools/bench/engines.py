@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import pydantic
 import tyro
 
-from hvdtrain import errors
+from hvdtrain import errors, processors
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
@@ -100,7 +100,7 @@ def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
 
 def run(contender: Contender, recipe: str, steps: int) -> Measured:
     """One run of so many steps; the median of those after the warm-up."""
-    gpus, cpus = visible_gpus(os.environ), len(os.sched_getaffinity(0))
+    gpus, cpus = visible_gpus(os.environ), processors.count()
     processes = contender.ranks if contender.launcher != "python" else 1
     with tempfile.TemporaryDirectory() as folder:
         flags = [recipe, "--max-steps", str(steps + WARM_UP), "--log-every-steps", "1", "--output", f"{folder}/run"]

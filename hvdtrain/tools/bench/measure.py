@@ -6,7 +6,6 @@ That is a table and a sentence for people, JSON and a plot.
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import statistics
 import textwrap
@@ -18,7 +17,7 @@ import pydantic
 import tyro
 from pydantic import Field
 
-from hvdtrain import files
+from hvdtrain import files, processors
 from hvdtrain.errors import EngineUnavailable, OutputError
 from hvdtrain.tools.rank_status import hidden
 
@@ -201,7 +200,7 @@ def machine() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "processor": _processor(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": processors.count(),
         "python": platform.python_version(),
         "versions": versions,
     }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import pydantic
 import tyro
 
+from hvdtrain import processors
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import EngineUnavailable, RecipeError, TrainingError
@@ -118,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
         "engine": options.engine,
         "batch": batch,
         "threads": None if allocation else 1,
-        "cores": None if allocation or visible_gpus(os.environ) else len(os.sched_getaffinity(0)),
+        "cores": None if allocation or visible_gpus(os.environ) else processors.count(),
         "ranks_per_node": allocation.tasks if allocation else 1,
         **found,
         "waiting": waiting,

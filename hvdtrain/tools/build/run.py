@@ -19,6 +19,7 @@ from hvdtrain import files, lock
 from hvdtrain.errors import BuildError
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
+from hvdtrain.tools.build.probe import MPI_WHEELS
 from hvdtrain.tools.build.prove import prove
 from hvdtrain.tools.rank_status import hidden
 
@@ -136,6 +137,16 @@ def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
 
 
 def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
+    if os.statvfs(work).f_flag & os.ST_NOEXEC:
+        raise BuildError(
+            f"{work.parent} is mounted noexec, and a build runs programs there: set TMPDIR to a folder where they may "
+            "run, as with: mkdir -p ~/tmp && TMPDIR=~/tmp python -m hvdtrain build"
+        )
+    if plan.mpi in MPI_WHEELS and re.search(r"\s", plan.python):
+        raise BuildError(
+            f"{plan.python} has a space in its path, at which MPI's compiler breaks: move the environment (and the "
+            "checkout, where it lies in it) to a folder without one, and make it anew there."
+        )
     program = patching.program(steps.environ)
     for command in (*plan.toolkit, tools(plan.python)):
         steps.run(command, work)

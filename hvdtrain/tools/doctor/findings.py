@@ -1,6 +1,7 @@
 """What the doctor knows before it judges: frozen values, gathered at the edge, compared by pure functions."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,13 +103,14 @@ class Interface:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank sees of its host. Limits are in bytes and files, -1 unlimited."""
+    """What one rank sees of its host. Limits are in bytes and files, -1 unlimited; `quota` is of CPUs."""
 
     rank: int = 0
     local_size: int = 1
     host: str = "localhost"
     cpus: tuple[int, ...] = (0,)
     cpus_of_host: int = 1
+    quota: float | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     visible_gpus: int = 0
     interfaces: tuple[Interface, ...] = ()
@@ -119,10 +121,13 @@ class Rank:
     nofile: int = 4096
     nofile_hard: int = -1
     address: str = ""
-    suffixed: str = ""
     folder: str = "runs"
     unwritable: str = ""
     free_bytes: int = 10**12
+
+    def granted(self, cpus: int) -> int:
+        """As many of these CPUs as its container's quota leaves."""
+        return math.ceil(min(cpus, self.quota or cpus))
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Rank":

@@ -1,5 +1,6 @@
 """What this rank has: its CPUs, limits, network and folder, and how it was started."""
 
+import math
 import os
 import resource
 import shlex
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdtrain import processors
 from hvdtrain.errors import WorldError
 from hvdtrain.launch import keys, mpi
 from hvdtrain.launch.devices import visible_gpus
@@ -39,6 +41,7 @@ def rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
         host=topology.host,
         cpus=gather.cpus(),
         cpus_of_host=os.cpu_count() or 1,
+        quota=None if math.isinf(quota := processors.quota()) else quota,
         environ={name: printable(environ[name], 500) for name in VARIABLES if name in environ},
         visible_gpus=visible_gpus(environ),
         interfaces=tuple(_interface(name) for _, name in socket.if_nameindex()),
@@ -49,7 +52,6 @@ def rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
         nofile=nofile[0],
         nofile_hard=nofile[1],
         address=_address(topology.host),
-        suffixed=_address(f"{topology.host}i"),
         folder=str(OUTPUT.absolute()),
         unwritable=unwritable,
         free_bytes=free,

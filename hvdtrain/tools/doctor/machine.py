@@ -30,7 +30,6 @@ def checks(findings: Findings) -> list[Check]:
         ("cpus per task", "cpus", partial(_cpus, findings)),
         ("OMP_NUM_THREADS", "cpus", _threads),
         ("hostname", "host", _hostname),
-        ("hostname with i", "host", _suffixed),
         ("output folder", "host", _folder),
         ("free space", "host", _space),
     ]
@@ -169,9 +168,10 @@ def _nofile(rank: Rank) -> Verdict:
 
 def _cpus(findings: Findings, rank: Rank) -> Verdict:
     """Whether the task got the CPUs that the job requested."""
-    have = len(rank.cpus)
+    have = rank.granted(len(rank.cpus))
     requested = launch.cpus_per_task(rank)
-    found = f"{have} of the host's {rank.cpus_of_host}"
+    found = f"{len(rank.cpus)} of the host's {rank.cpus_of_host}"
+    found += f", by the container's quota {rank.quota:g} of them" if have < len(rank.cpus) else ""
     # A SLURM configured with more CPUs than the host has cannot give them: all there are is enough.
     wanted = whole_number(requested)
     if wanted is None or have >= min(wanted, rank.cpus_of_host):
@@ -187,7 +187,7 @@ def _cpus(findings: Findings, rank: Rank) -> Verdict:
 
 
 def _threads(rank: Rank) -> Verdict:
-    value, have = rank.environ.get("OMP_NUM_THREADS"), len(rank.cpus)
+    value, have = rank.environ.get("OMP_NUM_THREADS"), rank.granted(len(rank.cpus))
     if not value:
         return Verdict("ok", "not set: hvdtrain takes the CPUs of the task")
     threads = whole_number(value.split(",")[0])
@@ -206,10 +206,11 @@ def _binding(findings: Findings) -> Verdict:
         by_host.setdefault(rank.host, []).append(rank)
     for host, ranks in by_host.items():
         # Only rank 0 is known where the ranks could not join.
-        together, everybody = set().union(*(rank.cpus for rank in ranks)), ranks[0].local_size
-        if len(ranks) == everybody and len(together) < everybody:
-            found = f"{everybody} ranks on {count(len(together), 'CPU')} of {host}"
-            fix = f"# start at most {count(len(together), 'rank')} a host, or request more CPUs; mpirun: --bind-to none"
+        together = ranks[0].granted(len(set().union(*(rank.cpus for rank in ranks))))
+        everybody = ranks[0].local_size
+        if len(ranks) == everybody and together < everybody:
+            found = f"{everybody} ranks on {count(together, 'CPU')} of {host}"
+            fix = f"# start at most {count(together, 'rank')} a host, or request more CPUs; mpirun: --bind-to none"
             return Verdict("warn", found, "a CPU for each rank", fix)
     bound = len(findings.rank_0.cpus) < findings.rank_0.cpus_of_host
     return Verdict("ok", "each rank to its CPUs" if bound else "none: the ranks of a host share its CPUs")
@@ -220,12 +221,6 @@ def _hostname(rank: Rank) -> Verdict:
         return Verdict("ok", f"{rank.host} is {rank.address}")
     fix = f'echo "$(hostname -I | cut -d" " -f1) {shlex.quote(rank.host)}" >> /etc/hosts  # as root'
     return Verdict("fail", f"{rank.host} does not resolve", "an address: Gloo and torchrun look it up", fix)
-
-
-def _suffixed(rank: Rank) -> Verdict:
-    if not rank.suffixed:
-        return Verdict("skip", f"{rank.host}i does not resolve, as at most sites")
-    return Verdict("ok", f"{rank.host}i is {rank.suffixed}")
 
 
 def _folder(rank: Rank) -> Verdict:

@@ -2,9 +2,8 @@
 
 import re
 
-from hvdtrain.launch.mpi import TITLES
+from hvdtrain.launch.mpi import OF_MPI, TITLES, is_by_path
 from hvdtrain.tools.build import patching
-from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.tools.doctor import launch
 from hvdtrain.tools.doctor.findings import Check, Findings, Framework, Status, Verdict, over_ranks
 from hvdtrain.tools.doctor.gather import NO_END, kind_in
@@ -26,7 +25,6 @@ def checks(findings: Findings) -> list[Check]:
         over_ranks(
             findings, "fork under MPI", "traps", lambda rank: _fork(findings, rank.infiniband, dict(rank.environ))
         ),
-        _triton(findings).named("TensorFlow beside Triton", "traps"),
         _two_mpis(findings).named("two MPI packages", "traps"),
         _cache(findings).named("pip's cache", "traps"),
     ]
@@ -71,6 +69,9 @@ def _horovod_for(findings: Findings, it: Framework) -> Verdict:
     if against.partition("+")[0] != it.version.partition("+")[0]:
         return Verdict("fail", f"{it.name} is {it.version}, Horovod was built against {against}", "the same", rebuild)
     if it.horovod_error:
+        found = findings.software.mpi if OF_MPI.search(it.horovod_error) else None
+        if found and is_by_path(found):
+            rebuild = f"unset LD_LIBRARY_PATH  # it makes the loader take {found.library}, not Horovod's MPI"
         return Verdict("fail", f"does not import: {it.horovod_error}", f"import horovod.{it.name}", rebuild)
     return Verdict("ok", "imports")
 
@@ -149,14 +150,6 @@ def _fork(findings: Findings, infiniband: tuple[str, ...], environ: dict[str, st
         return Verdict("ok", "made safe for InfiniBand's pinned memory")
     expected = "a forked data worker may damage memory that InfiniBand has pinned, unless this is set"
     return Verdict("warn", "MPI over InfiniBand", expected, "export RDMAV_FORK_SAFE=1 IBV_FORK_SAFE=1")
-
-
-def _triton(findings: Findings) -> Verdict:
-    installed = findings.software.packages
-    if "triton" not in installed or not installed & set(FRAMEWORK_WHEELS["tensorflow"]):
-        return Verdict("ok", "not both installed")
-    # Both are in every environment that trains with either; hvdtrain itself never imports the two together.
-    return Verdict("ok", "both are installed: a program that imports torch and tensorflow aborts")
 
 
 def _two_mpis(findings: Findings) -> Verdict:

@@ -34,10 +34,15 @@ DEFAULT = re.compile(r"\$\{(\w+):=([^{}]{1,200})\}")
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command, wherever it stands: the words from its program on, without their quotes."""
+    """One simple command, wherever it stands: the words from its program on, without their quotes.
+
+    The shell goes on while a command `in_background` runs, and one that `is_shell` takes its place.
+    """
 
     line: int
     words: tuple[str, ...]
+    in_background: bool = False
+    is_shell: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,10 @@ def read(text: str) -> Script:
     if tree is None:
         return Script(unread=data.count(b"\n", 0, reached) + 1)
     found: dict[str, list[Node]] = defaultdict(list)
-    for node in _nodes(tree.root_node):
+    asides: set[int] = set()
+    for node, is_aside in _nodes(tree.root_node):
         found[node.type].append(node)
+        asides |= {node.id} if is_aside else set()
     exported = {name for match in EXPORTED.finditer(source) for name in match[1].split()}
     elsewhere = [node for node in found["function_definition"] if _name(data, node) in exported]
     behind: dict[int, list[Node]] = {}
@@ -82,9 +89,11 @@ def read(text: str) -> Script:
     starts = [node.start_byte for node in elsewhere]
     ends = list(itertools.accumulate((node.end_byte for node in elsewhere), max))
     commands = (
-        Command(node.start_point.row + 1, words)
+        Command(node.start_point.row + 1, words, node.id in asides, "exec" in wrappers)
         for node in found["command"]
-        if not _is_within(node.start_byte, starts, ends) and (words := _words(data, node, behind.get(node.id, [])))
+        if not _is_within(node.start_byte, starts, ends)
+        for wrappers, words in [_words(data, node, behind.get(node.id, []))]
+        if words
     )
     lines = tuple(node.start_point.row + 1 for node in found["comment"])
     functions = {_name(data, node): _head(data, node).partition("{")[2] for node in elsewhere}
@@ -139,17 +148,18 @@ def _parsed(data: bytes) -> "tuple[Tree | None, int]":
         return None, reached
 
 
-def _nodes(root: "Node") -> "Iterator[Node]":
-    """Those of KINDS, in the order of the script."""
+def _nodes(root: "Node") -> "Iterator[tuple[Node, bool]]":
+    """Those of KINDS, in the order of the script, and whether & puts them into the background."""
     # No query: its time grows with the square of the depth.
-    stack = [(root, 0)]
+    stack = [(root, 0, False)]
     while stack:
-        node, nested = stack.pop()
+        node, nested, is_aside = stack.pop()
         if node.type in KINDS:
-            yield node
+            yield node, is_aside
             nested += node.type == "command"
         if nested <= MOST_NESTED:
-            stack += [(child, nested) for child in reversed(node.children)]
+            below = zip(node.children, (*node.children[1:], None), strict=False)
+            stack += reversed([(it, nested, is_aside or bool(after and after.type == "&")) for it, after in below])
 
 
 def _is_within(position: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
@@ -214,12 +224,13 @@ def _quoted_bodies(data: bytes, documents: "Iterable[Node]") -> "Iterator[Node]"
             yield parts["heredoc_body"]
 
 
-def _words(data: bytes, command: "Node", behind: "list[Node]") -> tuple[str, ...]:
-    """The words of the command, without variables and programs that only start another."""
+def _words(data: bytes, command: "Node", behind: "list[Node]") -> tuple[list[str], tuple[str, ...]]:
+    """The variables and programs that only start another, and the words of the command behind them."""
     nodes = [*command.children_by_field_name("name"), *command.children_by_field_name("argument"), *behind]
     words = [unquoted(_text(data, node).replace("\\\n", "")) for node in nodes]
     starts = (i for i, word in enumerate(words) if not (word in WRAPPERS or re.match(r"[A-Za-z_]\w*=", word)))
-    return tuple(words[next(starts, len(words)) :])
+    start = next(starts, len(words))
+    return words[:start], tuple(words[start:])
 
 
 def _text(data: bytes, node: "Node") -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain.errors import JobError
 from hvdtrain.tools.slurm import step_rules
 from hvdtrain.tools.slurm.case import Case, Finding, Rule, case_of
-from hvdtrain.tools.slurm.job_script import SBATCH, program, program_of
+from hvdtrain.tools.slurm.job_script import SBATCH, left_over, program, program_of
 from hvdtrain.tools.slurm.programs import QUIET
 from hvdtrain.tools.slurm.sites import TIME, Site
 from hvdtrain.tools.slurm.steps import LAUNCHERS
@@ -156,6 +156,17 @@ def _malformed(case: Case) -> Iterator[Finding]:
             yield Finding(option.line, f"--time={value}", why, f"--time={value}:00", note=True)
 
 
+def _cut_off(case: Case) -> Iterator[Finding]:
+    """#SBATCH lines that end for SLURM before they do for a reader."""
+    for number, line in enumerate(case.script.lines[: case.script.first - 1], 1):
+        if SBATCH.match(line) and (found := left_over(line)):
+            (name, value), rest = (found[0].name, found[0].value), found[1]
+            words = itertools.takewhile(lambda word: not word.startswith("-"), rest)
+            whole = " ".join([value, *words]).replace(", ", ",")
+            why = f"its value ends at the space: SLURM takes {value}, and passes over the rest of the line"
+            yield Finding(number, f"--{name}={value} {' '.join(rest)}", why, f'#SBATCH --{name}="{whole}"')
+
+
 def _site_names(case: Case) -> Iterator[Finding]:
     """Partition, constraint, hint and account as the site has them."""
     site, script = case.site, case.script
@@ -265,7 +276,7 @@ def _cuts_job_id(part: str) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    *(_file, _directives, _malformed, _site_names, _hint_undone),
+    *(_file, _directives, _malformed, _cut_off, _site_names, _hint_undone),
     *step_rules.RULES,
     *(_rank_variables, _unset, _ports),
 )

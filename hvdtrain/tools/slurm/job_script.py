@@ -112,6 +112,12 @@ def options_of(words: Sequence[str], line: int) -> list[Option]:
     return _split(words, line)[0]
 
 
+def left_over(line: str) -> tuple[Option, list[str]] | None:
+    """The last option of an #SBATCH line that has words behind its value, with these."""
+    options, rest = _split(words_of(line)[1:], 0)
+    return (options[-1], rest) if rest and options and options[-1].value else None
+
+
 def program_of(words: Sequence[str]) -> tuple[str, ...]:
     """srun's program and its arguments: the words after srun's own options."""
     return tuple(_split(words[1:], 0)[1])

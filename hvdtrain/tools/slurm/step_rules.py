@@ -20,6 +20,15 @@ HOSTS = re.compile(
     r"-H|-?-host(s|file|name)?|--hostfile|--host-discovery-script|-hostfile|-machinefile|--no_ssh|--launcher"
 )
 OTHER_LAUNCHERS = {"ssh", "pdsh", "clush", "parallel", "ray", "dask", "dask-mpi", "spark-submit", "pbsdsh"}
+ALL = re.compile(r"^\$|(?:^|,)ALL(?:,|$)", re.IGNORECASE)
+SRUN_EXPORTS = re.compile(r"\bunset\s[^;\n]*\bSLURM_EXPORT_ENV\b|\bSLURM_EXPORT_ENV=[\"']?ALL\b")
+BASH_SIGNAL = re.compile(r"R?B:(\w+)((?:@\d+)?)", re.IGNORECASE)
+NUMBERS = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
+SENDS = re.compile(r"\b(?:p?kill|scancel|scontrol|touch)\b")
+WAIT = re.compile(r"\bwait\b")
+LOOPS = re.compile(
+    r"\bkill -0\b|--pid\b|\bfor\s+(\w+)\s+in\b[^#]{0,1000}\bwait\s+[\"']?\$\{?\1\b|\bwhile\b[^\n]{0,100}\bwait\b"
+)
 NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
 ONCE = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
 
@@ -252,7 +261,73 @@ def _comes_back(case: Case) -> Iterator[Finding]:
             yield Finding(ours[0].line, f"no --{name}", why, f"#SBATCH {option}", note=True)
 
 
+def _exported(case: Case) -> Iterator[Finding]:
+    """Variables that srun keeps from its tasks."""
+    for step in case.trainings:
+        option = step.options.get("export") if step.launcher == "srun" else None
+        of_job = "export" not in step.own
+        if option is None or ALL.search(option.value) or (of_job and SRUN_EXPORTS.search(case.script.shell.text)):
+            continue
+        more = "" if option.value.upper() in {"NONE", "NIL"} else f",{option.value}"
+        where = "#SBATCH" if of_job else "srun"
+        unless = ", or before srun: export SLURM_EXPORT_ENV=ALL" if of_job else ""
+        why = "srun's tasks get nothing else: no PATH of an environment, no module, nothing that the script exports"
+        yield Finding(option.line, f"--export={option.value}", why, f"{where} --export=ALL{more}{unless}")
+
+
+def _signal_of_bash(case: Case) -> Iterator[Finding]:
+    """A signal that SLURM sends to the script's bash alone."""
+    option = case.script.option("signal")
+    found = BASH_SIGNAL.fullmatch(option.value) if option else None
+    if not option or not found:
+        return
+    name, text = _signal_name(found[1]), case.script.shell.text
+    traps = [command.words[1:] for command in case.script.shell.commands if command.words[0] == "trap"]
+    traps = [words[1:] if words[:1] == ("--",) else words for words in traps]
+    handlers = {_signal_name(signal): words[0] for words in traps for signal in words[1:]}
+    for step in case.trainings:
+        if step.is_shell:
+            continue
+        wrong, instead = f"--signal={option.value}", f"#SBATCH --signal={name}{found[2]}, which srun gives to its tasks"
+        if handlers.get(name, "") in {"", "-"} or not SENDS.search(text):
+            why = (
+                "B: sends it to the script's bash alone, which no trap passes on; without one bash ends, and all steps"
+            )
+            yield Finding(option.line, wrong, why, instead)
+        elif not step.in_background:
+            why = f"bash runs its trap only after {step.launcher or program(step.call)}, which line {step.line} starts"
+            yield Finding(option.line, wrong, why, f"{instead}; or end that line with &, and wait")
+        elif len(WAIT.findall(text)) < 2:
+            why = "the trap ends bash's wait: the script ends then, and the step before it has saved"
+            yield Finding(option.line, wrong, why, f"{instead}; or wait a second time, in the trap or behind wait")
+
+
+def _signal_name(signal: str) -> str:
+    return NUMBERS.get(signal, signal.upper().removeprefix("SIG"))
+
+
+def _not_waited_for(case: Case) -> Iterator[Finding]:
+    """Steps in the background, which end with the script."""
+    shell, aside = case.script.shell, [step for step in case.trainings if step.in_background]
+    waits = [command for command in shell.commands if command.words[0] == "wait"] if aside else []
+    looped = LOOPS.search(shell.text)
+    for number, step in enumerate(aside, 1):
+        after = [it.words[1:] for it in waits if it.line >= step.line]
+        if looped or any(not words or "[@]" in "".join(words) or "[*]" in "".join(words) for words in after):
+            continue
+        if after and sum(map(len, after)) >= len(aside) - number + 1:
+            continue
+        is_last = not any(it.line > step.line and not it.in_background for it in case.trainings)
+        why = "the job ends with its script, which does not wait for this step, and the step with it"
+        yield Finding(
+            step.line, f"{program(step.call)} ... &", why, "wait, as the script's last line", note=not is_last
+        )
+
+
 RULES: tuple[Rule, ...] = (
+    _exported,
+    _signal_of_bash,
+    _not_waited_for,
     _task_counts,
     _tasks_and_gpus,
     _no_gpu,

