@@ -175,26 +175,64 @@ def sync(*paths: Path) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A regular file to read: a pipe would be waited for, a device never ends. Raises OSError, ValueError."""
-    with open(path, "rb", opener=lambda _, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+def own_folder(path: Path) -> Iterator[Path]:
+    """This user's folder of mode 0700, made where it is missing; by its descriptor, wherever its name leads by then.
+
+    Raises OSError, also where another user made it first, or put a link in its place.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        require_private(path, os.fstat(descriptor))
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def require_private(path: Path, status: os.stat_result) -> None:
+    """Raises PermissionError where that is not the status of a folder that is this user's alone."""
+    is_folder, mode = stat.S_ISDIR(status.st_mode), stat.S_IMODE(status.st_mode)
+    if not is_folder or status.st_uid != os.geteuid() or mode & 0o077:
+        held = f"{'a folder' if is_folder else 'something else'} of uid {status.st_uid} with mode {mode:o}"
+        raise PermissionError(f"{path} must be a folder of uid {os.geteuid()} with mode 700, got {held}")
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether a file or folder is this user's or root's; another one chooses what his holds."""
+    return status.st_uid in {os.geteuid(), 0}
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, follow: bool = True) -> Iterator[IO[bytes]]:
+    """A regular file to read: a pipe would be waited for, a device never ends. Raises OSError, ValueError.
+
+    `follow`: False in a folder that another user may have filled, whose links may lead to files that he cannot read.
+    """
+    more = os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    if not follow and path.is_symlink():
+        raise ValueError("it is a link, which is not followed")
+    with open(path, "rb", opener=lambda _, flags: os.open(path, flags | more)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
+        if not follow and status.st_nlink > 1 and status.st_uid != path.parent.stat().st_uid:
+            raise ValueError("it is another user's file, linked here")
         yield file
 
 
-def read(path: Path, limit: int = LIMIT) -> str:
+def read(path: Path, limit: int = LIMIT, *, follow: bool = True) -> str:
     """The text of a file of at most `limit` bytes. Raises OSError, and ValueError where it is larger or not UTF-8."""
-    with opened(path) as file:
+    with opened(path, follow=follow) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"it has more than {limit >> 20} MiB")
     return content.decode()
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, follow: bool = True) -> Any:
     """What a small JSON file holds. Raises OSError, and ValueError where it is no JSON, large or deep."""
-    return parse_json(read(path))
+    return parse_json(read(path, follow=follow))
 
 
 def parse_json(text: str) -> Any:

@@ -2,12 +2,21 @@
 
 import re
 import reprlib
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hvdtrain import files
 
 LONGEST = 80  # characters of a value in a message
 LONGEST_MESSAGE = 2000
+
+SECRET = r"(?:token(?!i[sz]|s[\s\0=:]+\d+(?![^\s\0]))|key|passw|secret|credential)[\w.-]{0,40}"  # noqa: S105 - names, not of how many tokens
+_SECRET = re.compile(
+    rf"(?i)({SECRET}[\"']?\s*[=:]\s*|(?<![^\s\0])-[\w.-]{{0,40}}?{SECRET}[\s\0]+(?!--?[a-z])"
+    r"|://[^/\s:@\0]{0,99}:(?=[^/\s\0]{1,999}@))[^\0]+"
+)
 
 
 class _Short(reprlib.Repr):
@@ -40,6 +49,25 @@ def printable(text: str, most: int = LONGEST) -> str:
 def one_line(value: object, most: int = LONGEST_MESSAGE) -> str:
     """An error's message, or what a file holds, for a terminal."""
     return printable(" ".join(str(value).split()), most)
+
+
+def redacted(text: str) -> str:
+    """A line, or words with NUL between them, where what follows the name of a secret is hidden, to the word's end."""
+    return _SECRET.sub(r"\1***", text)
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """The same of texts by name, to any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_secrets(each, str(key).lower()) for key, each in value.items()}
+    return "***" if isinstance(value, str) and re.search(SECRET, name) else value
+
+
+def program(module: str, *arguments: str) -> list[str]:
+    """Runs a module in a process that imports nothing of the current folder, where -m looks first."""
+    path = f"import sys; sys.path[:] = [*filter(None, sys.path), {str(Path(__file__).parents[1])!r}]"
+    run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"{path}; {run}", *arguments]
 
 
 def whole_number(text: str) -> int | None:

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from hvdtrain import files
 from hvdtrain.launch import slurm_job
 from hvdtrain.launch.topology import Topology
+from hvdtrain.untrusted import redacted
 
 FORMAT = 1
 JOB_SCRIPT = "job.sh"
@@ -50,7 +52,7 @@ class Launched:
             "step": self.step,
             "valid_examples": self.valid_examples,
             "job": {"id": job, "restart": os.environ.get("SLURM_RESTART_COUNT", "0")} if job else None,
-            "command": sys.orig_argv,
+            "command": redacted("\0".join(sys.orig_argv)).split("\0"),
             "cwd": _current_folder(),
             "versions": versions(),
             "git": git_commit(),
@@ -85,12 +87,22 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> dict[str, Any] | None:
-    """Commit of the current folder, and whether files that git knows have changed since; None outside of git."""
+    """Commit of the current folder, and whether files that git knows have changed since; None outside of git.
+
+    A repository's own settings name programs for git to run, so git sees its files without them.
+    """
     git = ["git", "--no-optional-locks"]
+    asked = ["HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects"]
     try:
-        commit = _output([*git, "rev-parse", "HEAD"], GIT_SECONDS).strip()
-        return {"commit": commit, "dirty": bool(_output([*git, "status", "-s", "-uno"], GIT_SECONDS).strip())}
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        commit, tree, *paths = _output([*git, "rev-parse", *asked], GIT_SECONDS).splitlines()
+        index, objects = map(os.path.abspath, paths)
+        with tempfile.TemporaryDirectory() as own:
+            (Path(own) / "refs").mkdir()
+            (Path(own) / "HEAD").write_text(commit)
+            environ = {"GIT_DIR": own, "GIT_WORK_TREE": tree, "GIT_INDEX_FILE": index, "GIT_OBJECT_DIRECTORY": objects}
+            changed = _output([*git, "status", "-s", "-uno", "--ignore-submodules=all"], GIT_SECONDS, **environ)
+        return {"commit": commit, "dirty": bool(changed.strip())}
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 

@@ -9,11 +9,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic
+from pydantic import NonNegativeInt
+
 from hvdtrain import files
 
 VARIABLE = "HVDTRAIN_OUTCOME"
 """The folder, which every node sees; its presence says that somebody else queues the job again."""
 Name = Literal["run", "lost", "error"]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Report:
+    """What such a file holds; what nobody has reported is empty."""
+
+    run: str = ""
+    step: NonNegativeInt = 0
+    ranks: NonNegativeInt = 0
+    fewer: tuple[NonNegativeInt, ...] = ()
+    rank: NonNegativeInt = 0
+    host: str = ""
+    why: str = ""
+    step_id: str | None = None
+    kind: str = ""
+    code: int = 0
+    named: bool = True
+    near_limit: bool = False
+    too_early: bool = False
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
@@ -28,12 +50,12 @@ def write(environ: Mapping[str, str], name: Name, **values: Any) -> None:
             files.write_before_exit(path(Path(environ[VARIABLE]), name), json.dumps(values))
 
 
-def read(folder: Path, name: Name) -> dict[str, Any]:
-    """What was written; {} where nothing was, or nothing that can be read."""
+def read(folder: Path, name: Name) -> Report:
+    """What was written; an empty report where nothing was, or nothing that is one."""
     with contextlib.suppress(OSError, ValueError):
-        found = files.read_json(path(folder, name))
-        return found if isinstance(found, dict) else {}
-    return {}
+        found = files.read_json(path(folder, name), follow=False)
+        return pydantic.TypeAdapter(Report).validate_python(found)
+    return Report()
 
 
 def path(folder: Path, name: Name) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.run.screen import SCREEN
+from hvdtrain.untrusted import program
 
 VARIABLE = "HVDTRAIN_REPORT"
 """off: no report at a run's end."""
@@ -30,7 +31,7 @@ def write(folder: Path, environ: Mapping[str, str], end: End) -> None:
         if end != "fault":
             SCREEN.waiting("writing the report")
         process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain", "report", str(folder)],
+            program("hvdtrain", "report", str(folder), "--output", str(folder / "report.html")),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL if end == "fault" else subprocess.PIPE,

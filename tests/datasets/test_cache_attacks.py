@@ -4,14 +4,12 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
-import multiprocessing
 import os
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +18,7 @@ import pytest
 from images import write_tree
 from paths import REPOSITORY
 from refusals import refusal
+from users import NOBODY, OTHER, needs_root, user
 
 from hvdtrain import datasets, lock
 from hvdtrain.datasets import download
@@ -28,23 +27,6 @@ from hvdtrain.errors import DataError
 from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
-NOBODY, OTHER = 65534, 12345
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="plays other users: run the tests as root")
-
-
-def become(uid):
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
-
-
-@contextlib.contextmanager
-def user(uid):
-    """`run(function, *arguments)` in a process of that user."""
-    context = multiprocessing.get_context("fork")  # only what is imported is there: others cannot read root's Python
-    with ProcessPoolExecutor(1, context, initializer=become, initargs=(uid,)) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result(60)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +77,9 @@ def test_a_planted_copy_is_not_taken(packed, disk, path):
     except DataError as error:
         assert path.startswith("hvdtrain-0/")
         assert str(error) == (
-            f"{disk}/hvdtrain-0 must be a folder of uid 0 with mode 700, got a folder of uid 65534 with mode 755: have "
-            "it removed, or name another cache_dir."
+            f"{packed} cannot be copied to cache_dir {disk} ({disk}/hvdtrain-0 must be a folder of uid 0 with mode "
+            "700, got a folder of uid 65534 with mode 755): name a folder of this node's own disk, or leave cache_dir "
+            "out."
         )
     assert planted.is_dir()
 

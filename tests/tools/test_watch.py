@@ -3,7 +3,9 @@
 import json
 import os
 import pty
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.run.estimate import duration
 from hvdtrain.run.folder import hold
 from hvdtrain.tools import watch
+from hvdtrain.tools.report.assemble import run_report
 from hvdtrain.tools.watch import frame, picture
 from hvdtrain.tools.watch.job import GONE, Job, parsed
 from hvdtrain.tools.watch.tail import BYTES, last_of, last_records
@@ -85,9 +88,15 @@ def run(tmp_path):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def now(monkeypatch):
+    """Ten seconds after the last record."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+
+
 def drawn(folder, job=None):
     """The rows by label."""
-    return dict(picture.rows(frame.read(folder, job), NOW))
+    return dict(picture.rows(frame.read(folder, job, NOW), NOW))
 
 
 def test_what_is_seen_of_a_running_run(run):
@@ -97,7 +106,7 @@ def test_what_is_seen_of_a_running_run(run):
     assert rows["events"] == (f"{when}  slow  rank 3 on nid002 is slow in computing")
     assert rows["checkpoint"].startswith("of step 22, ") and "missing" not in rows
     # 178 steps of a second, nine validations of the ten seconds that the first took
-    assert frame.read(run, None).seconds_left == 178 + 9 * 10
+    assert frame.read(run, None, NOW).seconds_left == 178 + 9 * 10
 
 
 def test_the_whole_width_of_80_columns_is_enough(run, capsys, monkeypatch):
@@ -119,17 +128,20 @@ def test_the_exit_code_of_a_run_that_has_ended(status, code, text, run, capsys):
     write(run, "status.json", status)
     assert watch.main([str(run)]) == code  # a pipe: once
     assert text in capsys.readouterr().out
-    assert frame.read(run, None).is_over and not frame.read(run, Job("77", "PENDING")).is_over
+    assert frame.read(run, None, NOW).is_over and not frame.read(run, Job("77", "PENDING"), NOW).is_over
 
 
 LIVE = {  # what happens at the terminal, the exit code, what is seen then
     "the run fails": (lambda run, _: write(run, "status.json", FAILED), 1, b"failed"),
     "Ctrl-C": (lambda run, process: process.send_signal(signal.SIGINT), 0, b"running"),
+    "it is silent": (lambda run, _: write(run, "status.json", {"state": "running", "time": NOW}), 1, b"killed"),
 }
 
 
 @pytest.mark.parametrize(("happens", "code", "seen"), LIVE.values(), ids=LIVE)
-def test_a_live_display_ends(happens, code, seen, run):
+def test_a_live_display_ends(happens, code, seen, run, monkeypatch):
+    monkeypatch.undo()
+    write(run, "status.json", {"state": "running", "time": time.time()})
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "hvdtrain", "watch", str(run)]
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
@@ -289,13 +301,50 @@ def test_the_newest_run_is_the_one_that_is_left_out(run, tmp_path, monkeypatch):
     assert watch.of_job("77", tmp_path) == run and watch.of_job("78", tmp_path) is None
 
 
-def test_killed_processes_leave_the_folder(run, monkeypatch):
-    monkeypatch.setattr(watch.socket, "gethostname", lambda: "nid001")
+HERE, THERE = socket.gethostname(), "nid001"
+KILLED = {  # rank 0's host, whether the folder is held, seconds since the last record, squeue's answer: the state
+    "just now": (HERE, False, 25, "", "running"),
+    "its processes are gone": (HERE, False, 60, "", "killed"),
+    "they are here, but the job is over": (HERE, True, 7200, "", "running"),
+    "they are gone, though the job runs": (HERE, False, 60, RUNNING, "killed"),
+    "elsewhere, and its job runs": (THERE, False, 7200, RUNNING, "running"),
+    "elsewhere, and its job is over": (THERE, False, 60, "", "killed"),
+    "elsewhere, and SLURM says nothing": (THERE, False, 60, None, "running"),
+    "elsewhere, and silent for long": (THERE, False, 7200, None, "killed"),
+    "nobody knows where": ("", False, 60, None, "running"),
+}
+
+
+@pytest.mark.parametrize(("host", "held", "silent", "answer", "state"), KILLED.values(), ids=KILLED)
+def test_every_tool_says_the_same_of_a_run_that_may_be_killed(
+    host, held, silent, answer, state, run, squeue, monkeypatch
+):
+    if answer is None:
+        monkeypatch.setenv("PATH", "/nowhere")
+    else:
+        squeue(answer)
+    write(run, "status.json", {"state": "running", "time": NOW - silent})
+    (run / "metrics.jsonl").unlink()
+    launch = {**LAUNCH, "time": NOW - silent - 2, "job": {"id": "77"}}
+    world = {"kind": "world", "clock": 1.0, "time": NOW - silent - 1}
+    # Where the last launch was before is no news of it.
+    write(
+        run,
+        "launches.jsonl",
+        [{**world, "hosts": [HERE], "time": 1.0}, launch, *[{**world, "hosts": [host]}] * bool(host)],
+    )
     lock = hold(run).lock
-    assert watch.find(str(run)).frame().state == "running"
+    if not held:
+        lock.close()
+    seen = watch.find(str(run)).frame(waits=True)
+    assert (seen.state, seen.is_bad, run_report(run).state) == (state, state == "killed", state)
+    assert ("ended without a message" in seen.error) == (state == "killed")
     lock.close()
-    seen = watch.find(str(run)).frame()
-    assert seen.state == "failed" and seen.is_over and "ended without a message" in seen.error
+
+
+def test_an_end_that_only_the_launch_has_recorded(run):
+    write(run, "launches.jsonl", [LAUNCH, WORLD, {"kind": "end", "clock": 90.0, "state": "stopped"}])
+    assert watch.find(str(run)).frame().state == run_report(run).state == "stopped"
 
 
 REFUSED = {
@@ -312,6 +361,27 @@ def test_what_cannot_be_watched(given, message, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RecipeError, match=f"^{message}"):
         watch.main([given] if given else [])
+
+
+def bytes_read():
+    """By this process so far."""
+    return int(re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize("name", ["launches.jsonl", "metrics.jsonl", "status.json", "recipe.yaml", "plan.json"])
+def test_of_a_sparse_terabyte_a_part_is_read(name, run):
+    with (run / name).open("ab") as file:
+        file.truncate(1 << 40)
+    before = bytes_read()
+    assert watch.find(str(run)).frame()
+    assert bytes_read() - before < 256e6
+
+
+@pytest.mark.parametrize("name", ["launches.jsonl", "metrics.jsonl", "status.json", "recipe.yaml", "plan.json"])
+def test_links_are_not_followed(name, run, tmp_path):
+    (run / name).rename(tmp_path / "private")
+    (run / name).symlink_to(tmp_path / "private")
+    assert f"{name} cannot be read" in watch.find(str(run)).frame().missing
 
 
 @pytest.mark.parametrize("before", [0, 10, BYTES - 30, BYTES - 10, BYTES, 3 * BYTES])

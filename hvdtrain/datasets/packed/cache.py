@@ -7,9 +7,7 @@ import contextlib
 import os
 import shlex
 import shutil
-import stat
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,10 +36,10 @@ def on_node(data_dir: Path, cache_dir: Path) -> Path:
         digest = sha256(data_dir / INDEX)
         name, own = digest[:16], cache_dir / f"hvdtrain-{os.geteuid()}"
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _opened(own) as folder:
-            copy = _within(folder) / name
+        with files.own_folder(own) as folder:
+            copy = folder / name
             with contextlib.suppress(FileNotFoundError):
-                _require_own(own / name, copy.lstat())
+                files.require_private(own / name, copy.lstat())
             if _lacking(copy, sizes):
                 with lock.held(copy.with_name(f".{name}.lock"), own / f".{name}.lock") as held:
                     if lacking := _lacking(copy, sizes):
@@ -54,36 +52,6 @@ def on_node(data_dir: Path, cache_dir: Path) -> Path:
             "node's own disk, or leave cache_dir out."
         ) from None
     return own / name
-
-
-@contextlib.contextmanager
-def _opened(own: Path) -> Iterator[int]:
-    """The user's own folder, made where it is missing."""
-    with contextlib.suppress(FileExistsError):
-        own.mkdir(mode=0o700)
-    _require_own(own, own.lstat())
-    descriptor = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        _require_own(own, os.fstat(descriptor))
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _require_own(folder: Path, status: os.stat_result) -> None:
-    """Another user who made it first, or put a link in its place, can stop us, and no more."""
-    is_folder, mode = stat.S_ISDIR(status.st_mode), stat.S_IMODE(status.st_mode)
-    if not is_folder or status.st_uid != os.geteuid() or mode & 0o077:
-        held = f"{'a folder' if is_folder else 'something else'} of uid {status.st_uid} with mode {mode:o}"
-        raise DataError(
-            f"{folder} must be a folder of uid {os.geteuid()} with mode 700, got {held}: have it removed, or name "
-            "another cache_dir."
-        )
-
-
-def _within(folder: int) -> Path:
-    """The open folder, wherever its name leads by now."""
-    return Path(f"/proc/self/fd/{folder}")
 
 
 def _sizes(index: Path) -> dict[str, int]:

@@ -13,13 +13,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import files
+from hvdtrain import files, untrusted
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import about
@@ -44,7 +43,7 @@ def metadata(topology: Topology, framework: str, engine: str, **trained: Any) ->
     """What a tracker stores of the run beside its metrics; `trained`: recipe and plan, or what stands for them. The
     git commit is added by the tracker's process."""
     return {
-        **trained,
+        **untrusted.without_secrets(trained),
         "framework": framework,
         "engine": engine,
         "launcher": topology.launcher,
@@ -108,9 +107,10 @@ class _Process:
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
-        command = [sys.executable, "-m", __name__, name, str(folder.absolute())]
+        command = untrusted.program(__name__, name, str(folder.absolute()))
         # What the library prints goes into the file. A session of its own: Ctrl-C is for the training.
-        with (folder / "trackers" / f"{name}.log").open("ab") as log:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(folder / "trackers" / f"{name}.log", flags, 0o666), "ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0, start_new_session=True
             )

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from hvdtrain import files
 from hvdtrain.run.about import git_commit
+from hvdtrain.run.signals import STOP_SIGNALS
 from hvdtrain.untrusted import one_line
 
 LAST_SECONDS = 30
@@ -51,7 +52,7 @@ class Tracker(Protocol):
 
 def main(name: str, folder: Path) -> None:
     """Follows the training of the run folder with the tracker of that name."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to all of a step
+    for number in (signal.SIGINT, *STOP_SIGNALS):  # SLURM sends them to all of a step, a terminal as it closes
         signal.signal(number, signal.SIG_IGN)
     parent, messages = os.getppid(), os.dup(1)
     os.dup2(2, 1)

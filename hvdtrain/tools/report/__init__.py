@@ -45,7 +45,7 @@ class Options:
     ] = None
     output: Annotated[
         Path | None,
-        tyro.conf.arg(help=f"left out: {NAME} in the run's folder, of several here; Markdown and JSON are printed"),
+        tyro.conf.arg(help=f"left out: {NAME} in the run's folder, of several or others' here; md, json: printed"),
     ] = None
     format: Annotated[Literal["html", "md", "json"], tyro.conf.arg(help="md: Markdown, short; json: all values")] = (
         "html"
@@ -119,10 +119,9 @@ def _rendered(document: Document, chosen: str) -> str:
 
 
 def _beside(options: Options) -> Path:
-    """Where the page goes if nobody says so."""
-    if len(options.runs) == 1:
-        return options.runs[0] / NAME
-    return options.sweep / NAME if options.sweep and not options.runs else Path(NAME)
+    """Where the page goes if nobody says so; never into another user's folder."""
+    folders = [*options.runs, *([options.sweep] if options.sweep else [])][:2]
+    return folders[0] / NAME if len(folders) == 1 and files.is_own(folders[0].stat()) else Path(NAME)
 
 
 def _write(path: Path, rendered: str) -> None:

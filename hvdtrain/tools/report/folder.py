@@ -16,9 +16,6 @@ from hvdtrain.tools.report.lines import Lines
 from hvdtrain.tools.report.metrics import Metrics
 from hvdtrain.untrusted import one_line
 
-MOST_SCRIPT = 20_000
-"""Characters of a job script."""
-
 
 @dataclass
 class Folder:
@@ -35,7 +32,6 @@ class Folder:
     """run.json, of a user's own program."""
     metrics: Metrics = field(default_factory=Metrics)
     launches: list[Launch] = field(default_factory=list)
-    job_script: str = ""
     changed: float = 0.0
     """When one of its files was last written, seconds since 1970."""
     missing: list[str] = field(default_factory=list)
@@ -54,7 +50,6 @@ def read(path: Path) -> Folder:
     _read_recipe(found)
     _read_metrics(found)
     _read_launches(found)
-    found.job_script = _text(found, "job.sh", None)[:MOST_SCRIPT]
     return found
 
 
@@ -104,7 +99,7 @@ def _read_launches(found: Folder) -> None:
 def _read_lines(found: Folder, name: str, without: str, take: Callable[[list[lines.Record]], None]) -> None:
     read = Lines(found.path / name)
     try:
-        found.changed = max(found.changed, (found.path / name).stat().st_mtime)
+        found.changed = max(found.changed, (found.path / name).lstat().st_mtime)
         for records in read:
             take(records)
     except (OSError, ValueError) as error:
@@ -132,8 +127,8 @@ def _json(found: Folder, name: str, without: str | None) -> Mapping[str, Any]:
 def _text(found: Folder, name: str, without: str | None) -> str:
     path = found.path / name
     try:
-        text = files.read(path)
-        found.changed = max(found.changed, path.stat().st_mtime)
+        text = files.read(path, follow=False)
+        found.changed = max(found.changed, path.lstat().st_mtime)
     except FileNotFoundError as error:
         text, why = "", _why(error) if without else None
     except (OSError, ValueError) as error:

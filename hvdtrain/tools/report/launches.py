@@ -16,7 +16,7 @@ PHASES = ("start", "import", "rendezvous", "data", "model", "first_step", "train
 MOST_PHASES = 20
 STEPS = ("first_step", "training")
 MOST_LAUNCHES = 1000
-MOST_EVENTS = 500
+MOST_EVENTS, MOST_KINDS = 500, 20
 """Of one kind, of one launch."""
 MOST_COLUMNS = 600
 MOST_RANKS = 256
@@ -148,6 +148,13 @@ class Launch:
         if take:
             take(record, clock)
 
+    def shorten(self) -> None:
+        """Forgets what is shown of the last launch alone."""
+        numbers = {name: getattr(self, name) for name in ("time", "ranks", "valid_examples")}
+        of_job = dict(zip(("id", "restart"), self.job, strict=True))
+        self.about = {**numbers, "step": self.first_step, "job": of_job}
+        self.hosts = self.hosts if len(self.hosts) <= MOST_RANKS else []
+
     def _add_hosts(self, record: Record, clock: float) -> None:
         hosts = [lines.text(host, 100) for host in lines.items(record.get("hosts"), MOST_HOSTS)]
         self.hosts = hosts or self.hosts
@@ -173,10 +180,11 @@ class Launch:
         kind, step = lines.text(record.get("event"), 20) or "event", lines.whole(record.get("step"))
         if kind == "checkpoint" and step is not None:
             self.checkpoints.append(step)
-        seen = self._kinds[kind] = self._kinds.get(kind, 0) + 1
-        if seen > MOST_EVENTS or len(self._kinds) > 20:
+        seen = self._kinds.get(kind, 0) + 1
+        if seen > MOST_EVENTS or (len(self._kinds) == MOST_KINDS and kind not in self._kinds):
             self.events_left_out += 1
             return
+        self._kinds[kind] = seen
         rank = lines.whole(record.get("rank"))
         self.events.append(Happening(kind, clock, lines.text(record.get("text")), step, rank))
 
@@ -244,6 +252,8 @@ def add_all(launches: list[Launch], records: Sequence[Record]) -> int:
             if len(launches) >= MOST_LAUNCHES:
                 left_out += 1
                 continue
+            for last in launches[-1:]:
+                last.shorten()
             launches.append(Launch(record))
         elif not launches:
             launches.append(Launch({}))

@@ -32,7 +32,7 @@ class Lines:
         self.is_cut = False
 
     def __iter__(self) -> Iterator[list[Record]]:
-        with files.opened(self._path) as file:
+        with files.opened(self._path, follow=False) as file:
             for lines in self._batches(file):
                 records = [record for record in map(_parsed, lines) if record is not None]
                 self.count += len(lines)

@@ -150,7 +150,6 @@ class Origin:
     ranks: int | None
     git_commit: str
     job_id: str
-    job_script: str
     command: str
 
 

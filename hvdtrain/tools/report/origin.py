@@ -13,13 +13,13 @@ from hvdtrain.tools.report import lines
 from hvdtrain.tools.report.folder import Folder
 from hvdtrain.tools.report.launches import Launch
 from hvdtrain.tools.report.model import Origin
-from hvdtrain.untrusted import printable
+from hvdtrain.untrusted import printable, redacted, without_secrets
 
 LR = "LR "
 """The line of the plan that begins so derives the learning rate."""
 MOST_KEYS = 300
 MOST_VERSIONS = 50
-MOST_RECIPE = 64 * 1024
+MOST_RECIPE = MOST_WORD = 64 * 1024
 
 
 def origin(folder: Folder) -> Origin:
@@ -41,15 +41,15 @@ def origin(folder: Folder) -> Origin:
         ranks=ranks(folder),
         git_commit=lines.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
         job_id=launch.job_id,
-        job_script=_printable_lines(folder.job_script),
-        command=_command([lines.text(word, 300) for word in lines.items(about.get("command"), 200)]),
+        command=_command(lines.items(about.get("command"), 200)),
     )
 
 
-def _command(words: Sequence[str]) -> str:
+def _command(words: Sequence[object]) -> str:
     """As a person types it: the interpreter is that of the environment."""
-    program = PurePath(words[0]).name if words else ""
-    return shlex.join(["python" if program.startswith("python") else words[0], *words[1:]]) if words else ""
+    shown = redacted("\0".join(str(word)[:MOST_WORD] for word in words)).split("\0")
+    program, *rest = (lines.text(word, 300) for word in shown)
+    return shlex.join(["python" if PurePath(program).name.startswith("python") else program, *rest]) if words else ""
 
 
 def framework(folder: Folder) -> str:
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict):
-        return printable(" ".join(f"{key}={shown(one)}" for key, one in value.items()), 100)
+        return printable(" ".join(f"{key}={shown(one)}" for key, one in without_secrets(value).items()), 100)
     return printable(str(value), 100)
 
 
@@ -134,5 +134,5 @@ def lr_derivation(plan: tuple[str, ...]) -> str:
 
 
 def _printable_lines(text: str) -> str:
-    """The text with control characters as escapes, its lines kept."""
-    return "\n".join(printable(line.expandtabs(4), 2000) for line in text.splitlines())
+    """The text with control characters as escapes and without secrets, its lines kept."""
+    return "\n".join(printable(redacted(line.expandtabs(4)), 2000) for line in text.splitlines())

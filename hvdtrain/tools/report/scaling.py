@@ -70,7 +70,7 @@ def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
 def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
     """What `bench scaling` has measured, by mode."""
     try:
-        results = lines.mapping(files.read_json(path / FILE))
+        results = lines.mapping(files.read_json(path / FILE, follow=False))
     except (OSError, ValueError) as error:
         missing.append(f"{FILE} cannot be read: {one_line(getattr(error, 'strerror', None) or error, 100)}")
         return {}

@@ -1,30 +1,30 @@
 """How a run stands: ended or not, where it is, and what it had to reach."""
 
+from hvdtrain.tools import run_state
 from hvdtrain.tools.report import lines
 from hvdtrain.tools.report.folder import Folder
-
-ENDED = {"finished", "failed", "stopped"}
-SILENT = 900.0
-"""Seconds without a sign of life, or this part of the time so far, after which a run that has not ended was killed:
-it writes at the latest after a hundredth of its time, but a log line may be long in coming."""
-SILENT_PART = 0.1
+from hvdtrain.tools.watch import job
 
 
 def state_of(folder: Folder, now: float) -> str:
-    """finished, failed, stopped, running, killed (no sign of life, and no end), unknown."""
-    said = lines.text(folder.status.get("state"), 20)
+    """As run_state has it."""
     launch = folder.launch
-    ended = launch.end.state if launch and launch.end else ""
-    if said == "running" and ended in ENDED:
-        return ended
-    if said in ENDED:
-        return said
-    if said != "running" and ended in ENDED:
-        return ended
-    if said != "running" and not launch:
-        return "unknown"
-    patience = max(SILENT, SILENT_PART * (launch.clock if launch else 0.0))
-    return "running" if now - last_sign(folder) < patience else "killed"
+    return run_state.state_of(
+        folder.path,
+        now,
+        status=lines.text(folder.status.get("state"), 20),
+        end=None if not launch else launch.end.state if launch.end else "",
+        host=launch.hosts[0] if launch and launch.hosts else "",
+        seconds=launch.clock if launch else 0.0,
+        written=last_sign(folder),
+        is_job_over=lambda: _is_job_over(folder),
+    )
+
+
+def _is_job_over(folder: Folder) -> bool | None:
+    number = folder.launch.job_id if folder.launch else ""
+    answer = job.requested(number) if job.NUMBER.fullmatch(number) else None
+    return answer.is_over if answer and answer.state else None
 
 
 def last_sign(folder: Folder) -> float:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 import tyro
@@ -24,7 +24,7 @@ from hvdtrain.tools.slurm.job_script import Option, options_of, program, program
 from hvdtrain.tools.supervise import step
 from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide, not_answering
 from hvdtrain.tools.supervise.job import Job, controller_answers, silent_nodes
-from hvdtrain.untrusted import quoted
+from hvdtrain.untrusted import one_line, quoted
 
 PROG = "python -m hvdtrain supervise"
 HISTORY = "history.json"
@@ -59,27 +59,32 @@ def main(argv: Sequence[str]) -> int:
         raise JobError(
             f"--spare must be less than the job's {len(job.nodes)} nodes, got {options.spare}; request more: --nodes."
         )
-    return Supervisor(job, words, nodes, options.spare > 0).run()
+    digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:6]
+    path = Path.cwd() / f".hvdtrain-{job.number}-{digest}"
+    try:
+        with files.own_folder(path) as folder:
+            return Supervisor(job, words, nodes, options.spare > 0, folder).run()
+    except OSError as error:  # of srun too, where there is none
+        raise JobError(f"{error}; submit the job from a folder of your own that its nodes may write.") from None
 
 
 class Supervisor:
     """The starts of one step in one job."""
 
-    def __init__(self, job: Job, words: Sequence[str], wanted: int, gives_nodes: bool) -> None:
-        """`wanted`: on how many nodes; `gives_nodes`: whether srun must be given that number."""
+    def __init__(self, job: Job, words: Sequence[str], wanted: int, gives_nodes: bool, folder: Path) -> None:
+        """`wanted`: on how many nodes; `gives_nodes`: whether srun must be given that number; `folder`: this user's."""
         self.job, self.words, self.wanted = job, words, wanted
         tasks, nodes = _number(words, "ntasks"), _number(words, "nodes")
         per_node = _number(words, "ntasks-per-node") or job.tasks_per_node
         self.tasks_per_node = _divided(tasks, nodes or wanted) if tasks else per_node
-        digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:6]
-        self.folder = Path.cwd() / f".hvdtrain-{job.number}-{digest}"
+        self.folder = folder
         self.history = _read_history(self.folder / HISTORY)
         self.there, self.gives_nodes = job.nodes, gives_nodes
         self.signals = step.Signals()
         self.endpoints = job.endpoints()  # now: one that is cut off later cannot request them
 
     def run(self) -> int:
-        """Starts and starts again; the exit code."""
+        """Starts and starts again; the exit code. Raises OSError."""
         nodes, without, words = self.wanted, tuple[str, ...](), list(self.words)
         environ = dict(os.environ)
         while True:
@@ -103,7 +108,10 @@ class Supervisor:
             environ = self._without_silent(environ, silent)
             words = beside_others(self.words)
             self.gives_nodes = self.gives_nodes or nodes != self.wanted or bool(without)
-        files.remove(self.folder)
+        for path in self.folder.iterdir():
+            files.remove(path)
+        with contextlib.suppress(OSError):
+            self.folder.resolve().rmdir()
         return ended.code
 
     def _start(
@@ -111,25 +119,19 @@ class Supervisor:
     ) -> tuple[Ended, frozenset[str], frozenset[int]]:
         """One start to its end; which nodes are silent then, and on how many fewer the training is the same."""
         folder = self.folder / f"start-{len(self.history) + 1}"
-        try:
-            files.remove(folder)
-            files.make_folder(folder)
-        except OSError as error:
-            raise JobError(
-                f"{folder} cannot be made: {error.strerror}; submit the job from a folder that its nodes may write."
-            ) from None
+        files.remove(folder)
+        files.make_folder(folder)
         began = time.monotonic()
         code, silent = step.run(words, environ, folder, self.signals, self._silent)
         run = outcome.read(folder, "run")
-        if code:
+        if code and run.run:
             _wait_for_release(run)
         ended = self._ended(folder, run, code, nodes, time.monotonic() - began, silent)
         self.history.append(ended)
         with contextlib.suppress(OSError):  # a full disk must not end the job
             files.write(self.folder / HISTORY, json.dumps([asdict(each) for each in self.history]))
-        ranks_per_node = _divided(run.get("ranks", 0), nodes)
-        sizes = {size for size in run.get("fewer", []) if ranks_per_node and size % ranks_per_node == 0}
-        smaller = frozenset(size // ranks_per_node for size in sizes)
+        each = _divided(run.ranks, nodes)
+        smaller = frozenset(size // each for size in run.fewer if size % each == 0) if each else frozenset[int]()
         return ended, silent, smaller
 
     def _silent(self) -> frozenset[str]:
@@ -147,32 +149,31 @@ class Supervisor:
             time.sleep(CUT_OFF_SECONDS)
 
     def _ended(
-        self, folder: Path, run: Mapping[str, Any], code: int, nodes: int, seconds: float, silent: frozenset[str]
+        self, folder: Path, run: outcome.Report, code: int, nodes: int, seconds: float, silent: frozenset[str]
     ) -> Ended:
         lost, error = outcome.read(folder, "lost"), outcome.read(folder, "error")
         return Ended(
             code=code,
             nodes=nodes,
-            resumed=run.get("step", 0),
-            step=_newest_step(run) if run else next((each.step for each in reversed(self.history)), None),
+            resumed=run.step,
+            step=_newest_step(run) if run.run else next((each.step for each in reversed(self.history)), None),
             seconds=seconds,
-            reports=bool(run or lost or error),
-            lost=self._lost(lost, silent) if lost else None,
-            error=error.get("kind", ""),
-            text=error.get("text", ""),
-            error_code=error.get("code", 0),
-            named=error.get("named", True),
-            near_limit=error.get("near_limit", False),
-            too_early=error.get("too_early", False),
+            reports=bool(run.run or lost.host or error.kind),
+            lost=self._lost(lost, silent) if lost.host else None,
+            error=error.kind,
+            error_code=error.code,
+            named=error.named,
+            near_limit=error.near_limit,
+            too_early=error.too_early,
             signalled=self.signals.last,
         )
 
-    def _lost(self, report: Mapping[str, Any], silent: frozenset[str]) -> Lost:
+    def _lost(self, report: outcome.Report, silent: frozenset[str]) -> Lost:
         """Who was lost. A rank that was cut off has lost the others, and may have been the first to report it."""
-        node = self.job.node_of(report["host"])
+        node = self.job.node_of(report.host)
         if silent and node not in silent:
-            return Lost(report["rank"], min(silent), not_answering(silent))
-        return Lost(report["rank"], node, report["why"])
+            return Lost(report.rank, min(silent), not_answering(silent))
+        return Lost(report.rank, node, report.why)
 
     def _restarting(self, decision: Restart, ended: Ended) -> str:
         nodes = f"{decision.nodes} node{'s' if decision.nodes > 1 else ''}"
@@ -197,18 +198,18 @@ class Supervisor:
         _log(self.job.requeue(decision.without))
 
 
-def _newest_step(run: Mapping[str, Any]) -> int | None:
+def _newest_step(run: outcome.Report) -> int:
     """Of the newest checkpoint; where its folder is not seen here, as from outside of a container, of the one that the
     run has resumed from."""
-    saved = checkpoint.committed(Path(run["run"]) / "checkpoints")
+    saved = checkpoint.committed(Path(run.run) / "checkpoints")
     numbers = [int(found[1]) for path in saved if (found := checkpoint.NAME.fullmatch(path.name))]
-    return max([*numbers, run["step"]])
+    return max([*numbers, run.step])
 
 
-def _wait_for_release(run: Mapping[str, Any]) -> None:
+def _wait_for_release(run: outcome.Report) -> None:
     """Waits until the ended step's rank 0 holds its run folder no longer."""
     deadline = time.monotonic() + RELEASE_SECONDS
-    with contextlib.suppress(OSError, KeyError), (Path(run["run"]) / ".lock").open() as lock:
+    with contextlib.suppress(OSError, ValueError), files.opened(Path(run.run) / ".lock", follow=False) as lock:
         while time.monotonic() < deadline:
             try:
                 return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -220,7 +221,7 @@ def _wait_for_release(run: Mapping[str, Any]) -> None:
 def _read_history(path: Path) -> list[Ended]:
     """The starts of this job before it was queued again."""
     with contextlib.suppress(OSError, ValueError):
-        return pydantic.TypeAdapter(list[Ended]).validate_python(files.read_json(path))
+        return pydantic.TypeAdapter(list[Ended]).validate_python(files.read_json(path, follow=False))
     return []
 
 
@@ -231,7 +232,7 @@ def _divided(ranks: int, nodes: int) -> int | None:
 
 def _log(text: str) -> None:
     if text:
-        print(f"supervise: {text}", file=sys.stderr, flush=True)
+        print(f"supervise: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def check_step(words: Sequence[str]) -> None:

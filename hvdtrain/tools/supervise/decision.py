@@ -46,7 +46,6 @@ class Ended:
     lost: Lost | None = None
     error: str = ""
     """The class of the error that ended rank 0."""
-    text: str = ""
     error_code: int = 0
     named: bool = True
     """Whether that error says what happened: another rank's end alone does not."""

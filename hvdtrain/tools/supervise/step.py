@@ -1,13 +1,14 @@
 """One step under supervision: srun, the signals that reach it, and its end where a node no longer answers."""
 
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from hvdtrain.launch import slurm_job
 from hvdtrain.run import outcome
 from hvdtrain.tools.supervise import job
 from hvdtrain.tools.supervise.decision import ENDING
@@ -51,27 +52,27 @@ def run(
 
     Its ranks leave what they report in `folder`.
     """
-    own = {**environ, outcome.VARIABLE: str(folder)}
+    own = {**environ, outcome.VARIABLE: str(folder.resolve())}
     # In a session of its own: else a terminal would send it Ctrl-C too.
     process = subprocess.Popen(words, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
     signals.process = process
     try:
         lost = _watch(process, folder)
         noticed = time.monotonic()
-        found = silent() if lost else frozenset[str]()
-        if lost:
-            _end(process, lost, noticed + FAREWELL, HASTE if found else PATIENCE)
+        found = silent() if lost.host else frozenset[str]()
+        if lost.host:
+            _end(process, own_step(lost, environ), noticed + FAREWELL, HASTE if found else PATIENCE)
     finally:
         signals.process = None
     code = process.returncode
-    if code and not lost and signals.last not in ENDING:
+    if code and not lost.host and signals.last not in ENDING:
         found = silent()
     return (code if code >= 0 else 128 - code), found
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
-    """Waits until the step has ended or a rank is reported as lost; that report, or {}."""
-    while not (lost := outcome.read(folder, "lost")):
+def _watch(process: subprocess.Popen[bytes], folder: Path) -> outcome.Report:
+    """Waits until the step has ended or a rank is reported as lost; that report, or an empty one."""
+    while not (lost := outcome.read(folder, "lost")).host:
         try:
             process.wait(TICK)
             return outcome.read(folder, "lost")
@@ -80,12 +81,18 @@ def _watch(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
     return lost
 
 
-def _end(process: subprocess.Popen[bytes], lost: Mapping[str, Any], deadline: float, patience: float) -> None:
+def own_step(lost: outcome.Report, environ: Mapping[str, str]) -> str:
+    """The step that the report is of; "" where it is none of this job's."""
+    own = re.escape(slurm_job.job_id(environ) or "")
+    return lost.step_id if lost.step_id and re.fullmatch(rf"{own}\.[0-9]{{1,10}}", lost.step_id) else ""
+
+
+def _end(process: subprocess.Popen[bytes], step_id: str, deadline: float, patience: float) -> None:
     """Ends a step that has lost a rank: srun alone would wait for the tasks of a silent node."""
     if _ends_within(process, deadline - time.monotonic()):
         return
-    if lost.get("step_id"):
-        job.kill(str(lost["step_id"]))
+    if step_id:
+        job.kill(step_id)
     if not _ends_within(process, patience):
         process.kill()
         process.wait()

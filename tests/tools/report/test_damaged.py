@@ -4,14 +4,17 @@ what is not."""
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import odd_json
 import pytest
 import report_folders
 from paths import SUPPORT
+from users import NOBODY, needs_root
 
 from hvdtrain import cli
 from hvdtrain.terminal import Status
@@ -211,7 +214,7 @@ SPEAK = {
     "torn lines": "1 of",
     "folders in place of files": "recipe.yaml cannot be read (",
     "pipes in place of files": "metrics.jsonl cannot be read (it is not a regular file)",
-    "links to themselves": "metrics.jsonl cannot be read (Too many levels of symbolic links)",
+    "links to themselves": "metrics.jsonl cannot be read (it is a link, which is not followed)",
     "huge lines": "metrics.jsonl: 1 of",
     "JSON of the wrong shape": "status.json holds no object",
     "thousands of launches": "launches after the first",
@@ -284,6 +287,82 @@ def test_no_run_folder_is_one_line(tmp_path, capsys):
     for name in ("file", "loop", "nothing\x1b"):
         assert cli.main(["report", str(tmp_path / name)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+PRIVATE = "a private key\n"
+
+
+@needs_root
+@pytest.mark.parametrize("name", [*FILES, "run.json", "job.sh", "scaling.json"])
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
+def test_links_of_a_stranger_are_not_followed(name, link, whole, tmp_path, monkeypatch, capsys):
+    """Else what root reads stands in a file that the stranger reads."""
+    folder, private = tmp_path / "his", tmp_path / "private"
+    shutil.copytree(whole, folder)
+    private.write_text(PRIVATE)
+    private.chmod(0o600)
+    (folder / name).unlink(missing_ok=True)
+    if name == "run.json":
+        (folder / "recipe.yaml").unlink()
+    link(private, folder / name)
+    os.chown(folder, NOBODY, NOBODY)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(path.name for path in folder.iterdir())
+    assert cli.main(["report", "his"]) == 0
+    assert capsys.readouterr().out == "report.html\n"
+    assert sorted(path.name for path in folder.iterdir()) == before
+    page_text = (tmp_path / "report.html").read_text()
+    assert PRIVATE.strip() not in page_text and PRIVATE.strip() not in json.dumps(reported(folder))
+    if name in FILES:
+        assert f"{name} cannot be read (it is a" in page_text
+
+
+def test_a_report_goes_into_a_run_folder_of_ones_own_and_an_output_wins(whole, tmp_path, monkeypatch, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for words, path in ((["run"], "run/report.html"), (["run", "run"], "report.html")):
+        assert cli.main(["report", *words]) == 0
+        assert capsys.readouterr().out == f"{path}\n"
+        assert (tmp_path / path).is_file()
+
+
+def test_neither_the_job_script_nor_secrets_are_in_a_report(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/job.sh").write_text("export WANDB_API_KEY=hunter2\n")
+    words = ["/usr/bin/python3", "train.py", "--hf-token", "hunter2", "x" * 500 + " DB_PASSWORD=hunter2", "--lr=3"]
+    changed(tmp_path / "run/launches.jsonl", lambda record: record | {"command": words})
+    with (tmp_path / "run/recipe.yaml").open("a") as recipe:
+        recipe.write("  model_args: {hf_token: hunter2}\n")
+    found = reported(tmp_path / "run")
+    assert "hunter2" not in json.dumps(found)
+    assert found["origin"]["command"].startswith("python train.py --hf-token '***' ")
+    assert found["origin"]["command"].endswith(" --lr=3")
+
+
+def test_a_recipes_own_code_is_not_run(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "run")
+    recipe = (tmp_path / "run/recipe.yaml").read_text()
+    own = "his_net:net\n  loss: his_net:loss\n  dataset: his_net:data"
+    (tmp_path / "run/recipe.yaml").write_text(
+        re.sub(r"(?m)^  dataset: .*\n", "", re.sub(r"(?<=\n  model: ).*", own, recipe))
+    )
+    (tmp_path / "his_net.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    assert "his_net:net" in reported(tmp_path / "run")["origin"]["recipe"]
+    assert not (tmp_path / "imported").exists()
+
+
+def test_memory_does_not_grow_with_what_launches_hold(tmp_path):
+    """Python takes 64 bytes for each list of three."""
+    line = b'{"kind": "launch", "x": [' + b"[]," * 300_000 + b"0]}\n"
+    peaks = []
+    for count in (3, 12):
+        (tmp_path / "launches.jsonl").write_bytes(line * count)
+        tracemalloc.start()
+        assemble.run_report(tmp_path)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
 
 
 MEASURED = """

@@ -104,7 +104,7 @@ def test_texts_of_others_have_no_control_characters(tmp_path):
     )
     assert "<script>" in texts
     assert texts.isprintable()
-    assert all(line.isprintable() for line in report.origin.job_script.splitlines())
+    assert all(line.isprintable() for line in report.origin.recipe.splitlines())
 
 
 def launch_of(records, ranks) -> list[Launch]:

@@ -11,12 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from users import NOBODY, needs_root
 
 from hvdtrain.errors import JobError
+from hvdtrain.run.outcome import Report
 from hvdtrain.tools.supervise import _read_history, beside_others, check_step, placed
 from hvdtrain.tools.supervise.decision import Ended, Lost
 from hvdtrain.tools.supervise.job import Job
-from hvdtrain.tools.supervise.step import SIGNALS, Signals
+from hvdtrain.tools.supervise.step import SIGNALS, Signals, own_step
 
 PLACED = {  # srun's words, nodes, tasks a node, without: the words then
     "nothing given": ("srun python x.py -n 3", 3, 1, (), "srun --nodes=3 --ntasks=3 python x.py -n 3"),
@@ -100,6 +102,10 @@ with open("starts", "a") as log:
     log.write(" ".join(sys.argv[1:]) + " overlap=" + os.environ.get("SLURM_OVERLAP", "0") + "\n")
 script = json.loads(Path("script.json").read_text())
 code, reports = script[min(start, len(script)) - 1]
+if code == "replaced":  # as a stranger who may write to the folder around it
+    folder.parent.rename("aside")
+    folder.mkdir(parents=True)
+    code = 137
 for name, values in reports.items():
     (folder / f"{{name}}.json").write_text(json.dumps(values))
 if code == "hang":
@@ -120,6 +126,7 @@ SCONTROL = r"""#!/bin/bash
 echo "$*" >> "${0%/*}/scontrol.log"
 [ "$1" = show ] && [ "$2" = config ] && echo "SlurmdPort              = $PORT"
 [ "$1" = ping ] && [ -e up ] && echo "Slurmctld(primary) at head is UP"
+[ "$1" = update ] && echo "$PWD $(stat -c %a .)" >> "${0%/*}/resized.log"
 [ "$2" = node ] || [ "$3" = node ] && for n in 2 4; do echo "NodeName=nid00$n NodeAddr=127.0.0.${OTHERS:-1} Port"; done
 [ "$2" = node ] || [ "$3" = node ] && echo "NodeName=nid001 Arch=x NodeAddr=127.0.0.1 Port"
 [ "$2" = node ] || [ "$3" = node ] && echo "NodeName=nid003 NodeAddr=127.0.0.${DEAD:-1} x"
@@ -134,7 +141,7 @@ def supervise(tmp_path):
     for name, text in (
         ("srun", SRUN.format(python=sys.executable)),
         ("scontrol", SCONTROL),
-        ("scancel", "#!/bin/sh\n"),
+        ("scancel", '#!/bin/sh\necho "$*" >> "${0%/*}/scancel.log"\n'),
     ):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -185,6 +192,7 @@ def test_a_silent_node_is_replaced_and_given_back(supervise, tmp_path, flags, fi
         "--nodes=3 --ntasks=6 --exclude=nid003 --mem=0 --mpi=pmix python x.py overlap=1",
     ]
     assert "update JobId=22 NodeList=nid001,nid002,nid004" in lines(tmp_path, "scontrol.log")
+    assert lines(tmp_path, "resized.log") == [f"{tmp_path}/.hvdtrain-22-{DIGEST} 700"]  # where its script is written
     assert left(tmp_path) == []
 
 
@@ -268,7 +276,7 @@ def test_a_signal_to_end_is_not_forgotten_for_a_later_one():
 def test_a_folder_that_cannot_be_written(supervise, tmp_path):
     (tmp_path / f".hvdtrain-22-{DIGEST}").touch()
     _, err = supervise([(0, {})]).communicate(timeout=250)
-    assert err.startswith("JobError: ") and "cannot be made: Not a directory; submit the job from" in err
+    assert err.startswith("JobError: ") and "must be a folder of uid" in err and "got something else" in err
 
 
 def test_a_step_that_waits_for_a_silent_node_is_ended(supervise, tmp_path):
@@ -338,3 +346,84 @@ def test_more_spare_nodes_than_nodes(supervise):
     _, err = process.communicate(timeout=250)
     assert process.returncode == 2
     assert err == "JobError: --spare must be less than the job's 4 nodes, got 4; request more: --nodes.\n"
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o755, 0o700], ids=["his", "his, and private"])
+def test_a_strangers_folder_is_not_taken(supervise, tmp_path, mode):
+    """He knows the job's number and the words from squeue, and would choose what is lost and whom scancel ends."""
+    folder = tmp_path / f".hvdtrain-22-{DIGEST}"
+    (folder / "start-1").mkdir(parents=True)
+    (folder / "start-1/lost.json").write_text(json.dumps(LOST | {"step_id": "--me"}))
+    for path in (folder / "start-1/lost.json", folder / "start-1", folder):
+        os.chown(path, NOBODY, NOBODY)
+    folder.chmod(mode)
+    process = supervise([(0, {})])
+    assert process.communicate(timeout=250)[1] == (
+        f"JobError: {folder} must be a folder of uid 0 with mode 700, got a folder of uid {NOBODY} with mode {mode:o}; "
+        "submit the job from a folder of your own that its nodes may write.\n"
+    )
+    assert process.returncode == 2 and lines(tmp_path, "starts") == lines(tmp_path, "scancel.log") == []
+
+
+@pytest.mark.parametrize("kind", ["a link", "a folder for all", "a pipe"])
+def test_what_lies_in_the_place_of_the_folder_is_left_alone(supervise, tmp_path, kind):
+    """Through a link scontrol's resize script would be written over a file of ours."""
+    folder, ours = tmp_path / f".hvdtrain-22-{DIGEST}", tmp_path / "ours"
+    ours.mkdir()
+    {"a link": lambda: folder.symlink_to(ours), "a pipe": lambda: os.mkfifo(folder), "a folder for all": folder.mkdir}[
+        kind
+    ]()
+    if kind != "a link":
+        folder.chmod(0o777)
+    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {})], DEAD="0")
+    assert "must be a folder of uid" in process.communicate(timeout=250)[1]
+    assert os.path.lexists(folder) and list(ours.iterdir()) == []
+
+
+def test_another_folder_in_the_place_of_ours_is_not_read(supervise, tmp_path):
+    process = supervise([("replaced", {"lost": LOST}), (0, {})])
+    assert process.communicate(timeout=250)[1] == ""
+    assert process.returncode == 137 and len(lines(tmp_path, "starts")) == 1
+
+
+STEPS = {"22.0": "22.0", "--me": "", "23.0": "", "22": "", "22.0 --me": "", "22.0\n23.0": "", "220.0": "", None: ""}
+
+
+@pytest.mark.parametrize(("given", "own"), STEPS.items())
+def test_a_step_of_another_job_is_none_to_cancel(given, own):
+    assert own_step(Report(host="nid001", step_id=given), JOB) == own
+
+
+def test_only_a_step_of_this_job_is_cancelled(supervise, tmp_path):
+    reports = [("hang", {"run": RUN, "lost": LOST | {"step_id": step}}) for step in ("--me", "22.1")]
+    process = supervise([*reports, (0, {})], "--spare=1", DEAD="0")
+    _, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    assert lines(tmp_path, "scancel.log") == ["--signal=KILL 22.1"]
+
+
+HOSTILE = {
+    "other types": {"lost": LOST | {"host": 5}, "run": RUN | {"step": "x"}, "error": {"kind": []}},
+    "huge numbers": {"lost": LOST | {"rank": -1}, "run": RUN | {"step": -1}, "error": {"code": 1.5}},
+    "other fields": {"lost": {"a": 1}, "run": {"step": 1}, "error": {"text": "x"}},
+}
+
+
+@pytest.mark.parametrize("reports", HOSTILE.values(), ids=HOSTILE)
+def test_reports_of_another_kind_are_none(supervise, tmp_path, reports):
+    process = supervise([(3, reports)])
+    assert process.communicate(timeout=250)[1] == ""
+    assert process.returncode == 3
+
+
+def test_a_pipe_for_a_lock_and_escapes_for_a_reason(supervise, tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run/.lock")
+    reports = {
+        "run": RUN | {"run": str(tmp_path / "run")},
+        "lost": LOST | {"why": "\x1b[2Jgone\nsupervise: all is well"},
+    }
+    process = supervise([(137, reports), (0, {})], DEAD="0")
+    _, err = process.communicate(timeout=60)
+    assert err.startswith("supervise: \\x1b[2Jgone supervise: all is well; starts again") and err.count("\n") == 1
