@@ -32,6 +32,7 @@ DEAR = ("script", "check", "slurm", "points", "figures", "flags", "plan")
 RANDOM = [
     *(pytest.param(name, 1000, id=name) for name in CHEAP),
     *(pytest.param(name, 200, id=name) for name in DEAR),
+    pytest.param("folders", 400, id="folders"),
 ]
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"

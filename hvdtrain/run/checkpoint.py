@@ -27,6 +27,7 @@ from safetensors.numpy import load_file
 from hvdtrain import files
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.run import tensor_file
+from hvdtrain.untrusted import printable
 
 ARRAYS, META = "state.safetensors", "meta.json"
 CHECKSUM = "xxh3_128"
@@ -94,6 +95,8 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """
     final = folder / f"step-{checkpoint.meta['step']:08d}"
     try:
+        if folder.is_symlink():
+            raise ValueError(f"{folder.name} is a link")
         files.make_folder(folder)
         old = final.with_name(f"{final.name}.old")
         with files.new_folder(final, aside=old) as unfinished:  # the old one counts until the new one does
@@ -148,7 +151,7 @@ def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoi
 
 
 def committed(folder: Path) -> list[Path]:
-    """The folder's checkpoints, oldest first."""
+    """The folder's checkpoints, oldest first; of a link none. Raises CheckpointError where it cannot be read."""
     return _named(folder, "")
 
 
@@ -162,7 +165,7 @@ def read(path: Path) -> Checkpoint:
 def metadata(path: Path) -> dict[str, Any]:
     """Its `meta`, in the types of `Metadata`; the checksum is not looked at. Raises CheckpointError."""
     with _explained(path):
-        meta = files.parse_json(text := files.read(path / META, META_LIMIT))
+        meta = files.parse_json(text := files.read(path / META, META_LIMIT, follow=False))
         if not isinstance(meta, dict) or _text(meta) != text:  # the checksum is of the values: 1e5 and 1E5 are one
             raise ValueError(f"{META} is not as it was written")
         step = Metadata.model_validate(meta).step
@@ -181,6 +184,8 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 def _prune(folder: Path, latest: Path, keep: int) -> None:
     """Those of later steps do not count: they are not this run's."""
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
+    if latest not in paths:
+        raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
     best = max(reversed(paths), key=_valid_score)  # the newest of equals
     for path in paths[:-keep]:
         if path != best or _valid_score(path) == -math.inf:
@@ -214,8 +219,12 @@ def _set_aside(path: Path, error: Damaged) -> str:
 
 
 def _named(folder: Path, prefix: str) -> list[Path]:
-    paths = (path for path in folder.glob(f"{prefix}step-*") if path.is_dir())
-    return sorted((path for path in paths if NAME.fullmatch(path.name.removeprefix(prefix))), key=_by_step)
+    try:
+        paths = [] if folder.is_symlink() else [path for path in folder.glob(f"{prefix}step-*") if path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error.strerror}; try again.") from None
+    named = (path for path in paths if NAME.fullmatch(path.name.removeprefix(prefix)) and not path.is_symlink())
+    return sorted(named, key=_by_step)
 
 
 def _by_step(path: Path) -> tuple[int, bool]:
@@ -268,7 +277,7 @@ def _check_readable(folder: Path) -> None:
 
 
 def _check_header(folder: Path) -> None:
-    with files.opened(folder / ARRAYS) as file:
+    with files.opened(folder / ARRAYS, follow=False) as file:
         if int.from_bytes(file.read(8), "little") > HEADER_LIMIT:
             raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
 
@@ -295,7 +304,7 @@ def _explained(path: Path) -> Iterator[None]:
 def reason_of(error: ValidationError) -> str:
     """Which key of `meta` breaks which rule."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc']))} in {META}: {first['msg']}"
+    return f"{printable('.'.join(map(str, first['loc'])))} in {META}: {first['msg']}"
 
 
 def _reason(error: Exception) -> str:
@@ -307,7 +316,9 @@ def _reason(error: Exception) -> str:
 
 def _digest(path: Path, key: str, meta: Mapping[str, Any]) -> str:
     digest = _begun(key, meta)
-    with files.opened(path) as file:
+    with files.opened(path, follow=False) as file:
+        if os.fstat(file.fileno()).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise ValueError(f"{ARRAYS} is larger than this host's memory")
         while block := file.read(1 << 20):
             digest.update(block)
     return str(digest.hexdigest())

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import re
-import tempfile
 import threading
 import time
 import weakref
@@ -65,7 +64,7 @@ class RunFolder:
             return
         with self._ended.lock:
             self._ended.so = True
-        write = files.write_before_exit if state == "failed" else files.write  # a launcher ends it soon
+        write = files.write if state == "finished" else files.write_before_exit  # a launcher ends it soon
         write(path, text)
 
     def _write_running(self, path: Path, text: str) -> None:
@@ -119,7 +118,7 @@ def open_run(
 ) -> tuple[RunFolder, ResumePoint]:
     """Creates or reopens the run folder, and reads the checkpoint to resume from.
 
-    Without `output`, reopens the newest unfinished, unlocked run of the same recipe, or creates a new folder.
+    Without `output`, reopens this user's newest unfinished, unlocked run of the same recipe, or creates a new folder.
     Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
     """
     parent = RUNS / folder_name(plan.recipe.name)
@@ -158,7 +157,6 @@ def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[st
     state, damaged = _recover(folder, identity)
     state, changes = on_other_data(state, identity.contents) if state else (None, [])
     notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged), *changes]
-    _reserve(folder, identity)
     point = ResumePoint(state, tuple(notes))
     _describe(folder, identity, point.step)
     return point
@@ -189,7 +187,7 @@ def _changes(folder: RunFolder, text: str) -> list[str]:
     """A line where the folder's recipe, which a checkpoint was trained with, differs."""
     before: set[str] = set()
     with contextlib.suppress(OSError, ValueError):
-        before.update(files.read(folder.path / RECIPE).splitlines())
+        before.update(files.read(folder.path / RECIPE, follow=False).splitlines())
     now = [line.strip() for line in text.splitlines()[1:] if line not in before]
     return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
 
@@ -210,37 +208,61 @@ def _fresh(parent: Path, topology: Topology) -> Path:
             files.make_new_folder(path)
             return path
         except OSError as error:
-            if not path.is_dir():
+            if not os.path.isdir(path):  # noqa: PTH112 - Path's own raises where it may not look
                 raise _unwritable(path, error) from None
         count += 1
         path = parent / f"{name}-{count}"
 
 
 def _unfinished(parent: Path, plan: Plan, framework: str, job_id: str | None) -> tuple[RunFolder | None, list[str]]:
-    """The run of this very recipe and framework that has not ended and that nobody is writing to: this job's own,
-    where it was queued again, else the newest. Also a line about each folder whose files do not show what run it is."""
-    passed_over: list[str] = []
-    folders = [path for path in parent.glob("*") if checkpoint.committed(path / "checkpoints")]
-    for path in sorted(folders, key=lambda path: (path.name == job_id, _changed(path)), reverse=True):
-        meta = _metadata(path)
-        if _is_finished(path, meta, plan) or (meta and meta.get("framework") != framework):
-            continue
-        if why := _doubt(path, meta):
-            passed_over.append(
-                f"{path} is passed over: it holds checkpoints, but {why}, so they may be of another recipe; "
-                f"if they are of this one, resume from them with --output {path}"
-            )
-        elif _recipe(path) == recipe.dump(plan.recipe):
-            with contextlib.suppress(OutputError):
-                return hold(path), passed_over
-    return None, passed_over
+    """The run of this very recipe, framework and user that has not ended and that nobody is writing to: this job's own,
+    where it was queued again, else the newest. Also lines about folders that are passed over."""
+    lines, own, theirs = list[str](), list[tuple[bool, float, Path]](), list[Path]()
+    for path in parent.glob("*"):
+        with contextlib.suppress(OSError):  # no run's folder
+            if _is_own(path):
+                own.append((path.name == job_id, path.stat().st_mtime, path))
+            else:
+                theirs.append(path)
+    for *_, path in sorted(own, reverse=True):
+        try:
+            if _is_this_run(path, plan, framework):
+                with contextlib.suppress(OutputError):
+                    return hold(path), lines
+        except (HvdtrainError, OSError) as error:
+            lines.append(f"{path} is passed over: {error}")
+    if theirs:
+        first = printable(str(theirs[0]), 200)
+        lines.append(f"runs of other users in {parent} are passed over; to resume from one, give --output {first}")
+    return None, lines
 
 
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # removed meanwhile
-        return 0.0
+def _is_own(path: Path) -> bool:
+    """Whether a run's folder, the link to it, and its checkpoints' folder are this user's. Raises OSError."""
+    return all(map(files.is_own, ((path / "checkpoints").lstat(), path.stat(), path.lstat())))
+
+
+def _is_this_run(path: Path, plan: Plan, framework: str) -> bool:
+    """Whether the folder holds checkpoints of this recipe and framework, and not the last. Raises OutputError and
+    CheckpointError where its files do not show it, or no run could resume there; OSError."""
+    _refuse_links(path)
+    if not checkpoint.committed(path / "checkpoints"):
+        return False
+    meta, text = _metadata(path), _recipe(path)
+    if _is_finished(path, meta, plan) or (meta and meta.get("framework") != framework):
+        return False
+    # What a power cut leaves of a file: nothing, zeros, or its beginning.
+    is_whole = text.startswith("# ") and text.endswith("\n") and "\0" not in text and "\ndefault:\n" in text
+    if not meta or not is_whole:
+        why = "its recipe.yaml is damaged" if meta else "none of them can be read"
+        raise CheckpointError(
+            f"it holds checkpoints, but {why}, so they may be of another recipe; if they are of this one, resume from "
+            f"them with --output {path}"
+        )
+    if text != recipe.dump(plan.recipe):
+        return False
+    check_resumable(meta)
+    return True
 
 
 def _metadata(path: Path) -> dict[str, Any] | None:
@@ -254,7 +276,7 @@ def _metadata(path: Path) -> dict[str, Any] | None:
 def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
     """By the status, or by the newest checkpoint where the status is lost."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        state = files.read_json(path / "status.json")["state"]
+        state = files.read_json(path / "status.json", follow=False)["state"]
         if state in get_args(State):
             return bool(state == "finished")
     if meta is None:
@@ -265,19 +287,9 @@ def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
     return False
 
 
-def _doubt(path: Path, meta: dict[str, Any] | None) -> str | None:
-    """Why the folder's checkpoints cannot be attributed to a run; None where they can."""
-    if meta is None:
-        return "none of them can be read"
-    text = _recipe(path)
-    # What a power cut leaves of a file: nothing, zeros, or its beginning.
-    is_whole = text.startswith("# ") and text.endswith("\n") and "\0" not in text and "\ndefault:\n" in text
-    return None if is_whole else "its recipe.yaml is damaged"
-
-
 def _recipe(path: Path) -> str:
     try:
-        return files.read(path / RECIPE)
+        return files.read(path / RECIPE, follow=False)
     except (OSError, ValueError):
         return ""
 
@@ -285,6 +297,7 @@ def _recipe(path: Path) -> str:
 def hold(path: Path) -> RunFolder:
     """The run folder, made where it is missing, for this process alone. Raises OutputError."""
     try:
+        _refuse_links(path)
         files.make_folder(path / "checkpoints")
         # Do not truncate, follow or wait: it may be somebody else's link or pipe.
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -293,7 +306,7 @@ def hold(path: Path) -> RunFolder:
         raise _unwritable(path, error) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # the latter is CIFS's
         raise OutputError(f"{path} is being written by another run; wait for it, or give another --output.") from None
     except OSError:  # some parallel file systems have no flock
         try:
@@ -303,6 +316,15 @@ def hold(path: Path) -> RunFolder:
         weakref.finalize(lock, holder.close)
         return RunFolder(path, lock, holder)
     return RunFolder(path, lock)
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises OutputError where one lies in the run folder, in which the run writes, appends and removes. OSError."""
+    for each in path.iterdir() if path.exists() else ():
+        is_file, status = each.is_file(), each.lstat()
+        if each.is_symlink() or (is_file and status.st_nlink > 1 and status.st_uid != path.stat().st_uid):
+            what = f"{printable(each.name)} is a link, which may lead elsewhere; remove it, or give another --output"
+            raise OutputError(f"cannot write to the run folder {path}: {what}.")
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:
@@ -337,25 +359,21 @@ def model_identity(plan: Plan) -> str:
 
 
 def _reserve(folder: RunFolder, identity: Identity) -> None:
-    """Refuses a folder that has no room for the checkpoints: the kept ones, the best, and one being written."""
-    there = len(checkpoint.committed(folder.checkpoints))
+    """Refuses a folder that has no room for the checkpoints: the kept ones, the best, and one being written. It takes
+    none: where a file system cannot, posix_fallocate writes it all. Raises OutputError, OSError."""
+    there, disk = len(checkpoint.committed(folder.checkpoints)), os.statvfs(folder.path)
     wanted = max(1, identity.keep_checkpoints + 2 - there) * identity.checkpoint_bytes
-    try:
-        with tempfile.TemporaryFile(dir=folder.path) as file:  # without a name: nothing is left of a killed run's
-            os.posix_fallocate(file.fileno(), 0, wanted)
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            raise OutputError(
-                f"the run folder {folder.path} has no room for {wanted / 2**20:,.1f} MiB of checkpoints: "
-                f"{error.strerror}; free space or give another --output."
-            ) from None
-        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
-            raise _unwritable(folder.path, error) from None
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < wanted:  # some report nothing
+        raise OutputError(
+            f"the run folder {folder.path} has no room for {wanted / 2**20:,.1f} MiB of checkpoints: "
+            f"{os.strerror(errno.ENOSPC)}; free space or give another --output."
+        )
 
 
 def _describe(folder: RunFolder, identity: Identity, step: int) -> None:
     """Writes what the run is: its files, and a status of `step` updates. Raises OutputError."""
     try:
+        _reserve(folder, identity)
         for name, text in identity.files.items():
             files.write(folder.path / name, text)
         folder.write_status("running", step=step)

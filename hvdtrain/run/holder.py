@@ -7,6 +7,7 @@ it there watches it: a number that changes is a run that lives, one that stays i
 import contextlib
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ class Holder:
     def __init__(self, folder: Path) -> None:
         """Raises OutputError where another run holds the folder, OSError."""
         self.path, self._closed, self._heartbeats = folder / NAME, threading.Event(), 0
+        self._token = secrets.token_hex(8)  # in containers, two processes of a host have one number
         while not self._created():
             before = _read(self.path)
             if _lives(self.path, before):
@@ -41,7 +43,8 @@ class Holder:
 
     def check(self) -> None:
         """Raises OutputError where another run has taken the folder, as from one that was suspended."""
-        if not self._closed.is_set() and not self._is_own(_read(self.path)):
+        found = _read(self.path)  # empty where the file system is away for a while
+        if found and not self._closed.is_set() and not self._is_own(found):
             raise OutputError(f"{self.path.parent} was taken by another run while this one stood still; it ends here.")
 
     def close(self) -> None:
@@ -52,9 +55,8 @@ class Holder:
                 files.remove(self.path)
 
     def _text(self) -> str:
-        return json.dumps(
-            {"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "heartbeat": self._heartbeats}
-        )
+        own = {"host": socket.gethostname(), "boot": _processes(), "pid": os.getpid(), "token": self._token}
+        return json.dumps({**own, "heartbeat": self._heartbeats})
 
     def _created(self) -> bool:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -74,15 +76,16 @@ class Holder:
                     files.write(self.path, self._text())
 
     def _is_own(self, found: dict[str, object]) -> bool:
-        return (found.get("boot"), found.get("pid")) == (boot_id(), os.getpid())
+        return (found.get("token"), found.get("pid")) == (self._token, os.getpid())
 
     def _remove(self, dead: dict[str, object]) -> None:
-        """Removes a dead run's file, and not that of a run which has come meanwhile."""
+        """Removes a dead run's file, and not that of a run which has come meanwhile. Raises OSError where it may not:
+        in a folder like /tmp, it is another user's."""
         aside = files.temporary(self.path)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
             if _read(aside) == dead:
-                aside.unlink()
+                files.remove(aside)
             else:
                 aside.rename(self.path)
 
@@ -90,16 +93,21 @@ class Holder:
 def _read(path: Path) -> dict[str, object]:
     """Empty where there is nothing to read, or somebody else's."""
     try:
-        found = files.read_json(path)
+        found = files.read_json(path, follow=False)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
+def _processes() -> str:
+    """Of which kernel and container a process's number is."""
+    return f"{boot_id()} {Path('/proc/self/ns/pid').stat().st_ino}"
+
+
 def _lives(path: Path, before: dict[str, object]) -> bool:
     """Whether the run that holds the folder is alive."""
     pid = before.get("pid")
-    if before.get("boot") == boot_id() and not Path(f"/proc/{pid}").exists():
+    if before.get("boot") == _processes() and not Path(f"/proc/{pid}").exists():
         return False
     deadline = time.monotonic() + DEAD
     while time.monotonic() < deadline:

@@ -15,6 +15,7 @@ from hvdtrain.run import agreement, guard
 from hvdtrain.run.checkpoint import Checkpoint, Layout
 from hvdtrain.run.checkpointing import Checkpointing
 from hvdtrain.run.reporter import Events
+from hvdtrain.run.resume import taken
 from hvdtrain.run.run import BaseRun, Run
 from hvdtrain.run.slow import Clocks, Waiting
 
@@ -303,7 +304,8 @@ class Hooks(Generic[R_co]):
         meta = self.engine.broadcast({}, meta)
         self.resumed_from: Mapping[str, Any] = meta or {}
         if meta:  # before the tensors: all ranks then have the same
-            state.start(meta["layout"], meta.get("optimizer", {}))
+            with taken(meta["step"]):
+                state.start(meta["layout"], meta.get("optimizer", {}))
         if found:
             state.load(found)
         self.engine.broadcast(state.tensors, None)

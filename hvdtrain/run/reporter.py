@@ -262,7 +262,9 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
     """The file to append to, without the records of steps that a resumed run makes again."""
     try:
         if path.exists():
-            with files.opened(path) as old, files.replacing(path) as new:
+            if path.stat().st_size > 1 << 30:  # of holes, perhaps
+                raise ValueError("it has more than 1 GiB")
+            with files.opened(path, follow=False) as old, files.replacing(path) as new:
                 new.writelines(f"{line}\n" for line in _lines(old) if _is_made(line, first_step))
         return path.open("a", encoding="utf-8")
     except (OSError, ValueError) as error:

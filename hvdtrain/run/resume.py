@@ -1,6 +1,7 @@
 """What a checkpoint's metadata must hold for a run to resume from it."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.core.totals import Totals
 from hvdtrain.errors import CheckpointError
 from hvdtrain.run.checkpoint import Checkpoint, Count, ShortText, reason_of
-from hvdtrain.untrusted import quoted
+from hvdtrain.untrusted import one_line, quoted
 
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 """As of a metric that has no value in some batch."""
@@ -20,7 +21,7 @@ APART = {"class names", "batch_size", "seed"}
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 class PlateauMetadata(Strict):
@@ -44,7 +45,9 @@ class ScalerMetadata(Strict):
 
 
 class RunMetadata(Strict):
-    """The keys of a checkpoint's `meta` that a run resumes from."""
+    """The keys of a checkpoint's `meta` that a run resumes from; others stand beside them."""
+
+    model_config = ConfigDict(extra="ignore")
 
     step: Count
     epoch: Count
@@ -86,7 +89,8 @@ def news_of(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progres
     inside = progress.sample > 0 and any("validation" not in name for name in others)
     if inside:
         progress.sample, progress.train = 0, Totals(0.0, 0.0)
-    counts = [f"{now[name]:,} {name}, {before[name]:,} then" for name in others if isinstance(now[name], int)]
+    numbers = (name for name in others if isinstance(now[name], int) and isinstance(before[name], int))
+    counts = [f"{now[name]:,} {name}, {before[name]:,} then" for name in numbers]
     other = ", ".join(counts or [f"another {name}" for name in others])
     then = "this epoch begins anew with them" if inside else "the run continues with them"
     return f"the data have changed since the checkpoint of step {progress.step} ({other}): {then}"
@@ -97,6 +101,16 @@ def on_other_data(state: Checkpoint, now: Mapping[str, Any]) -> tuple[Checkpoint
     progress = Progress.of(dict(state.meta))
     news = news_of(state.meta.get("data", {}), now, progress)
     return Checkpoint(state.arrays, {**state.meta, **progress.metadata()}), [news] if news else []
+
+
+@contextlib.contextmanager
+def taken(step: int) -> Iterator[None]:
+    """Raises CheckpointError where the block takes from a checkpoint's `meta` what is of another kind or missing."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"the checkpoint of step {step} cannot be resumed from: {type(error).__name__}: {one_line(error, 200)}"
+        raise CheckpointError(f"{what}; remove it, or give another --output.") from None
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:

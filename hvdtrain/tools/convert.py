@@ -15,12 +15,12 @@ from hvdtrain.core import flags, network, optimizers, own_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.network import LIBRARIES
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.errors import CheckpointError, OutputError, RecipeError
 from hvdtrain.run import checkpoint
 from hvdtrain.run import folder as folders
 from hvdtrain.run.checkpoint import Checkpoint
 from hvdtrain.terminal import Status
-from hvdtrain.untrusted import printable
+from hvdtrain.untrusted import one_line, printable
 
 Framework = Literal["torch", "tensorflow"]
 Named = tuple[str, np.ndarray]
@@ -84,7 +84,7 @@ def _recipe(source: Path, state: Checkpoint, to: Framework) -> Recipe:
         )
     if theirs == to:
         raise CheckpointError(f"the checkpoint of step {state.meta['step']} is {to}'s already: nothing to convert.")
-    r = recipes.load(str(source / "recipe.yaml"), {}).model_copy(update={"name": str(state.meta["recipe"])})
+    r = _read_recipe(source / "recipe.yaml", state.meta["recipe"])
     paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
     paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
     own = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in paths.items() if own_code.is_path(path))
@@ -94,6 +94,18 @@ def _recipe(source: Path, state: Checkpoint, to: Framework) -> Recipe:
             f"your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
         )
     return r
+
+
+def _read_recipe(path: Path, name: str) -> Recipe:
+    """A run folder's resolved recipe, which extends none. Raises RecipeError."""
+    try:
+        entries = recipes.parsed(str(path), files.read(path, follow=False))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"cannot read recipe file {path}: {reason}; give another run.") from None
+    if not isinstance(entries, dict) or not isinstance(keys := entries.get("default"), dict):
+        raise RecipeError(f"{path} must hold named entries, default among them; give another run.")
+    return recipes.validate({**keys, "name": name})
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
@@ -118,20 +130,14 @@ def converted(state: Checkpoint, to: Framework) -> Checkpoint:
     """The same state with the names and layouts of the framework `to`. Raises CheckpointError where no network of ours
     has them."""
     try:
-        pairs = _to_tensorflow(state.arrays) if to == "tensorflow" else _to_torch(state.arrays, state.meta["step"])
-        arrays = _unique(pairs)
+        to_tensorflow, step = to == "tensorflow", state.meta["step"]
+        pairs = list(_to_tensorflow(state.arrays) if to_tensorflow else _to_torch(state.arrays, step))
+        if len(arrays := dict(pairs)) < len(pairs):
+            raise KeyError("two of one name")
     except KeyError as error:
-        raise CheckpointError(f"the checkpoint has arrays that no model of hvdtrain has ({error}).") from None
+        what = f"arrays that no model of hvdtrain has ({one_line(error, 200)})"
+        raise CheckpointError(f"the checkpoint has {what}.") from None
     return Checkpoint(arrays, {**state.meta, "framework": to})
-
-
-def _unique(pairs: Iterator[Named]) -> dict[str, np.ndarray]:
-    arrays: dict[str, np.ndarray] = {}
-    for name, array in pairs:
-        if name in arrays:
-            raise KeyError(name)
-        arrays[name] = array
-    return arrays
 
 
 def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
@@ -199,7 +205,7 @@ def _write(source: Path, target: Path, state: Checkpoint, recipe: Recipe) -> Non
 def _plan(source: Path) -> dict[str, Any]:
     path = source / "plan.json"
     try:
-        plan = files.read_json(path)
+        plan = files.read_json(path, follow=False)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"cannot read {path}: {reason}; give another run.") from None

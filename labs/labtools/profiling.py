@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from hvdtrain import files
 from hvdtrain.errors import LabError
 from labtools.style import COLOURS
 
@@ -75,7 +76,7 @@ def read_timeline(path: Path) -> list[Group]:
     The file is a Chrome trace; one whose run was cut off lacks its end. Raises LabError for one that cannot be read.
     """
     try:
-        events = _events(path.read_text())
+        events = _events(files.read(path, 1 << 28))
         start = events[0]["args"]["start_time_since_epoch_in_micros"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise LabError(

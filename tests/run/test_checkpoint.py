@@ -17,11 +17,12 @@ import numpy as np
 import odd_json
 import pytest
 
+from hvdtrain import files
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.run import checkpoint, tensor_file
 from hvdtrain.run.checkpoint import ARRAYS, CHECKSUM, META, Checkpoint, commit, committed, newest, read, recover
-from hvdtrain.run.resume import check_resumable
+from hvdtrain.run.resume import check_resumable, taken
 from hvdtrain.tools.convert import converted
 
 
@@ -214,6 +215,53 @@ def test_a_link_in_a_checkpoints_place_stops_no_commit(tmp_path):
     assert newest(tmp_path)[0].meta["step"] == 10
 
 
+def test_checkpoints_are_never_another_folders(tmp_path):
+    """Whoever may put a link there would choose what is removed."""
+    folder, link = tmp_path / "precious", tmp_path / "checkpoints"
+    path = commit(folder, made(1), keep=1)
+    link.symlink_to(folder)
+    with pytest.raises(OutputError, match="checkpoints is a link"):
+        commit(link, made(2), keep=1)
+    assert committed(link) == []
+    assert newest(link) == (None, [])
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / path.name).symlink_to(path)
+    assert committed(own) == []
+    for name in (META, ARRAYS):
+        copy = shutil.copytree(path, own / "step-00000001.old", dirs_exist_ok=True)
+        (copy / name).unlink()
+        (copy / name).symlink_to(path / name)
+        assert newest(own)[1] == [f"checkpoint {copy} is damaged: it is a link, which is not followed."]
+        (copy / name).unlink()
+
+
+def test_one_larger_than_the_memory_is_not_read(tmp_path):
+    path = commit(tmp_path, made(1), keep=1)
+    with (path / ARRAYS).open("r+b") as file:
+        file.truncate(1 << 43)  # of holes
+    assert newest(tmp_path)[1] == [f"checkpoint {path} is damaged: {ARRAYS} is larger than this host's memory."]
+
+
+def test_of_two_writers_one_is_refused(tmp_path, monkeypatch):
+    remove = files.remove
+
+    def other(path: Path) -> None:
+        monkeypatch.setattr(files, "remove", remove)
+        commit(tmp_path, made(2), keep=1)
+
+    monkeypatch.setattr(files, "remove", other)
+    with pytest.raises(OutputError, match=r"another run has removed .*step-00000001: two write to one folder; give ea"):
+        commit(tmp_path, made(1), keep=1)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_what_fits_nothing_is_refused_by_name():
+    message = r"^the checkpoint of step 3 cannot be resumed from: KeyError: 'groups'; remove it, or give another"
+    with pytest.raises(CheckpointError, match=message), taken(3):
+        {}["groups"]
+
+
 def test_an_older_one_with_sha256_is_read(tmp_path):
     path = commit(tmp_path, made(1, text="é"), keep=1)
     meta = {key: value for key, value in checkpoint.metadata(path).items() if key != CHECKSUM}
@@ -248,15 +296,31 @@ def test_one_of_a_later_step_makes_no_new_one_go(tmp_path):
         assert names(tmp_path) == [f"step-{step:08d}" for step in stay + later]
 
 
-def test_one_that_cannot_be_read_now_is_left_where_it_is(tmp_path):
-    """It may be whole: another disk error than a missing file."""
+def test_one_that_cannot_be_read_now_is_left_where_it_is(tmp_path, monkeypatch):
+    """It may be whole: another error than a missing file."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
     for step in (1, 2):
-        path = commit(tmp_path, made(step), keep=2)
-    (path / META).unlink()
-    (path / META).symlink_to("/proc/self/mem")
-    with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read: Input/output error; try again\.$"):
-        taken_up(tmp_path)
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+        path = commit(Path("c"), made(step), keep=2)
+    (path / META).chmod(0)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may read anything
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"step-00000002 cannot be read: meta.json: Permission denied; try ag"
+        ):
+            taken_up(Path("c"))
+    finally:
+        os.seteuid(user)
+    assert names(Path("c")) == ["step-00000001", "step-00000002"]
+    Path("c").chmod(0o444)  # names may be listed, and nothing looked at
+    os.seteuid(user or 65534)
+    try:
+        with pytest.raises(CheckpointError, match="the checkpoints in c cannot be read: Permission denied; try again"):
+            names(Path("c"))
+    finally:
+        os.seteuid(user)
+        Path("c").chmod(0o755)
 
 
 def test_what_is_no_file_is_damage_and_not_waited_for(tmp_path):

@@ -29,7 +29,7 @@ from hvdtrain.errors import CheckpointError, LoopError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import holder
 from hvdtrain.run.checkpoint import ARRAYS, Checkpoint, commit
-from hvdtrain.run.folder import _is_finished, _metadata, hold, identity_of, model_identity, open_run
+from hvdtrain.run.folder import _is_finished, _metadata, _reserve, hold, identity_of, model_identity, open_run
 from hvdtrain.run.own import take_data
 
 ALONE = Topology.alone("here")
@@ -412,6 +412,91 @@ def test_a_lock_of_somebody_elses_making_is_refused(make_plan):
     assert refusal(OutputError, begin, make_plan(), output=MINE).startswith("cannot write to the run folder mine: ")
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "trackers", "metrics.jsonl", "launches.jsonl", "timeline.json"])
+def test_a_run_writes_and_removes_nothing_through_a_link(name, plan):
+    precious = stopped_at(plan, 40).folder.path
+    (precious / "trackers").mkdir()
+    (precious / "timeline.json").touch()
+    before = content_of(precious)
+    Path("mine").mkdir()
+    Path("mine", name).symlink_to((precious / name).resolve())
+    assert refusal(OutputError, begin, plan, output=MINE) == (
+        f"cannot write to the run folder mine: {name} is a link, which may lead elsewhere; remove it, or give another "
+        "--output."
+    )
+    shutil.move("mine", "runs/linear/9999")
+    if name != "checkpoints":
+        shutil.copytree(precious / "checkpoints", "runs/linear/9999/checkpoints")
+    os.utime(precious, (1000, 1000))
+    begun = begin(plan, ALONE)
+    assert (begun.folder.path, content_of(precious)) == (precious, before)
+    assert begun.notes[0].startswith("runs/linear/9999 is passed over: cannot write to the run folder runs/linear/9999")
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Without what a run replaces as it begins."""
+    own = {"status.json", "recipe.yaml", "plan.json"}
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in own}
+
+
+def chown(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs a second user: run the tests as root")
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+
+
+@pytest.mark.parametrize("theirs", ["the folder", "a link to a run of ours", "the checkpoints"])
+def test_another_users_run_is_not_taken_up(theirs, plan):
+    path, link = stopped_at(plan, 40).folder.path, Path("runs/linear/9999")
+    if theirs == "a link to a run of ours":
+        shutil.move(path, "elsewhere")
+        link.symlink_to(Path("elsewhere").resolve())
+        path = Path("elsewhere")
+    else:
+        shutil.move(path, link)
+        path = link
+    chown(path / "checkpoints" if theirs == "the checkpoints" else link)
+    before = {each: each.stat().st_mtime_ns for each in path.rglob("*")}
+    begun = begin(plan)
+    assert (begun.folder.path, begun.checkpoint) == (Path("runs/linear/22"), None)
+    assert begun.notes == (
+        "runs of other users in runs/linear are passed over; to resume from one, give --output runs/linear/9999",
+    )
+    assert {each: each.stat().st_mtime_ns for each in path.rglob("*")} == before
+    assert begin(plan, output=link).checkpoint.meta["step"] == 40
+
+
+@pytest.mark.parametrize("where", ["plateau", "train", "scaler"])
+def test_a_key_too_many_is_named_and_keeps_no_new_run_from_starting(where, plan):
+    """As of a checkpoint that a newer hvdtrain wrote."""
+    begun = begin(plan)
+    meta = {"model": model_identity(plan), "framework": "torch", **Progress(40).metadata()}
+    meta["scaler"] = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
+    meta["scaler"]["_growth_tracker"] = 1
+    meta[where]["a\nkey"] = 1
+    commit(begun.folder.checkpoints, Checkpoint({}, meta), 2)
+    begun.folder.write_status("running", step=40)
+    another = begin(plan)
+    assert (another.folder.path.name, another.checkpoint) == ("22-2", None)
+    (line,) = another.notes
+    assert line.startswith("runs/linear/22 is passed over: the checkpoint of step 40 cannot be resumed from: ")
+    assert f"{where}.a\\nkey in meta.json: " in line.replace("ScalerMetadata.", "")
+    assert f"{where}." in refusal(CheckpointError, begin, plan, output=Path("runs/linear/22"))
+
+
+def test_a_folder_that_may_not_be_read_keeps_no_new_run_from_starting(plan):
+    path = stopped_at(plan, 40).folder.path
+    chown(path)
+    for each in ("runs", "runs/linear", "."):
+        Path(each).chmod(0o777)
+    path.chmod(0o300)
+    chown(path / "checkpoints")
+    with no_root():
+        begun = begin(plan)
+    assert begun.folder.path.name == "22-2"
+    assert begun.notes == ("runs/linear/22 is passed over: [Errno 13] Permission denied: 'runs/linear/22'",)
+
+
 def test_a_folder_below_a_file_is_refused(make_plan):
     Path("file").write_text("")
     assert refusal(OutputError, begin, make_plan(), output=Path("file/sub")) == (
@@ -463,6 +548,32 @@ def test_room_is_asked_for_and_given_back(make_plan, tiny_disk):
     assert not (tiny_disk / "run" / ".room").exists()
 
 
+def test_room_is_asked_for_without_a_write(plan, tmp_path):
+    """ext2 cannot reserve: glibc's posix_fallocate writes a byte into each of its blocks."""
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    for command in (["mkfs.ext2", "-q", "-F", image], ["mount", "-o", "loop", image, disk]):
+        if not shutil.which(command[0]) or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs ext2 on a loop device: apt install e2fsprogs, and run the tests as root")
+    try:
+        folder, identity = hold(disk / "run"), replace(identity_of(plan, "torch", {}), checkpoint_bytes=8 << 20)
+        before = written()
+        _reserve(folder, identity)
+        assert written() - before < 10  # of 8,192
+        with pytest.raises(OutputError, match=r"has no room for 256\.0 MiB of checkpoints: No space left on device;"):
+            _reserve(folder, replace(identity, checkpoint_bytes=64 << 20))
+        folder.lock.close()
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def written() -> int:
+    """Calls of write and its like that this process has made."""
+    return int(re.search(r"syscw: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
 def test_a_changed_recipe_is_reported(plan, make_plan):
     save(begin(plan, output=MINE), plan, 40)
     changed = begin(make_plan(base_lr=0.25, seed=3), output=MINE)
@@ -480,13 +591,13 @@ held.holder.check()
 """
 
 
-@pytest.fixture
-def without_flock(tmp_path):
+@pytest.fixture(params=["ENOSYS", "ENOLCK", "EOPNOTSUPP", "EIO", "ESTALE"])
+def without_flock(request, tmp_path):
     """The environment of a process whose file systems have no flock."""
     if not shutil.which("gcc"):
         pytest.skip("needs gcc: apt install gcc")
     source, library = tmp_path / "noflock.c", tmp_path / "noflock.so"
-    source.write_text("#include <errno.h>\nint flock(int file, int how) { errno = ENOSYS; return -1; }\n")
+    source.write_text(f"#include <errno.h>\nint flock(int file, int how) {{ errno = {request.param}; return -1; }}\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
     return {**clean_environ(), "LD_PRELOAD": str(library)}
 
@@ -513,6 +624,36 @@ def test_without_flock_one_run_holds_a_folder(tmp_path, without_flock):
         assert fourth.stdout.readline() == "held\n"
         assert fourth.communicate("\n") == ("", "")
     assert not held.exists()
+
+
+@pytest.mark.parametrize("without_flock", ["EACCES"], indirect=True)  # CIFS's, of a lock that another one holds
+def test_a_lock_that_may_not_be_had_is_another_runs(tmp_path, without_flock):
+    command = [sys.executable, "-c", HOLDS, tmp_path / "run"]
+    done = subprocess.run(command, env=without_flock, input="", capture_output=True, text=True, check=False)
+    assert "run is being written by another run; wait for it, or give another --output." in done.stderr
+
+
+def test_a_file_system_that_is_away_is_no_other_run(tmp_path):
+    held = holder.Holder(tmp_path)
+    content = json.loads((tmp_path / holder.NAME).read_text())
+    (tmp_path / holder.NAME).unlink()
+    held.check()
+    other = content["token"] = "x"  # noqa: S105 - a container's processes have their own numbers
+    (tmp_path / holder.NAME).write_text(json.dumps(content))
+    with pytest.raises(OutputError, match="was taken by another run"):
+        held.check()
+    held.close()
+    assert json.loads((tmp_path / holder.NAME).read_text())["token"] == other
+
+
+def test_a_holder_that_cannot_be_removed_is_reported(tmp_path, monkeypatch):
+    """As another user's in a folder like /tmp."""
+    monkeypatch.setattr(holder, "DEAD", 0.0)
+    (tmp_path / holder.NAME).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o1777 if os.geteuid() == 0 else 0o555)
+    with no_root(), pytest.raises(PermissionError):
+        holder.Holder(Path())
 
 
 def test_a_run_on_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):

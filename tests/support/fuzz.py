@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import hostile_folders
 from costs import peak_mib
 
 from hvdtrain import cli
@@ -31,6 +32,7 @@ from hvdtrain.tools.slurm.sites import SITES
 from hvdtrain.untrusted import one_line
 
 SECONDS = 100  # of processor time: what takes longer hangs, on slow machines too
+WAITED_SECONDS = 300  # for a pipe
 HERE = Path(__file__).resolve().parents[2]
 RECIPES = [
     path.read_bytes() for path in sorted((HERE / "hvdtrain" / "recipes").glob("*.yaml")) if path.stem != "cifar100"
@@ -439,7 +441,7 @@ def read_command_line(r: random.Random) -> None:
 
 READERS: dict[str, Callable[[random.Random], None]] = {
     name.removeprefix("read_"): reader for name, reader in list(globals().items()) if name.startswith("read_")
-}
+} | hostile_folders.READERS
 
 
 def once(reader: Callable[[random.Random], None], r: random.Random) -> str:
@@ -447,6 +449,7 @@ def once(reader: Callable[[random.Random], None], r: random.Random) -> str:
     output = io.StringIO()
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.alarm(WAITED_SECONDS)
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             reader(r)
     except HvdtrainError as error:
@@ -458,6 +461,7 @@ def once(reader: Callable[[random.Random], None], r: random.Random) -> str:
         return traceback.format_exc(limit=-4)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
     output.getvalue().encode()  # a lone surrogate would be a traceback on a terminal
     return ""
 
@@ -467,7 +471,8 @@ def hang(*_: object) -> None:
 
 
 def main(name: str, seed: int, count: int) -> None:
-    signal.signal(signal.SIGPROF, hang)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, hang)
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

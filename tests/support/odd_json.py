@@ -15,10 +15,10 @@ VALUES = [
 ]
 
 
-def texts(good: dict[str, Any], count: int = COUNT) -> Iterator[str]:
+def texts(good: dict[str, Any], count: int = COUNT, seed: int = SEED) -> Iterator[str]:
     """`count` texts: `good` with an odd value somewhere, without a key, with changed or missing bytes."""
-    draw = random.Random(SEED)
-    changes = (_odd_value, _odd_value, _without_a_key, _other_key, _changed_letter, _cut, _alone)
+    draw = random.Random(seed)
+    changes = (_odd_value, _odd_value, _without_a_key, _other_key, _one_more_key, _changed_letter, _cut, _alone)
     for _ in range(count):
         yield draw.choice(changes)(json.loads(json.dumps(good)), draw)
 
@@ -48,6 +48,12 @@ def _without_a_key(good: dict[str, Any], draw: random.Random) -> str:
 def _other_key(good: dict[str, Any], draw: random.Random) -> str:
     mapping, key = _inner(good, draw)
     mapping[draw.choice(["", key.upper(), "\ud800", "\x1b", "x" * 5000, "step"])] = mapping.pop(key)
+    return json.dumps(good)
+
+
+def _one_more_key(good: dict[str, Any], draw: random.Random) -> str:
+    mapping, key = _inner(good, draw)
+    mapping[f"{key}_x"] = draw.choice([1, "x", None, [], {}])
     return json.dumps(good)
 
 

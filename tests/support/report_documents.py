@@ -39,12 +39,6 @@ warmup_epochs: 1
 schedule: cosine
 seed: 7
 """
-JOB = """#!/bin/bash
-#SBATCH --job-name=digits
-#SBATCH --nodes=2 --ntasks-per-node=2
-#SBATCH --time=00:30:00
-srun python -m hvdtrain.torch digits --seed 7
-"""
 PLAN = (
     "recipe      digits: resnet50 (23,528,522 parameters) on digits, 1,437 examples to train, 360 to validate",
     "batch       128 = 4 ranks x 32",
@@ -92,7 +86,7 @@ def several(count: int = 3) -> Document:
 def empty() -> Document:
     """A folder of which nothing could be read."""
     nothing = Verdict("open", "Nothing is known of its training.", (), (), "", "")
-    origin = Origin("", False, (), (), {}, (), "", "", "", None, "", "", "", "")
+    origin = Origin("", False, (), (), {}, (), "", "", "", None, "", "", "")
     energy = Energy((), None, None, None, "")
     only = RunReport("empty", "runs/empty", "unknown", None, nothing, (), {}, None, (), None, (), energy, origin)
     return Document("empty", BEGAN, "1.0.0", (only,))
@@ -157,7 +151,6 @@ def run(seed: int = 7) -> RunReport:
             ranks=4,
             git_commit="5b22e5b1a2bc (with changes)",
             job_id="4711",
-            job_script=JOB,
             command=f"python -m hvdtrain.torch digits --epochs 10 --seed {seed}",
         ),
         settings={"seed": seed, "epochs": 10},
@@ -318,7 +311,6 @@ def _hostile_run(given: RunReport) -> RunReport:
             ranks=2**70,
             git_commit=HOSTILE,
             job_id=HOSTILE,
-            job_script=HOSTILE,
             command=HOSTILE,
         ),
         missing=(HOSTILE,),

@@ -1,0 +1,161 @@
+"""Rank 0 among thousands of ranks: `python many_ranks.py SIZE [SECONDS]` prints what start and training cost it.
+
+The others are real connections with real handshakes, but one process of their own holds them all, and trains nothing.
+"""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+
+from costs import peak_mib
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
+from hvdtrain.launch.topology import Topology
+from hvdtrain.run import messages, timeouts
+from hvdtrain.run.admission import allow_files
+from hvdtrain.run.handshake import Handshake
+from hvdtrain.run.peers import Peer, Peers
+from hvdtrain.run.slow import Clocks
+from hvdtrain.run.world import World
+
+KEY, TOKEN, PORTS, ON_A_HOST = bytes(32), "22.0", range(9_851, 9_859), 8
+TRAFFIC = (messages.Traffic(own="10.0.0.1", other="10.0.0.2", size=1e6, busy=0.01),)
+TIMES = messages.Times(reading=0.001, rest=0.1, waiting=0.01, traffic=TRAFFIC)
+
+
+def topology(rank: int, size: int) -> Topology:
+    """Of a rank of hosts with eight each."""
+    node, local_rank = divmod(rank, ON_A_HOST)
+    return Topology(rank, size, local_rank, ON_A_HOST, node, f"nid{node}", "srun", "22")
+
+
+def world_of(rank: int, size: int) -> World:
+    """That rank's world, begun."""
+    world = World(topology(rank, size), Rendezvous("127.0.0.1", PORTS, TOKEN, KEY))
+    world.start()
+    return world
+
+
+class Fakes:
+    """All ranks but rank 0, over one selector, and what has come for them: messages and bytes by kind."""
+
+    def __init__(self, size: int, world: World | None = None) -> None:
+        """`world`: rank 0's, where this process has it too."""
+        allow_files(size)
+        self.size, self.peers = size, Peers(topology(1, size))
+        self.messages, self.bytes = Counter[str](), Counter[str]()
+        self.handshakes: dict[Peer, Handshake] = {}
+        listener = world and world.readiness.admission.listener
+        self.port = listener.getsockname()[1] if listener else PORTS[0]
+
+    def connect(self, rank: int, key: bytes | None) -> None:
+        """This rank begins to shake hands."""
+        own = topology(rank, self.size)
+        shakes = Handshake(self.peers, Endpoint(own.host, own.node or 0, own.local_rank, port=10_000), print)
+        shakes.topology, shakes.key, shakes.token = own, key, TOKEN
+        peer = self.peers.add(socket.create_connection(("127.0.0.1", self.port)), time.monotonic())
+        self.handshakes[peer] = shakes
+        shakes.begin(peer)
+
+    def serve(self, seconds: float) -> None:
+        """Reads what has come; who is admitted is ready, who was dropped before that comes again."""
+        for peer in self.peers.wait(seconds):
+            try:
+                lines = peer.receive(time.monotonic())
+            except OSError:
+                if peer.rank >= 0:
+                    raise
+                self.peers.drop(peer)
+                shakes = self.handshakes.pop(peer)
+                self.connect(shakes.topology.rank, shakes.key)
+                continue
+            for line in lines:
+                if peer.rank < 0:
+                    if self.handshakes[peer].advance(peer, line):
+                        peer.send(messages.Ready())
+                    continue
+                kind = peer.read(line, messages.FROM_RANK_0).kind
+                self.messages[kind] += 1
+                self.bytes[kind] += len(line) + 1
+                if kind == "all_ready":
+                    peer.send(messages.Heartbeat())
+        self.peers.flush()
+
+    def start(self, key: bytes) -> None:
+        """Until all are ready, and have learned it."""
+        for rank in range(1, self.size):
+            self.connect(rank, key)
+            if rank % max(8, self.size // 100) == 0:
+                self.serve(0.01)
+        while self.messages["all_ready"] < self.size - 1:
+            self.serve(0.5)
+
+    def train(self) -> None:
+        """Sends what ranks send in training, until rank 0 ends: times, and no heartbeats beside them."""
+        every = timeouts.of_each(timeouts.TIMES, self.size)
+        now = time.monotonic()
+        due = {peer: now + random.random() * every for peer in self.peers.connections}
+        while not self.messages["left"]:
+            self.serve(0.01)
+            now = time.monotonic()
+            for peer in [peer for peer, at in due.items() if now >= at]:
+                due[peer] += every
+                peer.send(TIMES)
+
+
+class Engine:
+    waited = 0.0
+
+
+def main(size: int, seconds: float = 30.0) -> None:
+    world = world_of(0, size)
+    key = world.readiness.handshake.key
+    assert key
+    others = subprocess.Popen([sys.executable, __file__, "others", str(size), key.hex()])
+    began, used = time.monotonic(), time.process_time()
+    world.wait_until_ready(lambda endpoints: None)
+    took, used = time.monotonic() - began, time.process_time() - used
+    print(f"{size} ranks start: {took:.1f} s, {used:.1f} s of rank 0's processor, {peak_mib():.0f} MiB", flush=True)
+    time.sleep(5)
+    clocks = Clocks(Engine(), world.slow)
+    began, used, step = time.monotonic(), time.process_time(), 0
+    while time.monotonic() - began < seconds:
+        clocks.begin_step()
+        time.sleep(0.05)
+        clocks.end_step()
+        step += 1
+        world.stops_at(step)
+    print(f"{size} ranks train: {(time.process_time() - used) / (time.monotonic() - began):.3f} of a core", flush=True)
+    world.leave()
+    others.wait()
+
+
+def limited(size: int) -> None:
+    """Rank 0, which prints its key and port once it listens, until its input ends."""
+    world = world_of(0, size)
+    print(world.readiness.handshake.key.hex(), world.readiness.admission.listener.getsockname()[1], flush=True)
+    try:
+        world.wait_until_ready(lambda endpoints: None)
+    except HvdtrainError as error:
+        os._exit(error.exit_code)
+    sys.stdin.read()
+    world.leave()
+
+
+if __name__ == "__main__":
+    what = sys.argv[1]
+    if what == "others":
+        fakes = Fakes(int(sys.argv[2]))
+        fakes.start(bytes.fromhex(sys.argv[3]))
+        fakes.train()
+        for kind, count in fakes.messages.items():
+            print(f"{kind}: {count} messages, {fakes.bytes[kind] / 1e6:.1f} MB")
+    elif what == "limited":
+        limited(int(sys.argv[2]))
+    else:
+        main(int(what), *map(float, sys.argv[2:]))
