@@ -1,9 +1,11 @@
 """Ctrl-C without a traceback, whenever it comes: the first ends what runs in order, a second at once.
 
-Nor is there one where the reader of stdout leaves, as `head` does: the program does all that it was started for.
+Nor is there one where the reader of the output leaves, as `head` does, or the terminal is closed: the program does all
+that it was started for.
 """
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -17,12 +19,12 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def listen() -> None:
     """To be called before slow imports. Where Ctrl-C is ignored, as behind nohup, it stays so."""
-    if isinstance(out := sys.stdout, io.TextIOWrapper):  # None where it was closed
-        raw = _Output(out.fileno(), "w", closefd=False)
-        buffer: Any = raw if out.write_through else io.BufferedWriter(raw)
-        sys.stdout = io.TextIOWrapper(
-            buffer, out.encoding, out.errors, None, out.line_buffering, write_through=out.write_through
-        )
+    for name in ("stdout", "stderr"):
+        if isinstance(out := getattr(sys, name), io.TextIOWrapper):  # None where it was closed
+            raw = _Output(out.fileno(), "w", closefd=False)
+            buffer: Any = raw if out.write_through else io.BufferedWriter(raw)
+            how = (out.encoding, out.errors, None, out.line_buffering, out.write_through)
+            setattr(sys, name, io.TextIOWrapper(buffer, *how))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _first)
         sys.excepthook = _quiet
@@ -35,7 +37,9 @@ class _Output(io.FileIO):
     def write(self, content: Any) -> int:
         try:
             return super().write(content)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in {errno.EPIPE, errno.EIO}:  # a pipe's, a terminal's
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self.fileno())
             return len(content)
 

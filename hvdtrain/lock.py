@@ -73,6 +73,6 @@ def _wait(descriptor: int, shown: Path, patience: float) -> None:
 def _is_taken(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # the latter is CIFS's
         return False
     return True

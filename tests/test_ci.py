@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from paths import REPOSITORY, SUPPORT
-from ranks import processors
 
 PYTEST = f"\t{sys.executable} -m pytest -q -p rerun"
 MAKEFILE = f"""
@@ -61,7 +60,15 @@ def test_alone():
 def test_what_matters():
     pass
 """
-SLOW = ("two are", "four of one launch are flaky]", "one of the cluster", "ends_it[check]", "ends_it[test-all]")
+SLOW = (
+    "two are",
+    "all pass",
+    "fails twice",
+    "four of one launch",
+    "one of the cluster",
+    "ends_it[check]",
+    "ends_it[test-all]",
+)
 RUNS = {  # flaky tests, those of one launch, whether the others pass: exit code, FLAKY lines, pytest's last line
     "all pass": (0, 0, True, 0, 0, "1 passed"),
     "one is flaky": (1, 0, True, 0, 1, "1 passed"),
@@ -114,25 +121,3 @@ def test_what_is_no_failed_test_ends_it(tmp_path, breaks):
     done = ci(tmp_path)
     assert done.returncode != 0
     assert f"[Makefile:{2 * targets.index(breaks) + 2}: {breaks}] Error 2" in done.stdout + done.stderr
-
-
-QUOTAS = {  # /proc/self/cgroup, files below /sys/fs/cgroup: processors, None for all there are
-    "none": ("0::/\n", {}, None),
-    "of version 2": ("0::/a/b\n", {"a/b/cpu.max": "50000 100000", "a/cpu.max": "max 100000"}, 0.5),
-    "of the group above": ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "25000 100000"}, 0.25),
-    "of version 1": (
-        "2:cpu,cpuacct:/a\n0::/\n",
-        {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"},
-        0.5,
-    ),
-    "version 1, unlimited": ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-    "another controller's": ("2:cpuset:/a\n", {"a/cpu.max": "50000 100000"}, None),
-}
-
-
-@pytest.mark.parametrize(("groups", "files", "expected"), QUOTAS.values(), ids=QUOTAS)
-def test_a_quota_of_processors_is_known(tmp_path, groups, files, expected):
-    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": files[name] for name in files}}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert processors(tmp_path) == (expected or len(os.sched_getaffinity(0)))

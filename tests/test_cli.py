@@ -147,7 +147,8 @@ REFUSED_COMMANDS = {  # argv: stderr
     ),
     "plan of a framework that is missing": (
         ["-c", NO_TORCH, "plan", "cscs:vgg16-synthetic"],
-        r"EngineUnavailable: model vgg16 needs PyTorch; install it: pip install hvdtrain\[torch\]\n",
+        r"EngineUnavailable: model vgg16 needs PyTorch, which /\S+ has not; install it: /\S+ -m pip install "
+        r"'hvdtrain\[torch\]'\n",
     ),
 }
 

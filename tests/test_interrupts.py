@@ -1,7 +1,10 @@
 """Ctrl-C, once and twice, at any moment of a run: no traceback."""
 
 import contextlib
+import os
+import pty
 import signal
+import subprocess
 import sys
 import time
 
@@ -40,3 +43,31 @@ def test_ctrl_c_twice_at_any_moment(command, seconds, tmp_path):
         ended = launched.wait()
     assert ended.code in {0, 130, -signal.SIGINT}  # the last where Python has ended already
     assert ended.err in {"", "interrupted\n", "interrupted; the same command resumes from the last checkpoint\n"}
+
+
+WRITES = """
+import signal, sys
+from hvdtrain import interrupts
+interrupts.listen()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print("begun", flush=True)
+sys.stdin.readline()
+for stream in (sys.stdout, sys.stderr) * 2:
+    print("more", file=stream, flush=True)
+open("done", "w")
+"""
+
+
+@pytest.mark.parametrize("end", [os.pipe, pty.openpty], ids=["| head", "a closed terminal"])
+def test_whoever_read_the_output_may_leave(end, tmp_path):
+    reads, writes = end()
+    command = [sys.executable, "-c", WRITES]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=writes, stderr=writes, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    ) as program:  # fmt: skip
+        os.close(writes)
+        assert os.read(reads, 5) == b"begun"
+        os.close(reads)
+        program.communicate(b"\n")
+    assert program.returncode == 0 and (tmp_path / "done").exists()

@@ -1,5 +1,6 @@
 """Horovod over Gloo without horovodrun: the rendezvous server and the variables that horovodrun would have given."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hvdtrain.errors import EngineUnavailable
@@ -32,15 +33,7 @@ class RendezvousServer:
         """Forgets the ranks of before and waits for these."""
         from horovod.runner.common.util.hosts import SlotInfo
 
-        self._server.init(
-            [
-                SlotInfo(
-                    own.label, rank, own.local_rank, cross_rank, len(endpoints), _local_size(endpoints, own), cross_size
-                )
-                for rank, own in enumerate(endpoints)
-                for cross_rank, cross_size in (_cross(endpoints, own),)
-            ]
-        )
+        self._server.init([SlotInfo(*slot) for slot in _slots(endpoints)])
 
 
 def serve(endpoints: Sequence[Endpoint], key: bytes) -> int:
@@ -54,16 +47,15 @@ def variables(
     topology: Topology, endpoints: Sequence[Endpoint], address: str, port: int, interface: str | None, key: bytes
 ) -> dict[str, str]:
     """What Horovod's Gloo controller reads at its start. `interface` None leaves the choice to Gloo."""
-    own = endpoints[topology.rank]
-    cross_rank, cross_size = _cross(endpoints, own)
+    label, rank, local_rank, cross_rank, size, local_size, cross_size = _slots(endpoints)[topology.rank]
     given = {
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
-        "HOSTNAME": own.label,
-        "RANK": topology.rank,
-        "SIZE": topology.size,
-        "LOCAL_RANK": own.local_rank,
-        "LOCAL_SIZE": _local_size(endpoints, own),
+        "HOSTNAME": label,
+        "RANK": rank,
+        "SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": local_size,
         "CROSS_RANK": cross_rank,
         "CROSS_SIZE": cross_size,
         "GLOO_RENDEZVOUS_ADDR": address,
@@ -74,11 +66,15 @@ def variables(
     return {f"HOROVOD_{name}": str(value) for name, value in given.items()}
 
 
-def _local_size(endpoints: Sequence[Endpoint], own: Endpoint) -> int:
-    return sum(other.node == own.node for other in endpoints)
-
-
-def _cross(endpoints: Sequence[Endpoint], own: Endpoint) -> tuple[int, int]:
-    """The endpoint's index among the hosts that have its local rank, and their number."""
-    nodes = sorted(other.node for other in endpoints if other.local_rank == own.local_rank)
-    return nodes.index(own.node), len(nodes)
+def _slots(endpoints: Sequence[Endpoint]) -> list[tuple[str, int, int, int, int, int, int]]:
+    """Of each rank: its host's label, rank, local rank, index of its host among those that have its local rank, number
+    of ranks, of its host's ranks, and of those hosts."""
+    nodes, local_sizes = dict[int, list[int]](), Counter(own.node for own in endpoints)
+    for own in sorted(endpoints, key=lambda own: own.node):
+        nodes.setdefault(own.local_rank, []).append(own.node)
+    index = {(node, local): index for local, of in nodes.items() for index, node in enumerate(of)}
+    return [
+        (e.label, rank, local, index[e.node, local], len(endpoints), local_sizes[e.node], len(nodes[local]))
+        for rank, e in enumerate(endpoints)
+        for local in (e.local_rank,)
+    ]

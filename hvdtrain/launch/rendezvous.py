@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -17,7 +18,7 @@ from pydantic import AfterValidator, Field
 from hvdtrain.errors import EngineUnavailable, WorldError
 from hvdtrain.launch import hostlist, keys
 from hvdtrain.launch.topology import Topology
-from hvdtrain.untrusted import printable, whole_number
+from hvdtrain.untrusted import printable, quoted, whole_number
 
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
 FIRST_PORT, PORTS = 10_000, 20_000
@@ -122,6 +123,31 @@ def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvo
     token = f"{topology.host} {os.getpid()}"
     own = Rendezvous(addresses()[0], _block(zlib.crc32(os.fsencode(token))), token, secrets.token_bytes(keys.BYTES))
     return ranks.bcast(own)
+
+
+def check_host(host: str) -> None:
+    """Raises WorldError where this host, one of several, can never find rank 0 on that one."""
+    ipv6, text = Path("/proc/net/if_inet6"), ""
+    is_global = [line.split()[3] == "00" for line in ipv6.read_text().splitlines()] if ipv6.exists() else []
+    lacks = "this host" if any(is_global) and all(own.startswith("127.") for own in addresses()) else ""
+    try:
+        (host or ".").encode("idna")
+        socket.getaddrinfo(host, None, socket.AF_INET)
+    except UnicodeError:
+        text = f"MASTER_ADDR must have 1 to 63 characters between its dots, got {quoted(host)}; set rank 0's host."
+    except OSError:  # the name may be known later
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(host, None, socket.AF_INET6)
+            lacks = quoted(host)
+    if lacks:
+        text = (
+            f"ranks on several hosts find one another over IPv4, and {lacks} has IPv6 addresses alone; give every host "
+            "an IPv4 address, or start all ranks on one."
+        )
+    if text:
+        error = WorldError(text)
+        error.everywhere = False
+        raise error
 
 
 def addresses() -> list[str]:

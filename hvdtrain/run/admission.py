@@ -1,9 +1,11 @@
 """How connections come to be: rank 0 listens, another rank looks for it, and strangers are few and go in time."""
 
 import contextlib
+import errno
+import resource
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hvdtrain.errors import WorldError
 from hvdtrain.run import timeouts
@@ -11,6 +13,15 @@ from hvdtrain.run.handshake import Handshake
 from hvdtrain.run.peers import Peer, Peers
 
 FEWEST_STRANGERS = 32
+FILES, FILES_OF_RANK = 256, 4  # open at a time: torch.distributed has two connections to each rank
+
+
+def allow_files(size: int) -> None:
+    """Raises the limit of open files as far as it may, where so many ranks want more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < FILES + FILES_OF_RANK * size:
+        with contextlib.suppress(OSError, ValueError):  # a hard limit above the system's
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Admission:
@@ -27,7 +38,7 @@ class Admission:
         """Lets others connect to the first free one of these ports of the host's address, "" for all it has; which one.
         Raises WorldError where all are taken."""
         for port in ports:
-            with contextlib.suppress(OSError):
+            with self._one_connection():
                 self.listener = socket.create_server((host, port), backlog=max(128, self.topology.size))
                 self.listener.setblocking(False)
                 self.peers.watch(self.listener)
@@ -37,9 +48,10 @@ class Admission:
     def accept(self, now: float) -> None:
         """Lets in who has connected; of too many strangers those go who have sent nothing, then the longest unknown."""
         assert self.listener
-        most = max(FEWEST_STRANGERS, 2 * self.topology.size)
+        size, limit = self.topology.size, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63  # infinite is -1
+        most = max(FEWEST_STRANGERS, min(2 * size, limit - size - FILES))
         strangers = sorted(self.peers.strangers(), key=lambda peer: (peer.signatures is not None, peer.opened))
-        with contextlib.suppress(OSError):
+        with self._one_connection():
             # A part of them at a time: a rank's first message is read before it could have to go.
             for _ in range(most // 4):
                 connection = self.listener.accept()[0]
@@ -61,12 +73,14 @@ class Admission:
             self._last_tried[address] = now
             self.addresses.remove(address)
             self.addresses.append(address)
-            try:
-                return _connected(address)
-            except TimeoutError:  # the host is not there: no use to wait for its other ports now
-                return None
-            except (OSError, UnicodeError):  # the latter for a name that no host can have
-                continue
+            # IPv4 alone, as rank 0 listens: at the same port of its IPv6 address a stranger may.
+            with self._one_connection(), socket.socket(socket.AF_INET) as connection:
+                connection.settimeout(timeouts.CONNECT)
+                try:
+                    connection.connect(address)
+                except TimeoutError:  # the host is not there: no use to wait for its other ports now
+                    return None
+                return connection.dup()
         return None
 
     def greet(self, connection: socket.socket, now: float) -> None:
@@ -84,10 +98,11 @@ class Admission:
 
     def drop_slow(self, now: float) -> None:
         """Drops strangers that have not proved in time what they are."""
-        for peer in self.peers.strangers():
+        for peer in self.peers.strangers() if self.listener or not self.topology.is_rank_0 else ():
             # Rank 0 has proved itself and may count this rank in already: its welcome takes as long as it takes.
             is_rank_0 = peer.signatures is not None and not self.topology.is_rank_0
-            if now - peer.opened > (timeouts.ARRIVAL if is_rank_0 else timeouts.HANDSHAKE):
+            limit = timeouts.of_each(timeouts.HANDSHAKE, self.topology.size)
+            if now - peer.opened > (timeouts.ARRIVAL if is_rank_0 else limit):
                 self.peers.drop(peer)
 
     def missing(self) -> str:
@@ -103,6 +118,20 @@ class Admission:
             self.listener.close()
         self.peers.close()
 
+    @contextlib.contextmanager
+    def _one_connection(self) -> Iterator[None]:
+        """An error is that connection's. Raises WorldError where this process may have no more of them."""
+        try:
+            yield
+        except (OSError, UnicodeError, TypeError) as error:  # the last two of a name that no host can have
+            if getattr(error, "errno", None) in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                raise WorldError(
+                    f"{error}: this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and of "
+                    f"{self.topology.size} ranks each is a connection; run ulimit -n "
+                    f"{FILES + FILES_OF_RANK * self.topology.size} before the launcher, or have nofile in "
+                    "/etc/security/limits.conf raised."
+                ) from None
+
     def _stop_listening(self) -> None:
         if self.listener:
             self.peers.unwatch(self.listener)
@@ -110,15 +139,3 @@ class Admission:
             self.listener = None
         for peer in self.peers.strangers():
             self.peers.drop(peer)
-
-
-def _connected(address: tuple[str, int]) -> socket.socket:
-    # IPv4 alone, as rank 0 listens: at the same port of its IPv6 address a stranger may.
-    connection = socket.socket(socket.AF_INET)
-    try:
-        connection.settimeout(timeouts.CONNECT)
-        connection.connect(address)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

@@ -6,7 +6,9 @@ its end.
 
 import contextlib
 import os
+import re
 import select
+from collections.abc import Mapping
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -15,12 +17,12 @@ MOST_ABOVE = 4
 
 
 class LauncherShell:
-    """That shell, where there is one above this process."""
+    """That shell, or torchrun, where there is one above this process."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
         for pid in above(os.getppid()):
-            if is_launcher_shell(arguments_of(pid)):
+            if is_launcher_shell(arguments := arguments_of(pid)) or is_torchrun(arguments):
                 with contextlib.suppress(OSError):  # a kernel without it; or the shell has ended since
                     self._descriptor = os.pidfd_open(pid)
                 break
@@ -47,6 +49,21 @@ def is_launcher_shell(arguments: list[str]) -> bool:
     """Whether it is `sh -c "mpirun ..."`, which lives as long as its mpirun unless it is killed."""
     shell, *rest = arguments or [""]
     return Path(shell).name == "sh" and len(rest) >= 2 and rest[0] == "-c" and rest[1].startswith("mpirun ")
+
+
+def is_torchrun(arguments: list[str]) -> bool:
+    """Whether it is torchrun, which some signals kill; its ranks would train on."""
+    return any(Path(word).name in {"torchrun", "torch.distributed.run"} for word in arguments[:3])
+
+
+def is_below_terminal_task(environ: Mapping[str, str], proc: Path = PROC) -> bool:
+    """Whether this is below, or is, a program that `srun --pty` has given nothing but its terminal, as bash or python:
+    its other tasks have none and have ended."""
+    task = environ.get("SLURM_TASK_PID", "")
+    if "SLURM_PTY_PORT" not in environ or not task.isdecimal():
+        return False
+    words = arguments_of(int(task), proc)
+    return bool(words) and all(re.fullmatch("|-[^cm]*|--.*", word) for word in words[1:])
 
 
 def above(pid: int, most: int = MOST_ABOVE, proc: Path = PROC) -> list[int]:

@@ -9,14 +9,16 @@ from types import TracebackType
 from typing import NoReturn
 
 from hvdtrain import untrusted
-from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError
+from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
+from hvdtrain.interrupts import INTERRUPTED
 from hvdtrain.launch import rendezvous, slurm_job
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.run import folder as folders
 from hvdtrain.run import outcome, reports
+from hvdtrain.run.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
 from hvdtrain.run.folder import RunFolder
-from hvdtrain.run.liveness import print_error
-from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
+from hvdtrain.run.liveness import print_error, print_warning
+from hvdtrain.run.signals import END_SIGNALS, TIME_LIMIT_SIGNALS
 from hvdtrain.run.world import World
 
 
@@ -25,8 +27,16 @@ def begin(*, insecure: bool) -> World:
     topology = Topology.alone()
     try:
         topology = discover(os.environ)
+        if topology.launcher == "srun" and topology.size > 1 and is_below_terminal_task(os.environ):
+            raise TopologyError(
+                f"srun --pty gave this terminal to task 0 of {topology.size} alone, and the others ended; start this "
+                f"with: srun --overlap -n{topology.size}, or for one process the terminal with: srun -n1 --pty."
+            )
         world = World(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
         world.start()
+        if topology.is_rank_0 and is_launcher_shell(arguments_of(1)):
+            what = "horovodrun is the first process of this container, so SIGTERM (docker stop) does not reach it"
+            print_warning(topology, f"{what}; start the container with --init, or: python -m hvdtrain build.")
     except HvdtrainError as error:
         if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
             print_error(topology, type(error), untrusted.one_line(error))
@@ -42,7 +52,8 @@ def begin(*, insecure: bool) -> World:
 def end(code: int) -> NoReturn:
     """Ends the process with this exit code."""
     if code:  # srun --kill-on-bad-exit and mpirun end whoever has not ended yet, while the interpreter tears down
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in END_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 
@@ -120,11 +131,12 @@ class Ending:
         if self.topology.is_rank_0:
             print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         self._ended("stopped", "interrupted")
-        self.world.leave("interrupted", 128 + signal.SIGINT)
-        return 128 + signal.SIGINT
+        self.world.leave("interrupted", INTERRUPTED)
+        return INTERRUPTED
 
     def _fail(self, error: HvdtrainError) -> int:
-        state: folders.State = "stopped" if isinstance(error, StoppedError) else "failed"
+        stops = isinstance(error, StoppedError) or error.exit_code == INTERRUPTED
+        state: folders.State = "stopped" if stops else "failed"
         if self.folder:
             with contextlib.suppress(OSError):  # the disk may be what failed
                 self.folder.write_status(state, error=str(error))

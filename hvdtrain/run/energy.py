@@ -9,8 +9,9 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.liveness import Liveness
@@ -18,74 +19,38 @@ from hvdtrain.run.liveness import Liveness
 CLOSE_SECONDS = 0.5
 
 
-class Counter(Protocol):
-    """One counter of energy."""
+class Counter:
+    """One counter of energy. `read` gives joules since some time before."""
 
-    key: str
-    """SOURCE:DEVICE, the same for every process of the host."""
-
-    def joules(self) -> float:
-        """Since the counter was made. Raises OSError and what its library raises."""
-
-
-class PmCounter:
-    """Cray's counter of a node: a file that holds `12345 J 1700000000000000 us`."""
-
-    key = "pm_counters:node"
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._first = self._read()
-
-    def joules(self) -> float:
-        return self._read() - self._first
-
-    def _read(self) -> float:
-        return float(self._file.read_text().split()[0])
-
-
-class RaplCounter:
-    """A RAPL zone's counter of microjoules, which begins anew at max_energy_range_uj."""
-
-    def __init__(self, zone: Path) -> None:
-        self.key = f"rapl:{zone.name.replace(':', '-')}"
-        self._file = zone / "energy_uj"
-        self._range = int((zone / "max_energy_range_uj").read_text())
-        self._last, self._sum = self._read(), 0
-
-    def joules(self) -> float:
-        now = self._read()
-        self._sum += now - self._last if now >= self._last else now + self._range - self._last
-        self._last = now
-        return self._sum / 1e6
-
-    def _read(self) -> int:
-        return int(self._file.read_text())
-
-
-class GpuCounter:
-    """A GPU's counter, as a function that gives joules."""
-
-    def __init__(self, key: str, read: Callable[[], float]) -> None:
-        self.key, self._read = re.sub(r"[^\w:-]", "-", key), read
+    def __init__(self, key: str, read: Callable[[], float], wraps: float = 0.0) -> None:
+        """`key`: SOURCE:DEVICE, the same for every process of the host. `wraps`: the joules at which it begins anew."""
+        self.key, self._read, self._wraps = re.sub(r"[^\w:-]", "-", key), read, wraps
         self._last, self._sum = read(), 0.0
 
     def joules(self) -> float:
+        """Since the counter was made. Raises OSError and what its library raises."""
         now = self._read()
-        self._sum += now - self._last if now >= self._last else now  # a driver that was reset counts from 0
+        # A driver that was reset counts from 0.
+        self._sum += now - self._last if now >= self._last else now + max(self._wraps - self._last, 0.0)
         self._last = now
         return self._sum
 
 
 def node_counters(sys: Path = Path("/sys")) -> list[Counter]:
     """What counts a host's energy, for one process of the host."""
-    cray = sys / "cray/pm_counters/energy"
     zones = [zone for zone in sorted((sys / "class/powercap").glob("intel-rapl:*")) if _is_counted(zone)]
-    return _made([*([lambda: PmCounter(cray)] if cray.exists() else []), *(_of_zone(zone) for zone in zones)])
+    return _made([partial(_of_cray, sys / "cray/pm_counters/energy"), *(partial(_of_zone, zone) for zone in zones)])
 
 
-def _of_zone(zone: Path) -> Callable[[], Counter]:
-    return lambda: RaplCounter(zone)
+def _of_cray(file: Path) -> Counter:
+    """Of a node, whose file holds `12345 J 1700000000000000 us`."""
+    return Counter("pm_counters:node", lambda: float(file.read_text().split()[0]))
+
+
+def _of_zone(zone: Path) -> Counter:
+    """Of a RAPL zone, in microjoules."""
+    wraps = int((zone / "max_energy_range_uj").read_text()) / 1e6
+    return Counter(f"rapl:{zone.name.replace(':', '-')}", lambda: int((zone / "energy_uj").read_text()) / 1e6, wraps)
 
 
 def _is_counted(zone: Path) -> bool:
@@ -106,27 +71,21 @@ def _nvidia(visible: str | None) -> list[Counter]:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        found = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        uuids = [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]
         names = None if visible is None else [name.strip() for name in visible.split(",")]
         return _made(
-            _of_nvidia(nvml, handle, uuid)
+            partial(_of_nvidia, nvml, handle, uuid)
             for index, (handle, uuid) in enumerate(zip(handles, uuids, strict=True))
-            if names is None or any(name == str(index) or _begins(uuid, name) for name in names)
+            # What else may be visible is a MIG device, whose energy is not known.
+            if names is None
+            or any(name == str(index) or (name.startswith("GPU-") and uuid.startswith(name)) for name in names)
         )
     return []
 
 
-def _of_nvidia(nvml: Any, handle: Any, uuid: str) -> Callable[[], Counter]:
-    return lambda: GpuCounter(f"nvml:{uuid}", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
-
-
-def _begins(uuid: str, name: str) -> bool:
-    """Whether that is a name of the GPU in CUDA_VISIBLE_DEVICES; a MIG device's energy is not known."""
-    return name.startswith("GPU-") and uuid.startswith(name)
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+def _of_nvidia(nvml: Any, handle: Any, uuid: str) -> Counter:
+    return Counter(f"nvml:{uuid}", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
 
 
 def _amd(visible: str | None) -> list[Counter]:
@@ -135,16 +94,16 @@ def _amd(visible: str | None) -> list[Counter]:
         smi.amdsmi_init()
         handles = list(smi.amdsmi_get_processor_handles())
         wanted = range(len(handles)) if visible is None else [int(one) for one in visible.split(",") if one.isdigit()]
-        return _made(_of_amd(smi, handles[index]) for index in wanted if index < len(handles))
+        return _made(partial(_of_amd, smi, handles[index]) for index in wanted if index < len(handles))
     return []
 
 
-def _of_amd(smi: Any, handle: Any) -> Callable[[], Counter]:
+def _of_amd(smi: Any, handle: Any) -> Counter:
     def joules() -> float:
         count = smi.amdsmi_get_energy_count(handle)
         return float(count["energy_accumulator"] * count["counter_resolution"] / 1e6)
 
-    return lambda: GpuCounter(f"amdsmi:{smi.amdsmi_get_gpu_device_uuid(handle)}", joules)
+    return Counter(f"amdsmi:{smi.amdsmi_get_gpu_device_uuid(handle)}", joules)
 
 
 def _made(makers: Iterable[Callable[[], Counter]]) -> list[Counter]:
@@ -216,13 +175,14 @@ class EnergyWatch:
         self.on_reading()
 
     def _work(self) -> None:
-        of_node = node_counters(self._sys) if self.topology.local_rank == 0 else []
-        counters = [*of_node, *gpu_counters(self._environ)]
-        while counters:
-            is_last = self._closing.wait(timeouts.ENERGY)
-            self._read(counters)
-            if is_last:
-                break
+        with self.liveness.diagnosing("energy"):
+            of_node = node_counters(self._sys) if self.topology.local_rank == 0 else []
+            counters = [*of_node, *gpu_counters(self._environ)]
+            while counters:
+                is_last = self._closing.wait(timeouts.of_each(timeouts.ENERGY, self.topology.size))
+                self._read(counters)
+                if is_last:
+                    break
 
     def _read(self, counters: list[Counter]) -> None:
         joules = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from hvdtrain.core.sharing import Sum, from_rank_0
 from hvdtrain.errors import WorldError
 from hvdtrain.launch import keys
-from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, addresses, interface_of
+from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, addresses, check_host, interface_of
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.admission import Admission
 from hvdtrain.run.liveness import Liveness, print_warning
@@ -38,6 +38,8 @@ class Joining:
 
     def connect(self) -> None:
         """Where there is a rendezvous already, lets the ranks connect at it. Raises WorldError."""
+        if not self._own_address():
+            check_host(self.rendezvous.host if self.rendezvous else "127.0.0.1")
         if self.rendezvous:
             self._connect(self.rendezvous, *self._key_of(self.rendezvous))
 
@@ -109,7 +111,9 @@ class Readiness:
         self.liveness, self.admission = liveness, admission
         self.peers, self.handshake, self.topology = liveness.peers, admission.handshake, liveness.topology
         self.endpoints: list[Endpoint] = []
-        """Every rank's endpoint, once all are ready."""
+        """Every rank's endpoint, once all are ready; rank 0's alone where its library needs no other."""
+        self.shares = False
+        """On rank 0: whether the collective library needs all of them."""
         self.horovod_port: int | None = None
         """The port of the rendezvous server that rank 0 started for Horovod, once all are ready."""
         self.interface: str | None = None
@@ -152,13 +156,11 @@ class Readiness:
             peer.send(messages.Ready())
 
     def all_ready(self, peer: Peer, message: messages.AllReady) -> None:
-        """Rank 0 has reported that all ranks are ready. Raises ValueError where they are of another world."""
+        """Rank 0 has reported that all ranks are ready."""
         # Now, while rank 0 is sure to be there: a short run of its may be over before this rank has begun.
         remote = peer.endpoint.node != self.topology.node
         own = peer.socket.getsockname()[0]
         self.interface = interface_of(own) if remote else message.interface
-        if len(message.endpoints) != self.topology.size:
-            raise ValueError("endpoints of another world")
         self.horovod_port, self.endpoints = message.horovod_port, message.endpoints
 
     def horovod_key(self) -> bytes:
@@ -189,7 +191,8 @@ class Readiness:
         self.horovod_port = serve(endpoints)
         with self.liveness.changed:
             self.endpoints = endpoints
-            ready = messages.AllReady(horovod_port=self.horovod_port, interface=self.interface, endpoints=endpoints)
+            shared = endpoints if self.shares or self.horovod_port else endpoints[:1]
+            ready = messages.AllReady(horovod_port=self.horovod_port, interface=self.interface, endpoints=shared)
             self.peers.send(ready)
 
 

@@ -13,12 +13,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 
 from hvdtrain.errors import AbortedError, HvdtrainError, LoopError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.peers import Peer, Peers
+from hvdtrain.untrusted import one_line
 
 UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
@@ -48,7 +50,11 @@ class Liveness:
         """Why training cannot continue."""
         self.deadline = float("inf")
         """When this process is ended by force."""
+        self.signal = signal.SIGTERM
+        """That has set the deadline."""
         self._exit_code, self._reported = AbortedError.exit_code, False
+        self._faulty: set[str] = set()
+        """The diagnostics that had a fault."""
 
     def wait_for(self, condition: Callable[[], object], seconds: float | None = None) -> bool:
         """Waits, with `changed` held, until that is so or training cannot continue; False after so many seconds."""
@@ -73,8 +79,8 @@ class Liveness:
         """Gives up ranks of which nothing came for too long."""
         # Before the first step libraries are loaded from a busy file system.
         limit = timeouts.SILENCE if self.in_steps else timeouts.ARRIVAL
-        for peer in self.peers.ranks():
-            if now - peer.last_received > limit and not peer.left:
+        for peer in [peer for peer in self.peers.connections if now - peer.last_received > limit]:
+            if peer.rank >= 0 and not peer.left:
                 self._silent(peer, limit)
 
     def unreadable(self, peer: Peer, error: Exception) -> None:
@@ -122,23 +128,43 @@ class Liveness:
             with contextlib.suppress(OSError):
                 self.on_vanished()
 
-    def lost_together(self, why: str) -> None:
-        """On rank 0: no rank can continue, as they have parted."""
+    def lost_together(self, why: str, kind: type[HvdtrainError] = LoopError) -> None:
+        """No rank can continue: as they have parted, which rank 0 finds, or as this one cannot."""
         if not self.reason and not self.is_ending:
-            print_error(self.topology, LoopError, f"{why}.")
+            print_error(self.topology, kind, f"{why.rstrip('.')}.")
             self._reported = True
             self.lost(why)
 
+    @contextlib.contextmanager
+    def diagnosing(self, what: str) -> Iterator[None]:
+        """Around a diagnostic: its fault is reported once; it ends nothing, and is nobody else's."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self._faulty:
+                self._faulty.add(what)
+                text = f"a diagnostic ({what}) has a fault of hvdtrain's own, and training continues: {_fault(error)}"
+                print_warning(self.topology, text)
+
+    def break_down(self, error: Exception) -> None:
+        """This rank cannot watch the others any more, so that no rank can continue."""
+        with self.changed:
+            if not self.reason and not self.is_ending:
+                text = str(error) if isinstance(error, HvdtrainError) else f"a fault of hvdtrain: {_fault(error)}"
+                self.lost_together(f"rank {self.topology.rank} on {self.topology.host} failed: {text}", AbortedError)
+                self.changed.notify_all()
+                self.peers.send(messages.Failed(text=messages.cut(text), code=self._exit_code))
+
     def fail(self, why: str) -> None:
-        """A SIGTERM ends this rank whatever its training thread does."""
-        self.reason, self._exit_code = why, 128 + signal.SIGTERM
-        self.peers.send(messages.Failed(text=why, code=self._exit_code))
+        """`signal` ends this rank whatever its training thread does."""
+        self.reason, self._exit_code = f"{self.signal.name}{why}", 128 + self.signal
+        self.peers.send(messages.Failed(text=self.reason, code=self._exit_code))
 
     def end(self) -> None:
         """Ends the process from here: the training thread may be inside C for ever."""
         with self.changed:
             if not self.reason:
-                self.fail(f"SIGTERM, and no step ended within {timeouts.CHECKPOINT:.0f} seconds")
+                self.fail(f", and no step ended within {timeouts.CHECKPOINT:.0f} seconds")
             reason = self.reason or ""
         last = threading.Thread(target=self._record_end, args=(reason,), daemon=True)
         last.start()
@@ -154,6 +180,10 @@ class Liveness:
     def _record(self, reason: str) -> None:
         with contextlib.suppress(OSError):  # the disk may be what failed
             self.on_lost(reason)
+
+
+def _fault(error: Exception) -> str:
+    return one_line(f"{type(error).__name__}: {error}, {traceback.format_tb(error.__traceback__)[-1]}")
 
 
 def print_error(topology: Topology, kind: type[HvdtrainError], text: str) -> None:

@@ -40,6 +40,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     own_devices = registry.devices_of(engine, options.devices, visible, recipe.device)
     choice = Choice(recipe, adapter, engine, topology, own_devices, options.devices, ENGINES.values())
     compatibility.check(choice, os.environ)
+    for library in dict.fromkeys((framework, adapter)):
+        networks.require(library, f"hvdtrain.{adapter}")
     if recipe.cache_dir and topology.is_rank_0:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     SCREEN.waiting(f"preparing the data set {recipe.dataset}")
@@ -106,7 +108,12 @@ def record_launch(
             launch.event("lost", reason)
         folder.write_status("failed", error=reason)
 
+    def signalled(text: str) -> None:
+        with contextlib.suppress(OSError):
+            folder.write_status("stopped", error=text)
+
     world.liveness.on_lost = lost
+    world.stop.on_end = signalled
 
 
 def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dataset:

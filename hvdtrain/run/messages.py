@@ -84,12 +84,12 @@ class Ready(Message):
 
 
 class AllReady(Message):
-    """All are ready: what they need to start it."""
+    """All are ready: what they need to start it. `endpoints` are every rank's, or rank 0's alone."""
 
     kind: Literal["all_ready"] = "all_ready"
     horovod_port: Port | None
     interface: Name | None
-    endpoints: list[Endpoint]
+    endpoints: Annotated[list[Endpoint], Field(min_length=1)]
 
 
 class Busy(Message):
@@ -220,3 +220,5 @@ HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
 IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
 FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])
 FROM_RANK_0: TypeAdapter[_FromRank0] = TypeAdapter(Annotated[_FromRank0, Field(discriminator="kind")])
+DIAGNOSTIC = (Times, Energy, Stack, StackRequest, ProcessState, ProcessRequest)
+"""What training needs not."""

@@ -6,6 +6,7 @@ import hmac
 import os
 import selectors
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from hvdtrain.run.stacks import Process
 LONGEST = 2**22  # bytes of a line: all endpoints of twenty thousand ranks
 LONGEST_OF_STRANGER = 2**12
 SIGNATURE_DIGITS = 32
+SOON = 0.02  # seconds until more is sent to whom there was no room for
 UNKNOWN = Endpoint("", 0, 0)
 
 
@@ -76,8 +78,8 @@ class Peer:
     signatures: Signatures | None = None
     unread: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
-    is_full: bool = False
-    """Whether the selector reports when more can be sent."""
+    behind: set["Peer"] = field(default_factory=set)
+    """Those of all connections that have `unsent`."""
 
     @property
     def name(self) -> str:
@@ -97,6 +99,7 @@ class Peer:
         """Sends what can be sent now; never waits."""
         with contextlib.suppress(OSError):
             del self.unsent[: self.socket.send(self.unsent)]
+        (self.behind.add if self.unsent else self.behind.discard)(self)
 
     def interrupt(self) -> None:
         """Has the other host's kernel send the signal SIGURG to the rank's process, which need not read for that."""
@@ -138,27 +141,28 @@ class Peers:
         self.connections: list[Peer] = []
         self.came: set[int] = set()
         """Every rank that was ever admitted."""
+        self.sent = 0.0
+        """When `send` was called last."""
         self._selector = selectors.DefaultSelector()
+        self._behind: set[Peer] = set()
+        """Whose connections have `unsent`."""
 
-    def watch(self, source: socket.socket) -> None:
-        """Makes `wait` report that socket too."""
-        self._selector.register(source, selectors.EVENT_READ)
+    def watch(self, source: socket.socket, peer: Peer | None = None) -> None:
+        """Makes `wait` report that socket too, or its peer."""
+        self._selector.register(source, selectors.EVENT_READ, peer or source)
 
     def unwatch(self, source: socket.socket) -> None:
         """No longer, before it is closed."""
         self._selector.unregister(source)
 
     def wait(self, seconds: float) -> list[Any]:
-        """The sockets at which there is something to read, within that time; what was unsent is sent meanwhile."""
-        for peer in [peer for peer in self.connections if peer.is_full != bool(peer.unsent)]:
-            peer.is_full = not peer.is_full
-            self._selector.modify(peer.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.is_full else 0))
-        found = self._selector.select(seconds)
-        return [key.fileobj for key, events in found if events & selectors.EVENT_READ]
+        """The peers and sockets at which there is something to read, within that time; sooner where more is to be
+        sent."""
+        return [key.data for key, _ in self._selector.select(min(seconds, SOON) if self._behind else seconds)]
 
     def flush(self) -> None:
         """Sends what could not be sent before."""
-        for peer in [peer for peer in self.connections if peer.is_full]:
+        for peer in list(self._behind):
             peer.flush()
 
     def add(self, connection: socket.socket, now: float) -> Peer:
@@ -166,9 +170,9 @@ class Peers:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeouts.UNREACHABLE * 1000))
-        peer = Peer(connection, now, now)
+        peer = Peer(connection, now, now, behind=self._behind)
         self.connections.append(peer)
-        self.watch(connection)
+        self.watch(connection, peer)
         return peer
 
     def admit(self, peer: Peer, rank: int, endpoint: Endpoint) -> None:
@@ -200,13 +204,9 @@ class Peers:
         """Those who have not."""
         return [peer for peer in self.connections if peer.rank < 0]
 
-    def at(self, source: Any) -> Peer | None:
-        """Whose socket this is."""
-        return next((peer for peer in self.connections if peer.socket is source), None)
-
     def send(self, message: Message) -> None:
         """Sends the message to every rank."""
-        content = message.model_dump_json().encode()
+        content, self.sent = message.model_dump_json().encode(), time.monotonic()
         for peer in self.ranks():
             peer.send_encoded(content)
 
@@ -214,6 +214,8 @@ class Peers:
         """Closes the connection."""
         if peer in self.connections:
             self.connections.remove(peer)
+            self._behind.discard(peer)
+            peer.behind = set()
             self.unwatch(peer.socket)
             peer.socket.close()
 

@@ -10,12 +10,14 @@ from types import FrameType
 from typing import Any
 
 TIME_LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # what a job script has SLURM send before its time limit
-STOP_SIGNALS = (signal.SIGTERM, *TIME_LIMIT_SIGNALS)
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # an end is near, of the job, the container, the terminal or the session
+STOP_SIGNALS = (*END_SIGNALS, *TIME_LIMIT_SIGNALS)
+_BLOCKED = (signal.SIGHUP, *TIME_LIMIT_SIGNALS)
 
 
 class SignalWatcher:
-    """SIGTERM, SIGUSR1 and SIGUSR2 as bytes at `readable`; opened elsewhere than in the main thread it gets none, as
-    Python's handlers do."""
+    """SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 as bytes at `readable`; opened elsewhere than in the main thread it gets
+    none, as Python's handlers do."""
 
     # A Python handler runs only once the main thread comes back from C, which a broken collective never does;
     # the byte that C's handler writes can be read by any thread.
@@ -34,18 +36,20 @@ class SignalWatcher:
             return
         self._wakeup = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             before = signal.signal(number, _nothing)
             # A warning that comes once the run has ended must not kill what has all its results.
             unheard = number in TIME_LIMIT_SIGNALS and before == signal.SIG_DFL
             self._before[number] = signal.SIG_IGN if unheard else before
             signal.siginterrupt(number, False)  # not every library tries again where a signal cut its call short
-        # SLURM may signal every process of a step, and the warning would kill a reader of data, which has no handler:
-        # readers inherit that it is blocked here.
-        signal.pthread_sigmask(signal.SIG_BLOCK, TIME_LIMIT_SIGNALS)
+        # SLURM may signal every process of a step, and a terminal does as it closes: that would kill a reader of data,
+        # which has no handler. Readers inherit that they are blocked here.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
     def unblock_here(self) -> None:
         """Lets the calling thread take the signals that the main thread does not."""
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, TIME_LIMIT_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
     def read(self) -> list[int]:
         """The signals since the last time."""
@@ -61,7 +65,7 @@ class SignalWatcher:
     def close(self) -> None:
         """Gives the signals back; a warning that nobody handled before is ignored from now on."""
         if self._before:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, TIME_LIMIT_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
         self.close_in_child()
 
     def close_in_child(self) -> None:

@@ -199,7 +199,7 @@ class SlowWatch:
         now = time.monotonic()
         self._steps.append((reading, now - self._began - (reading or 0.0), waiting))
         self._measured, self.is_measuring = self._began, False
-        if len(self._steps) >= STEPS and now - self._reported >= timeouts.TIMES:
+        if len(self._steps) >= STEPS and now - self._reported >= timeouts.of_each(timeouts.TIMES, self.topology.size):
             self._report(now)
 
     def reported(self, rank: int, times: messages.Times) -> None:
@@ -210,18 +210,16 @@ class SlowWatch:
 
     def _report(self, now: float) -> None:
         reading, rest, waiting = zip(*self._steps, strict=True)
-        before = self._connections or {}
+        made, before = self.made, self._connections or {}
+        self.made, self._steps, self._reported = 0, [], now
         if self.topology.size > 1:
             self._connections = links.connections()
         times = messages.Times(
             reading=_median(reading),
             rest=statistics.median(rest),
             waiting=_median(waiting),
-            traffic=links.traffic(before, self._connections or {}, self.made),
+            traffic=links.traffic(before, self._connections or {}, made),
         )
-        self.made = 0
-        self._steps.clear()
-        self._reported = now
         with self.liveness.changed:
             if self.topology.is_rank_0:
                 self.reported(0, times)
@@ -229,13 +227,12 @@ class SlowWatch:
                 self.peers.send(times)
 
     def _compare(self) -> None:
-        self.on_times(self._times)
+        times, self._times = self._times, {}
+        self.on_times(times)
         if self.topology.size == 1:
-            self._times = {}
             return
-        found = [*slow_ranks(self._times), *slow_networks(self._times, self.hosts())]
+        found = [*slow_ranks(times), *slow_networks(times, self.hosts())]
         slow = {(each.rank, each.cause): each for each in found}
-        self._times = {}
         self._found.append(set(slow))
         for which, each in slow.items():
             if sum(which in found for found in self._found) >= TIMES and which not in self._named:
@@ -286,7 +283,8 @@ class Clocks:
         """This rank begins to read the next step's batch, or another loop than ours does."""
         if self._reading is not None:
             self._reading = 0.0
-        self._watch.step_begins()
+        with self._watch.liveness.diagnosing("slow ranks"):
+            self._watch.step_begins()
         if self._watch.is_measuring:
             self._waited = self._engine.waited or 0.0
 
@@ -295,4 +293,5 @@ class Clocks:
         self._watch.made += 1
         if self._watch.is_measuring:
             waited = self._engine.waited
-            self._watch.step_ended(self._reading, None if waited is None else waited - self._waited)
+            with self._watch.liveness.diagnosing("slow ranks"):
+                self._watch.step_ended(self._reading, None if waited is None else waited - self._waited)

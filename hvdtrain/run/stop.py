@@ -1,11 +1,15 @@
 """The agreement to stop: a signal to any rank ends all of them after the same step, with a checkpoint."""
 
 import signal
+import threading
+from collections.abc import Callable
 
 from hvdtrain.errors import StoppedError
 from hvdtrain.run import messages, timeouts
 from hvdtrain.run.liveness import Liveness, print_error
-from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
+from hvdtrain.run.signals import END_SIGNALS
+
+MEANS = {signal.SIGTERM: "scancel, the time limit or kill", signal.SIGHUP: "the terminal or ssh session has ended"}
 
 
 class StopAgreement:
@@ -21,6 +25,9 @@ class StopAgreement:
         self.stopped = False
         """Whether training has stopped in order."""
         self._requested = self._warned = False
+        self.on_end: Callable[[str], None] = lambda text: None
+        """Called on rank 0, in a thread, where a launcher may kill all ranks soon: Open MPI's in a quarter second."""
+        self._recording: threading.Thread | None = None
 
     def stops_at(self, step: int) -> bool:
         """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
@@ -39,6 +46,8 @@ class StopAgreement:
     def error(self, step: int) -> StoppedError:
         """The error with which all ranks end after the last checkpoint, made at `step`."""
         self.stopped = self.liveness.is_ending = True
+        if self._recording:
+            self._recording.join(timeouts.LAST_STATUS)
         number = self.signal or signal.SIGTERM
         return StoppedError(step, signal.Signals(number).name, 128 + number)
 
@@ -54,22 +63,27 @@ class StopAgreement:
         self.requested(number)
         if not self.topology.is_rank_0:
             self.peers.send(messages.StopRequest(signal=number))
-        if number == signal.SIGTERM and self.liveness.in_steps:
-            self.liveness.deadline = min(self.liveness.deadline, now + timeouts.CHECKPOINT)
-        elif number == signal.SIGTERM:
-            self.liveness.deadline = now
-            self.liveness.fail("SIGTERM before the first step")
+        if number in END_SIGNALS:
+            self.liveness.signal = signal.Signals(number)
+            left = timeouts.CHECKPOINT if self.liveness.in_steps else 0.0
+            self.liveness.deadline = min(self.liveness.deadline, now + left)
+            if not left:
+                self.liveness.fail(" before the first step")
 
     def requested(self, number: int, where: str = "") -> None:
-        """A signal requests a stop. Rank 0 reports it, once; a SIGTERM after a warning too."""
-        again, self._requested = self.signal in {number, signal.SIGTERM}, True
+        """A signal requests a stop. Rank 0 reports it, once; SIGTERM or SIGHUP after a warning too."""
+        again, self._requested = self.signal in {number, *END_SIGNALS}, True
         if again or self.liveness.reason:
             return
         name, in_steps = signal.Signals(number).name, self.liveness.in_steps
         self.signal, self.too_early = number, self.too_early or not in_steps
         if self.topology.is_rank_0:
-            means = "the time limit is near" if number in TIME_LIMIT_SIGNALS else "scancel, the time limit or kill"
+            means = MEANS.get(signal.Signals(number), "the time limit is near")
             then = "a checkpoint after this step, then the end" if in_steps else "no step was made yet"
+            if number in END_SIGNALS:
+                text = f"{name}: it could report no more; the same command continues from the last checkpoint."
+                self._recording = threading.Thread(target=self.on_end, args=(text,), daemon=True)
+                self._recording.start()
             print_error(self.topology, StoppedError, f"{name}{where} ({means}): {then}.")
 
     def _all_reachable(self) -> bool:

@@ -89,7 +89,7 @@ class StuckWatch:
             return
         if now - self._step_at < timeouts.STALLED:
             self._report_recovered(now)
-        elif now - self._asked >= timeouts.STACKS:
+        elif now - self._asked >= timeouts.of_each(timeouts.STACKS, self.topology.size):
             if self._asked > self._step_at:
                 self._judge(now)
             self._request(now)
@@ -130,7 +130,8 @@ class StuckWatch:
         places: dict[int, Place | Literal["silent"]] = {rank: each.place for rank, each in self._answers.items()}
         for peer in self.peers.ranks():
             # Of rank 0 nothing was requested, but for its heartbeats.
-            since = self._asked if self.topology.is_rank_0 else now - timeouts.STALLED
+            apart = timeouts.of_each(timeouts.STALLED, self.topology.size, timeouts.SILENCE / 2)
+            since = self._asked if self.topology.is_rank_0 else now - apart
             if not peer.left and peer.last_received < since:
                 places[peer.rank] = "silent"
         self._judge_collectives(now)

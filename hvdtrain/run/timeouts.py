@@ -1,5 +1,10 @@
 """All seconds that ranks wait for one another, in one place."""
 
+import math
+
+MANY = 400  # ranks, from each of which rank 0 reads as often as below
+GATHER, LONGEST_GATHER = 5e-5, 0.2  # for each rank, and at most, in which messages gather, to be read together
+
 CONNECT = 3.5  # for a connection to be made: Linux tries again after 1 and 3
 RETRY = 0.2  # until the same address is tried again
 HANDSHAKE = 5.0  # for either end of a connection to prove what it is
@@ -21,3 +26,8 @@ RANK_0_REPORT = 5.0  # for rank 0 to report an error before another rank that ra
 FAREWELL = 10.0  # that a rank that refused waits for the others to come, and learn of it
 LAST_CHECKPOINT = 3.0  # for a checkpoint that is being written when an error ends the run, before it is reported
 LAST_STATUS = 2.0  # for the status of a run that ends by force: its file system may hang
+
+
+def of_each(seconds: float, size: int, most: float = math.inf) -> float:
+    """Between two messages of each of `size` ranks to rank 0: longer for more than MANY, but not above `most`."""
+    return max(seconds, min(seconds * size / MANY, most))

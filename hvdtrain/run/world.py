@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from hvdtrain.core.sharing import Sum
+from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
 from hvdtrain.launch import gloo, mpi
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, own_endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import messages, timeouts
-from hvdtrain.run.admission import Admission
+from hvdtrain.run.admission import Admission, allow_files
 from hvdtrain.run.energy import EnergyWatch
 from hvdtrain.run.handshake import Handshake
 from hvdtrain.run.joining import Joining, Readiness, Serve
@@ -68,12 +69,13 @@ class World:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Every rank's endpoint, once all are ready."""
+        """Every rank's endpoint, once all are ready; rank 0's alone where its library needs no other."""
         return self.readiness.endpoints
 
     def start(self) -> None:
         """Begins to watch for signals and, where there is a rendezvous, for the other ranks. Raises WorldError."""
         if self.topology.size > 1:
+            allow_files(self.topology.size)
             self._handshake.process = self._stuck.stacks.open(alone=self.topology.local_size == 1)
         self.joining.connect()
         self._monitor.start()
@@ -100,12 +102,14 @@ class World:
 
     def stops_at(self, step: int) -> bool:
         """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
-        self._stuck.step_made()
+        with self.liveness.diagnosing("stuck ranks"):
+            self._stuck.step_made()
         return self.stop.stops_at(step)
 
     def expect_steps(self, expected: bool) -> None:
         """Whether the next step is to be expected soon; not after an epoch's steps, while a rank may validate."""
-        self._stuck.expect_steps(expected)
+        with self.liveness.diagnosing("stuck ranks"):
+            self._stuck.expect_steps(expected)
 
     def stopped(self, step: int) -> StoppedError:
         """The error with which all ranks end after the last checkpoint, made at `step`."""
@@ -159,10 +163,11 @@ class World:
 
     def record_energy(self, *, is_last: bool = True) -> None:
         """Records, on rank 0, what all hosts have used so far: at the run's end, and now and then."""
-        if is_last or self.launch.is_due("energy"):
-            totals = self.energy.book.totals()
-            if totals["joules"]:
-                self.launch.record("energy", **totals)
+        with self.liveness.diagnosing("energy"):
+            if is_last or self.launch.is_due("energy"):
+                totals = self.energy.book.totals()
+                if totals["joules"]:
+                    self.launch.record("energy", **totals)
 
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
         """Sends a farewell, or with what message and exit code this rank fails; releases signals and connections."""
@@ -190,6 +195,7 @@ def joined(world: World, framework: str, engine: str, environ: MutableMapping[st
     """
     over_gloo = engine == "horovod" and mpi.uses_gloo(world.topology, framework, environ)
     key = world.readiness.horovod_key
+    world.readiness.shares = framework == "tensorflow" and ENGINES[engine].needs_address
     world.wait_until_ready((lambda endpoints: gloo.serve(endpoints, key())) if over_gloo else lambda endpoints: None)
     before = dict(environ)
     environ.update(variables(world, framework, environ))
@@ -225,6 +231,7 @@ def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[
     found["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{timeouts.GRACE + 2:.0f}")
     # Else Gloo gives up after 30 seconds a rank that is still importing its framework, and that one is refused then.
     found["HOROVOD_GLOO_TIMEOUT_SECONDS"] = environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", f"{timeouts.ARRIVAL:.0f}")
+    found["UCX_DEBUG_SIGNO"] = environ.get("UCX_DEBUG_SIGNO", "0")  # else UCX takes SIGHUP, to show where it stands
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":
         found["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
     library = mpi.of_horovod(framework) if mpi.plugin_of(environ) == "pmi2" else None

@@ -19,6 +19,8 @@ SLOW = (
     "number_of_ranks[tensorflow]",
     "has_measured[tensorflow]",
     "[tensorflow]",
+    "another_number_of_ranks",
+    "given_per_rank",
 )
 
 

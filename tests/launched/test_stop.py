@@ -2,19 +2,40 @@
 
 import functools
 import json
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 from paths import SUPPORT
-from ranks import FRAMEWORKS, command, held, started, stopped_at, tagged, train, wait_until
+from ranks import (
+    FRAMEWORKS,
+    LAUNCHERS,
+    SMALL,
+    command,
+    held,
+    needs_signalled_horovodrun,
+    needs_torch,
+    started,
+    stopped_at,
+    tagged,
+    train,
+    wait_until,
+)
 from worlds import LINE, arrays, of_kind
 
 pytestmark = pytest.mark.launched
 
-SLOW = ("torch-mpi", "tensorflow-gloo", "tensorflow-mpi-1")
-CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143}
+SLOW = (
+    "torch-mpi",
+    "tensorflow-gloo",
+    "tensorflow-mpi-1",
+    "alone_stops_in_order[torch-1]",
+    "closed_stops_in_order[gloo]",
+    "[mpi]",
+)
+CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 def check_resumed(folder, whole, ended, framework, launcher, size, argv):
@@ -65,6 +86,31 @@ def test_ranks_of_horovod_stop_in_order(framework, launcher, rank, undisturbed, 
     assert ended.code != 0
     assert any("SIGUSR2: stopped after step" in line for line in ended.lines), ended.err
     check_resumed(folder, undisturbed(framework), ended, framework, launcher, 2, argv)
+
+
+TERMINAL = """
+import os, pty, sys
+pty.spawn(sys.argv[1:], lambda end: os.read(end, 65536))
+"""
+
+
+def newest(folder):
+    """The last checkpoint's step."""
+    return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("launcher", ["alone", "gloo", pytest.param("mpi", marks=needs_signalled_horovodrun)])
+@needs_torch
+def test_a_run_whose_terminal_is_closed_stops_in_order(launcher, tmp_path):
+    folder = tmp_path / "stopped"
+    cold = [sys.executable, str(SMALL), "hvdtrain.torch", *LINE, "--output", str(folder)]  # below the launcher's shell
+    launch = [*LAUNCHERS[launcher](2), *(cold if launcher == "mpi" else command("torch", *LINE, "--output", folder))]
+    with started("alone", 1, [sys.executable, "-c", TERMINAL, *launch], **held(7)) as terminal:
+        ended = stopped_at(terminal, folder, 7, lambda: terminal.process.pid, signal.SIGKILL)
+    assert ended.left == []
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "stopped" and "stopped after step" in status["error"]
+    assert newest(folder) == int(re.search(r"after step (\d+)", status["error"])[1])
 
 
 KILLED = """

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvdtrain.run.ancestors import above, arguments_of, is_launcher_shell
+from hvdtrain.run.ancestors import above, arguments_of, is_below_terminal_task, is_launcher_shell, is_torchrun
 
 RANK = """
 import sys
@@ -55,3 +55,36 @@ def test_what_is_above_a_process():
 )
 def test_which_shell_it_is(arguments, expected):
     assert is_launcher_shell(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "environ", "expected"),
+    [
+        (["/usr/bin/bash"], {"SLURM_PTY_PORT": "1"}, True),
+        (["-bash", "--login", "-i"], {"SLURM_PTY_PORT": "1"}, True),
+        (["python"], {"SLURM_PTY_PORT": "1"}, True),
+        (["bash"], {}, False),
+        (["bash", "job.sh"], {"SLURM_PTY_PORT": "1"}, False),
+        (["bash", "-lc", "python train.py"], {"SLURM_PTY_PORT": "1"}, False),
+        (["python", "-mhvdtrain.torch"], {"SLURM_PTY_PORT": "1"}, False),
+        ([], {"SLURM_PTY_PORT": "1"}, False),
+    ],
+)
+def test_a_command_in_the_shell_of_task_0(task, environ, expected, tmp_path):
+    if task:
+        (tmp_path / "52").mkdir()
+        (tmp_path / "52" / "cmdline").write_text("".join(f"{word}\0" for word in task))
+    assert is_below_terminal_task({"SLURM_TASK_PID": "52", **environ}, tmp_path) == expected
+    assert not is_below_terminal_task({"SLURM_PTY_PORT": "1", "SLURM_TASK_PID": "../x"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["/usr/bin/python3", "/opt/bin/torchrun", "--nproc-per-node", "2"], True),
+        (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["python", "train.py", "--launcher", "torchrun"], False),
+    ],
+)
+def test_torchrun_is_known(arguments, expected):
+    assert is_torchrun(arguments) == expected

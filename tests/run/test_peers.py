@@ -36,8 +36,8 @@ ONE_OF_EACH = {
         messages.ProcessState(rank=2, state="stopped", where=""),
     ],
     messages.FROM_RANK_0: [
-        messages.AllReady(horovod_port=6, interface="lo", endpoints=[ENDPOINT]),
-        messages.AllReady(horovod_port=None, interface=None, endpoints=[]),
+        messages.AllReady(horovod_port=6, interface="lo", endpoints=[ENDPOINT, ENDPOINT]),
+        messages.AllReady(horovod_port=None, interface=None, endpoints=[ENDPOINT]),
         messages.StopAt(step=3, signal=12), messages.Lost(text="gone", code=1), messages.Left(),
         messages.StackRequest(), messages.ProcessRequest(rank=2, process=PROCESS),
     ],
@@ -70,6 +70,7 @@ def test_each_message_comes_as_it_was(kind, message, pair):
         assert other.read(line, kind) == message
 
 
+FIRST = {"host": "a", "node": 0, "local_rank": 0}
 BAD = {
     "an exit code of 0": (messages.FROM_RANK, {"kind": "failed", "text": "", "code": 0}),
     "an exit code of 256": (messages.FROM_RANK, {"kind": "failed", "text": "", "code": 256}),
@@ -84,18 +85,18 @@ BAD = {
     "a rank that reports a loss": (messages.FROM_RANK, {"kind": "lost", "text": "", "code": 1}),
     "a rank that says all are ready": (
         messages.FROM_RANK,
-        {"kind": "all_ready", "horovod_port": 1, "interface": None, "endpoints": []},
+        {"kind": "all_ready", "horovod_port": 1, "interface": None, "endpoints": [FIRST]},
     ),
     "a rank 0 that requests a stop": (messages.FROM_RANK_0, {"kind": "stop_request", "signal": 15}),
     "a step below 0": (messages.FROM_RANK_0, {"kind": "stop_at", "step": -1, "signal": 15}),
     "a step of 400 digits": (messages.FROM_RANK_0, {"kind": "stop_at", "step": 10**400, "signal": 15}),
     "a port of another kind": (
         messages.FROM_RANK_0,
-        {"kind": "all_ready", "horovod_port": 65536, "interface": None, "endpoints": []},
+        {"kind": "all_ready", "horovod_port": 65536, "interface": None, "endpoints": [FIRST]},
     ),
     "an interface with more": (
         messages.FROM_RANK_0,
-        {"kind": "all_ready", "horovod_port": 1, "interface": "lo;x", "endpoints": []},
+        {"kind": "all_ready", "horovod_port": 1, "interface": "lo;x", "endpoints": [FIRST]},
     ),
     "an address that is a name": (
         messages.IDENTITY,
@@ -212,13 +213,13 @@ def served(rank, seconds=0.05):
     for source in rank.peers.wait(seconds):
         if source is rank.listener:
             rank.accept(0.0)
-        elif peer := rank.peers.at(source):
+        elif isinstance(source, Peer):
             try:
-                for line in peer.receive(0.0):
-                    rank.advance(peer, line)
+                for line in source.receive(0.0):
+                    rank.advance(source, line)
             except (OSError, ValueError) as error:
                 errors.append(error)
-                rank.peers.drop(peer)
+                rank.peers.drop(source)
     return errors
 
 
@@ -286,6 +287,12 @@ def test_a_rank_and_rank_0_come_to_know_one_another(rank_0, rank_1):
     connect(rank_1, ("127.0.0.1", port))
     assert served_together(listening, rank_1) == []
     assert (listening.peers.came, rank_1.peers.came) == ({1}, {0})
+
+
+def test_a_name_that_no_host_can_have_is_nowhere(rank_1):
+    for host in ("a" * 64, "a..b", "\udcff", "a\0b"):
+        rank_1.addresses = [(host, 9_801)]
+        assert rank_1.connect() is None
 
 
 @pytest.mark.parametrize("what", ["key", "token"])

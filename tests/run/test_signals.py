@@ -42,11 +42,23 @@ def seen(watcher):
     return watcher.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_seen(watcher, taken, number):
     os.kill(os.getpid(), number)
     assert seen(watcher) == [number]
     assert watcher.read() == []
+
+
+def test_nohup_stays():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    watcher = SignalWatcher()
+    watcher.open(lambda: None)
+    watcher.unblock_here()
+    os.kill(os.getpid(), signal.SIGHUP)
+    watcher.wake()
+    assert seen(watcher) == []
+    watcher.close()
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
 def test_another_signal_is_not(watcher, taken):
@@ -89,7 +101,9 @@ def test_a_warning_after_the_end_kills_nobody(number, code):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 0), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGUSR2, 0), (signal.SIGHUP, 0), (signal.SIGTERM, -signal.SIGTERM)]
+)
 def test_a_started_program_outlives_the_warning(watcher, taken, number, code):
     # SLURM may signal every process of a step, readers of data too.
     with subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1) as child:

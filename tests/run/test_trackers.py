@@ -23,7 +23,7 @@ from hvdtrain.run.options import parse_run
 from hvdtrain.run.reporter import Reporter
 from hvdtrain.run.trackers import Trackers
 
-SLOW = ("begins_anew", "own_settings", "killed_and_resumed")
+SLOW = ("begins_anew", "own_settings", "killed_and_resumed", "hands_on_how_it_ended")
 HOUSE = str(Path(trackers.__file__).parents[3])
 BLOCK = 1 << 15
 
@@ -281,6 +281,20 @@ def test_no_tracker_stops_or_slows_a_training(on_start, on_point, lines, library
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert ("hello" in (tmp_path / "trackers" / "wandb.log").read_text()) == (on_start == "prints")
+
+
+@pytest.mark.parametrize(
+    "plant", [lambda log, to: log.symlink_to(to), lambda log, _: os.mkfifo(log)], ids=["link", "pipe"]
+)
+def test_a_log_in_somebody_elses_place_is_not_opened(plant, tmp_path):
+    precious, log = tmp_path / "precious", tmp_path / "trackers" / "wandb.log"
+    precious.write_text("kept")
+    log.parent.mkdir()
+    plant(log, precious)
+    of = Trackers(("wandb",), tmp_path, "linear", {})
+    (line,) = of.close("finished")
+    assert line.startswith("tracker wandb could not be started: [Errno ")
+    assert precious.read_text() == "kept"
 
 
 def test_signals_to_all_of_a_step_leave_it_alone(library, tmp_path):

@@ -1,5 +1,7 @@
 """What training's libraries find in the environment once all ranks are ready."""
 
+import json
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -8,10 +10,14 @@ from pathlib import Path
 import pytest
 from environments import PMI2, PMIX, STEP, TORCHRUN, environment
 
+from hvdtrain.errors import AbortedError
 from hvdtrain.launch import mpi
 from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
 from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.run import reports
+from hvdtrain.run.ending import Ending
+from hvdtrain.run.folder import hold
 from hvdtrain.run.world import World, joined, variables
 
 OPEN_MPI_5 = Mpi("openmpi", "5.0.11", Path("/opt/libmpi.so.40"))
@@ -19,6 +25,7 @@ MPICH = Mpi("mpich", "4.0.2", Path("/opt/libmpich.so.12"))
 CRAY_MPICH = Mpi("mpich", "8.1.28", Path("/opt/libmpi_cray.so.12"), cray=True)
 
 RANK = {
+    "UCX_DEBUG_SIGNO": "0",
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMPI_MCA_mpi_abort_delay": "10",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",
 }  # fmt: skip
@@ -100,3 +107,25 @@ def test_the_environment_is_as_before():
         del environ["HOME"]
         raise KeyError
     assert environ == {"HOME": "/home/alice", "RANK": "old"}
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGUSR1, 0)])
+def test_an_end_is_recorded_before_a_launcher_kills(number, times):
+    world, texts = World(Topology.alone()), []
+    world.liveness.in_steps, world.stop.on_end = True, texts.append
+    with world.liveness.changed:
+        world.stop.signalled(number, 0.0)
+        world.stop.signalled(number, 1.0)
+    assert world.stop.error(3).exit_code == 128 + number
+    name = signal.Signals(number).name
+    assert texts == [f"{name}: it could report no more; the same command continues from the last checkpoint."] * times
+
+
+@pytest.mark.parametrize(("code", "state"), [(1, "failed"), (130, "stopped")])
+def test_ctrl_c_at_another_rank_is_a_stop(code, state, tmp_path, monkeypatch):
+    monkeypatch.setattr(reports, "write", lambda *_: None)
+    with Ending(World(Topology.alone())) as ending:
+        ending.folder = hold(tmp_path)
+        raise AbortedError("rank 1 on nid1 failed: interrupted", code)
+    assert ending.code == code
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == state

@@ -8,7 +8,7 @@ from worlds import losses, of_kind
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(400), needs_tensorflow]
 
-SLOW = ("hangs",)
+SLOW = ("hangs", "one_rank_and_two")
 KILLED = {"dropout": 0.3, "others": "swapped"}
 STOPPED = {"dropout": 0.3, "warm": True, "others": "restored"}
 UNDISTURBED = {"plain": {}, "killed": KILLED, "stopped": STOPPED}

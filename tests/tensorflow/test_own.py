@@ -12,7 +12,6 @@ from worlds import arrays, losses, of_kind
 
 pytestmark = [needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("killed", "-4]", "[items in float64", "[a step-", "Keras's own loss", "what_a_recipe_says_beside", "a class of")
 CELLS = f"{SUPPORT}/keras_cells/cells.yaml"
 STEPPED, TOKENS = f"{CELLS}:stepped", f"{CELLS}:tokens"
 NETS, DATA, COSTS = "keras_cells.nets:", "keras_cells.data:", "keras_cells.costs:"
@@ -38,8 +37,9 @@ RUNS = {
     ],
     CONSTRAINED: [TOKENS, "--model", f"{NETS}constrained"],
 }  # fmt: skip
-MORE = ("items in float64", "a step")
+MORE = ("items in float64", "a step", "a step with a frozen layer", "a sum", "sum and count", "source")
 """For slow tests alone."""
+SLOW = ("killed", "-4]", *(f"[{name}-" for name in MORE), "Keras's own loss", "what_a_recipe_says_beside", "a class of")
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
 DROPPED = [CELLS, *LATE, "--model-args", "rate=0.5", "--batch-norm", "local", "--checkpoint-every-steps", "2"]
 DROPPED += ["--epochs", "3"]

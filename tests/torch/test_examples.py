@@ -1,15 +1,18 @@
 """Random numbers that a data set draws are those of the sample, whether or not the set was found to draw any."""
 
+import itertools
 import random
 
 import numpy as np
 import pytest
+from refusals import refusal
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 
 from torch.utils.data import Dataset  # noqa: E402
 
 from hvdtrain.core.examples import DRAWS  # noqa: E402
+from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.torch.examples import Examples  # noqa: E402
 
 N = 16
@@ -95,3 +98,54 @@ def test_an_error_of_what_was_drawn_is_the_seeded_ones():
     with pytest.raises(Exception, match=r"drew ") as again:
         Examples(Drawing(failing_draw)).read(INDICES, SEEDS)
     assert str(told.value) == str(again.value)
+
+
+class Listed(Dataset):
+    """These samples."""
+
+    def __init__(self, samples: list) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.samples[index]
+
+
+def without_none(samples: list) -> torch.Tensor:
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+def in_pairs(samples: list) -> torch.Tensor:
+    return torch.stack([torch.stack(samples[:2]), torch.stack(samples[2:])])
+
+
+@pytest.mark.parametrize("collate", [without_none, in_pairs])
+def test_a_collate_that_makes_no_batch_of_one_sample(collate):
+    samples = [None if collate is without_none and index % 3 == 0 else torch.full((2,), index) for index in range(4)]
+    examples = Examples(Listed(samples), "numbers", collate)
+    examples.check_repeatable(np.arange(4), None)
+    assert torch.equal(examples.read(np.arange(4), None), collate(samples))
+
+
+ODD = {  # the samples: what is named, in whatever order they are read
+    "None": ([torch.ones(1), None, None, torch.ones(1)], "sample 1 is NoneType, sample 0 is float32 [1]"),
+    "mostly None": ([None, None, torch.ones(1), None], "sample 0 is NoneType, sample 2 is float32 [1]"),
+    "nothing else": ([None] * 4, "sample 0 is NoneType"),
+    "one shape of several": (
+        [torch.ones(1), torch.ones(2), torch.ones(2), torch.ones(3)],
+        "sample 0 is float32 [1], sample 1 is float32 [2]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("samples", "named"), ODD.values(), ids=ODD)
+def test_what_is_said_of_samples_does_not_depend_on_their_order(samples, named):
+    examples = Examples(Listed(samples), "numbers")
+    for order in itertools.permutations(range(4)):
+        examples.check_repeatable(np.array(order), None)
+        assert (
+            refusal(DataError, examples.read, np.array(order), None)
+            == f"numbers: {named} in {__file__}; {examples.alike}."
+        )

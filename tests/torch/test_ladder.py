@@ -30,6 +30,9 @@ from hvdtrain.torch.step import Step  # noqa: E402
 
 SLOW = (
     "a_compiled_run",
+    "to_the_bit[cifar]",
+    "a_profile_tells",
+    "learns_the_same[micro-batches]",
     "a_compiled_network",
     "compiled_in_blocks",
     "under_horovod",

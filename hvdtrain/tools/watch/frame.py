@@ -2,23 +2,27 @@
 
 import contextlib
 import functools
+import math
 import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain import files
 from hvdtrain.run import checkpoint
+from hvdtrain.tools import run_state
 from hvdtrain.tools.watch.job import Job
 from hvdtrain.tools.watch.tail import Record, json_of, last_of, last_records, mapping, number, text, whole
 
-STATES = ("running", "finished", "stopped", "failed")
+FILES = ("status.json", "metrics.jsonl", "recipe.yaml", "run.json", "plan.json", "launches.jsonl", "checkpoints")
+"""A run's folder has one of them."""
 RECENT = 20
 """Log lines whose pace the time left is estimated by."""
 EVENTS = 5
+KILLED = "its processes ended without a message: killed, or its node was lost"
 BEGIN = ("launch", "world")
 """Kinds of the records with which a launch begins."""
 
@@ -74,10 +78,15 @@ class Frame:
             return True
         if self.job and self.job.state:  # a job that still runs may start the training again
             return self.job.is_over and self.state != "running"  # until it is sure that it was killed
-        return self.state in STATES[1:]
+        return self.state in (*run_state.ENDED, "killed")
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the run failed or was killed."""
+        return self.state in {"failed", "killed"}
 
 
-def read(folder: Path | None, job: Job | None) -> Frame:
+def read(folder: Path | None, job: Job | None, now: float) -> Frame:
     """Never raises for what the folder holds."""
     if not folder:
         return Frame(job=job)
@@ -92,15 +101,30 @@ def read(folder: Path | None, job: Job | None) -> Frame:
     steps = [record for record in metrics if record.get("kind") == "step" and whole(record, "step") is not None]
     epochs = [record for record in metrics if record.get("kind") == "epoch"]
     begun = {kind: reader.get("launches.jsonl", functools.partial(last_of, kind=kind), nothing) for kind in BEGIN}
-    launch = {**begun["launch"], **begun["world"]}
-    written = [when for record in (*metrics[-1:], *launches[-1:], status) if (when := number(record, "time"))]
+    is_of_it = (number(begun["world"], "time") or math.inf) >= (number(begun["launch"], "time") or 0.0)
+    launch = {**begun["launch"], **(begun["world"] if is_of_it else nothing)}
+    hosts = launch.get("hosts")
+    times = [when for record in (*metrics[-1:], *launches[-1:], status) if (when := number(record, "time"))]
     counts = [made for record in (*steps[-1:], *epochs[-1:], status) if (made := whole(record, "step")) is not None]
     epochs_planned, total = whole(mapping(plan.get("schedule")), "epochs"), whole(plan, "total_steps")
+    end = None
+    if launch:
+        end = text(launches[-1], "state") if launches and launches[-1].get("kind") == "end" else ""
+    state = run_state.state_of(
+        folder,
+        now,
+        status=text(status, "state"),
+        end=end,
+        host=str(hosts[0]) if isinstance(hosts, list) and hosts else "",
+        seconds=max((number(record, "clock") or 0.0 for record in launches[-1:]), default=0.0),
+        written=max(times, default=written(folder)),
+        is_job_over=lambda: job.is_over if job and job.state else None,
+    )
     return Frame(
         folder=folder,
         job=job,
-        state=text(status, "state") if text(status, "state") in STATES else "",
-        error=text(status, "error"),
+        state="" if state == "unknown" else state,
+        error=KILLED if state == "killed" else text(status, "error"),
         recipe=text(about, "model") if is_own else reader.get("recipe.yaml", _recipe, ""),
         launch=launch or {"ranks": about.get("size"), **about},
         step=max(counts) if counts else None,
@@ -109,7 +133,7 @@ def read(folder: Path | None, job: Job | None) -> Frame:
         last=steps[-1] if steps else {},
         validation=next((record for record in reversed(epochs) if _is_validation(record)), {}),
         seconds_left=seconds_left(plan, steps, epochs),
-        written=max(written, default=None),
+        written=max(times, default=None),
         slowest=slowest(launches, launch),
         events=_events(launches),
         checkpoint=_checkpoint(folder),
@@ -117,9 +141,13 @@ def read(folder: Path | None, job: Job | None) -> Frame:
     )
 
 
-def killed(frame: Frame) -> Frame:
-    """The frame of a run whose processes are gone."""
-    return replace(frame, state="failed", error="its processes ended without a message: killed, or out of memory")
+def written(folder: Path) -> float:
+    """When one of the run's files was last written, seconds since 1970."""
+    times = [0.0]
+    for name in FILES:
+        with contextlib.suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
+    return max(times)
 
 
 class _Reader:
@@ -226,5 +254,5 @@ def _checkpoint(folder: Path) -> tuple[int, float] | None:
 
 def _recipe(path: Path) -> str:
     """The recipe's name, from the first line that a run writes there."""
-    found = re.match(r"# (.+), resolved\n", files.read(path))
+    found = re.match(r"# (.+), resolved\n", files.read(path, follow=False))
     return found[1] if found else ""

@@ -18,7 +18,9 @@ LABEL = 12
 LONGEST = 400
 BAR = 24
 HOSTS = 4
-STYLES = {"running": "bold green", "finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
+STYLES = {"stopped": "bold yellow", "failed": "bold red", "killed": "bold red"} | dict.fromkeys(
+    ("running", "finished"), "bold green"
+)
 
 Row = tuple[str, str]
 

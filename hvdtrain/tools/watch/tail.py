@@ -1,14 +1,15 @@
 """The last records of a JSON lines file of any length, and values of theirs that are what they should be."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import files
+from hvdtrain.tools.report import lines
+from hvdtrain.tools.report.lines import mapping as mapping  # noqa: PLC0414 - theirs is ours
 
-BYTES, LINES = 1 << 20, 4000
-"""At most so much is read of a file's end."""
+BYTES, LINES, FAR = 1 << 20, 4000, 1 << 26
+"""At most so much is read of a file's end; of FAR bytes, for one record."""
 
 Record = dict[str, Any]
 
@@ -16,7 +17,7 @@ Record = dict[str, Any]
 def last_records(path: Path) -> list[Record]:
     """The records at the file's end, oldest first; lines that are none are left out. Raises OSError, and ValueError
     where it is no regular file."""
-    with files.opened(path) as file:
+    with files.opened(path, follow=False) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - BYTES))
         lines = file.read(BYTES).split(b"\n")
@@ -25,13 +26,14 @@ def last_records(path: Path) -> list[Record]:
 
 
 def last_of(path: Path, kind: str) -> Record:
-    """The last record of that kind, be it far from the file's end; {} where there is none. Raises OSError, and
+    """The last record of that kind, if it is within FAR of the file's end; else {}. Raises OSError, and
     ValueError where it is no regular file."""
     marks, after = [f'{{"kind":{space}"{kind}"'.encode() for space in ("", " ")], b""
-    with files.opened(path) as file:
+    with files.opened(path, follow=False) as file:
         end = file.seek(0, 2)
-        while end > 0:
-            begin = max(0, end - BYTES)
+        first = max(0, end - FAR)
+        while end > first:
+            begin = max(first, end - BYTES)
             file.seek(begin)
             part = file.read(end - begin) + after
             if (found := max(map(part.rfind, marks))) >= 0:
@@ -50,16 +52,12 @@ def _record(line: bytes) -> Record | None:
 
 def number(record: Mapping[str, Any], name: str) -> float | None:
     """That value where it is a finite number."""
-    value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) and abs(value) < 1e15 else None
+    return lines.number(record.get(name))
 
 
 def whole(record: Mapping[str, Any], name: str) -> int | None:
-    """That value where it is a number from 0 on."""
-    value = number(record, name)
-    return int(value) if value is not None and value >= 0 else None
+    """That value where it is a whole number from 0 on."""
+    return lines.whole(record.get(name))
 
 
 def text(record: Mapping[str, Any], name: str) -> str:
@@ -68,14 +66,9 @@ def text(record: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def mapping(value: object) -> Mapping[str, Any]:
-    """The value where it is a mapping, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
 def json_of(path: Path) -> Record:
     """What a small JSON file holds. Raises OSError, ValueError where that is no mapping."""
-    value = files.read_json(path)
+    value = files.read_json(path, follow=False)
     if not isinstance(value, dict):
         raise ValueError("it holds no mapping")
     return value
