@@ -1,12 +1,19 @@
 """Data-parallel training of PyTorch models over Horovod that is right, and proves it."""
 
+import os
 import sys
 
 __version__ = "0.1.0"
+taken_out = ""
+"""The current folder, where Python had put it first for -m."""
 
 # In another user's folder `python -m hvdtrain...` must not import his jinja2.py. What a recipe names is found there
 # later, and a checkout that is not installed stays, behind what is. argv is so until Python has found the module.
 _module = sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] if sys.argv[:1] == ["-m"] else ""
-if _module == __name__ and not getattr(sys.flags, "safe_path", False):
-    _here = sys.path.pop(0)
-    sys.path += [_here] * __file__.startswith(f"{_here}/hvdtrain/")
+try:
+    _is_first = sys.path[0] == os.getcwd()  # noqa: PTH109 - pathlib may be in the current folder too
+except OSError:  # it was removed
+    _is_first = False
+if _module == __name__ and _is_first:  # not with -P, nor while sitecustomize is imported
+    taken_out = sys.path.pop(0)
+    sys.path += [taken_out] * __file__.startswith(f"{taken_out}/hvdtrain/")

@@ -57,10 +57,13 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """The same of texts by name, to any depth."""
+    """The same of values by name, to any depth; a number under `key` alone is none."""
+    kind = r"passw|secret|credential" if isinstance(value, int | float) else SECRET
+    if name and value is not None and re.search(kind, name):
+        return "***"
     if isinstance(value, Mapping):
         return {key: without_secrets(each, str(key).lower()) for key, each in value.items()}
-    return "***" if isinstance(value, str) and re.search(SECRET, name) else value
+    return [without_secrets(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def program(module: str, *arguments: str) -> list[str]:

@@ -88,6 +88,7 @@ def pytest_configure():
     """Ctrl-C is for the programs of the tests as at a terminal: a shell's background job starts with it ignored. What a
     failed test waits for in a `with` is killed first."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup
     wait = subprocess.Popen.__exit__
 
     def end(process, kind, error, traceback):

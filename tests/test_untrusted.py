@@ -54,7 +54,9 @@ def test_long_words_take_no_time():
 
 def test_secrets_among_values_are_hidden():
     given = {"model_args": {"HF_Token": "abc", "depth": 3, "max_tokens": 512}, "key": ["x"], "secret": "abc", "lr": 0.1}
-    shown = {"model_args": {"HF_Token": "***", "depth": 3, "max_tokens": 512}, "key": ["x"], "secret": "***", "lr": 0.1}
+    given |= {"password": 1234, "layers": [{"api_key": "abc"}], "num_keys": 8}
+    shown = {"model_args": {"HF_Token": "***", "depth": 3, "max_tokens": 512}, "key": "***", "secret": "***", "lr": 0.1}
+    shown |= {"password": "***", "layers": [{"api_key": "***"}], "num_keys": 8}
     assert untrusted.without_secrets(given) == shown
 
 

@@ -211,7 +211,8 @@ class Examples:
         shapes = {int(index): one_line(shape_text(sample), 200) for index, sample in zip(indices, samples, strict=True)}
         often = collections.Counter(shapes.values())
         usual = max(shapes, key=lambda index: (shapes[index] != "NoneType", often[shapes[index]], -index))
-        other = next((index for index in sorted(shapes) if shapes[index] != shapes[usual]), usual)
+        unlike = [index for index in sorted(shapes) if shapes[index] != shapes[usual]]
+        other = min(unlike, key=lambda index: shapes[index] == "NoneType", default=usual)
         if other == usual and shapes[usual] != "NoneType":
             return ""
         named = ", ".join(f"sample {index} is {shapes[index]}" for index in dict.fromkeys((other, usual)))

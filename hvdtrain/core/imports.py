@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hvdtrain
 from hvdtrain import files, interrupts
 from hvdtrain.core.own_code import IMPORT_PATH
 from hvdtrain.core.wording import closest, nearest
@@ -135,7 +136,9 @@ def _expanded(value: Any, where: str) -> Any:
 
 def _module(name: str, path: str, key: str) -> Any:
     folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
+    if folder == hvdtrain.taken_out and sys.path[0] != folder and files.is_own(Path(folder).stat()):
+        sys.path.insert(0, folder)  # as Python had it: an older copy of the user's package may be installed
+    elif folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # after all others, where it hides nothing
     try:
         with interrupts.postponed():

@@ -11,7 +11,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import PlanError
-from hvdtrain.untrusted import printable
+from hvdtrain.untrusted import printable, without_secrets
 
 INCEPTION_SIDE = 299
 """Pixels: of smaller images too little is left for the last convolution of the auxiliary classifier, whose output is
@@ -131,7 +131,7 @@ class Plan:
     def _arguments(self) -> str:
         """What the user's code is given, as Python has it: YAML reads 010 as 10, and 12:30 as a text."""
         kinds = "model_args", "dataset_args", "optimizer_args"
-        given = [(kind, getattr(self.recipe, kind)) for kind in kinds]
+        given = [(kind, without_secrets(getattr(self.recipe, kind))) for kind in kinds]
         texts = [f"{kind}: {', '.join(f'{name}={value!r}' for name, value in of.items())}" for kind, of in given if of]
         return printable("; ".join(texts), 500)
 

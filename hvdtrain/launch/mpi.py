@@ -105,8 +105,8 @@ def unavailable(framework: str, title: str, error: Exception) -> EngineUnavailab
 
 def is_by_path(found: Mpi) -> bool:
     """Whether the loader takes it from a folder of LD_LIBRARY_PATH."""
-    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    return found.library.parent in [Path(folder).resolve() for folder in folders if folder]
+    folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    return found.library in [each.resolve() for folder in folders for each in folder.glob("lib*mpi*.so*")]
 
 
 def plugin_of(environ: Mapping[str, str]) -> str | None:

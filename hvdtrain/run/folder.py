@@ -31,6 +31,10 @@ from hvdtrain.untrusted import printable
 RUNS = Path("runs")
 LONGEST_IDENTITY = 500  # characters of an optimizer's; a checkpoint's metadata allow 1000 for the model's
 RECIPE = "recipe.yaml"
+WRITTEN = re.compile(
+    r"checkpoints|trackers|\..*|events\..*|(step|damaged|best)-.*|.*\.(yaml|jsonl?|html)|job\.sh|rank.*", re.DOTALL
+)
+"""What a run writes in its folder."""
 State = Literal["running", "finished", "failed", "stopped"]
 
 
@@ -320,11 +324,14 @@ def hold(path: Path) -> RunFolder:
 
 def _refuse_links(path: Path) -> None:
     """Raises OutputError where one lies in the run folder, in which the run writes, appends and removes. OSError."""
-    for each in path.iterdir() if path.exists() else ():
-        is_file, status = each.is_file(), each.lstat()
-        if each.is_symlink() or (is_file and status.st_nlink > 1 and status.st_uid != path.stat().st_uid):
-            what = f"{printable(each.name)} is a link, which may lead elsewhere; remove it, or give another --output"
-            raise OutputError(f"cannot write to the run folder {path}: {what}.")
+    for folder in filter(Path.is_dir, (path, path / "checkpoints")):
+        for each in folder.iterdir():
+            is_file, status = each.is_file(), each.lstat()
+            if files.is_own(status) and not WRITTEN.fullmatch(each.name):
+                continue
+            if each.is_symlink() or (is_file and status.st_nlink > 1 and status.st_uid != path.stat().st_uid):
+                what = f"{printable(each.name)} is a link, which may lead elsewhere; put a copy in its place"
+                raise OutputError(f"cannot write to the run folder {path}: {what}, or give another --output.")
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:

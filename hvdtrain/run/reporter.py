@@ -5,6 +5,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -266,7 +267,8 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
                 raise ValueError("it has more than 1 GiB")
             with files.opened(path, follow=False) as old, files.replacing(path) as new:
                 new.writelines(f"{line}\n" for line in _lines(old) if _is_made(line, first_step))
-        return path.open("a", encoding="utf-8")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         raise CheckpointError(f"{options.run} holds no whole checkpoint; give the folder of a run that wrote one.")
     run = options.run.resolve() if options.run.name in {"", ".."} else options.run
     target = options.output or run.with_name(f"{run.name}-{options.to}")
+    if target.is_symlink() and not options.output:
+        raise OutputError(f"{target} is a link, which may lead elsewhere; remove it, or give --output.")
     with Status(f"converting step {state.meta['step']} for {options.to}"):
         recipe = _recipe(options.run, state, options.to)
         only = ONLY[state.meta["framework"]].items()

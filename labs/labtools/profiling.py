@@ -78,12 +78,12 @@ def read_timeline(path: Path) -> list[Group]:
     try:
         events = _events(files.read(path, 1 << 28))
         start = events[0]["args"]["start_time_since_epoch_in_micros"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        tensors = sorted(_tensors(events, start), key=lambda tensor: tensor.phases["ALLREDUCE"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise LabError(
             f"There is no timeline of Horovod's in {path} ({error!r}).\n"
             "HOROVOD_TIMELINE has to be in the environment when hvd.init() runs; only rank 0 writes."
         ) from None
-    tensors = sorted(_tensors(events, start), key=lambda tensor: tensor.phases["ALLREDUCE"])
     groups: list[list[Group]] = []
     for tensor in tensors:
         if groups and tensor.phases["ALLREDUCE"][0] < groups[-1][0].phases["ALLREDUCE"][1]:

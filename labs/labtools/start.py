@@ -54,9 +54,9 @@ def _mpirun(size: str, path: str) -> None:
 def _end_with_notebook(mpirun: int) -> None:
     sys.stdin.buffer.read()
     time.sleep(FINISH)
-    os.killpg(mpirun, signal.SIGTERM)
-    time.sleep(STOP)
-    os.killpg(mpirun, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # horovodrun keeps the first for itself
+        os.killpg(mpirun, number)
+        time.sleep(STOP)
 
 
 if __name__ == "__main__":

@@ -421,8 +421,8 @@ def test_a_run_writes_and_removes_nothing_through_a_link(name, plan):
     Path("mine").mkdir()
     Path("mine", name).symlink_to((precious / name).resolve())
     assert refusal(OutputError, begin, plan, output=MINE) == (
-        f"cannot write to the run folder mine: {name} is a link, which may lead elsewhere; remove it, or give another "
-        "--output."
+        f"cannot write to the run folder mine: {name} is a link, which may lead elsewhere; put a copy in its place, "
+        "or give another --output."
     )
     shutil.move("mine", "runs/linear/9999")
     if name != "checkpoints":

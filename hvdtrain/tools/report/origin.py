@@ -1,5 +1,6 @@
 """What a run was: its recipe beside the shipped one, its plan, and how to repeat it."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -13,11 +14,12 @@ from hvdtrain.tools.report import lines
 from hvdtrain.tools.report.folder import Folder
 from hvdtrain.tools.report.launches import Launch
 from hvdtrain.tools.report.model import Origin
-from hvdtrain.untrusted import printable, redacted, without_secrets
+from hvdtrain.untrusted import SECRET, printable, redacted, without_secrets
 
 LR = "LR "
 """The line of the plan that begins so derives the learning rate."""
 MOST_KEYS = 300
+NAMES_SECRET = re.compile(rf"(?i){SECRET}[\"']?\s*:")
 MOST_VERSIONS = 50
 MOST_RECIPE = MOST_WORD = 64 * 1024
 
@@ -66,7 +68,7 @@ def ranks(folder: Folder) -> int | None:
 
 def settings(folder: Folder) -> dict[str, object]:
     """The recipe's keys."""
-    return {str(key): value for key, value in list(folder.recipe.items())[:MOST_KEYS]}
+    return {str(key): without_secrets(value, str(key)) for key, value in list(folder.recipe.items())[:MOST_KEYS]}
 
 
 def shipped(folder: Folder) -> Mapping[str, Any]:
@@ -135,4 +137,10 @@ def lr_derivation(plan: tuple[str, ...]) -> str:
 
 def _printable_lines(text: str) -> str:
     """The text with control characters as escapes and without secrets, its lines kept."""
-    return "\n".join(printable(redacted(line.expandtabs(4)), 2000) for line in text.splitlines())
+    shown, hidden = [], None
+    for line in map(str.expandtabs, text.splitlines()):
+        depth = len(line) - len(line.lstrip(" -"))
+        if hidden is None or (line.strip() and depth <= hidden):  # else it goes on with a secret
+            hidden = depth if NAMES_SECRET.search(line) else None
+            shown.append(printable(redacted(line), 2000))
+    return "\n".join(shown)

@@ -153,7 +153,7 @@ def program(call: Sequence[str]) -> str:
 def words_of(line: str) -> list[str]:
     """The words of an #SBATCH line as sbatch splits them, without their quotes; by spaces where a quote never ends."""
     # Python's shlex does the same, in a time that grows with the square of a word's length.
-    text = line.partition(" #")[0]
+    text = re.split(r"\s#", line, maxsplit=1)[0]
     words, end = [], 0
     for found in WORDS.finditer(text):
         if text[end : found.start()].strip():

@@ -27,8 +27,12 @@ NUMBERS = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
 SENDS = re.compile(r"\b(?:p?kill|scancel|scontrol|touch)\b")
 WAIT = re.compile(r"\bwait\b")
 LOOPS = re.compile(
-    r"\bkill -0\b|--pid\b|\bfor\s+(\w+)\s+in\b[^#]{0,1000}\bwait\s+[\"']?\$\{?\1\b|\bwhile\b[^\n]{0,100}\bwait\b"
+    r"\bkill -0\b|--pid\b|\bfor\b[^#]{0,1000}\bdo\b[^#]{0,500}\bwait\b"
+    r"|\bwhile\b[^\n]{0,100}(?:\bwait\b|\bps\b|/proc/|\bjobs\b)"
+    r"|\(\)\s*\{[^}]{0,1000}\bwait\b|\btrap\s[^\n]{0,200}\bwait\b[^\n]{0,50}\bEXIT\b"
 )
+"""What waits for a step in another way: by its number, in a loop, in a function or at the script's end."""
+SOURCED = re.compile(r"^\s*(?:source|\.)\s", re.MULTILINE)
 NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
 ONCE = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
 
@@ -293,13 +297,14 @@ def _signal_of_bash(case: Case) -> Iterator[Finding]:
             why = (
                 "B: sends it to the script's bash alone, which no trap passes on; without one bash ends, and all steps"
             )
-            yield Finding(option.line, wrong, why, instead)
-        elif not step.in_background:
+            yield Finding(option.line, wrong, why, instead, note=bool(SOURCED.search(text)))
+        elif not step.in_background and step.launcher:
             why = f"bash runs its trap only after {step.launcher or program(step.call)}, which line {step.line} starts"
             yield Finding(option.line, wrong, why, f"{instead}; or end that line with &, and wait")
-        elif len(WAIT.findall(text)) < 2:
+        elif step.in_background and len(WAIT.findall(text)) < 2 and not LOOPS.search(text):
             why = "the trap ends bash's wait: the script ends then, and the step before it has saved"
-            yield Finding(option.line, wrong, why, f"{instead}; or wait a second time, in the trap or behind wait")
+            instead = f"{instead}; or wait a second time, in the trap or behind wait"
+            yield Finding(option.line, wrong, why, instead, note=True)
 
 
 def _signal_name(signal: str) -> str:
@@ -317,10 +322,10 @@ def _not_waited_for(case: Case) -> Iterator[Finding]:
             continue
         if after and sum(map(len, after)) >= len(aside) - number + 1:
             continue
-        is_last = not any(it.line > step.line and not it.in_background for it in case.trainings)
+        is_alone = not after and not any(it.line > step.line and not it.in_background for it in case.trainings)
         why = "the job ends with its script, which does not wait for this step, and the step with it"
         yield Finding(
-            step.line, f"{program(step.call)} ... &", why, "wait, as the script's last line", note=not is_last
+            step.line, f"{program(step.call)} ... &", why, "wait, as the script's last line", note=not is_alone
         )
 
 
