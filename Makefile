@@ -5,6 +5,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Tests that start ranks run one after the other, in a process for each of the groups of tests/conftest.py, which says
 # how many processes there are; all others run beside them.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+# Keras 2 comes without what it requires, which is the large build.
 # The small build where there is one; none at all for a Python that TensorFlow is not made for yet.
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
@@ -67,6 +68,7 @@ horovod: .venv/installed
 
 .venv/installed: .venv/train
 	$(PIP_INSTALL) --editable '.[torch,lightning,test,docs]' $(TENSORFLOW)
+	$(PIP_INSTALL) --no-deps 'tf_keras; python_version < "3.14"'
 	touch $@
 
 .venv/labs: .venv/installed

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 
+from hvdtrain.errors import KerasError
 from hvdtrain.tensorflow.moments import masked_moments
 
 
@@ -22,7 +23,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         (2, 8, 8, 3)
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
+        if fused is not False:
+            raise KerasError(f"SyncBatchNormalization cannot be fused, got fused={fused}: leave it out.")
         super().__init__(**kwargs)
         self.supports_jit = False
 
@@ -48,6 +51,6 @@ def synchronize() -> None:
 
 def _over_ranks(x: tf.Tensor, axes: Any, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
     # Imported here: a saved model's evaluation needs no Horovod.
-    from hvdtrain.keras.ranks import sum_over_ranks
+    from hvdtrain.keras.averaging import sum_over_ranks
 
     return masked_moments(x, axes, sum_over_ranks, mask)

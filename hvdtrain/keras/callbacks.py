@@ -13,6 +13,12 @@ import tensorflow as tf
 from hvdtrain.core import sharing
 from hvdtrain.errors import AgreementError, KerasError
 from hvdtrain.keras import losses
+from hvdtrain.keras.averaging import tf_variable
+from hvdtrain.keras.horovod_names import (  # noqa: F401 (by Horovod's names)
+    BestModelCheckpoint,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+)
 from hvdtrain.keras.others import call_of, list_of
 from hvdtrain.keras.program import State, check_optimizers, check_used, lr_of, numbers, optimizers, shares_steps
 from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
@@ -41,7 +47,8 @@ class _Callback(keras.callbacks.Callback):
 class BroadcastCallback(_Callback):
     """Starts all ranks from the root's weights and optimizer state, and averages BatchNorm's moving statistics.
 
-    A model that its first batch builds is broadcast after that batch. Random seeds stay each rank's own. The
+    The weights of `local_variables` stay each rank's own. A model that its first batch builds is broadcast after that
+    batch. Random seeds stay each rank's own. The
     floating-point statistics of layers in training are averaged at the end of an epoch, before its validation.
     jit_compile="auto", which compiles by XLA on a GPU, is turned off.
 
@@ -53,10 +60,15 @@ class BroadcastCallback(_Callback):
         >>> _ = model.fit(np.ones((8, 4)), np.ones(8), callbacks=[hvd.BroadcastCallback()], verbose=0)
     """
 
-    def __init__(self, root_rank: int = 0) -> None:
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
-        self.root_rank = root_rank
+        self.root_rank, self.device = root_rank, device
+        self._local = {id(tf_variable(each)) for each in tf.nest.flatten(local_variables or [])}
         self._begin_fit()
+
+    def register_local_var(self, variable: Any) -> None:
+        """From now on the variable stays each rank's own."""
+        self._local.add(id(tf_variable(variable)))
 
     def _begin_fit(self) -> None:
         self._sent: keras.Model | None = None
@@ -149,7 +161,8 @@ class BroadcastCallback(_Callback):
         self._agree({f"model: constant {i} ({path.rpartition('/')[2]})": mark for i, (path, mark) in constants})
         if self._apart:  # of a model that its first batch has built
             self._average()
-        broadcast_variables(list(variables.values()), self.root_rank)
+        with tf.device(self.device):
+            broadcast_variables([v for v in variables.values() if id(v) not in self._local], self.root_rank)
         self._refresh()
         self._sent, self._rows = self.model, self._sample()
         self._check_outputs()
@@ -162,7 +175,7 @@ class BroadcastCallback(_Callback):
 
     def _check_outputs(self) -> None:
         """Raises AgreementError where the ranks compute something else of the same examples."""
-        if hvd.size() == 1 or self._rows is None:
+        if hvd.size() == 1 or self._rows is None or self._local:
             return
         ranks: Any = SimpleNamespace(rank=hvd.rank(), size=hvd.size(), sum=_sum)
         host = discover(os.environ).host
@@ -226,6 +239,9 @@ class BroadcastCallback(_Callback):
         self._apart = False
 
 
+BroadcastGlobalVariablesCallback = BroadcastCallback
+
+
 def _early_readers(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
     """A line on callbacks that decide by the numbers of one rank."""
     averaged = [index for index, each in enumerate(callbacks) if isinstance(each, MetricAverageCallback)]
@@ -252,7 +268,7 @@ class MetricAverageCallback(_Callback):
     The states of Keras's metrics, such as sums and counts, are added over the ranks, so local batches may be of
     unequal size; the metrics themselves stay as they are. A logged value that no metric computes is averaged.
     Callbacks that read the logs come after this one. A metric of your own must have states that may be added.
-    Raises KerasError where the ranks' logs have different names.
+    `device` changes nothing: the sums are the host's. Raises KerasError where the ranks' logs have different names.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -265,7 +281,7 @@ class MetricAverageCallback(_Callback):
         ['loss', 'mae']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "") -> None:
         super().__init__()
         self._train: list[np.ndarray] = []
         self._valid: list[np.ndarray] = []

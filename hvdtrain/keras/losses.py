@@ -14,9 +14,9 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from hvdtrain.core.totals import of_halves
 from hvdtrain.errors import KerasError
+from hvdtrain.keras.averaging import sum_over_ranks
 from hvdtrain.keras.optimizer import distributed
 from hvdtrain.keras.program import optimizers
-from hvdtrain.keras.ranks import sum_over_ranks
 from hvdtrain.tensorflow.networks import SEED
 from hvdtrain.untrusted import printable
 

@@ -1,23 +1,21 @@
 """The ranks under Keras 3: initialisation, broadcast and sums."""
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from hvdtrain.errors import KerasError
 from hvdtrain.keras import batch_norm
+from hvdtrain.keras.averaging import refuse_xla, tf_variable
+from hvdtrain.keras.horovod_names import advise_at_failure
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.topology import discover
 from hvdtrain.run.guard import check_world
 from hvdtrain.tensorflow.engines.horovod import hvd
-
-SCOPE = "hvdtrain/"
-"""Of collectives in a graph, whatever layer they are in: Keras numbers layers as each rank made them."""
 
 
 def init() -> None:
@@ -32,6 +30,7 @@ def init() -> None:
         >>> hvd.rank(), hvd.size()  # with one process
         (0, 1)
     """
+    advise_at_failure()
     hvd.init()
     topology = discover(os.environ)
     check_world(topology, hvd.rank(), hvd.size())
@@ -67,11 +66,21 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
         variable.assign(hvd.broadcast(tf_variable(variable), root_rank, name=f"hvdtrain.broadcast.{index}"))
 
 
-def sum_over_ranks(tensor: tf.Tensor, **settings: Any) -> tf.Tensor:
-    """The tensor added up over the ranks; differentiable. Raises KerasError in an XLA cluster."""
-    refuse_xla()
-    with tf.name_scope(SCOPE):
-        return hvd.allreduce(tensor, op=hvd.Sum, name=None if tf.executing_eagerly() else "sum", **settings)
+def _of_values(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Horovod's collective, which then takes numbers and arrays too."""
+
+    @functools.wraps(collective)
+    def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return collective(
+            value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value), *args, **kwargs
+        )
+
+    return call
+
+
+allreduce, allgather, broadcast, reducescatter = map(
+    _of_values, (hvd.allreduce, hvd.allgather, hvd.broadcast, hvd.reducescatter)
+)
 
 
 def sum_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -82,18 +91,3 @@ def sum_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     ends = np.cumsum([array.size for array in arrays])
     sums = np.split(total, ends[:-1]) if arrays else []
     return [each.reshape(array.shape) for each, array in zip(sums, arrays, strict=True)]
-
-
-def tf_variable(variable: Any) -> Any:
-    """The tf.Variable under Keras's, which is all that Horovod takes."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def refuse_xla() -> None:
-    """Raises KerasError while a function is traced that XLA is to compile."""
-    if tf.executing_eagerly() or not control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        return
-    raise KerasError(
-        "XLA cannot compile Horovod's collectives: compile the model with jit_compile=False, or leave it at 'auto' "
-        "and give fit a BroadcastCallback; take jit_compile=True off a tf.function of your own."
-    )

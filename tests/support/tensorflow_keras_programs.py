@@ -18,8 +18,7 @@ from keras import layers
 from tensorflow_keras_refusals import refusals  # noqa: F401
 
 import hvdtrain.keras as ours
-from hvdtrain.keras import fault_tolerance, ranks
-from hvdtrain.keras import optimizer as optimizers
+from hvdtrain.keras import averaging, fault_tolerance
 from hvdtrain.tensorflow.moments import global_moments
 
 ours.init()
@@ -324,7 +323,7 @@ def moments(offset: float) -> dict[str, float]:
             input_signature=[tf.TensorSpec((None, 7, 4), kind) for kind in (dtype, "bool")],
         )
 
-    add = tf.identity if ALONE else ranks.sum_over_ranks
+    add = tf.identity if ALONE else averaging.sum_over_ranks
     for dtype in ("float32", "float64"):
         functions = {masked: of(masked, dtype) for masked in (False, True)}
         for name, local_batches in {"unequal": (3, 5), "empty": (0, 4)}.items():
@@ -589,13 +588,13 @@ def warmup(steps_per_execution: int) -> list[list[float]]:
 
 def allreduces() -> dict[str, list[int]]:
     """How many gradients each step of six has sent, where every third one updates."""
-    real, sent = ranks.hvd.allreduce, []
+    real, sent = averaging.hvd.allreduce, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         sent[-1] += 1
         return real(*args, **kwargs)
 
-    ranks.hvd.allreduce = counted
+    averaging.hvd.allreduce = counted
     results = {}
     for name, options in {"at the update": {}, "each step": {"groups": [[]]}}.items():
         model, sent = network(), []
@@ -605,7 +604,7 @@ def allreduces() -> dict[str, list[int]]:
             sent.append(0)
             optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
         results[name] = sent
-    ranks.hvd.allreduce = real
+    averaging.hvd.allreduce = real
     return results
 
 
@@ -627,7 +626,7 @@ def saved(folder: str) -> dict[str, Any]:
     path = f"{folder}/{RANK}.keras"
     model.save(path)
     again = keras.models.load_model(path)
-    loaded = type(again.optimizer).__name__, isinstance(again.optimizer, optimizers._Distributed)
+    loaded = type(again.optimizer).__name__, isinstance(again.optimizer, averaging._Distributed)
     ours.DistributedOptimizer(again.optimizer)
     fit(again, 1)
     whole = small()

