@@ -52,6 +52,8 @@ class Framework:
     nccl_built: bool = False
     cuda: str = ""
     nccl: str = ""
+    keras: str = ""
+    """The version of tf.keras."""
 
 
 @dataclass(frozen=True)

