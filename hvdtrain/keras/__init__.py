@@ -20,13 +20,6 @@ MODULES = {
     "init": "ranks",
     "DistributedOptimizer": "optimizer",
     "DistributedGradientTape": "optimizer",
-    "PartialDistributedOptimizer": "optimizer",
-    "PartialDistributedGradientTape": "optimizer",
-    "load_model": "horovod_names",
-    "allreduce": "ranks",
-    "allgather": "ranks",
-    "broadcast": "ranks",
-    "reducescatter": "ranks",
     "broadcast_variables": "ranks",
     "BroadcastCallback": "callbacks",
     "MetricAverageCallback": "callbacks",
@@ -35,6 +28,16 @@ MODULES = {
     "GlobalBatches": "global_batches",
     "SyncBatchNormalization": "batch_norm",
 }
+AS_HOROVODS = {
+    "PartialDistributedOptimizer": "optimizer",
+    "PartialDistributedGradientTape": "optimizer",
+    "load_model": "horovod_names",
+    "allreduce": "ranks",
+    "allgather": "ranks",
+    "broadcast": "ranks",
+    "reducescatter": "ranks",
+}
+"""Of this package too, and as Horovod's documentation describes them."""
 HOROVODS_OWN = (
     "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
     "is_homogeneous", "rank_op", "size_op", "local_rank_op", "local_size_op", "start_timeline", "stop_timeline",
@@ -49,18 +52,19 @@ SUBMODULES = {"callbacks": "hvdtrain.keras.callbacks", "elastic": "horovod.tenso
 
 
 def __getattr__(name: str) -> Any:
-    if name not in MODULES and name not in HOROVODS_OWN and name not in SUBMODULES:
+    ours = MODULES | AS_HOROVODS
+    if name not in ours and name not in HOROVODS_OWN and name not in SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _choose_backend()
     if name in SUBMODULES:
         return importlib.import_module(SUBMODULES[name])
-    module = importlib.import_module(f"{__name__}.{MODULES.get(name, 'ranks')}")
-    globals()[name] = found = getattr(module if name in MODULES else module.hvd, name)
+    module = importlib.import_module(f"{__name__}.{ours.get(name, 'ranks')}")
+    globals()[name] = found = getattr(module if name in ours else module.hvd, name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES, *HOROVODS_OWN, *SUBMODULES})
+    return sorted({*globals(), *MODULES, *AS_HOROVODS, *HOROVODS_OWN, *SUBMODULES})
 
 
 def _choose_backend() -> None:

@@ -63,7 +63,9 @@ class BroadcastCallback(_Callback):
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank, self.device = root_rank, device
-        self._local = {id(tf_variable(each)) for each in tf.nest.flatten(local_variables or [])}
+        self._local = {
+            id(tf_variable(each)) for each in tf.nest.flatten([] if local_variables is None else local_variables)
+        }
         self._begin_fit()
 
     def register_local_var(self, variable: Any) -> None:

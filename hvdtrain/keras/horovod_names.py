@@ -27,7 +27,7 @@ OF_KERAS_2 = re.compile(
 )
 ROADS = (
     "hvdtrain: this program may be written for Keras 2, which TensorFlow has replaced by Keras 3; it runs unchanged "
-    f"after: pip install 'tf_keras~={tf.__version__.rpartition('.')[0]}.0' && export TF_USE_LEGACY_KERAS=1"
+    f"after: pip install --no-deps 'tf_keras~={tf.__version__.rpartition('.')[0]}.0' && export TF_USE_LEGACY_KERAS=1"
 )
 
 LEADS = (keras.optimizers.SGD, keras.optimizers.RMSprop)
@@ -41,7 +41,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank, self.device = root_rank, device
-        self._local = {id(tf_variable(each)) for each in tf.nest.flatten(local_variables or [])}
+        self._local = {
+            id(tf_variable(each)) for each in tf.nest.flatten([] if local_variables is None else local_variables)
+        }
         self._sent: keras.Model | None = None
 
     @property

@@ -36,3 +36,26 @@ def test_every_function_combines_the_ranks(tmp_path, module, keras_2):
         for name, (found, expected) in results.items():
             assert not isinstance(found, str), f"{name}: {found}"
             np.testing.assert_allclose(found, expected, 1e-4, 2e-3 if name == "compression" else 2e-6, err_msg=name)
+
+
+ENDS = {
+    "a name of Keras 2": (
+        "keras.optimizers.SGD(lr=0.1)",
+        {},
+        "it runs unchanged after: pip install --no-deps 'tf_keras~=2.",
+    ),
+    "another mistake": ("keras.optimizers.SGD(momentum=-1)", {}, "ValueError: "),
+    "Keras on another backend": (
+        "",
+        {"KERAS_BACKEND": "torch"},
+        "ImportError: Keras runs on torch, and Horovod averages it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_ends_a_program_of_keras_2_or_of_another_backend_is_named(case):
+    line, environ, last = ENDS[case]
+    ended = run("alone", 1, [sys.executable, "-c", f"import horovod.keras as hvd, keras\n{line}"], **environ)
+    assert ended.code == 1
+    assert last in ended.err.strip().splitlines()[-1]

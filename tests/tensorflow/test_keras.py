@@ -470,13 +470,11 @@ def test_the_pages_examples_train_one_model(number, tmp_path):
     run("mpi", 2, warm.command("tensorflow", program), cwd=tmp_path).good()
 
 
-def test_the_pages_examples_use_every_name_but_what_only_horovods_programs_need():
+def test_the_pages_examples_use_every_name():
     from hvdtrain.keras import MODULES
 
     assert len(examples()) == len(OUTCOMES)
-    horovods = {"PartialDistributedOptimizer", "PartialDistributedGradientTape", "load_model"}
-    horovods |= {"allgather", "broadcast", "reducescatter"}
-    assert {name for name in MODULES if f"hvd.{name}(" not in "".join(examples())} == horovods
+    assert [name for name in MODULES if f"hvd.{name}(" not in "".join(examples())] == []
 
 
 def here(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -494,6 +492,14 @@ except AttributeError as error: print(error)
 print(sorted({{"tensorflow", "keras", "horovod", "torch"}} & sys.modules.keys()))
 """
     assert here(program).stdout == f"module 'hvdtrain.{package}' has no attribute 'torch'\n[]\n"
+
+
+def test_keras_2_has_a_road_of_its_own():
+    ended = here("import hvdtrain.keras as hvd\nhvd.init()", TF_USE_LEGACY_KERAS="1")
+    assert ended.stderr.splitlines()[-1] == (
+        "hvdtrain.errors.KerasError: TF_USE_LEGACY_KERAS makes tf.keras Keras 2, and hvdtrain.keras is for Keras 3: "
+        "unset it, or import horovod.tensorflow.keras, of the Horovod that `python -m hvdtrain build` makes."
+    )
 
 
 @pytest.mark.parametrize("imported", [False, True], ids=["chosen", "imported"])
