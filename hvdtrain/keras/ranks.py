@@ -56,6 +56,7 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
 
     Examples:
         >>> import hvdtrain.keras as hvd
+        >>> import keras
         >>> hvd.init()
         >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         >>> hvd.broadcast_variables(model.weights, root_rank=0)  # every rank calls it
