@@ -34,6 +34,7 @@ IN_HOROVOD = {
     "from hvdtrain.tensorflow.moments ": "from horovod._keras.moments ",
     "from hvdtrain.keras.": "from horovod._keras.",
     '(package="hvdtrain")': '(package="horovod")',
+    "import hvdtrain.keras as hvd": "import horovod.tensorflow as hvd",
 }
 
 # Neither accepts lines that are merely similar, nor changes line ends; patch leaves no backups.
