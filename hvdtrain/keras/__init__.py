@@ -19,7 +19,7 @@ shadows.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
 MODULES = {
     "init": "ranks",
     "DistributedOptimizer": "optimizer",
-    "DistributedGradientTape": "optimizer",
+    "DistributedGradientTape": "averaging",
     "broadcast_variables": "ranks",
     "BroadcastCallback": "callbacks",
     "MetricAverageCallback": "callbacks",
@@ -30,7 +30,7 @@ MODULES = {
 }
 AS_HOROVODS = {
     "PartialDistributedOptimizer": "optimizer",
-    "PartialDistributedGradientTape": "optimizer",
+    "PartialDistributedGradientTape": "averaging",
     "load_model": "horovod_names",
     "allreduce": "ranks",
     "allgather": "ranks",

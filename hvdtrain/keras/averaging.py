@@ -3,6 +3,7 @@
 The build puts a copy of this module into Horovod, as horovod/_keras/averaging.py: see tools/build/patching.py.
 """
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -30,18 +31,17 @@ class Reduction:
 
     def __init__(
         self,
-        *,
+        device_dense: str = "",
+        device_sparse: str = "",
         compression: Any = hvd.Compression.none,
         sparse_as_dense: bool = False,
-        gradient_predivide_factor: float = 1.0,
         op: Any = hvd.Average,
-        groups: int | Sequence[Sequence[Any]] | None = None,
+        gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
         process_set: Any = hvd.global_process_set,
         local_layers: Any = (),
         scale_local_gradients: bool = True,
-        device_dense: str = "",
-        device_sparse: str = "",
         **others: Any,
     ) -> None:
         for name in others:
@@ -86,7 +86,7 @@ class Reduction:
             return averaged
         refuse_xla()
         given = {index for index, gradient in enumerate(averaged) if gradient is not None}
-        local = {index for index in given if self._local and id(tf_variable(variables[index])) in self._local}
+        local = {index for index in given if self._local and self.is_local(variables[index])}
         for index in local if self._scale_local else ():
             averaged[index] = tf.math.scalar_mul(self._part(averaged[index].dtype), averaged[index])
         # Horovod 0.28.1 takes a sparse gradient's shape from another in its group.
@@ -97,6 +97,10 @@ class Reduction:
             for index, gradient in zip(group, means, strict=True):
                 averaged[index] = gradient
         return averaged
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether each rank trains this variable for itself."""
+        return id(tf_variable(variable)) in self._local
 
     def register_local_var(self, variable: Any) -> None:
         """From now on each rank trains this variable for itself."""
@@ -252,6 +256,42 @@ _variables = keras.optimizers.Optimizer.variables
 keras.optimizers.Optimizer.variables = property(lambda optimizer: _CallableList(_variables.fget(optimizer)))
 
 
+def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **options: Any) -> tf.GradientTape:  # noqa: N802
+    """The same tape, but that its `gradient` gives averages over the ranks; options as for the optimizer.
+
+    Sources may be Keras's variables or TensorFlow's, nested or single. Eagerly every gradient is averaged on its
+    own, which is slow: write the loop in a `tf.function`. `use_generic_names` of `gradient` changes nothing.
+
+    Examples:
+        >>> import hvdtrain.keras as hvd
+        >>> hvd.init()
+        >>> weight = tf.Variable(3.0)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = weight**2
+        >>> float(hvd.DistributedGradientTape(tape).gradient(loss, weight))
+        6.0
+    """
+    reduction, tape = Reduction(*args, **options), copy.copy(gradtape)
+    tape._recording = False  # that of the program's records, if any does
+    plain = tape.gradient
+
+    def gradient(target: Any, sources: Any, *args: Any, use_generic_names: bool = False, **kwargs: Any) -> Any:
+        gradients = plain(target, sources, *args, **kwargs)
+        averaged = reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(sources, averaged)
+
+    def get_local_and_global_gradients(target: Any, sources: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        pairs = list(zip(map(tf_variable, sources), gradient(target, sources, *args, **kwargs), strict=True))
+        return tuple([pair for pair in pairs if reduction.is_local(pair[0]) is local] for local in (True, False))
+
+    tape.gradient, tape.get_local_and_global_gradients = gradient, get_local_and_global_gradients
+    tape.register_local_source = reduction.register_local_var
+    return tape
+
+
+PartialDistributedGradientTape = DistributedGradientTape
+
+
 def sum_over_ranks(tensor: tf.Tensor, **settings: Any) -> tf.Tensor:
     """The tensor added up over the ranks; differentiable. Raises KerasError in an XLA cluster."""
     refuse_xla()
@@ -273,6 +313,6 @@ def refuse_xla() -> None:
     if tf.executing_eagerly() or not control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         return
     raise KerasError(
-        "XLA cannot compile Horovod's collectives: compile the model with jit_compile=False, or leave it at 'auto' "
-        "and give fit a BroadcastCallback; take jit_compile=True off a tf.function of your own."
+        "XLA cannot compile Horovod's collectives: compile the model with jit_compile=False, or give fit the callback "
+        "that broadcasts, which turns it off; take jit_compile=True off a tf.function of your own."
     )

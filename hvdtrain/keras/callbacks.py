@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.core import sharing
 from hvdtrain.errors import AgreementError, KerasError
-from hvdtrain.keras import losses
-from hvdtrain.keras.averaging import tf_variable
+from hvdtrain.keras import horovod_names, losses
 from hvdtrain.keras.horovod_names import (  # noqa: F401 (by Horovod's names)
     BestModelCheckpoint,
     LearningRateScheduleCallback,
@@ -44,13 +43,12 @@ class _Callback(keras.callbacks.Callback):
         check_optimizers(self.model)
 
 
-class BroadcastCallback(_Callback):
+class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallback):
     """Starts all ranks from the root's weights and optimizer state, and averages BatchNorm's moving statistics.
 
     The weights of `local_variables` stay each rank's own. A model that its first batch builds is broadcast after that
-    batch. Random seeds stay each rank's own. The
-    floating-point statistics of layers in training are averaged at the end of an epoch, before its validation.
-    jit_compile="auto", which compiles by XLA on a GPU, is turned off.
+    batch. Random seeds stay each rank's own. The floating-point statistics of layers in training are averaged at the
+    end of an epoch, before its validation. XLA is turned off, with a warning where jit_compile=True asks for it.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -61,16 +59,8 @@ class BroadcastCallback(_Callback):
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        self.root_rank, self.device = root_rank, device
-        self._local = {
-            id(tf_variable(each)) for each in tf.nest.flatten([] if local_variables is None else local_variables)
-        }
+        super().__init__(root_rank, device, local_variables)
         self._begin_fit()
-
-    def register_local_var(self, variable: Any) -> None:
-        """From now on the variable stays each rank's own."""
-        self._local.add(id(tf_variable(variable)))
 
     def _begin_fit(self) -> None:
         self._sent: keras.Model | None = None
@@ -86,13 +76,6 @@ class BroadcastCallback(_Callback):
         """Of the epoch before, as this rank alone has it, where MetricAverageCallback comes later."""
         self._idle = 0
         """The updates that the compiled optimizer had made before."""
-
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        # Keras records what "auto" resolved to, not "auto": on a GPU an explicit True cannot be told from it.
-        if hvd.size() > 1 and model.jit_compile and model._resolve_auto_jit_compile():
-            model.jit_compile = False
-            model.train_function = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         super().on_train_begin(logs)
@@ -130,7 +113,7 @@ class BroadcastCallback(_Callback):
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         self._end_steps()
-        if self._sent is not self.model and not call_of(self.model, "fit"):
+        if not self.broadcast_done and not call_of(self.model, "fit"):
             broadcast_variables(self.model.weights, self.root_rank)
             hidden.refresh(self.model)
         self._unify()
@@ -151,7 +134,7 @@ class BroadcastCallback(_Callback):
             print(line, flush=True)
 
     def _send(self) -> None:
-        if self._sent is self.model or not self.model.built:
+        if self.broadcast_done or not self.model.built:
             return
         optimizer = self.model.optimizer
         if not optimizer.built and not shares_steps(self.model):

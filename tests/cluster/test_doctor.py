@@ -21,6 +21,11 @@ SLOW = (
     "fixed[MPICH, srun none",
     "fixed[MPICH, srun cray",
     "fixed[MPICH, Hydra",
+    "fixed[MPICH, horovodrun",
+    "fixed[no MPI, Hydra",
+    "wrong[Open MPI, Hydra",
+    "wrong[no MPI, Hydra",
+    "right[Open MPI, horovodrun --mpi",
 )
 pytestmark = [
     pytest.mark.cluster,

@@ -8,7 +8,18 @@ from cluster import ENVIRONMENTS, losses
 from paths import SUPPORT
 from ranks import left_by, once
 
-SLOW = ("--mpi=none", "--mpi=cray")
+# What differs from another case in a name alone, or whose two parts others hold.
+SLOW = (
+    "--mpi=none",
+    "--mpi=cray",
+    "bit[torch-horovodrun mpi",
+    "bit[torch-mpiexec",
+    "bit[torch-srun without MPI",
+    "ddp-torchrun",
+    "multiworker-torchrun",
+    "strategy horovod-srun",
+    "Horovod without MPI under",
+)
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 ENDPOINT = SUPPORT / "endpoint.py"

@@ -12,6 +12,21 @@ import pytest
 from paths import REPOSITORY
 from ranks import wait_until
 
+SLOW = (  # of the tool itself, which changes seldom
+    "two_clusters_side_by_side",
+    "interrupted_up",
+    "killed_up",
+    "host_that_dies",
+    "before_a_restart",
+    "caller_of_sudo",
+    "whose_node_dies",
+    "rate_and_delay",
+    "keeps_to_its_quota",
+    "variable_set_on_purpose",
+    "sites_job_runs_as_it_stands",
+    "login_shell",
+    "comes_back_with_its_jobs",
+)
 pytestmark = [pytest.mark.cluster]
 
 COMMAND = REPOSITORY / "slurm" / "minicluster"

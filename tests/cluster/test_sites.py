@@ -16,7 +16,16 @@ from hvdtrain.tools.slurm.job_check import check
 from hvdtrain.tools.slurm.sites import SITES
 
 # Of each launcher and shape of node one site.
-SLOW = ("[juwels-booster-srun", "[jean-zay-srun", "[capella-srun", "[cori-gpu", "same_losses_at_every_site", "[alpha]")
+SLOW = (
+    "[juwels-booster-",
+    "[jean-zay-srun",
+    "[capella-srun",
+    "[piz-daint-srun",
+    "[alpha-srun",
+    "[cori-gpu",
+    "same_losses_at_every_site",
+    "[alpha]",
+)
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 LINEAR = ("python", "-m", "hvdtrain.torch", "linear")

@@ -180,7 +180,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "no optimizer": lambda: ours.DistributedOptimizer(None),
     "under a strategy": under_a_strategy,
-    "XLA": lambda: tiny_fit(ours.DistributedOptimizer(plain()), ours.BroadcastCallback(), jit_compile=True),
+    "XLA": lambda: tiny_fit(ours.DistributedOptimizer(plain()), ours.MetricAverageCallback(), jit_compile=True),
     "XLA, accumulating": lambda: tiny_fit(
         ours.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2)), jit_compile=True
     ),

@@ -11,7 +11,7 @@ from paths import SUPPORT
 from ranks import NEEDS, needs_our_horovod, run
 
 pytestmark = [pytest.mark.launched, NEEDS["tensorflow"], needs_our_horovod]
-SLOW = ("hvdtrain.keras",)
+SLOW = ("hvdtrain.keras", "another mistake", "another backend")
 
 
 @pytest.mark.parametrize(

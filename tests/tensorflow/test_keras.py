@@ -387,8 +387,8 @@ print(type(model.optimizer).__module__, type(model.optimizer).__name__, int(mode
 
 
 XLA = (
-    "KerasError: XLA cannot compile Horovod's collectives: compile the model with jit_compile=False, or leave it at "
-    "'auto' and give fit a BroadcastCallback; take jit_compile=True off a tf.function of your own."
+    "KerasError: XLA cannot compile Horovod's collectives: compile the model with jit_compile=False, or give fit "
+    "the callback that broadcasts, which turns it off; take jit_compile=True off a tf.function of your own."
 )
 STOCK = "KerasError: Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"
 APART = "2 ranks would train apart; compile the model with hvdtrain.keras's DistributedOptimizer."

@@ -32,12 +32,14 @@ WATCH = """
     print(json.dumps(list(seen)))
 """
 RANK = """
-    import json, os, sys, time
+    import json, os, pathlib, sys, time
     names = ("TOKEN", "HOROVOD_RENDEZVOUS_KEY", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
     rank = int(os.environ["HOROVOD_RANK"])
     given = {"rank": rank, "stdin": os.readlink("/proc/self/fd/0"), "folder": os.getcwd()}
     print(json.dumps({**given, **{name: os.environ.get(name) for name in names}}), flush=True)
-    time.sleep(0.3)
+    pathlib.Path(sys.argv[2], f"printed-{rank}").touch()
+    while not all(pathlib.Path(sys.argv[2], f"printed-{each}").exists() for each in (0, 1)):
+        time.sleep(0.05)  # the first that fails ends the other
     sys.exit(rank * int(sys.argv[1]))
 """
 SSH = """\
