@@ -284,8 +284,11 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **options: An
         pairs = list(zip(map(tf_variable, sources), gradient(target, sources, *args, **kwargs), strict=True))
         return tuple([pair for pair in pairs if reduction.is_local(pair[0]) is local] for local in (True, False))
 
-    tape.gradient, tape.get_local_and_global_gradients = gradient, get_local_and_global_gradients
-    tape.register_local_source = reduction.register_local_var
+    vars(tape).update(
+        gradient=gradient,
+        get_local_and_global_gradients=get_local_and_global_gradients,
+        register_local_source=reduction.register_local_var,
+    )
     return tape
 
 

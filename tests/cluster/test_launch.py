@@ -176,3 +176,17 @@ def test_nobody_waits_for_rank_0_that_refuses(cluster):
     (line,) = ended.lines
     assert line.startswith("OutputError (rank 0 on nid001): ")
     assert ended.left == []
+
+
+def test_ranks_reach_one_another_though_docker0_has_one_address_on_all_nodes(cluster):
+    for node in ("nid003", "nid004"):
+        made = "ip link add docker0 type veth peer docker1 && ip addr add 172.17.0.1/16 dev docker0"
+        cluster("exec", node, "sh", "-c", f"{made} && ip link set docker0 up && ip link set docker1 up")
+    program = "import horovod.torch as hvd, torch; hvd.init(); print('sum', hvd.allreduce(torch.ones(1), op=hvd.Sum))"
+    python = (ENVIRONMENTS["openmpi"] / "bin" / "python", "-c", program)
+    try:
+        ended = cluster.run("srun", "-w", "nid[003-004]", "-N2", "-n2", "--mpi=pmix", *python).good()
+    finally:
+        for node in ("nid003", "nid004"):
+            cluster("exec", node, "ip", "link", "delete", "docker0")
+    assert ended.out.count("sum tensor([2.])") == 2
