@@ -40,7 +40,7 @@ def read_batch(path: Path, remedy: str) -> dict[str, Any]:
     """
     with as_data_error(path, remedy), files.opened(path) as file:
         batch = _BatchUnpickler(file, MOST_BYTES, encoding="bytes").load()
-        return {_text(key): _plain(value) for key, value in batch.items()}
+        return {_text(key): value.array() if isinstance(value, PickledArray) else value for key, value in batch.items()}
 
 
 @contextlib.contextmanager
@@ -224,10 +224,6 @@ class ArrayUnpickler(DataUnpickler):
 
 class _BatchUnpickler(ArrayUnpickler):
     kind = "CIFAR file"
-
-
-def _plain(value: Any) -> Any:
-    return value.array() if isinstance(value, PickledArray) else value
 
 
 def _text(value: str | bytes) -> str:

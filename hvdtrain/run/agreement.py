@@ -105,11 +105,8 @@ def _shown(value: Any, first: Any) -> str:
         index = next(index for index, (own, theirs) in enumerate(pairs) if own != theirs)
         own, theirs = ([*of, "none"][min(index, len(of))] for of in (value, first))
         return one_line(f"{len(value)} (number {index}: {own}, on rank 0 {theirs})", LONGEST_SHOWN)
-    return one_line("none" if value is None else f"{len(value)}" if _is_long(value) else value, LONGEST_SHOWN)
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > MOST_NAMED
+    is_long = isinstance(value, list) and len(value) > MOST_NAMED
+    return one_line("none" if value is None else f"{len(value)}" if is_long else value, LONGEST_SHOWN)
 
 
 def _mark(text: str) -> int:

@@ -69,7 +69,8 @@ OWN = flags.fields_of(Options)
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises HvdtrainError."""
     if {"-h", "--help"} & set(argv[:1]) or not argv:
-        print(f"{usage(PROG)};\n         those of a run, and of plan alone:\n\n{_own_flags()}")
+        own = "\n".join(f"  --{name.replace('_', '-')}\n      {field.description}" for name, field in OWN.items())
+        print(f"{usage(PROG)};\n         those of a run, and of plan alone:\n\n{own}")
         return 0 if argv else 2
     recipe, options = _parsed(argv)
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before the user's code imports Keras
@@ -96,10 +97,6 @@ def _with_flops(made: Plan, of_recipe: Network, framework: Framework, dataset: D
     except HvdtrainError as error:
         return made, [f"FLOPs       not counted: {one_line(error)}"]
     return dataclasses.replace(made, flops=counted.flops), []
-
-
-def _own_flags() -> str:
-    return "\n".join(f"  --{name.replace('_', '-')}\n      {field.description}" for name, field in OWN.items())
 
 
 def _parsed(argv: Sequence[str]) -> tuple[Recipe, Options]:

@@ -9,23 +9,26 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.datasets import Dataset, Split
-from hvdtrain.datasets.base import is_read_at_once
-from hvdtrain.errors import DataError
+from hvdtrain.datasets.base import Arrays, is_read_at_once
+from hvdtrain.datasets.cifar100 import FIXED_BITS, PIXELS, SIDE, Cifar, placements
+from hvdtrain.datasets.synthetic import Synthetic
+from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.run.stacks import Workers
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Batch
-from hvdtrain.torch.resident import Held, Pair, hold
 
 if TYPE_CHECKING:
     from hvdtrain.core.progress import Request
     from hvdtrain.core.settings import ReadSettings
 
 AHEAD = 2
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Loader:
@@ -50,7 +53,7 @@ class Loader:
             torch.tensor(of, dtype=self._real, device=device).view(-1, 1, 1) for of in (dataset.mean, dataset.std)
         )
         self._pools: dict[int, tuple[list[Request], DataLoader]] = {}
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, _Rows | _Pixels] = {}
         self._checked: set[Examples] = set()
 
     def batches(self, split: Split, requests: list["Request"]) -> Iterator[Any]:
@@ -209,3 +212,74 @@ def _in_thread(split: Split, requests: list["Request"]) -> Iterator[Pair | Excep
     finally:
         stop.set()
         thread.join()
+
+
+def hold(split: Split, device: torch.device) -> "_Rows | _Pixels":
+    """The split, copied onto the device. Raises RecipeError where it does not lie in memory.
+
+    Its `batches` give for each request what `Split.read` gives for it, to the bit, as tensors on the device. All
+    requests are copied there at once, before the first batch: no step waits for them.
+    """
+    match split:
+        case Cifar():
+            return _Pixels(split, device)
+        case Synthetic():
+            return _Rows(split.images, split.labels, device)
+        case Arrays():
+            return _Rows(split.x, split.y, device)
+    raise RecipeError(f"{type(split).__name__} is read from files and cannot lie on the device; drop data_on_device.")
+
+
+class _Rows:
+    """Examples without augmentation: number i is row i, counted round."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, device: torch.device) -> None:
+        self._x, self._y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+
+    def batches(self, requests: list["Request"]) -> Iterator[Pair]:
+        for indices in _copied([indices for indices, _ in requests], self._x.device):
+            rows = indices % len(self._y)
+            yield self._x[rows], self._y[rows]
+
+
+class _Pixels:
+    """CIFAR's images, cropped, flipped and rotated by one gather from all pixels."""
+
+    def __init__(self, split: Cifar, device: torch.device) -> None:
+        self._pixels, self._labels = (torch.from_numpy(array).to(device) for array in (split.pixels, split.labels))
+
+    def batches(self, requests: list["Request"]) -> Iterator[Pair]:
+        device = self._pixels.device
+        batches = _copied([indices for indices, _ in requests], device)
+        draws = [drawn for _, drawn in requests if drawn is not None]
+        if not draws:
+            images = self._pixels[:-1].view(-1, SIDE, SIDE, 3)
+            yield from ((images[indices], self._labels[indices]) for indices in batches)
+            return
+        # Sine and cosine are the host's: the device's may differ in the last bit, and a pixel with it.
+        placed = _copied([placements(drawn) for drawn in draws], device)
+        for indices, placement in zip(batches, placed, strict=True):
+            yield self._pixels[self._sources(indices, placement)], self._labels[indices]
+
+    def _sources(self, indices: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
+        """The pixels' indices in the table [n, 32, 32]; the last one is black."""
+        pixel, inside = source_pixels(placement)
+        return torch.where(inside, pixel + indices[:, None, None] * PIXELS, len(self._pixels) - 1)
+
+
+def source_pixels(placement: torch.Tensor) -> Pair:
+    """`hvdtrain.datasets.cifar100.source_pixels` from placements [n, 2, 4], in integers: exact on any device."""
+    steps = torch.arange(SIDE, dtype=torch.int32, device=placement.device)
+    start, per_row, per_column, offset = placement[..., None, None].unbind(2)
+    cropped = (start + per_row * steps[:, None] + per_column * steps) >> FIXED_BITS
+    inside = (cropped >= -offset) & (cropped >= 0) & (cropped < SIDE) & (cropped < SIDE - offset)
+    row, column = (cropped + offset).unbind(1)
+    return row * SIDE + column, inside.all(1)
+
+
+def _copied(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on the device, copied there as one."""
+    if not arrays:
+        return []
+    whole = torch.from_numpy(np.concatenate(arrays)).to(device)
+    return list(whole.split([len(array) for array in arrays]))

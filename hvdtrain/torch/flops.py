@@ -40,11 +40,13 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
     objective = Objective(recipe)
     objective.classes = dataset.classes
     indices = np.arange(EXAMPLES) % len(dataset.train)
-    batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [(indices, _draws(dataset))]))
+    draws = np.zeros((EXAMPLES, dataset.draws), np.float32)
+    batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [(indices, draws)]))
     data = objective.inputs(batch)
     try:
         model = networks.without_memory(recipe, dataset.classes)
-        flops, out = _counted(recipe, objective, model, _on_meta(data))
+        on_meta = tree_map_only(torch.Tensor, lambda one: one.to("meta"), data)
+        flops, out = _counted(recipe, objective, model, on_meta)
     except Exception:  # the user's code, and any operation without an implementation for the device
         try:
             flops, out = _counted(recipe, objective, networks.build(recipe, dataset.classes), data)
@@ -60,10 +62,6 @@ def lr_groups(recipe: "Recipe", dataset: Dataset, lr: float) -> str:
     return state.lr_groups(optimizer, state.lr_ratios(optimizer, lr))
 
 
-def _draws(dataset: Dataset) -> Any:
-    return np.zeros((EXAMPLES, dataset.draws), np.float32)
-
-
 def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any) -> tuple[int, Any]:
     if recipe.precision == "float64":
         model = model.double()
@@ -71,7 +69,3 @@ def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any
     with FlopCounterMode(display=False) as counter:
         out = objective.forward(model, data)
     return int(counter.get_total_flops()) // EXAMPLES, out
-
-
-def _on_meta(data: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.to("meta"), data)

@@ -56,11 +56,8 @@ def _slots(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
     """What the optimizers keep beside each parameter, by name."""
     for optimizer, (name, parameter) in itertools.product(optimizers, model.named_parameters()):
         for slot, value in optimizer.state.get(parameter, {}).items():
-            yield f"{_named(slot, optimizer)}.{name}", value
-
-
-def _named(slot: str, optimizer: torch.optim.Optimizer) -> str:
-    return "momentum" if slot == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD) else slot
+            is_momentum = slot == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD)
+            yield f"{'momentum' if is_momentum else slot}.{name}", value
 
 
 def start_momentum(optimizer: torch.optim.Optimizer, slot: str = "momentum_buffer") -> None:

@@ -1,12 +1,16 @@
 """PyTorch's part of a run on one rank: model, updates, data and validation."""
 
 import contextlib
+import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
+from hvdtrain import files
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.totals import Totals
 from hvdtrain.run import guard
@@ -19,12 +23,17 @@ from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.meter import Meter
 from hvdtrain.torch.opening import is_one_graph
-from hvdtrain.torch.profiling import Profiler
 from hvdtrain.torch.state import State, lr_groups
 from hvdtrain.torch.step import Step, autocast, norm_of, unwatched
 
 Buffers = Literal["local", "average", "rank_0"]
 REMEDY = 'give buffers: average or rank_0 (world.run: buffers="average")'
+PHASES = ("data", "forward", "backward", "allreduce", "update")
+WARM_STEPS = 3
+TIMED_STEPS = 10
+TRACED_STEPS = 10
+STEPS = WARM_STEPS + TIMED_STEPS + 2 + TRACED_STEPS
+"""How many steps a run needs for all of it."""
 
 
 class Replica:
@@ -155,3 +164,91 @@ class Trainer(Replica):
             yield
         for line in self.profiler.lacking() if self.profiler else ():
             note(line)
+
+
+class Profiler:
+    """After WARM_STEPS, TIMED_STEPS for the table `phases.json`, then a trace of TRACED_STEPS, `profile.json`.
+
+    Use as a context manager around the steps. A step begins with its data and ends with its update. On a GPU its phases
+    lie between CUDA events: what the GPU did, or waited for, from one to the next; no step waits for the clock.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._folder, self._on_gpu = folder, device.type == "cuda"
+        self._steps = 0
+        self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in (*PHASES, "step")}
+        self._began: Any = None
+        trace = str(folder / "profile.json")
+        self._trace = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=STEPS - TRACED_STEPS - 2, warmup=2, active=TRACED_STEPS, repeat=1),
+            on_trace_ready=lambda profile: profile.export_chrome_trace(trace),
+        )
+
+    def __enter__(self) -> "Profiler":
+        self._trace.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._trace.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around one of PHASES."""
+        began = self._now()
+        if name == PHASES[0]:
+            self._began = began
+        if self._on_gpu:
+            torch.cuda.nvtx.range_push(name)
+        with torch.profiler.record_function(name):
+            yield
+        if self._on_gpu:
+            torch.cuda.nvtx.range_pop()
+        self._add(name, began)
+
+    def step(self) -> list[str]:
+        """The end of a step. After the last timed one the table's lines, else none."""
+        self._add("step", self._began)
+        self._steps += 1
+        self._trace.step()
+        return self._table() if self._steps == WARM_STEPS + TIMED_STEPS else []
+
+    def lacking(self) -> list[str]:
+        """What the log reports of a run that was too short."""
+        if self._steps >= STEPS:
+            return []
+        return [f"the run's {self._steps} steps are too few for a profile: table and trace need {STEPS} steps"]
+
+    def _add(self, name: str, began: Any) -> None:
+        if WARM_STEPS <= self._steps < WARM_STEPS + TIMED_STEPS:
+            self._spans[name].append((began, self._now()))
+
+    def _now(self) -> Any:
+        """An event on the GPU's stream, or seconds."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _table(self) -> list[str]:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        sums = {name: sum(self._milliseconds(*span) for span in spans) for name, spans in self._spans.items()}
+        mean = {name: total / TIMED_STEPS for name, total in sums.items()}
+        step = mean.pop("step")
+        mean["rest"] = step - sum(mean.values())
+        clock = "CUDA events" if self._on_gpu else "the host's clock"
+        results = {"steps": TIMED_STEPS, "clock": clock, "step_ms": step, "phases_ms": mean}
+        files.write(self._folder / "phases.json", json.dumps(results, indent=1))
+        return table(mean, step, f"mean of {TIMED_STEPS} steps, by {clock}")
+
+    def _milliseconds(self, began: Any, ended: Any) -> float:
+        return began.elapsed_time(ended) if self._on_gpu else 1000 * (ended - began)
+
+
+def table(phases: dict[str, float], step: float, how: str) -> list[str]:
+    """Lines of a table of milliseconds and per cent."""
+    rows = [*phases.items(), ("step", step)]
+    return [f"{'phase':10}{'ms':>9}{'%':>7}  ({how})", *(f"{n:10}{ms:9.2f}{100 * ms / step:7.1f}" for n, ms in rows)]

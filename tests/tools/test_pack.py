@@ -21,7 +21,6 @@ from paths import REPOSITORY
 from PIL import Image
 
 from hvdtrain import cli, datasets, lock
-from hvdtrain.datasets.packed import containers
 from hvdtrain.errors import DataError, OutputError, RecipeError
 from hvdtrain.tools import pack
 
@@ -138,7 +137,7 @@ def test_tensorflow_reads_the_records(tree, tmp_path):
 )
 def test_a_record_has_the_masked_crc_of_its_bytes(content, crc):
     """The first four: RFC 3720, B.4, and the check value of the CRC catalogue; unmasked as crc32c::Unmask does."""
-    rotated = int.from_bytes(containers.masked_crc(content), "little") - 0xA282EAD8 & 0xFFFFFFFF
+    rotated = int.from_bytes(pack.masked_crc(content), "little") - 0xA282EAD8 & 0xFFFFFFFF
     assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
 
 

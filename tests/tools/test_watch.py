@@ -20,7 +20,7 @@ from hvdtrain.run.estimate import duration
 from hvdtrain.run.folder import hold
 from hvdtrain.tools import watch
 from hvdtrain.tools.report.assemble import run_report
-from hvdtrain.tools.watch import frame, picture
+from hvdtrain.tools.watch import frame, rows
 from hvdtrain.tools.watch.job import GONE, Job, parsed
 from hvdtrain.tools.watch.tail import BYTES, last_of, last_records
 
@@ -96,7 +96,7 @@ def now(monkeypatch):
 
 def drawn(folder, job=None):
     """The rows by label."""
-    return dict(picture.rows(frame.read(folder, job, NOW), NOW))
+    return dict(rows(frame.read(folder, job, NOW), NOW))
 
 
 def test_what_is_seen_of_a_running_run(run):

@@ -21,7 +21,7 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
 from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
-from hvdtrain.torch import compiling, models, profiling, resident, resnet  # noqa: E402
+from hvdtrain.torch import compiling, data, models, resnet, trainer  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.objective import Objective  # noqa: E402
@@ -88,9 +88,9 @@ def requests(count, seed=0):
 
 
 def test_images_on_the_device_have_the_readers_bytes(cifar):
-    held = resident.hold(cifar.train, CPU)
+    held = data.hold(cifar.train, CPU)
     for split, wanted in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
-        held = resident.hold(split, CPU)
+        held = data.hold(split, CPU)
         for (x, y), request in zip(held.batches(wanted), wanted, strict=True):
             expected = split.read(*request)
             assert x.dtype == torch.uint8
@@ -124,7 +124,7 @@ def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
 
 def test_a_split_of_files_is_refused():
     message = "object is read from files and cannot lie on the device; drop data_on_device."
-    assert refusal(RecipeError, resident.hold, object(), CPU) == message
+    assert refusal(RecipeError, data.hold, object(), CPU) == message
 
 
 class Backend:
@@ -376,14 +376,14 @@ def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
     ended = train_here("torch", "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
     written = json.loads((tmp_path / "phases.json").read_text())
     assert (written["steps"], written["clock"]) == (10, "the host's clock")
-    assert list(written["phases_ms"]) == [*profiling.PHASES, "rest"]
+    assert list(written["phases_ms"]) == [*trainer.PHASES, "rest"]
     assert sum(written["phases_ms"].values()) == pytest.approx(written["step_ms"])
     assert all(value > 0 for value in written["phases_ms"].values())
     lines = [line.removeprefix("INFO - ") for line in ended.out.splitlines()]
-    expected = profiling.table(written["phases_ms"], written["step_ms"], "mean of 10 steps, by the host's clock")
+    expected = trainer.table(written["phases_ms"], written["step_ms"], "mean of 10 steps, by the host's clock")
     assert lines[lines.index(expected[0]) :][: len(expected)] == expected
     traced = {event.get("name") for event in json.loads((tmp_path / "profile.json").read_text())["traceEvents"]}
-    assert set(profiling.PHASES) <= traced
+    assert set(trainer.PHASES) <= traced
 
 
 @needs_horovod
@@ -420,12 +420,12 @@ def test_on_a_gpu_events_are_the_clock(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
-    profiler = profiling.Profiler(tmp_path, torch.device("cuda"))
+    profiler = trainer.Profiler(tmp_path, torch.device("cuda"))
     results = []
-    for step in range(profiling.WARM_STEPS + profiling.TIMED_STEPS + 1):
-        for index, name in enumerate(profiling.PHASES):
+    for step in range(trainer.WARM_STEPS + trainer.TIMED_STEPS + 1):
+        for index, name in enumerate(trainer.PHASES):
             with profiler.phase(name):
-                Event.now += index + 1 if step >= profiling.WARM_STEPS else 1000
+                Event.now += index + 1 if step >= trainer.WARM_STEPS else 1000
         Event.now += 5
         results.append(profiler.step())
     assert results.pop() == [] and not any(results[:-1])
@@ -455,7 +455,7 @@ def test_when_an_update_is_one_graph(case):
 
 
 def test_the_table_of_phases():
-    assert profiling.table({"data": 0.5, "rest": 9.5}, 10.0, "by hand") == [
+    assert trainer.table({"data": 0.5, "rest": 9.5}, 10.0, "by hand") == [
         "phase            ms      %  (by hand)",
         "data           0.50    5.0",
         "rest           9.50   95.0",

@@ -1,16 +1,36 @@
 """`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, and how sure that is."""
 
 import json
+import math
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import flags
 from hvdtrain.terminal import Status
-from hvdtrain.tools.predict import report
-from hvdtrain.tools.predict.task import Options, task_of
+from hvdtrain.tools.predict.scaling import NOISE, Forecast, Points, gain_of_halving
+from hvdtrain.tools.predict.task import MOST_RANKS, Options, Task, task_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH = 80
 PROG = "python -m hvdtrain predict"
+TITLES = {
+    "compute": "compute",
+    "fixed": "fixed part",
+    "joining": "joining",
+    "network": "network",
+    "stragglers": "stragglers",
+}
+REMEDIES = {
+    "joining": "what any allreduce costs, whatever the ranks: a larger batch a rank",
+    "fixed": "what a run does once: start, find the files, start the readers anew, save",
+    "network": "a faster link, a larger batch a rank, compression",
+    "stragglers": "even readers and storage, pinned CPUs, nothing else on the nodes",
+}
+WORTH_NAMING = 0.05  # of the time
+WIDE = 1.2  # of the band's ends
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,13 +40,150 @@ def main(argv: Sequence[str]) -> int:
         task = task_of(options)
         forecast = task.model.forecast(task.ranks)
         if options.json:
-            lines = [json.dumps(report.to_json(task, forecast))]
+            lines = [json.dumps(to_json(task, forecast))]
         else:
-            remarks = [line for text in report.remarks(task, forecast) for line in textwrap.wrap(text, WIDTH)]
-            lines = [*report.table(task, forecast), "", *remarks]
+            wrapped = [line for text in remarks(task, forecast) for line in textwrap.wrap(text, WIDTH)]
+            lines = [*table(task, forecast), "", *wrapped]
     print("\n".join(lines))
     if options.picture:
         from hvdtrain.tools.bench.measure import plot
 
-        plot(lambda axes: report.draw(axes, task), options.picture)
+        plot(lambda axes: draw(axes, task), options.picture)
     return 0
+
+
+def to_json(task: Task, forecast: Forecast) -> dict[str, Any]:
+    """The forecast as JSON; a `band` is [lowest, highest]."""
+    model = task.model
+    found: dict[str, Any] = {"throughput_unit": task.unit, "efficiency_against": {"ranks": task.against.ranks}}
+    if isinstance(model, Points):
+        found |= {"points": [point._asdict() for point in model.points], "misfit": max(0.0, model.misfit)}
+        found |= {"ranks_per_node": model.node}
+    else:
+        found |= {"ranks_per_node": model.model.node}
+    rows = []
+    for index, ranks in enumerate(task.ranks):
+        times = [float(column[index]) for column in (forecast.seconds, forecast.low, forecast.high)]
+        throughputs = [task.per_second / seconds for seconds in times]
+        efficiencies = [_efficiency(task, ranks, seconds) for seconds in times]
+        band = {"seconds": times[1:], "throughput": throughputs[:0:-1], "efficiency": efficiencies[:0:-1]}
+        row: dict[str, Any] = {"ranks": ranks, "seconds": times[0], "throughput": throughputs[0]}
+        row |= {"efficiency": efficiencies[0], "band": band}
+        if task.steps:
+            row["step_seconds"] = times[0] * ranks / task.steps
+        fractions = forecast.fractions(index)
+        rows.append({**row, "shares": fractions, "limited_by": _limit(fractions)})
+    return {**found, "forecast": rows}
+
+
+def table(task: Task, forecast: Forecast) -> list[str]:
+    """Lines for people, of at most 80 columns: a row for each number of ranks, and below where its time goes."""
+    per_step = not task.whole_run and task.steps
+    time = "step/ms" if per_step else "seconds"
+    rows = [("ranks", time, "lowest-highest", task.unit, "efficiency/%", "lowest-highest")]
+    causes = ["ranks  where the time goes"]
+    for row, ranks in zip(to_json(task, forecast)["forecast"], task.ranks, strict=True):
+        scale = 1e3 * ranks / task.steps if per_step and task.steps else 1.0
+        low, high = (_short(scale * end) for end in row["band"]["seconds"])
+        worst, best = (f"{100 * end:.0f}" for end in row["band"]["efficiency"])
+        largest = sorted(row["shares"].items(), key=lambda item: -item[1])
+        where = ", ".join(f"{TITLES[name]} {fraction:.0%}" for name, fraction in largest if fraction >= 0.005)
+        cells = (_short(scale * row["seconds"]), f"{low}-{high}", _short(row["throughput"]))
+        rows.append((str(ranks), *cells, f"{100 * row['efficiency']:.0f}", f"{worst}-{best}"))
+        causes.append(f"{ranks:5}  {where}")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    figures = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [*figures, "", *causes]
+
+
+def remarks(task: Task, forecast: Forecast) -> list[str]:
+    """What efficiency is against, what limits next, and what would narrow the band."""
+    found = [f"Efficiency is against {task.against.ranks} rank{'s' if task.against.ranks > 1 else ''}."]
+    if isinstance(task.model, Points) and task.model.misfit > NOISE:
+        found.append(f"No such model comes nearer to all points than {task.model.misfit:.1%}.")
+    model = task.model
+    if isinstance(model, Points) and not model.link and model.points[-1].ranks <= model.node < task.ranks[-1]:
+        found.append("No point spans two nodes, so the network between them is left out; --link-gbit brings it in.")
+    limit = _next_limit(task)
+    fractions = forecast.fractions(-1)
+    most = task.ranks[-1]
+    if limit is None:
+        found.append(f"Compute limits up to {MOST_RANKS} ranks: faster devices, or more of them.")
+    else:
+        cause, ranks = limit
+        gain = gain_of_halving(list(fractions.values()))[list(fractions).index(cause)]
+        found.append(
+            f"What limits next: the {TITLES[cause]}, from {ranks} ranks on more than a tenth of the time; half of it "
+            f"would make {most} ranks {gain:.0%} faster ({REMEDIES[cause]})."
+        )
+    wide = forecast.high[-1] > WIDE * forecast.low[-1]
+    if wide and isinstance(task.model, Points):
+        missing = [] if task.model.fixed_seconds is not None else ["--fixed-seconds (the time to a run's first step)"]
+        steps = "--gradient-mb, --batch and --examples" if task.whole_run else "--gradient-mb"
+        missing += [] if task.model.link else [f"--link-gbit with {steps}"]
+        missing += ["one more point"]
+        found.append(f"The points leave open what took the time. Narrower with: {', or '.join(missing)}.")
+    elif wide:
+        found.append("Narrower with --overlap (0 to 0.67), or with two measured points.")
+    return found
+
+
+def draw(axes: "Axes", task: Task) -> None:
+    """Efficiency over ranks: the forecast, its band, and the measured points."""
+    from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
+
+    most = max(task.ranks)
+    least = task.against.ranks
+    ranks = sorted({round(least * (most / least) ** (step / 24)) for step in range(25)} | {*task.ranks})
+    forecast = task.model.forecast(ranks)
+    low, middle, high = (
+        [_efficiency(task, n, s) for n, s in zip(ranks, column.tolist(), strict=True)]
+        for column in (forecast.high, forecast.seconds, forecast.low)
+    )
+    axes.fill_between(ranks, low, high, color="#56B4E9", alpha=0.3, linewidth=0, label="lowest to highest")
+    axes.plot(ranks, middle, color="#0072B2", label="forecast")
+    if isinstance(task.model, Points):
+        measured = task.model.points
+        values = [_efficiency(task, *point) for point in measured]
+        axes.plot([point.ranks for point in measured], values, "o", color="#D55E00", markersize=8, label="measured")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([2**k for k in range(math.ceil(math.log2(least)), int(math.log2(most)) + 1)])
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="x", rotation=45 if most > 1024 else 0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+    axes.set_ylim(0, 1.05 * max(1.0, *high))
+    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {least} rank{'s' if least > 1 else ''} / %")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")
+
+
+def _efficiency(task: Task, ranks: int, seconds: float) -> float:
+    return task.against.ranks * task.against.seconds / (ranks * seconds)
+
+
+def _limit(fractions: dict[str, float]) -> str:
+    """The cause that takes most beside compute, where it takes enough to be worth naming; else compute."""
+    cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
+    return cause if fractions[cause] >= WORTH_NAMING else "compute"
+
+
+def _next_limit(task: Task) -> tuple[str, int] | None:
+    """The first cause that takes more than a tenth of the time, and from how many ranks on, by powers of two beyond
+    the points."""
+    known = task.model.points[-1].ranks if isinstance(task.model, Points) else 1
+    ranks = [2**k for k in range(MOST_RANKS.bit_length()) if 2**k > known]
+    if not ranks:
+        return None
+    forecast = task.model.forecast(ranks)
+    for index, number in enumerate(ranks):
+        fractions = forecast.fractions(index)
+        cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
+        if fractions[cause] > 0.1:
+            return cause, number
+    return None
+
+
+def _short(value: float) -> str:
+    """Four digits."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -55,7 +55,7 @@ def read(path: Path) -> Folder:
 
 def _read_recipe(found: Folder) -> None:
     """The recipe and its plan, or what a program of the user's own has in their place."""
-    if not _is_there(found.path / "recipe.yaml"):
+    if not os.path.lexists(found.path / "recipe.yaml"):
         found.own = _json(found, "run.json", None)
     if found.own:
         return
@@ -139,10 +139,6 @@ def _text(found: Folder, name: str, without: str | None) -> str:
     if why:
         found.missing.append(f"{name} {why}{f': {without}' if without else ''}")
     return text
-
-
-def _is_there(path: Path) -> bool:
-    return os.path.lexists(path)
 
 
 def _why(error: OSError | ValueError) -> str:

@@ -52,7 +52,8 @@ class Step:
     @property
     def nodes(self) -> int | None:
         """How many nodes, 1 where no option sets it; None where that cannot be known."""
-        return max(1, self.number("nodes") or 0) if self._is_known("nodes") else None
+        is_known = "nodes" not in self.options or self.number("nodes") is not None
+        return max(1, self.number("nodes") or 0) if is_known else None
 
     @property
     def tasks_per_node(self) -> int | None:
@@ -78,9 +79,6 @@ class Step:
             return min(tasks, most)
         nodes = min(tasks, self.nodes)
         return tasks // nodes if tasks % nodes == 0 else None
-
-    def _is_known(self, name: str) -> bool:
-        return name not in self.options or self.number(name) is not None
 
     @property
     def is_torchrun(self) -> bool:

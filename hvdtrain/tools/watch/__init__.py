@@ -4,23 +4,37 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 import tyro
 
-from hvdtrain import untrusted
 from hvdtrain.core import flags
 from hvdtrain.errors import RecipeError
+from hvdtrain.run.estimate import duration
 from hvdtrain.run.folder import RUNS
-from hvdtrain.tools.watch import frame, job, picture
+from hvdtrain.tools.watch import frame, job
 from hvdtrain.tools.watch.frame import Frame
-from hvdtrain.tools.watch.job import NUMBER, Squeue
+from hvdtrain.tools.watch.job import GONE, NUMBER, Job, Squeue
+from hvdtrain.tools.watch.tail import Record, number, text, whole
+from hvdtrain.untrusted import one_line, printable, quoted
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 SECONDS = 1.0
 """Between two looks into the folder."""
+LABEL = 12
+LONGEST = 400
+BAR = 24
+HOSTS = 4
+STYLES = {"stopped": "bold yellow", "failed": "bold red", "killed": "bold red"} | dict.fromkeys(
+    ("running", "finished"), "bold green"
+)
+Row = tuple[str, str]
 
 
 class Target:
@@ -72,7 +86,7 @@ def _once(watched: Target) -> int:
     from rich.console import Console
 
     frame = watched.frame(waits=True)
-    Console().print(picture.of(frame, time.time()))
+    Console().print(drawn(frame, time.time()))
     return int(frame.is_bad)
 
 
@@ -80,11 +94,11 @@ def _live(watched: Target) -> int:
     from rich.live import Live
 
     frame = watched.frame()
-    with Live(picture.of(frame, time.time(), live=True), auto_refresh=False) as live:
+    with Live(drawn(frame, time.time(), live=True), auto_refresh=False) as live:
         while not frame.is_over:
             time.sleep(SECONDS)
             frame = watched.frame()
-            live.update(picture.of(frame, time.time(), live=not frame.is_over), refresh=True)
+            live.update(drawn(frame, time.time(), live=not frame.is_over), refresh=True)
     return int(frame.is_bad)
 
 
@@ -98,17 +112,17 @@ def find(text: str) -> Target:
     folder = Path(text)
     if folder.is_dir():
         if not os.access(folder, os.R_OK | os.X_OK):
-            raise RecipeError(f"{untrusted.quoted(text)} cannot be read; ask its owner, or watch a run of your own.")
+            raise RecipeError(f"{quoted(text)} cannot be read; ask its owner, or watch a run of your own.")
         if not _is_run(folder):
             lacks = ", ".join(frame.FILES[:3])
-            raise RecipeError(f"{untrusted.quoted(text)} is no run folder: it has none of {lacks}.")
+            raise RecipeError(f"{quoted(text)} is no run folder: it has none of {lacks}.")
         return Target(folder, None)
     if NUMBER.fullmatch(text):
         found = of_job(text, Path())
         if not found and not job.requested(text).state:
             raise RecipeError(f"job {text} has no folder in {RUNS}/ here, and no SLURM answers; name a run folder.")
         return Target(found, text)
-    raise RecipeError(f"RUN must be a run folder or a job's number, got {untrusted.quoted(text)}.")
+    raise RecipeError(f"RUN must be a run folder or a job's number, got {quoted(text)}.")
 
 
 def of_job(number: str, folder: Path) -> Path | None:
@@ -133,3 +147,144 @@ def _job_of(seen: Frame) -> str | None:
     described = seen.launch.get("job")
     number = described.get("id") if isinstance(described, dict) else None
     return number if isinstance(number, str) and NUMBER.fullmatch(number) else None
+
+
+def drawn(frame: Frame, now: float, *, live: bool = False) -> "RenderableType":
+    """For rich; `live`: it is shown until the run ends, and moves with every look."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=LABEL, no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for label, value in rows(frame, now):
+        style = STYLES.get(frame.state, "") if label == "state" else ""
+        table.add_row(label, Text(printable(value, LONGEST), style=style))
+    if live:
+        table.add_row("now", Text(f"{_clock(now)}; Ctrl-C ends this display, not the run", style="dim"))
+    return table
+
+
+def rows(frame: Frame, now: float) -> list[Row]:
+    """Label and text of each row."""
+    return [(label, value) for label, value in _rows(frame, now) if value]
+
+
+def _rows(frame: Frame, now: float) -> Iterator[Row]:
+    yield "run", " in ".join(part for part in (frame.recipe, str(frame.folder or "")) if part)
+    yield "state", _state(frame, now)
+    if frame.job:
+        yield "job", _job(frame.job, now)
+    yield "ranks", _ranks(frame.launch)
+    yield "progress", _progress(frame, now)
+    yield "training", _training(frame)
+    yield "validation", _validation(frame.validation)
+    yield "slowest", _slowest(frame)
+    if frame.checkpoint:
+        step, when = frame.checkpoint
+        yield "checkpoint", f"of step {step}, {duration(max(0.0, now - when))} ago"
+    for index, event in enumerate(frame.events):
+        yield "events" if index == 0 else "", _event(event)
+    if frame.folder:
+        yield "missing", ", ".join(frame.missing)
+
+
+def _state(frame: Frame, now: float) -> str:
+    if not frame.state:
+        return "" if not frame.folder else "unknown"
+    ago = f"{duration(max(0.0, now - frame.written))} ago" if frame.written else ""
+    if frame.state == "running":
+        return f"running, last record {ago}" if ago else "running"
+    why = f": {one_line(frame.error, LONGEST)}" if frame.error else ""
+    return f"{frame.state} {ago}".rstrip() + why
+
+
+def _job(job: Job, now: float) -> str:
+    state = "ended" if job.state == GONE else job.state.lower()
+    parts = [f"{job.number}: {state or 'SLURM has not answered yet'}"]
+    if job.is_waiting:
+        parts += [f"reason {job.reason}"] if job.reason and job.reason != "None" else []
+        submitted, start = _seconds(job.submit), _seconds(job.start)
+        parts += [f"submitted {duration(max(0.0, now - submitted))} ago"] if submitted else []
+        parts += [f"expected to start in {duration(max(0.0, start - now))}" if start else "start not known yet"]
+    elif job.state and job.state != GONE:
+        parts += [f"{job.left} left of its time limit"] if job.left else []
+        parts += [f"on {job.nodes}"] if job.nodes else []
+    return ", ".join(parts)
+
+
+def _seconds(when: str) -> float | None:
+    try:
+        return datetime.fromisoformat(when).timestamp()
+    except (ValueError, OverflowError):  # N/A
+        return None
+
+
+def _ranks(launch: Mapping[str, Any]) -> str:
+    count = whole(launch, "ranks")
+    if not count:
+        return ""
+    listed = launch.get("hosts")
+    hosts = list(dict.fromkeys(map(str, listed))) if isinstance(listed, list) else []
+    named = ", ".join(hosts[:HOSTS]) + (f" and {len(hosts) - HOSTS} more" if hosts[HOSTS:] else "")
+    parts = [f"{count} on {named}" if hosts else str(count)]
+    return ", ".join(parts + [value for name in ("launcher", "engine", "framework") if (value := text(launch, name))])
+
+
+def _progress(frame: Frame, now: float) -> str:
+    step, total = frame.step, frame.total
+    if step is None:
+        return ""
+    if not total:
+        return f"step {step}"
+    share = min(1.0, step / total)
+    bar = "#" * round(share * BAR) + "." * (BAR - round(share * BAR))
+    left = ""
+    if frame.state == "running" and frame.seconds_left is not None:
+        passed = max(0.0, now - frame.written) if frame.written else 0.0
+        left = f"  {duration(max(0.0, frame.seconds_left - passed))} left"
+    return f"step {step} of {total}  {share:.0%}  {bar}{left}"
+
+
+def _training(frame: Frame) -> str:
+    epoch, last = whole(frame.last, "epoch"), frame.last
+    parts = [f"epoch {epoch}" + (f" of {frame.epochs}" if frame.epochs else "")] if epoch is not None else []
+    for name, label in (("loss", "loss"), ("lr", "LR")):
+        if name in last:
+            parts.append(f"{label} {_number(last, name)}")
+    rate = number(last, "examples_per_second")
+    return "  ".join(parts + ([f"{rate:.1f} examples/s"] if rate is not None else []))
+
+
+def _validation(record: Record) -> str:
+    names = [name for name in record if name.startswith("valid_") and name != "valid_examples"]
+    values = ", ".join(f"{name.removeprefix('valid_')} {_number(record, name)}" for name in names[:6])
+    return f"epoch {whole(record, 'epoch')}: {values}" if values else ""
+
+
+def _number(record: Record, name: str) -> str:
+    value = number(record, name)
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _slowest(frame: Frame) -> str:
+    slow = frame.slowest
+    if not slow:
+        return ""
+    host = f" on {slow.host}" if slow.host else ""
+    return f"rank {slow.rank}{host}: {_step(slow.seconds)} of its own a step; the median rank {_step(slow.median)}"
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _event(event: Record) -> str:
+    when = number(event, "time")
+    clock = f"{_clock(when)}  " if when and 0 <= when < 1e11 else ""
+    name = text(event, "event") or text(event, "state")
+    return f"{clock}{name}  {one_line(text(event, 'text'), LONGEST)}".rstrip()
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))

@@ -43,7 +43,10 @@ class DdpEngine(AveragingEngine):
         self._computed: float | None = None
         """When this rank's last gradient of a backward was computed."""
         if not dist.is_initialized():
-            _join(topology, _backend(topology, device))
+            # One process needs no address.
+            rendezvous = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
+            backend = _backend(topology, device)
+            dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **rendezvous)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Buckets are sent while backward runs: what the loop itself adds up must not get between them.
         self._own = dist.new_group(backend=_backend(topology, device))  # Lightning's has NCCL alone
@@ -129,9 +132,3 @@ def _backend(topology: Topology, device: torch.device) -> str:
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     return "mpi" if dist.is_mpi_available() and topology.launcher in MPI_LAUNCHERS else "gloo"
-
-
-def _join(topology: Topology, backend: str) -> None:
-    """Starts torch.distributed with the launcher's rank and size; one process needs no address."""
-    rendezvous = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
-    dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **rendezvous)

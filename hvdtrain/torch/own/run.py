@@ -248,7 +248,9 @@ class _Reading:
         """The data set as a split, and what reads its requests. Raises DataError."""
         # A program may give new tuples of the same tensors each time.
         key = (*(dataset if isinstance(dataset, tuple) else (dataset,)), collate, workers)
-        found = next((kept for kept in self._kept if _is_same(kept[0], key)), None)
+        found = next(
+            (kept for kept in self._kept if len(kept[0]) == len(key) and all(map(operator.is_, kept[0], key))), None
+        )
         if found:
             self._kept.remove(found)
         else:
@@ -272,7 +274,3 @@ class _Reading:
         news = take_data(before, now, progress)
         program.data = now
         return replace(extent, global_batch=batch_size, train_examples=len(examples)), news
-
-
-def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))

@@ -17,7 +17,7 @@ from hvdtrain.launch import hostlist
 from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.topology import Topology
 from hvdtrain.tools.build import patching
-from hvdtrain.tools.doctor import EXPECTED, gather, host, judge, launch, report
+from hvdtrain.tools.doctor import EXPECTED, gather, judge, launch, report, this_rank
 from hvdtrain.tools.doctor.findings import Check, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 
 SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "test_this_machine")
@@ -825,7 +825,7 @@ def test_this_machine_with_nothing_on_the_path_and_nowhere_to_write():
 def test_a_file_where_the_output_folder_should_be(tmp_path, monkeypatch):
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
-    found = host.rank(Topology.alone(), {})
+    found = this_rank(Topology.alone(), {})
     assert found.unwritable == f"{tmp_path / 'runs'}: Not a directory"
 
 

@@ -3,7 +3,7 @@
 import pytest
 import report_folders
 
-from hvdtrain.tools.report import energy
+from hvdtrain.tools.report import assemble as energy
 from hvdtrain.tools.report.launches import Launch, add_all
 
 KWH = 3.6e6

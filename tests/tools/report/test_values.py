@@ -7,10 +7,9 @@ import pytest
 import report_folders
 
 from hvdtrain.errors import RecipeError
+from hvdtrain.tools.report import comparison, scaling
 from hvdtrain.tools.report import folder as folders
-from hvdtrain.tools.report import scaling
 from hvdtrain.tools.report.assemble import run_report
-from hvdtrain.tools.report.compare import comparison
 from hvdtrain.tools.report.launches import MOST_COLUMNS, MOST_RANKS, Launch, add_all
 from hvdtrain.tools.report.metrics import MOST_KEPT, POINTS, Column, Metrics
 from hvdtrain.tools.report.ranks import COLUMNS, heat_map, step_parts

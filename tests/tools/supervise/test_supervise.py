@@ -15,10 +15,9 @@ from users import NOBODY, needs_root
 
 from hvdtrain.errors import JobError
 from hvdtrain.run.outcome import Report
-from hvdtrain.tools.supervise import _read_history, beside_others, check_step, placed
+from hvdtrain.tools.supervise import SIGNALS, Signals, _read_history, beside_others, check_step, own_step, placed
 from hvdtrain.tools.supervise.decision import Ended, Lost
 from hvdtrain.tools.supervise.job import Job
-from hvdtrain.tools.supervise.step import SIGNALS, Signals, own_step
 
 PLACED = {  # srun's words, nodes, tasks a node, without: the words then
     "nothing given": ("srun python x.py -n 3", 3, 1, (), "srun --nodes=3 --ntasks=3 python x.py -n 3"),
