@@ -280,9 +280,9 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **options: An
         averaged = reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(sources, averaged)
 
-    def get_local_and_global_gradients(target: Any, sources: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def get_local_and_global_gradients(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(zip(map(tf_variable, sources), gradient(target, sources, *args, **kwargs), strict=True))
-        return tuple([pair for pair in pairs if reduction.is_local(pair[0]) is local] for local in (True, False))
+        return [[pair for pair in pairs if reduction.is_local(pair[0]) is local] for local in (True, False)]
 
     vars(tape).update(
         gradient=gradient,
