@@ -105,6 +105,16 @@ def test_any_bytes_of_a_rank_are_passed_on():
     check_ranks(call([HOROVODRUN, "--gloo", "-np", "1", sys.executable, "-c", noise], PYTHONIOENCODING="ascii"), 1)
 
 
+def test_ranks_outlive_the_reader_of_their_output(controller, tmp_path):
+    prints = "import sys; [print('line', flush=True) for _ in range(20_000)]; open(sys.argv[1], 'w').close()"
+    command = [HOROVODRUN, f"--{controller}", "-np", "1", sys.executable, "-c", prints, str(tmp_path / "ended")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as launcher:
+        assert "line" in launcher.stdout.readline()
+        launcher.stdout.close()
+        assert launcher.wait(120) == 0
+    assert (tmp_path / "ended").exists()
+
+
 HANGS_UP = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('begun', flush=True); signal.pause()"
 
 
