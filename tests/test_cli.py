@@ -190,6 +190,8 @@ def unread(folder, *argv, unbuffered=""):
     return done.returncode, done.stderr
 
 
+# The way of the output is the same whatever the command prints.
+SLOW = ("plan-unbuffered", "help-unbuffered", "help-buffered", "version-", "doctor-unbuffered")
 UNREAD = {
     "help": (["--help"], 0),
     "nothing": ([], 2),

@@ -41,6 +41,7 @@ def test_importing_the_package_registers_the_strategy_without_horovod():
     assert output_of(code)[-5:] == ["True", "False", "False", "True", "1"]
 
 
+SLOW = ("made[lightning.pytorch",)
 ON_RANK_1 = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1"}.items()}
 
 
