@@ -71,7 +71,7 @@ class Reduction:
     @property
     def alone(self) -> bool:
         """Whether this rank averages with no other; ranks may join an elastic training at any time."""
-        return not self.process_set.included() or (self.process_set.size() == 1 and not _elastic())
+        return not self.process_set.included() or (self.process_set.size() == 1 and not elastic())
 
     @property
     def by_variable(self) -> bool:
@@ -117,7 +117,7 @@ class Reduction:
 
     def _part(self, dtype: tf.DType) -> tf.Tensor:
         """One rank's part of the whole."""
-        size = hvd.size_op(self.process_set.process_set_id) if _elastic() else self.process_set.size()
+        size = hvd.size_op(self.process_set.process_set_id) if elastic() else self.process_set.size()
         return 1 / tf.cast(size, dtype)
 
     def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
@@ -162,19 +162,20 @@ def distribute(
         raise KerasError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
     if backward_passes_per_step > 1:
         _accumulate(accumulating, backward_passes_per_step)
+    return _averaging(optimizer, reduction, 1 if average_aggregated_gradients else backward_passes_per_step)
+
+
+def _averaging(optimizer: Any, reduction: Reduction, factor: int) -> Any:
+    """The same optimizer, of a class that averages; its copies average too."""
     base = type(optimizer)
-    averaging = type(
-        base.__name__,
-        (_Distributed, base),
+    own = {
+        "__module__": base.__module__,
         # Keras stores an optimizer by its __class__: a model loads where there is no Horovod.
-        {"__module__": base.__module__, "__class__": property(lambda self: base), "from_config": base.from_config},
-    )
-    vars(optimizer).update(
-        _reduction=reduction,
-        _factor=1 if average_aggregated_gradients else backward_passes_per_step,
-        _called=False,
-    )
-    object.__setattr__(optimizer, "__class__", averaging)
+        "__class__": property(lambda self: base),
+        "from_config": staticmethod(lambda *config: _averaging(base.from_config(*config), reduction, factor)),
+    }
+    vars(optimizer).update(_reduction=reduction, _factor=factor, _called=False)
+    object.__setattr__(optimizer, "__class__", type(base.__name__, (_Distributed, base), own))
     return optimizer
 
 
@@ -205,6 +206,10 @@ class _Distributed(keras.optimizers.Optimizer):
     _factor: int
     """That a mean of accumulated gradients is multiplied by."""
     _called: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        make, arguments = super().__reduce__()  # Keras's copy is made by its name, and so a plain one
+        return _averaging(make(*arguments), self._reduction, self._factor)
 
     @property
     def _at_update(self) -> bool:
@@ -307,7 +312,8 @@ def tf_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def _elastic() -> bool:
+def elastic() -> bool:
+    """Whether ranks may join this training."""
     return os.environ.get("HOROVOD_ELASTIC", "0") != "0"
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.trainers.trainer import Trainer
 
 from hvdtrain.errors import KerasError
-from hvdtrain.keras.averaging import Reduction, distribute, tf_variable
+from hvdtrain.keras.averaging import Reduction, distribute, elastic, tf_variable
 from hvdtrain.tensorflow.engines.horovod import hvd
 
 OF_KERAS_2 = re.compile(
@@ -55,7 +55,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if hvd.size() > 1 and model.jit_compile:
+        if (hvd.size() > 1 or elastic()) and model.jit_compile:
             if not model._resolve_auto_jit_compile():
                 warnings.warn("XLA cannot compile Horovod's collectives: jit_compile is turned off", stacklevel=2)
             model.jit_compile, model.train_function = False, None

@@ -2,6 +2,7 @@
 `import ... as hvd`. FOLDER/rank-R.json holds by case what came out on this rank, and what one process computes of the
 data of both ranks by the plain framework."""
 
+import copy
 import importlib
 import json
 import os
@@ -120,6 +121,15 @@ def numbered_otherwise():
     return by_hand(lambda tape, model: hvdt.DistributedGradientTape(tape), True)
 
 
+def copied(optimizer):
+    return copy.deepcopy(hvd.DistributedOptimizer(optimizer))
+
+
+def of_its_configuration(optimizer):
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    return type(wrapped).from_config(wrapped.get_config())
+
+
 def scaled(optimizer):
     kinds = keras.optimizers if KERAS_3 else keras.mixed_precision
     return kinds.LossScaleOptimizer(hvd.DistributedOptimizer(optimizer))
@@ -202,6 +212,8 @@ CASES = {
     "fit eagerly": (lambda: fitted(dense), lambda: plainly(dense)),
     "as written then": (lambda: fitted(dense, experimental_run_tf_function=False), lambda: plainly(dense)),
     "sum": (lambda: fitted(dense, {"op": hvdt.Sum}), lambda: plainly(dense, lambda ranks: np.sum(ranks, 0))),
+    **({"copied": (lambda: fitted(dense, None, copied), lambda: plainly(dense))} if KERAS_3 else {}),
+    "of its configuration": (lambda: fitted(dense, None, of_its_configuration), lambda: plainly(dense)),
     "through horovod.tensorflow": (
         lambda: fitted(dense, {"op": hvdt.Sum}, hvdt.DistributedOptimizer),
         lambda: plainly(dense, lambda ranks: np.sum(ranks, 0)),
@@ -240,7 +252,7 @@ CASES = {
         lambda: by_hand(lambda tape, it: hvdt.PartialDistributedGradientTape(tape, local_layers=it.layers[-1]), True),
         lambda: plainly(dense, local=(2, 3)),
     ),
-    **({"tape of one variable": (one_variable, lambda: [3.0, 6.0, 2.0, 4.0])} if hasattr(keras, "ops") else {}),
+    **({"tape of one variable": (one_variable, lambda: [3.0, 6.0, 2.0, 4.0])} if KERAS_3 else {}),
     "numbered otherwise": (numbered_otherwise, lambda: plainly(dense)),
     "broadcast": (
         lambda: hvdt.broadcast_variables(variables, 0) or [v.numpy() for v in variables],
