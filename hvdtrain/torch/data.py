@@ -62,7 +62,7 @@ class Loader:
             return self._own(split, requests)
         if self.recipe.data_on_device:
             if id(split) not in self._held:
-                self._held[id(split)] = hold(split, self.device)
+                self._held[id(split)] = _hold(split, self.device)
             return (self._normalised(x, y) for x, y in self._held[id(split)].batches(requests))
         if self.recipe.workers:
             return self._on_device(_raising(self._in_processes(split, requests)))
@@ -214,7 +214,7 @@ def _in_thread(split: Split, requests: list["Request"]) -> Iterator[Pair | Excep
         thread.join()
 
 
-def hold(split: Split, device: torch.device) -> "_Rows | _Pixels":
+def _hold(split: Split, device: torch.device) -> "_Rows | _Pixels":
     """The split, copied onto the device. Raises RecipeError where it does not lie in memory.
 
     Its `batches` give for each request what `Split.read` gives for it, to the bit, as tensors on the device. All
@@ -263,11 +263,11 @@ class _Pixels:
 
     def _sources(self, indices: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
         """The pixels' indices in the table [n, 32, 32]; the last one is black."""
-        pixel, inside = source_pixels(placement)
+        pixel, inside = _source_pixels(placement)
         return torch.where(inside, pixel + indices[:, None, None] * PIXELS, len(self._pixels) - 1)
 
 
-def source_pixels(placement: torch.Tensor) -> Pair:
+def _source_pixels(placement: torch.Tensor) -> Pair:
     """`hvdtrain.datasets.cifar100.source_pixels` from placements [n, 2, 4], in integers: exact on any device."""
     steps = torch.arange(SIDE, dtype=torch.int32, device=placement.device)
     start, per_row, per_column, offset = placement[..., None, None].unbind(2)

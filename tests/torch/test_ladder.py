@@ -88,9 +88,9 @@ def requests(count, seed=0):
 
 
 def test_images_on_the_device_have_the_readers_bytes(cifar):
-    held = data.hold(cifar.train, CPU)
+    held = data._hold(cifar.train, CPU)
     for split, wanted in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
-        held = data.hold(split, CPU)
+        held = data._hold(split, CPU)
         for (x, y), request in zip(held.batches(wanted), wanted, strict=True):
             expected = split.read(*request)
             assert x.dtype == torch.uint8
@@ -124,7 +124,7 @@ def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
 
 def test_a_split_of_files_is_refused():
     message = "object is read from files and cannot lie on the device; drop data_on_device."
-    assert refusal(RecipeError, data.hold, object(), CPU) == message
+    assert refusal(RecipeError, data._hold, object(), CPU) == message
 
 
 class Backend:
