@@ -172,7 +172,7 @@ def _averaging(optimizer: Any, reduction: Reduction, factor: int) -> Any:
         "__module__": base.__module__,
         # Keras stores an optimizer by its __class__: a model loads where there is no Horovod.
         "__class__": property(lambda self: base),
-        "from_config": staticmethod(lambda *config: _averaging(base.from_config(*config), reduction, factor)),
+        "from_config": staticmethod(lambda *args, **kw: _averaging(base.from_config(*args, **kw), reduction, factor)),
     }
     vars(optimizer).update(_reduction=reduction, _factor=factor, _called=False)
     object.__setattr__(optimizer, "__class__", type(base.__name__, (_Distributed, base), own))
