@@ -3,12 +3,12 @@
 # Nothing else here: until `listen` is called, Ctrl-C is a traceback of Python's own.
 import sys
 
-from hvdtrain import interrupts
+from hvdtrain import terminal
 
 
 def run() -> None:
     """Runs the command line and ends with its exit code."""
-    interrupts.listen()
+    terminal.listen()
     from hvdtrain.cli import main
 
     sys.exit(main())

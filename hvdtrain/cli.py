@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from hvdtrain import version
+from hvdtrain import installed
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.terminal import Status
 from hvdtrain.untrusted import one_line, quoted
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if argv else 2
     name, *rest = argv
     if name == "--version":
-        print(version.line())
+        print(installed.line())
         return 0
     if name not in COMMANDS:
         print(_unknown(name), file=sys.stderr)

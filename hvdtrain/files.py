@@ -5,17 +5,20 @@ It is written under a temporary name, synced and renamed, and the folder is sync
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.errors import RecipeError
+from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.untrusted import one_line
 
 LIMIT = 1 << 20
 """Bytes a small file has at most."""
@@ -230,6 +233,15 @@ def read(path: Path, limit: int = LIMIT, *, follow: bool = True) -> str:
     return content.decode()
 
 
+def read_bytes(path: Path, most: int) -> bytes:
+    """A regular file's bytes. Raises OSError, ValueError with the rule where it is another kind of file or larger."""
+    with opened(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it must have at most {most:,} bytes")
+    return data
+
+
 def read_json(path: Path, *, follow: bool = True) -> Any:
     """What a small JSON file holds. Raises OSError, and ValueError where it is no JSON, large or deep."""
     return parse_json(read(path, follow=follow))
@@ -258,3 +270,69 @@ def _check_depth(value: Any) -> None:
         level = [item for items in inner for item in items]
     if level:
         raise ValueError("it is nested too deeply")
+
+
+PATIENCE_SECONDS = 300.0
+"""That a holder may do nothing that can be seen; longer than a parallel file system is usually away."""
+POLL_SECONDS = 0.1
+
+
+class Lock:
+    """Held: `progress` is called as the work proceeds, so that the processes that wait keep waiting."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def progress(self) -> None:
+        os.utime(self._descriptor)
+
+
+@contextlib.contextmanager
+def held(
+    path: Path, shown: Path | None = None, patience: float | None = None, waiting: Callable[[], None] = lambda: None
+) -> Iterator[Lock]:
+    """Around what one process at a time may do; the lock is a file at that path, or as `shown` in messages.
+
+    Calls `waiting` once where another process holds it. The system releases it for a process that dies. Raises
+    DataError where its holder has shown no progress for `patience` seconds, by default PATIENCE_SECONDS, and OSError
+    where the file system has no locks, or the file is another user's.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        _require_own(os.fstat(descriptor))
+        if not _is_taken(descriptor):
+            waiting()
+            _wait(descriptor, shown or path, PATIENCE_SECONDS if patience is None else patience)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
+        yield Lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_own(status: os.stat_result) -> None:
+    """Another user's would be held for ever; a second link would have us write to a file of another name."""
+    if status.st_uid != os.geteuid() or status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
+        raise PermissionError(errno.EPERM, "the lock is another user's")
+
+
+def _wait(descriptor: int, shown: Path, patience: float) -> None:
+    seen, since = -1, time.monotonic()
+    while not _is_taken(descriptor):
+        if (touched := os.fstat(descriptor).st_mtime_ns) != seen:
+            seen, since = touched, time.monotonic()
+        elif time.monotonic() - since > patience:
+            holder = one_line(os.pread(descriptor, 100, 0).decode("ascii", "replace"))
+            raise DataError(
+                f"{shown} is held by process {holder}, without any progress for {patience:.0f} s: end that "
+                "process, or name another folder."
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _is_taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # the latter is CIFS's
+        return False
+    return True

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import files
-
 LONGEST = 80  # characters of a value in a message
 LONGEST_MESSAGE = 2000
 
@@ -76,15 +74,6 @@ def program(module: str, *arguments: str) -> list[str]:
 def whole_number(text: str) -> int | None:
     """The number of up to 18 digits; None for any other text."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
-
-
-def read_bytes(path: Path, most: int) -> bytes:
-    """A regular file's bytes. Raises OSError, ValueError with the rule where it is another kind of file or larger."""
-    with files.opened(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it must have at most {most:,} bytes")
-    return data
 
 
 def _cut(text: str, most: int) -> str:

@@ -23,7 +23,7 @@ TRAIN = """
 import sys
 from hvdtrain import errors
 from hvdtrain.run import main
-from hvdtrain.run import timeouts
+from hvdtrain.ranks import timeouts
 
 timeouts.RANK_0_REPORT = timeouts.FAREWELL = 0.5
 

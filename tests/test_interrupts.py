@@ -16,13 +16,13 @@ TOOLS = [["hvdtrain", "plan", "linear", "--ranks", "2"], ["hvdtrain.torch", "lin
 
 LISTENS = """
 import pathlib
-from hvdtrain import interrupts
+from hvdtrain import terminal
 
-def listen(before=interrupts.listen):
+def listen(before=terminal.listen):
     before()
     pathlib.Path("listens").touch()
 
-interrupts.listen = listen
+terminal.listen = listen
 """
 
 
@@ -47,8 +47,8 @@ def test_ctrl_c_twice_at_any_moment(command, seconds, tmp_path):
 
 WRITES = """
 import signal, sys
-from hvdtrain import interrupts
-interrupts.listen()
+from hvdtrain import terminal
+terminal.listen()
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 print("begun", flush=True)
 sys.stdin.readline()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain import files, interrupts
+from hvdtrain import files, terminal
 from hvdtrain.core.own_code import IMPORT_PATH
 from hvdtrain.core.wording import closest, nearest
 from hvdtrain.errors import RecipeError
@@ -141,7 +141,7 @@ def _module(name: str, path: str, key: str) -> Any:
     elif folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # after all others, where it hides nothing
     try:
-        with interrupts.postponed():
+        with terminal.postponed():
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):

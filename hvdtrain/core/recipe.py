@@ -22,8 +22,8 @@ from hvdtrain.core.own_code import CROSS_ENTROPIES, LOSSES, is_path
 from hvdtrain.core.settings import MTBF
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
-from hvdtrain.files import expanded, with_home
-from hvdtrain.untrusted import printable, quoted, read_bytes
+from hvdtrain.files import expanded, read_bytes, with_home
+from hvdtrain.untrusted import printable, quoted
 
 # A recipe file may be somebody else's: what is read of it is bounded, so that none takes longer than half a second.
 MOST_BYTES = 64 * 1024

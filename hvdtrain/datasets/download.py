@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from hvdtrain import files, lock
+from hvdtrain import files
 from hvdtrain.datasets.base import SHOWN
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line
@@ -78,7 +78,7 @@ def _locked(dest: Path) -> Iterator[Callable[[], None]]:
     with contextlib.ExitStack() as stack:
         progress: Callable[[], None] = lambda: None  # noqa: E731
         with contextlib.suppress(OSError):
-            progress = stack.enter_context(lock.held(dest / name)).progress
+            progress = stack.enter_context(files.held(dest / name)).progress
         yield progress
 
 

@@ -25,8 +25,8 @@ COLLECTIVES = (  # (package or module, function)
     ("torch.distributed", ANY),
     ("hvdtrain.torch.engines.horovod", "wait"),
     ("hvdtrain.torch.engines.ddp", "averaged"),
-    ("hvdtrain.run.world", "serve_rank_0"),
-    ("hvdtrain.run.liveness", "wait_for"),
+    ("hvdtrain.ranks.world", "serve_rank_0"),
+    ("hvdtrain.ranks.liveness", "wait_for"),
 )
 FRAMEWORKS = (
     ("torch.autograd.graph", "_engine_run_backward"),  # DistributedDataParallel's backward waits in it for the others

@@ -11,10 +11,10 @@ import os
 import sys
 from typing import Any
 
-from hvdtrain import shadows
+from hvdtrain import installed
 from hvdtrain.errors import KerasError
 
-shadows.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
+installed.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
 
 MODULES = {
     "init": "ranks",

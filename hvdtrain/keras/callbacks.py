@@ -22,8 +22,8 @@ from hvdtrain.keras.others import call_of, list_of
 from hvdtrain.keras.program import State, check_optimizers, check_used, lr_of, numbers, optimizers, shares_steps
 from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
 from hvdtrain.launch.topology import discover
-from hvdtrain.run import agreement, guard
-from hvdtrain.run.agreement import Values, named, of_process
+from hvdtrain.ranks import agreement
+from hvdtrain.ranks.agreement import Values, named, of_process
 from hvdtrain.tensorflow import devices, hidden, models
 
 Logs = dict[str, Any]
@@ -101,7 +101,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
             self._compared = True
             check_used(self.model, self._idle)
             names = models.unlike_weights(models.own_weights(self.model), (hvd.rank(), hvd.size()), _sum)
-            lines = guard.of_unlike_buffers(names, "weights", "their mean", "average them by hvd.allreduce")
+            lines = agreement.of_unlike_buffers(names, "weights", "their mean", "average them by hvd.allreduce")
             early = _early_readers(list_of(self).callbacks) if hvd.size() > 1 else []
             batch, of_losses = losses.first_batch(self.model)
             for line in [*early, *lines, *of_losses]:

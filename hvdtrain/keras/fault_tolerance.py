@@ -23,7 +23,7 @@ from hvdtrain.keras.others import Others, list_of
 from hvdtrain.keras.program import Program, Replica, State
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import Ranks, end_early, end_here, has_ended, in_own_words, open_own, report_logged
+from hvdtrain.run.session import Ranks, end_early, end_here, has_ended, in_own_words, open_own, report_logged
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 
 TRAINED: dict[Path, weakref.ref[keras.optimizers.Optimizer]] = {}

@@ -17,8 +17,8 @@ from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.optimizer import check_called, check_distributed, distributed
 from hvdtrain.keras.others import PREFIX, Others
 from hvdtrain.keras.ranks import hvd, sum_arrays
-from hvdtrain.run.checkpoint import Layout
-from hvdtrain.run.own import take_data
+from hvdtrain.record.checkpoint import Layout
+from hvdtrain.run.session import take_data
 from hvdtrain.tensorflow import devices, hidden, models, networks
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.events import EventWriter
@@ -227,12 +227,12 @@ class Replica:
 
 
 class Program:
-    """The rest of what `fit` trains; see `hvdtrain.run.own.Program`."""
+    """The rest of what `fit` trains; see `hvdtrain.run.session.Program`."""
 
     def __init__(self, model: keras.Model, data: GlobalBatches | None) -> None:
         self.model, self.data = model, data
         self.ended: dict[str, Any] = {}
-        """See `hvdtrain.run.own.end_early`."""
+        """See `hvdtrain.run.session.end_early`."""
 
     @property
     def identity(self) -> str:

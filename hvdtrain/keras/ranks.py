@@ -14,7 +14,7 @@ from hvdtrain.keras.averaging import refuse_xla, tf_variable
 from hvdtrain.keras.horovod_names import advise_at_failure
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.topology import discover
-from hvdtrain.run.guard import check_world
+from hvdtrain.ranks.agreement import check_world
 from hvdtrain.tensorflow.engines.horovod import hvd
 
 

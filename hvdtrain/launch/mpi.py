@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import EngineUnavailable
+from hvdtrain.files import read_bytes
 from hvdtrain.launch import pmi
 from hvdtrain.launch.topology import Topology
-from hvdtrain.untrusted import one_line, read_bytes
+from hvdtrain.untrusted import one_line
 
 Kind = Literal["openmpi", "mpich"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from hvdtrain import shadows
+from hvdtrain import installed
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
 
-shadows.refuse("numpy", "torch", "lightning", "horovod", "mpi4py")
+installed.refuse("numpy", "torch", "lightning", "horovod", "mpi4py")
 
 __all__ = [
     "ExactAccuracy",

@@ -2,25 +2,25 @@
 
 import sys
 
-from hvdtrain import interrupts, version
+from hvdtrain import installed, terminal
 
 if __name__ == "__main__":  # before the imports, which take a while
-    interrupts.listen()
-    version.answer(sys.argv)
-    from hvdtrain.run import greeting
+    terminal.listen()
+    installed.answer(sys.argv)
+    from hvdtrain.launch import display
 
-    greeting.greet("lightning", sys.argv[1:])
+    display.greet("lightning", sys.argv[1:])
 
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
-from hvdtrain.run.screen import SCREEN
+from hvdtrain.terminal import SCREEN
 
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
     prepared.world.launch.enter("import")
     SCREEN.waiting("importing Lightning")
-    with interrupts.postponed():
+    with terminal.postponed():
         from hvdtrain.lightning.train import train as train_with_lightning
 
     prepared.world.launch.enter("rendezvous")

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from hvdtrain.errors import LoopError
-from hvdtrain.run import agreement
+from hvdtrain.ranks import agreement
 
 AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"
 REFUSED: dict[Any, str] = {

@@ -16,7 +16,7 @@ from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.lightning.decisions import Decisions, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
-from hvdtrain.run import agreement
+from hvdtrain.ranks import agreement
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.counts import Counts

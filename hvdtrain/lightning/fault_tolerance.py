@@ -16,8 +16,8 @@ from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import Ranks, end_early, has_ended, in_own_words, open_own, report_logged
-from hvdtrain.run.signals import STOP_SIGNALS
+from hvdtrain.run.session import Ranks, end_early, has_ended, in_own_words, open_own, report_logged
+from hvdtrain.terminal import STOP_SIGNALS
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.meter import Meter

@@ -24,12 +24,12 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
 from hvdtrain.lightning.global_batches import GlobalBatches
-from hvdtrain.run.own import take_data
+from hvdtrain.run.session import take_data
 from hvdtrain.torch import resumable
 from hvdtrain.torch.state import State
 
 if TYPE_CHECKING:
-    from hvdtrain.run.checkpoint import Layout
+    from hvdtrain.record.checkpoint import Layout
 
 
 KEPT = "kept"
@@ -104,14 +104,14 @@ def _is_kept(value: Any) -> bool:
 
 
 class Program:
-    """The rest of what a Trainer trains; see `hvdtrain.run.own.Program`."""
+    """The rest of what a Trainer trains; see `hvdtrain.run.session.Program`."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         refuse(trainer.callbacks, "FaultTolerance", REFUSED | NOT_RESUMED)  # type: ignore[attr-defined]
         self.state = TrainerState(trainer, module)
         self.ended: dict[str, Any] = {}
-        """How the training ended before its last epoch; see `hvdtrain.run.own.end_early`."""
+        """How the training ended before its last epoch; see `hvdtrain.run.session.end_early`."""
         self._resumed: tuple[list[Any], bool] | None = None
         """The optimizers' groups, and whether it was inside an epoch, until the first batch after a resume."""
         self._has_part = False

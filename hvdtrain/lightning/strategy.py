@@ -20,7 +20,7 @@ from hvdtrain.core.settings import OwnEngineSettings
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
-from hvdtrain.run import agreement, guard
+from hvdtrain.ranks import agreement
 from hvdtrain.torch.engines.buckets import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
 
@@ -79,7 +79,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
         self._engine = HorovodEngine(OwnEngineSettings(), None)
         topology = self.environment.topology
-        guard.check_world(topology, hvd.rank(), hvd.size())
+        agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
             visible = len(self.parallel_devices or [])
             gpu_index("cuda", visible, topology, bool(hvd.nccl_built() or hvd.cuda_built()))

@@ -4,22 +4,35 @@ import contextlib
 import errno
 import os
 import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from hvdtrain import untrusted
 from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
-from hvdtrain.interrupts import INTERRUPTED
 from hvdtrain.launch import rendezvous, slurm_job
+from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
 from hvdtrain.launch.topology import Topology, discover
-from hvdtrain.run import folder as folders
-from hvdtrain.run import outcome, reports
-from hvdtrain.run.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
-from hvdtrain.run.folder import RunFolder
-from hvdtrain.run.liveness import print_error, print_warning
-from hvdtrain.run.signals import END_SIGNALS, TIME_LIMIT_SIGNALS
-from hvdtrain.run.world import World
+from hvdtrain.ranks.liveness import print_error, print_warning
+from hvdtrain.ranks.world import World
+from hvdtrain.record import folder as folders
+from hvdtrain.record import handover
+from hvdtrain.record.folder import RunFolder
+from hvdtrain.terminal import END_SIGNALS, INTERRUPTED, SCREEN, TIME_LIMIT_SIGNALS
+from hvdtrain.untrusted import program
+
+REPORT_VARIABLE = "HVDTRAIN_REPORT"
+"""off: no report at a run's end."""
+WITHOUT_REPORT = {REPORT_VARIABLE: "off"}
+"""For the environment of a run that nobody will read about."""
+REPORT_SECONDS = 60.0
+LAST_REPORT_SECONDS = 10.0
+"""Of a run that a signal or an error ends: the launcher may not wait."""
+End = Literal["well", "error", "fault"]
 
 
 def begin(*, insecure: bool) -> World:
@@ -42,7 +55,7 @@ def begin(*, insecure: bool) -> World:
             print_error(topology, type(error), untrusted.one_line(error))
         raise
     step = slurm_job.step_id(os.environ)
-    world.liveness.on_found = lambda rank, host, why: outcome.write(
+    world.liveness.on_found = lambda rank, host, why: handover.write(
         os.environ, "lost", rank=rank, host=host, why=why, step_id=step
     )
     world.liveness.on_vanished = lambda: slurm_job.cancel_step(os.environ)
@@ -74,7 +87,7 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        end: reports.End = "well"
+        end: End = "well"
         try:
             self.world.energy.close()
             self.world.record_energy()
@@ -108,11 +121,11 @@ class Ending:
             self.world.launch.end("finished" if self.world.launch.is_finished else "stopped")
             self._let_go("well")
 
-    def _let_go(self, end: reports.End) -> None:
+    def _let_go(self, end: End) -> None:
         """Closes the run folder, whose report is written."""
         self.world.launch.close()
         if self.folder:
-            reports.write(self.folder.path, os.environ, end)
+            write_report(self.folder.path, os.environ, end)
             self.folder.lock.close()  # this process may open the folder again
 
     def _ended(self, state: folders.State, text: str) -> None:
@@ -125,7 +138,7 @@ class Ending:
     def _record(self, kind: str, text: str, code: int, **more: object) -> None:
         """Why rank 0 ends, for a supervisor."""
         if self.topology.is_rank_0:
-            outcome.write(os.environ, "error", kind=kind, text=text, code=code, **more)
+            handover.write(os.environ, "error", kind=kind, text=text, code=code, **more)
 
     def _interrupted(self) -> int:
         if self.topology.is_rank_0:
@@ -171,7 +184,7 @@ def _requeue(world: World) -> None:
     """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled. A
     supervisor does it itself, outside of any container."""
     job_id = slurm_job.job_id(os.environ) or world.topology.job_id
-    if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS or outcome.is_supervised(os.environ):
+    if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS or handover.is_supervised(os.environ):
         return
     if world.stop.too_early:  # else it would be queued again for ever, one step a time
         message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
@@ -179,3 +192,52 @@ def _requeue(world: World) -> None:
         message = slurm_job.requeue(job_id)
     world.launch.event("requeue", message)
     print(message, file=sys.stderr, flush=True)
+
+
+def write_report(folder: Path, environ: Mapping[str, str], end: End) -> None:
+    """Writes the report of the run folder, and prints where it is. No report is a reason to fail. After a fault nobody
+    waits for it: its traceback is printed first."""
+    if environ.get(REPORT_VARIABLE) == "off":
+        return
+    with contextlib.suppress(OSError, ValueError, KeyboardInterrupt), _terminated_later(end):
+        if end != "fault":
+            SCREEN.waiting("writing the report")
+        process = subprocess.Popen(
+            program("hvdtrain", "report", str(folder), "--output", str(folder / "report.html")),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if end == "fault" else subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        if end == "fault":
+            return
+        if failure := _report_failure(process, REPORT_SECONDS if end == "well" else LAST_REPORT_SECONDS):
+            print(f"no report was written: {failure}; later: python -m hvdtrain report {folder}", file=sys.stderr)
+        else:
+            SCREEN.print(f"INFO - report: {folder / 'report.html'}")
+
+
+def _report_failure(process: "subprocess.Popen[str]", seconds: float) -> str:
+    """Why it has written none; "" where it has."""
+    try:
+        _, printed = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and no wait for it: its file system may hang
+        return f"it was not done after {seconds:.0f} s"
+    last = printed.strip().rpartition("\n")[2]
+    return (last or f"exit code {process.returncode}") if process.returncode else ""
+
+
+@contextlib.contextmanager
+def _terminated_later(end: End) -> Iterator[None]:
+    """Within the block a SIGTERM is ignored after an error: launchers send it once another rank has ended."""
+    if end != "error" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -11,13 +11,13 @@ import numpy as np
 
 from hvdtrain.core.progress import Extent, Progress, due
 from hvdtrain.core.totals import Totals
-from hvdtrain.run import agreement, guard
-from hvdtrain.run.checkpoint import Checkpoint, Layout
-from hvdtrain.run.checkpointing import Checkpointing
-from hvdtrain.run.reporter import Events
-from hvdtrain.run.resume import taken
+from hvdtrain.ranks import agreement
+from hvdtrain.ranks.slow import Clocks, Waiting
+from hvdtrain.record.checkpoint import Checkpoint, Layout
+from hvdtrain.record.reporter import Events
+from hvdtrain.record.schema import taken
+from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
-from hvdtrain.run.slow import Clocks, Waiting
 
 EXTENT = ("global_batch", "train_examples", "epochs", "max_steps")
 """What an epoch's steps follow from."""
@@ -214,9 +214,9 @@ class Hooks(Generic[R_co]):
         """Raises ReplicaError where the weights differ between devices or ranks, or what the next update follows from
         between ranks."""
         marks, step = self.trainer.fingerprints(), self.progress.step
-        guard.check_devices(marks, step, self.run.devices)
+        agreement.check_devices(marks, step, self.run.devices)
         values = self._agreed() if self.engine.size > 1 else {}
-        guard.check_replicas(marks[0], values, step, self._ranks, self.run.topology.host, self.engine.sum)
+        agreement.check_replicas(marks[0], values, step, self._ranks, self.run.topology.host, self.engine.sum)
         self._compared = step, self.progress.epoch
         self.launch.replica_checks += 1
 

@@ -18,15 +18,15 @@ from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import devices, keys, rendezvous
-from hvdtrain.run import folder as folders
-from hvdtrain.run import outcome, trackers
-from hvdtrain.run.about import Launched, record_job
+from hvdtrain.ranks.world import World, joined
+from hvdtrain.record import folder as folders
+from hvdtrain.record import handover, trackers
+from hvdtrain.record.folder import Identity, ResumePoint, RunFolder
+from hvdtrain.record.journal import Launched, record_job
 from hvdtrain.run.ending import Ending, begin
-from hvdtrain.run.folder import Identity, ResumePoint, RunFolder
 from hvdtrain.run.options import Options, parse_run
 from hvdtrain.run.run import Run
-from hvdtrain.run.screen import SCREEN
-from hvdtrain.run.world import World, joined
+from hvdtrain.terminal import SCREEN
 
 
 def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
@@ -80,7 +80,7 @@ def _open_folder(
     record_launch(world, folder, identity.framework, engine, resume, plan.valid_examples)
     ranks = world.topology.size
     fewer = [size for size in range(1, ranks) if plan.size == ranks and plan.may_have(size)]
-    outcome.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, fewer=fewer)
+    handover.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, fewer=fewer)
     return folder, resume
 
 

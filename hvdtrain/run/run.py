@@ -13,12 +13,13 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import Intervals
 from hvdtrain.core.totals import Totals, check_finite
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import agreement, trackers
-from hvdtrain.run.folder import Identity, ResumePoint, RunFolder, folder_name
-from hvdtrain.run.reporter import Events, Reporter
-from hvdtrain.run.screen import SCREEN
-from hvdtrain.run.trackers import Trackers
-from hvdtrain.run.world import World
+from hvdtrain.ranks import agreement
+from hvdtrain.ranks.world import World
+from hvdtrain.record import trackers
+from hvdtrain.record.folder import Identity, ResumePoint, RunFolder, folder_name
+from hvdtrain.record.reporter import Events, Reporter
+from hvdtrain.record.trackers import Trackers
+from hvdtrain.terminal import SCREEN
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class BaseRun:
         return reporter
 
     def agreed(self) -> dict[str, Any]:
-        """What must be equal on all ranks and may change; see `hvdtrain.run.agreement`."""
+        """What must be equal on all ranks and may change; see `hvdtrain.ranks.agreement`."""
         return {}
 
     def check_finite(self, totals: Totals, step: int) -> None:

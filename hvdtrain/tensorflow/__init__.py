@@ -6,9 +6,9 @@ It offers the names of `hvdtrain.keras` too, for code that imports them from her
 import importlib
 from typing import Any
 
-from hvdtrain import shadows
+from hvdtrain import installed
 
-shadows.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
+installed.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ import xxhash
 
 from hvdtrain.core import sharing
 from hvdtrain.errors import AgreementError
-from hvdtrain.run.guard import MOST_NAMED
+from hvdtrain.ranks.agreement import MOST_NAMED
 from hvdtrain.run.loop import Engine
 from hvdtrain.tensorflow.networks import seed_states
 from hvdtrain.untrusted import one_line

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.run.checkpoint import Checkpoint, Layout
+from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.tensorflow import hidden
 from hvdtrain.tensorflow.engines.replication import Replication
 from hvdtrain.tensorflow.optimizers import Optimizer

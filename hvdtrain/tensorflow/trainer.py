@@ -15,7 +15,7 @@ from hvdtrain.core.totals import Totals
 from hvdtrain.datasets import Dataset
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError
-from hvdtrain.run import guard
+from hvdtrain.ranks import agreement
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import devices, hidden, models, networks, optimizers, variables
 from hvdtrain.tensorflow.data import Loader, evened
@@ -98,7 +98,7 @@ class Trainer:
         names = models.unlike_weights(own, (self.engine.rank, self.engine.size), self.engine.sum)
         batch, self._first_batch = self._first_batch, ()
         notes = self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []
-        return notes + guard.of_unlike_buffers(names, "weights", "rank 0's", "give buffers: average or rank_0")
+        return notes + agreement.of_unlike_buffers(names, "weights", "rank 0's", "give buffers: average or rank_0")
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine, self.replication.copies)

@@ -16,9 +16,9 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.network import LIBRARIES
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import CheckpointError, OutputError, RecipeError
-from hvdtrain.run import checkpoint
-from hvdtrain.run import folder as folders
-from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.record import checkpoint
+from hvdtrain.record import folder as folders
+from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.terminal import Status
 from hvdtrain.untrusted import one_line, printable
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from hvdtrain import datasets, files, lock
+from hvdtrain import datasets, files
 from hvdtrain.core import flags
 from hvdtrain.core.recipe import expanding
 from hvdtrain.datasets.imagenet import Encoded, opened, rgb, together
@@ -145,7 +145,7 @@ def _held(folder: Path, dest: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks
-            stack.enter_context(lock.held(folder / ".lock", waiting=refuse))
+            stack.enter_context(files.held(folder / ".lock", waiting=refuse))
         yield
 
 

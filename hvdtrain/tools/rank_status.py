@@ -17,7 +17,7 @@ def hidden(text: str) -> None:
 @contextlib.contextmanager
 def shown(topology: Topology, text: str) -> Iterator[Show]:
     """What replaces `text` at the terminal of rank 0, or at its launcher's; nothing on other ranks and in files."""
-    from hvdtrain.run.display import display
+    from hvdtrain.launch.display import display
 
     kind = display(topology.launcher) if topology.is_rank_0 else "file"
     if kind == "file" and topology.launcher != "alone":

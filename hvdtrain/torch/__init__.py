@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import shadows
+from hvdtrain import installed
 
-shadows.refuse("numpy", "torch", "horovod", "mpi4py")
+installed.refuse("numpy", "torch", "horovod", "mpi4py")
 
 __all__ = ["join"]
 

@@ -19,7 +19,7 @@ from hvdtrain.datasets.base import Arrays, is_read_at_once
 from hvdtrain.datasets.cifar100 import FIXED_BITS, PIXELS, SIDE, Cifar, placements
 from hvdtrain.datasets.synthetic import Synthetic
 from hvdtrain.errors import DataError, RecipeError
-from hvdtrain.run.stacks import Workers
+from hvdtrain.ranks.stacks import Workers
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Batch
 

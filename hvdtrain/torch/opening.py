@@ -9,7 +9,7 @@ from hvdtrain.core.own_code import MODELS, is_path
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
-from hvdtrain.run import opening
+from hvdtrain.run import engine as engines
 from hvdtrain.run.run import Run
 from hvdtrain.torch import devices
 from hvdtrain.torch.engines import Engine
@@ -19,12 +19,12 @@ def engine_of(run: Run) -> AbstractContextManager[Engine]:
     """The run's engine, of the world that the launcher promised, until the block ends. Raises HvdtrainError, also where
     another rank is lost within the block."""
     engine = open_engine(run)
-    return opening.joined(run.world, run.engine, engine, engine.rank, engine.size, run.given())
+    return engines.joined(run.world, run.engine, engine, engine.rank, engine.size, run.given())
 
 
 def open_engine(run: Run) -> Engine:
     """The engine of the run, joined with the other ranks and bound to its device."""
-    return opened(run.engine, opening.setup_of(run))
+    return opened(run.engine, engines.setup_of(run))
 
 
 def opened(name: str, setup: Setup) -> Engine:

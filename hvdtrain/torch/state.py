@@ -13,7 +13,7 @@ from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines.buckets import distinct
 
 if TYPE_CHECKING:
-    from hvdtrain.run.checkpoint import Checkpoint, Layout
+    from hvdtrain.record.checkpoint import Checkpoint, Layout
 
 GROUPS, EXTRA = "groups", "extra."
 PLAIN = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32}

@@ -13,8 +13,8 @@ import torch
 from hvdtrain import files
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.totals import Totals
-from hvdtrain.run import guard
-from hvdtrain.run.reporter import Events
+from hvdtrain.ranks import agreement
+from hvdtrain.record.reporter import Events
 from hvdtrain.run.run import Run
 from hvdtrain.torch import devices, models
 from hvdtrain.torch.compiling import record_cuda_graph
@@ -77,7 +77,7 @@ class Replica:
 
     def after_first_step(self) -> list[str]:
         names = models.unlike_buffers(self.model, self.engine)
-        return self.notes + guard.of_unlike_buffers(names, "buffers", "rank 0's", REMEDY)
+        return self.notes + agreement.of_unlike_buffers(names, "buffers", "rank 0's", REMEDY)
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]

@@ -11,7 +11,7 @@ import pydantic
 import tyro
 from pydantic import Field
 
-from hvdtrain import cli, interrupts
+from hvdtrain import cli, terminal
 from hvdtrain.core import flags
 from hvdtrain.errors import RecipeError
 from hvdtrain.terminal import Status
@@ -77,6 +77,6 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    interrupts.listen()
+    terminal.listen()
     cli.COMMANDS["checkpoint"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
     sys.exit(cli.main(["checkpoint", *sys.argv[1:]]))

@@ -23,12 +23,12 @@ from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.settings import OwnIntervals
 from hvdtrain.launch.topology import discover
-from hvdtrain.run import folder as folders
-from hvdtrain.run.checkpointing import Checkpointing
+from hvdtrain.ranks.world import World
+from hvdtrain.record import folder as folders
+from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.loop import Loop, Trainer
 from hvdtrain.run.main import keep_memory, load_dataset
 from hvdtrain.run.run import Run
-from hvdtrain.run.world import World
 from hvdtrain.tools.bench import measure, ranks
 from hvdtrain.tools.rank_status import Show
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import tyro
 
-from hvdtrain import cli, interrupts
+from hvdtrain import cli, terminal
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import EngineUnavailable, RecipeError
@@ -170,6 +170,6 @@ def trained(found: Found) -> list[str]:
 
 
 if __name__ == "__main__":
-    interrupts.listen()
+    terminal.listen()
     cli.COMMANDS["ladder"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
     sys.exit(cli.main(["ladder", *sys.argv[1:]]))

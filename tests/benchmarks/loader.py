@@ -26,7 +26,7 @@ import tyro
 from PIL import Image
 from pydantic import Field
 
-from hvdtrain import cli, interrupts
+from hvdtrain import cli, terminal
 from hvdtrain.core import flags
 from hvdtrain.datasets.packed import shards
 from hvdtrain.errors import EngineUnavailable, RecipeError
@@ -139,6 +139,6 @@ def answer(results: dict[str, Any], is_generated: bool) -> measure.Answer:
 
 
 if __name__ == "__main__":
-    interrupts.listen()
+    terminal.listen()
     cli.COMMANDS["loader"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
     sys.exit(cli.main(["loader", *sys.argv[1:]]))

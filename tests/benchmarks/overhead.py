@@ -10,7 +10,7 @@ import pydantic
 import tyro
 from pydantic import Field
 
-from hvdtrain import cli, interrupts
+from hvdtrain import cli, terminal
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import RecipeError
@@ -83,6 +83,6 @@ def _check(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    interrupts.listen()
+    terminal.listen()
     cli.COMMANDS["overhead"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
     sys.exit(cli.main(["overhead", *sys.argv[1:]]))

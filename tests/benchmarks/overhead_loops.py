@@ -21,11 +21,11 @@ from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.launch.topology import discover
-from hvdtrain.run import folder as folders
+from hvdtrain.ranks.world import World
+from hvdtrain.record import folder as folders
 from hvdtrain.run.loop import Loop, Trainer
 from hvdtrain.run.main import keep_memory, load_dataset, record_launch
 from hvdtrain.run.run import Run
-from hvdtrain.run.world import World
 from hvdtrain.tools.bench import measure, ranks
 from hvdtrain.tools.rank_status import Show
 

@@ -181,7 +181,7 @@ def test_a_rank_that_raises_ends_the_others_too(cluster):
 NETWORK = """
 import torch
 
-from hvdtrain.run import timeouts
+from hvdtrain.ranks import timeouts
 
 timeouts.TIMES = 0.2  # 50 steps of a tenth of a second are enough
 

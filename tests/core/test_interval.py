@@ -6,7 +6,7 @@ from refusals import refusal
 
 from hvdtrain.core import recipe
 from hvdtrain.errors import RecipeError
-from hvdtrain.run.checkpointing import daly
+from hvdtrain.record.writer import daly
 
 HOUR = 3600.0
 

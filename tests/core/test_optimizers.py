@@ -9,7 +9,7 @@ from hvdtrain.core import compatibility, optimizers, plan, recipe
 from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
-from hvdtrain.run.folder import model_identity
+from hvdtrain.record.folder import model_identity
 
 KEYS = {"name": "mine", "model": "linear", "dataset": "linear", "batch_size": 100, "epochs": 3, "base_lr": 0.5}
 RADAM = {"optimizer": "torch.optim:RAdam"}

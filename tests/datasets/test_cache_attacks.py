@@ -20,7 +20,7 @@ from paths import REPOSITORY
 from refusals import refusal
 from users import NOBODY, OTHER, needs_root, user
 
-from hvdtrain import datasets, lock
+from hvdtrain import datasets, files
 from hvdtrain.datasets import download
 from hvdtrain.datasets.packed import cache, shards
 from hvdtrain.errors import DataError
@@ -250,8 +250,8 @@ def test_a_folder_swapped_while_its_copy_is_filled_gets_nothing(packed, disk, mo
 
 HOLDER = """
 import pathlib, sys, time
-from hvdtrain import lock
-with lock.held(pathlib.Path(sys.argv[1])) as held:
+from hvdtrain import files
+with files.held(pathlib.Path(sys.argv[1])) as held:
     print("held", flush=True)
     time.sleep(3600)
 """
@@ -276,7 +276,7 @@ def own_lock(packed, disk):
 
 def test_a_process_that_gets_on_is_waited_for(packed, disk, monkeypatch):
     """For twenty times the patience, in each of which its lock is touched."""
-    path, naps, now = own_lock(packed, disk), itertools.count(), itertools.count(0, 0.6 * lock.PATIENCE_SECONDS)
+    path, naps, now = own_lock(packed, disk), itertools.count(), itertools.count(0, 0.6 * files.PATIENCE_SECONDS)
     with holder(path) as process:
 
         def sleep(seconds):
@@ -285,13 +285,13 @@ def test_a_process_that_gets_on_is_waited_for(packed, disk, monkeypatch):
             if nap == 40:
                 process.kill()
 
-        monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=sleep))
+        monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=sleep))
         pixels(packed, disk)
         assert next(naps) > 40
 
 
 def test_a_process_that_is_stuck_is_named(packed, disk, monkeypatch):
-    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(files, "PATIENCE_SECONDS", 1.0)
     path = own_lock(packed, disk)
     with holder(path) as process:
         named = f"{path} is held by process {process.pid} on {os.uname().nodename}, without any progress for 1 s: "
@@ -303,13 +303,13 @@ def test_who_must_wait_is_called_once(tmp_path):
     waited = []
     with holder(tmp_path / "lock") as process:
         for _ in range(2):
-            with lock.held(tmp_path / "lock", waiting=lambda: waited.append(process.kill())):
+            with files.held(tmp_path / "lock", waiting=lambda: waited.append(process.kill())):
                 pass
     assert len(waited) == 1
 
 
 def test_a_whole_copy_is_read_whoever_holds_the_lock(packed, disk, monkeypatch):
-    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(files, "PATIENCE_SECONDS", 1.0)
     expected = pixels(packed, disk)
     with holder(disk / f"hvdtrain-{os.geteuid()}" / f".{digest(packed)}.lock"):
         np.testing.assert_array_equal(pixels(packed, disk), expected)

@@ -12,7 +12,7 @@ from hvdtrain.errors import WorldError
 from hvdtrain.launch import hostlist, rendezvous
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
 from hvdtrain.launch.topology import Topology, discover
-from hvdtrain.run.world import World
+from hvdtrain.ranks.world import World
 
 NODES = {
     "one": ("nid001", "nid001"),

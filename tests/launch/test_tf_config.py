@@ -12,7 +12,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.launch import rendezvous, tf_config
 from hvdtrain.launch.rendezvous import Endpoint, own_endpoint
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run.peers import Peer, endpoints_of
+from hvdtrain.ranks.peers import Peer, endpoints_of
 
 ENDPOINTS = [
     Endpoint("a", 0, 0, "10.0.0.1", 12000),

@@ -88,7 +88,7 @@ def inputs(tmp_path_factory):
     (folder / "line" / "checkpoints" / "step-00000001").mkdir(parents=True)
     import numpy as np
 
-    from hvdtrain.run import checkpoint
+    from hvdtrain.record import checkpoint
 
     checkpoint.commit(
         folder / "line" / "checkpoints",

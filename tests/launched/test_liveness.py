@@ -15,8 +15,8 @@ from paths import SUPPORT
 
 from hvdtrain.errors import AbortedError
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run.signals import TIME_LIMIT_SIGNALS
-from hvdtrain.run.world import World
+from hvdtrain.ranks.world import World
+from hvdtrain.terminal import TIME_LIMIT_SIGNALS
 
 PROGRAM = SUPPORT / "world_ranks.py"
 HOST = socket.gethostname()

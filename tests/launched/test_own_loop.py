@@ -14,7 +14,7 @@ from paths import SUPPORT
 from ranks import clean_environ, held, needs_horovod, needs_torch, run, started, wait_for_step, wait_until
 from worlds import arrays, losses, of_kind
 
-from hvdtrain.run.checkpoint import newest
+from hvdtrain.record.checkpoint import newest
 
 SLOW = ("torchruns_ranks", "ddp-4", "ends_its_ranks_with_a_checkpoint[mpi]")
 

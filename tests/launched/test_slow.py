@@ -13,7 +13,7 @@ RANKS = """
 import os
 import time
 
-from hvdtrain.run import timeouts
+from hvdtrain.ranks import timeouts
 
 timeouts.TIMES = 0.2  # 40 steps of 35 ms are enough
 STEPS, BATCH, NAP = 65, 8, 0.032

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import installed
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
-from hvdtrain.run import about, timeouts
+from hvdtrain.ranks import timeouts
 
 TOPOLOGY = discover(os.environ)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
@@ -22,8 +23,8 @@ OTHERS: dict[str, Callable[[], Any]] = {}
 
 
 def versions() -> Any:
-    own = {**about.versions(), "numpy": "1.0.0"}
-    return _replaced(about, "versions", lambda: own)
+    own = {**installed.versions(), "numpy": "1.0.0"}
+    return _replaced(installed, "versions", lambda: own)
 
 
 def variable() -> Any:
@@ -219,7 +220,7 @@ def recipe(folder: Path) -> dict[str, str]:
     """Recipes' runs: the whole command, in an engine that stays open."""
     from captured import captured
 
-    from hvdtrain.run import agreement
+    from hvdtrain.ranks import agreement
     from hvdtrain.run.loop import Loop
     from hvdtrain.torch.opening import open_engine
     from hvdtrain.torch.trainer import Trainer

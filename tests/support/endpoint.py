@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.devices import threads
 from hvdtrain.launch.topology import discover
-from hvdtrain.run.world import World, joined
+from hvdtrain.ranks.world import World, joined
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -9,7 +9,7 @@ import warm
 from paths import SUPPORT
 from ranks import Ended, held, left_by, run
 
-from hvdtrain.run import checkpoint
+from hvdtrain.record import checkpoint
 
 Case = dict[str, Any]
 

@@ -16,9 +16,9 @@ import numpy as np
 import small
 
 from hvdtrain.launch.topology import discover
+from hvdtrain.ranks.world import World
 from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
-from hvdtrain.run.world import World
 
 FRAMEWORK = sys.argv[1]
 small.shrink(FRAMEWORK)

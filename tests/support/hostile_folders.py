@@ -23,10 +23,10 @@ from hvdtrain import files
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import HvdtrainError, LabError
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import checkpoint, outcome, reporter
-from hvdtrain.run.folder import hold, identity_of, model_identity, open_run, resume_point
-from hvdtrain.run.launches import Launch
-from hvdtrain.run.trackers import process as tracker
+from hvdtrain.record import checkpoint, handover, reporter
+from hvdtrain.record.folder import hold, identity_of, model_identity, open_run, resume_point
+from hvdtrain.record.journal import Launch
+from hvdtrain.record.trackers import process as tracker
 from hvdtrain.tools import convert, predict, report, supervise, watch
 from hvdtrain.tools import plan as dry_run
 from hvdtrain.tools.bench import engines as bench
@@ -257,8 +257,8 @@ def read_supervised(scene: Scene) -> None:
     with contextlib.suppress(OSError), files.own_folder(HOSTILE) as folder:
         supervise._read_history(folder / "history.json")
         for name in ("run", "lost", "error"):
-            outcome.read(folder, name)
-    run = outcome.Report(run=str(HOSTILE.absolute()))
+            handover.read(folder, name)
+    run = handover.Report(run=str(HOSTILE.absolute()))
     supervise._newest_step(run)
     supervise._wait_for_release(run)
 

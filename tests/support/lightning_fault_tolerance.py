@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, default_collate
 
 import hvdtrain.lightning as hl
 from hvdtrain.lightning.train import quiet
-from hvdtrain.run import timeouts
+from hvdtrain.ranks import timeouts
 
 EXAMPLES = 50
 

@@ -16,12 +16,11 @@ from costs import peak_mib
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import messages, timeouts
-from hvdtrain.run.admission import allow_files
-from hvdtrain.run.handshake import Handshake
-from hvdtrain.run.peers import Peer, Peers
-from hvdtrain.run.slow import Clocks
-from hvdtrain.run.world import World
+from hvdtrain.ranks import messages, timeouts
+from hvdtrain.ranks.admission import Handshake, allow_files
+from hvdtrain.ranks.peers import Peer, Peers
+from hvdtrain.ranks.slow import Clocks
+from hvdtrain.ranks.world import World
 
 KEY, TOKEN, PORTS, ON_A_HOST = bytes(32), "22.0", range(9_851, 9_859), 8
 TRAFFIC = (messages.Traffic(own="10.0.0.1", other="10.0.0.2", size=1e6, busy=0.01),)

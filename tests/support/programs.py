@@ -20,9 +20,9 @@ from captured import captured
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
+from hvdtrain.ranks.world import World, variables
 from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
-from hvdtrain.run.world import World, variables
 
 FRAMEWORK = sys.argv[1]
 framework: Any = importlib.import_module(f"{FRAMEWORK}_programs")

@@ -22,7 +22,7 @@ def hold() -> None:
     """As that variable says."""
     if HOLD not in os.environ:
         return
-    from hvdtrain.run.world import World
+    from hvdtrain.ranks.world import World
 
     stops_at = World.stops_at
     rank, last, *released_by = os.environ[HOLD].split(maxsplit=2)

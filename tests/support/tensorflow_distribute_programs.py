@@ -14,9 +14,9 @@ import tensorflow as tf
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import discover
+from hvdtrain.ranks.world import World, joined
 from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
-from hvdtrain.run.world import World, joined
 from hvdtrain.tensorflow import data, variables
 from hvdtrain.tensorflow.engines import Engine, distribute
 from hvdtrain.tensorflow.engines.replication import replication_of

@@ -19,7 +19,7 @@ import numpy as np
 from small import hold
 
 import hvdtrain.keras as hvd
-from hvdtrain.run import timeouts
+from hvdtrain.ranks import timeouts
 
 EXAMPLES, EPOCHS = 50, 3
 SIZE = 8

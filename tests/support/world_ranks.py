@@ -6,7 +6,7 @@ The ranks are forked from here, which saves them the start. They go through `run
 add by a file that they share. `steps`: how many; `acts`: by rank, what it does to itself before a step; `orders`: what
 is done to a rank once all have made a step, or those without a delay have come to "wait" for others or to "act";
 `argv`, `delay`, `environs`: by rank, and so `reads` and `idles`, seconds that its data take and that it waits after
-them; `constants`: of run/timeouts.py. A rank that stopped in order gives its last step as a negative number.
+them; `constants`: of ranks/timeouts.py. A rank that stopped in order gives its last step as a negative number.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ import numpy as np
 
 from hvdtrain.engines import registry, waiting
 from hvdtrain.errors import DataError
+from hvdtrain.ranks import timeouts
 from hvdtrain.run import main as runs
-from hvdtrain.run import timeouts
 
 LIMIT = 280
 WIDTH = 256

@@ -11,7 +11,7 @@ from images import write_tree
 from ranks import clean_environ, needs_tensorflow
 
 from hvdtrain.core import network
-from hvdtrain.run.checkpoint import Checkpoint
+from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.tools import convert
 
 SLOW = ("vgg16", "layouts")

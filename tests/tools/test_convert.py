@@ -10,9 +10,9 @@ import pytest
 
 from hvdtrain.core import network, recipe
 from hvdtrain.errors import CheckpointError, OutputError, RecipeError
-from hvdtrain.run import checkpoint
-from hvdtrain.run.checkpoint import Checkpoint
-from hvdtrain.run.folder import hold
+from hvdtrain.record import checkpoint
+from hvdtrain.record.checkpoint import Checkpoint
+from hvdtrain.record.folder import hold
 from hvdtrain.tools import convert
 
 DRAW = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from images import scene, write_tree
 from paths import REPOSITORY
 from PIL import Image
 
-from hvdtrain import cli, datasets, lock
+from hvdtrain import cli, datasets, files
 from hvdtrain.errors import DataError, OutputError, RecipeError
 from hvdtrain.tools import pack
 
@@ -326,7 +326,7 @@ def test_a_call_that_goes_on_is_left_alone(tree, tmp_path):
     dest = tmp_path / "dest"
     left = killed(tree, dest)
     before = sorted(path.name for path in left.iterdir())
-    with lock.held(left / ".lock"):
+    with files.held(left / ".lock"):
         with pytest.raises(OutputError) as refusal:
             packed(tree, dest, shards=4)
         assert str(refusal.value) == f"{dest} is being packed by another process: wait for it, or name another DEST."

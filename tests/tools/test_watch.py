@@ -16,8 +16,8 @@ import odd_json
 import pytest
 
 from hvdtrain.errors import RecipeError
-from hvdtrain.run.estimate import duration
-from hvdtrain.run.folder import hold
+from hvdtrain.record.folder import hold
+from hvdtrain.record.progress_line import duration
 from hvdtrain.tools import watch
 from hvdtrain.tools.report.assemble import run_report
 from hvdtrain.tools.watch import frame, rows

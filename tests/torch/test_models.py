@@ -15,7 +15,7 @@ pytestmark = needs_torch
 
 from hvdtrain.core import network, own_code, recipe  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
-from hvdtrain.run.checkpoint import Checkpoint, commit, read  # noqa: E402
+from hvdtrain.record.checkpoint import Checkpoint, commit, read  # noqa: E402
 from hvdtrain.tools import convert  # noqa: E402
 from hvdtrain.torch import models, optimizers, state  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402

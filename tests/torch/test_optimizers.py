@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
-from hvdtrain.run.checkpoint import Checkpoint  # noqa: E402
+from hvdtrain.record.checkpoint import Checkpoint  # noqa: E402
 from hvdtrain.torch import optimizers  # noqa: E402
 from hvdtrain.torch.ema import Ema  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 
 from hvdtrain.core.settings import OwnReadSettings  # noqa: E402
 from hvdtrain.datasets import Dataset  # noqa: E402
-from hvdtrain.run.stacks import Stacks  # noqa: E402
+from hvdtrain.ranks.stacks import Stacks  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.examples import Examples  # noqa: E402
 

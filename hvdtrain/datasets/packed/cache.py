@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hvdtrain import files, lock
+from hvdtrain import files
 from hvdtrain.datasets.base import sha256
 from hvdtrain.datasets.packed import shards
 from hvdtrain.datasets.packed.shards import INDEX, REMEDY
@@ -41,7 +41,7 @@ def on_node(data_dir: Path, cache_dir: Path) -> Path:
             with contextlib.suppress(FileNotFoundError):
                 files.require_private(own / name, copy.lstat())
             if _lacking(copy, sizes):
-                with lock.held(copy.with_name(f".{name}.lock"), own / f".{name}.lock") as held:
+                with files.held(copy.with_name(f".{name}.lock"), own / f".{name}.lock") as held:
                     if lacking := _lacking(copy, sizes):
                         files.sweep(copy.parent, name)  # whoever holds the lock is the only one that copies
                         _require_room(data_dir, own, copy, sum(lacking.values()))
@@ -86,7 +86,7 @@ def _require_room(data_dir: Path, own: Path, copy: Path, size: int) -> None:
     )
 
 
-def _copy(data_dir: Path, digest: str, copy: Path, lacking: dict[str, int], held: lock.Lock) -> None:
+def _copy(data_dir: Path, digest: str, copy: Path, lacking: dict[str, int], held: files.Lock) -> None:
     """Those files, under their names once they are whole; a job that reads what lay there keeps what it has opened."""
     if wrong := list(_lacking(data_dir, lacking)):
         raise DataError(f"{data_dir / wrong[0]} is missing, or not as long as {INDEX} has it: {REMEDY}")
@@ -100,7 +100,7 @@ def _copy(data_dir: Path, digest: str, copy: Path, lacking: dict[str, int], held
             raise DataError(f"{data_dir / INDEX} changed while it was copied: start again.")
 
 
-def _copy_file(source: Path, dest: Path, held: lock.Lock) -> None:
+def _copy_file(source: Path, dest: Path, held: files.Lock) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     unfinished = files.temporary(dest)
     try:

@@ -21,13 +21,14 @@ from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.engines.registry import ENGINES
+from hvdtrain.files import read_bytes
 from hvdtrain.launch.devices import visible_gpus
-from hvdtrain.run import launches
-from hvdtrain.run.reports import WITHOUT_REPORT
+from hvdtrain.record import journal
+from hvdtrain.run.ending import WITHOUT_REPORT
 from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure
 from hvdtrain.tools.rank_status import Show
-from hvdtrain.untrusted import printable, read_bytes
+from hvdtrain.untrusted import printable
 
 WARM_UP = 3  # steps
 MOST_BYTES = 2**28  # of a run's metrics
@@ -124,7 +125,7 @@ def read(folder: Path) -> Measured:
         lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
         rates = [float(line["examples_per_second"]) for line in lines if line["kind"] == "step"]
         seconds = statistics.median(batch / rate for rate in rates[WARM_UP:])
-        return Measured([seconds], batch, waiting=_waiting(folder / launches.NAME))
+        return Measured([seconds], batch, waiting=_waiting(folder / journal.NAME))
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         return Measured([], reason=f"its run folder cannot be read ({type(error).__name__})")
 

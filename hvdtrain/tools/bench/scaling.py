@@ -24,7 +24,7 @@ from hvdtrain.errors import EngineUnavailable, RecipeError, TrainingError
 from hvdtrain.launch import pmi
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.topology import discover
-from hvdtrain.run.reports import WITHOUT_REPORT
+from hvdtrain.run.ending import WITHOUT_REPORT
 from hvdtrain.terminal import Status
 from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure

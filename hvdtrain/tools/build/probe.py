@@ -103,7 +103,7 @@ def _torch_cuda() -> str | None:
     """The CUDA release torch was built with, as its version file has it, wherever Python finds it: a centre's module
     has it on PYTHONPATH, or below another environment. Importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
-    files = [Path(folder) / "version.py" for folder in (spec and spec.submodule_search_locations) or ()]
+    files = [Path(folder) / "installed.py" for folder in (spec and spec.submodule_search_locations) or ()]
     text = next((file.read_text() for file in files if file.is_file()), "")
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
     return found.group(1) if found else None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from hvdtrain import files, lock
+from hvdtrain import files
 from hvdtrain.errors import BuildError
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
@@ -65,7 +65,7 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show 
             _own_folder(folder)
         plan.wheel.parent.mkdir(parents=True, exist_ok=True)
         with (
-            lock.held(plan.own / "lock", patience=math.inf, waiting=lambda: report(WAITS)),
+            files.held(plan.own / "lock", patience=math.inf, waiting=lambda: report(WAITS)),
             (plan.own / "build.log").open("a") as log,
         ):
             log.write(f"\n==== {time.ctime()}: {plan.version}\n")

@@ -17,13 +17,14 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from hvdtrain.files import read_bytes
 from hvdtrain.launch import mpi, pmi
 from hvdtrain.launch.mpi import Kind
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, version_of
 from hvdtrain.tools.doctor.findings import Framework, Live, Program, Rank, Software
 from hvdtrain.tools.doctor.framework import MARK
 from hvdtrain.tools.rank_status import Show, hidden
-from hvdtrain.untrusted import program, read_bytes
+from hvdtrain.untrusted import program
 
 NO_END = "no end within"
 MOST_BYTES = 2**20  # of Horovod's note on its build

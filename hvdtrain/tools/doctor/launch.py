@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
+from hvdtrain.files import read_bytes
 from hvdtrain.launch import hostlist, keys
 from hvdtrain.launch.mpi import TITLES, Kind, Mpi
 from hvdtrain.launch.topology import Topology
 from hvdtrain.tools.doctor.findings import Check, Findings, Program, Rank, Step, Verdict, count
-from hvdtrain.untrusted import read_bytes
 
 MOST_BYTES = 2**20  # of a file of hosts
 FAMILIES: Mapping[str, Kind] = {"mpirun": "openmpi", "mpiexec": "mpich"}

@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.core import sharing
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import discover
-from hvdtrain.run.world import World, joined
+from hvdtrain.ranks.world import World, joined
 from hvdtrain.tools.doctor.framework import emit, imported
 
 MEGABYTES = (1, 16, 64)

@@ -16,9 +16,10 @@ from hvdtrain.core import network
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.errors import RecipeError
+from hvdtrain.files import read_bytes
 from hvdtrain.run.main import load_dataset
 from hvdtrain.tools.predict.scaling import NOISE, Link, Physics, Point, Points, StepModel
-from hvdtrain.untrusted import quoted, read_bytes
+from hvdtrain.untrusted import quoted
 
 MOST_RANKS = 16_384
 MOST_POINTS = 32  # each of them, and each requested number of ranks, takes a fit

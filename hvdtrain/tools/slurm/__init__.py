@@ -14,12 +14,13 @@ from pydantic import Field
 from hvdtrain.core import flags
 from hvdtrain.core.recipe import nearest
 from hvdtrain.errors import JobError, RecipeError
+from hvdtrain.files import read_bytes
 from hvdtrain.launch import pmi
 from hvdtrain.tools.slurm import bash
 from hvdtrain.tools.slurm.case import Finding
 from hvdtrain.tools.slurm.job_check import LONGEST, MOST_BYTES, findings_of, read, report
 from hvdtrain.tools.slurm.sites import SITES, TIME, Site, table
-from hvdtrain.untrusted import printable, read_bytes
+from hvdtrain.untrusted import printable
 from hvdtrain.untrusted import quoted as shown
 
 PROG = "python -m hvdtrain slurm"

@@ -24,7 +24,7 @@ from hvdtrain import files
 from hvdtrain.core import flags
 from hvdtrain.errors import JobError
 from hvdtrain.launch import slurm_job
-from hvdtrain.run import checkpoint, outcome
+from hvdtrain.record import checkpoint, handover
 from hvdtrain.tools.slurm.job_script import Option, options_of, program, program_of
 from hvdtrain.tools.supervise import job
 from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide, not_answering
@@ -134,7 +134,7 @@ class Supervisor:
         files.make_folder(folder)
         began = time.monotonic()
         code, silent = run_step(words, environ, folder, self.signals, self._silent)
-        run = outcome.read(folder, "run")
+        run = handover.read(folder, "run")
         if code and run.run:
             _wait_for_release(run)
         ended = self._ended(folder, run, code, nodes, time.monotonic() - began, silent)
@@ -160,9 +160,9 @@ class Supervisor:
             time.sleep(CUT_OFF_SECONDS)
 
     def _ended(
-        self, folder: Path, run: outcome.Report, code: int, nodes: int, seconds: float, silent: frozenset[str]
+        self, folder: Path, run: handover.Report, code: int, nodes: int, seconds: float, silent: frozenset[str]
     ) -> Ended:
-        lost, error = outcome.read(folder, "lost"), outcome.read(folder, "error")
+        lost, error = handover.read(folder, "lost"), handover.read(folder, "error")
         return Ended(
             code=code,
             nodes=nodes,
@@ -179,7 +179,7 @@ class Supervisor:
             signalled=self.signals.last,
         )
 
-    def _lost(self, report: outcome.Report, silent: frozenset[str]) -> Lost:
+    def _lost(self, report: handover.Report, silent: frozenset[str]) -> Lost:
         """Who was lost. A rank that was cut off has lost the others, and may have been the first to report it."""
         node = self.job.node_of(report.host)
         if silent and node not in silent:
@@ -209,7 +209,7 @@ class Supervisor:
         _log(self.job.requeue(decision.without))
 
 
-def _newest_step(run: outcome.Report) -> int:
+def _newest_step(run: handover.Report) -> int:
     """Of the newest checkpoint; where its folder is not seen here, as from outside of a container, of the one that the
     run has resumed from."""
     saved = checkpoint.committed(Path(run.run) / "checkpoints")
@@ -217,7 +217,7 @@ def _newest_step(run: outcome.Report) -> int:
     return max([*numbers, run.step])
 
 
-def _wait_for_release(run: outcome.Report) -> None:
+def _wait_for_release(run: handover.Report) -> None:
     """Waits until the ended step's rank 0 holds its run folder no longer."""
     deadline = time.monotonic() + RELEASE_SECONDS
     with contextlib.suppress(OSError, ValueError), files.opened(Path(run.run) / ".lock", follow=False) as lock:
@@ -323,7 +323,7 @@ def run_step(
 
     Its ranks leave what they report in `folder`.
     """
-    own = {**environ, outcome.VARIABLE: str(folder.resolve())}
+    own = {**environ, handover.VARIABLE: str(folder.resolve())}
     # In a session of its own: else a terminal would send it Ctrl-C too.
     process = subprocess.Popen(words, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
     signals.process = process
@@ -341,18 +341,18 @@ def run_step(
     return (code if code >= 0 else 128 - code), found
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path) -> outcome.Report:
+def _watch(process: subprocess.Popen[bytes], folder: Path) -> handover.Report:
     """Waits until the step has ended or a rank is reported as lost; that report, or an empty one."""
-    while not (lost := outcome.read(folder, "lost")).host:
+    while not (lost := handover.read(folder, "lost")).host:
         try:
             process.wait(TICK)
-            return outcome.read(folder, "lost")
+            return handover.read(folder, "lost")
         except subprocess.TimeoutExpired:
             continue
     return lost
 
 
-def own_step(lost: outcome.Report, environ: Mapping[str, str]) -> str:
+def own_step(lost: handover.Report, environ: Mapping[str, str]) -> str:
     """The step that the report is of; "" where it is none of this job's."""
     own = re.escape(slurm_job.job_id(environ) or "")
     return lost.step_id if lost.step_id and re.fullmatch(rf"{own}\.[0-9]{{1,10}}", lost.step_id) else ""

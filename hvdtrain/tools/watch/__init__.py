@@ -14,8 +14,8 @@ import tyro
 
 from hvdtrain.core import flags
 from hvdtrain.errors import RecipeError
-from hvdtrain.run.estimate import duration
-from hvdtrain.run.folder import RUNS
+from hvdtrain.record.folder import RUNS
+from hvdtrain.record.progress_line import duration
 from hvdtrain.tools.watch import frame, job
 from hvdtrain.tools.watch.frame import Frame
 from hvdtrain.tools.watch.job import GONE, NUMBER, Job, Squeue

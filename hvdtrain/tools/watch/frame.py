@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain import files
-from hvdtrain.run import checkpoint
+from hvdtrain.record import checkpoint
 from hvdtrain.tools import run_state
 from hvdtrain.tools.watch.job import Job
 from hvdtrain.tools.watch.tail import Record, json_of, last_of, last_records, mapping, number, text, whole

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hvdtrain.engines.registry import Setup
-from hvdtrain.run.slow import Waiting
+from hvdtrain.ranks.slow import Waiting
 from hvdtrain.torch.objective import call
 
 Forward = Callable[[Any, Any], Any]

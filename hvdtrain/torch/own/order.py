@@ -7,11 +7,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdtrain.core.progress import OwnSampling
 from hvdtrain.errors import LoopError
-from hvdtrain.run import agreement
-from hvdtrain.run.agreement import named
+from hvdtrain.ranks import agreement
+from hvdtrain.ranks.agreement import named
+from hvdtrain.record.reporter import OwnReporter
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import RESERVED
-from hvdtrain.run.reporter import OwnReporter
+from hvdtrain.run.session import RESERVED
 from hvdtrain.torch.objective import Seen
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hvdtrain.core.settings import OwnReadSettings
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
 from hvdtrain.run.loop import Hooks
-from hvdtrain.run.own import in_own_words, take_data
+from hvdtrain.run.session import in_own_words, take_data
 from hvdtrain.torch import devices
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine

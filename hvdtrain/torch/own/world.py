@@ -19,14 +19,14 @@ from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES, Setup
 from hvdtrain.errors import HvdtrainError, LoopError, WorldError
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import opening
-from hvdtrain.run import world as ranks
-from hvdtrain.run.agreement import named
+from hvdtrain.ranks import world as ranks
+from hvdtrain.ranks.agreement import named
+from hvdtrain.record.trackers import MODULES
+from hvdtrain.run import engine as engines
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.loop import Hooks
 from hvdtrain.run.main import connect, keep_memory
-from hvdtrain.run.own import in_own_words, open_own
-from hvdtrain.run.trackers import MODULES
+from hvdtrain.run.session import in_own_words, open_own
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.meter import Meter
@@ -81,10 +81,10 @@ def join(
         connect(joining, row)
         with ranks.joined(joining, "torch", row.name, os.environ):
             keep_memory(settings.device)
-            setup = Setup(settings, joining.topology, (), opening.endpoints(joining))
+            setup = Setup(settings, joining.topology, (), engines.endpoints(joining))
             own = opened(row.name, setup)
             chosen = named("recipe", {"engine": row.name, "device": settings.device, "compression": compression})
-            with opening.joined(joining, row.name, own, own.rank, own.size, chosen):
+            with engines.joined(joining, row.name, own, own.rank, own.size, chosen):
                 world = World(ending, row.name, own, compression)
                 with contextlib.ExitStack() as closing:
                     closing.push(lambda kind, *_: world.close(kind))

@@ -255,7 +255,7 @@ def test_mpich_is_recognised(tmp_path):
 
 WATCHES = """
 import sys, time
-from hvdtrain.run.ancestors import LauncherShell
+from hvdtrain.launch.ancestors import LauncherShell
 shell = LauncherShell()
 print("begun", flush=True)
 while not shell.take_end():

@@ -14,7 +14,7 @@ import pytest
 from users import NOBODY, needs_root
 
 from hvdtrain.errors import JobError
-from hvdtrain.run.outcome import Report
+from hvdtrain.record.handover import Report
 from hvdtrain.tools.supervise import SIGNALS, Signals, _read_history, beside_others, check_step, own_step, placed
 from hvdtrain.tools.supervise.decision import Ended, Lost
 from hvdtrain.tools.supervise.job import Job

@@ -13,9 +13,9 @@ from hvdtrain.errors import HvdtrainError, WorldError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.ranks.liveness import print_error
+from hvdtrain.ranks.world import World, joined
 from hvdtrain.run.ending import end
-from hvdtrain.run.liveness import print_error
-from hvdtrain.run.world import World, joined
 from hvdtrain.tools.bench import allreduce, measure, ranks
 from hvdtrain.tools.rank_status import Show
 from hvdtrain.untrusted import one_line

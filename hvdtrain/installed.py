@@ -1,0 +1,82 @@
+"""What is installed: versions, without loading a library, and files of the user's that hide one."""
+
+import contextlib
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from hvdtrain import __version__
+
+PACKAGES = {  # and a part that each of them has
+    "numpy": "linalg",
+    "torch": "nn",
+    "tensorflow": "python",
+    "keras": "src",
+    "lightning": "pytorch",
+    "horovod": "common",
+    "mpi4py": "run.py",
+}
+
+
+def refuse(*names: str) -> None:
+    """Ends the process in one line, before one of these of PACKAGES is imported, where a file or a folder hides it."""
+    for name in names:
+        spec = PathFinder.find_spec(name)
+        if (
+            spec
+            and spec.origin
+            and not any(Path(top, PACKAGES[name]).exists() for top in spec.submodule_search_locations or ())
+        ):
+            path = Path(spec.origin)
+            path = path.parent if path.stem == "__init__" else path
+            print(f"ImportError: {path} is imported in place of the library {name}; rename it.", file=sys.stderr)
+            sys.exit(2)
+
+
+TITLES = {
+    "torch": "PyTorch",
+    "tensorflow": "TensorFlow",
+    "tensorflow-cpu": "TensorFlow",
+    "lightning": "Lightning",
+    "horovod": "Horovod",
+}
+
+
+def answer(argv: Sequence[str]) -> None:
+    """Prints the versions and exits where --version is the program's first argument."""
+    if argv[1:2] == ["--version"]:
+        print(line())
+        raise SystemExit(0)
+
+
+def line() -> str:
+    """hvdtrain's version, and those of the installed libraries."""
+    return f"hvdtrain {__version__} ({', '.join(_installed()) or 'neither PyTorch nor TensorFlow'})"
+
+
+def _installed() -> list[str]:
+    from importlib import metadata
+
+    found = []
+    for name, title in TITLES.items():
+        try:
+            found.append(f"{title} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+RECORDED = "hvdtrain", "torch", "torchvision", "tensorflow", "tensorflow-cpu", "lightning", "keras", "horovod", "numpy"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that are installed; imports none."""
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for name in RECORDED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -1,0 +1,228 @@
+"""What must be equal on all ranks, by name: compared in one exchange of 8 bytes a rank, and each difference named."""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hvdtrain import installed
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.sharing import Sum, from_rank_0, gather, of_ranks
+from hvdtrain.errors import AgreementError, ReplicaError, WorldError
+from hvdtrain.launch.topology import Topology
+from hvdtrain.ranks import stacks
+from hvdtrain.untrusted import one_line
+
+Values = Mapping[str, Any]
+"""JSON values by name; a name begins with the kind of what it names, one of REMEDIES, as in "data: training list"."""
+
+REMEDIES = {
+    "data": "give every node the same data: copy the set whole, or name one shared folder",
+    "code": "start every rank from the same code",
+    "version": "give every node the same environment",
+    "setting": "set it alike on every node",
+    "recipe": "start every rank with the same command",
+    "plan": "give every node the same recipe and data",
+    "model": "build the same model on every rank",
+    "training": "give every rank the same numbers",
+    "decision": "let callbacks decide by the same numbers on every rank: give fit MetricAverageCallback before them",
+    "value": "let callbacks and schedulers decide by values that are logged with sync_dist=True",
+    "report": "make the same steps and report the same on every rank, as of world.sum and world.mean",
+    "weights": "resume from the last checkpoint with the same command, and check that host's memory",
+}
+OF_A_NODE = {"name", "data_dir", "cache_dir"}
+"""Keys of a recipe that may differ: each node may have its file and the data in another place."""
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "TF_DETERMINISTIC_OPS",
+    "TF_CUDNN_DETERMINISTIC",
+    "TF_ENABLE_ONEDNN_OPTS",
+)
+"""Of the environment: what changes how frameworks compute."""
+MOST_NAMED, LONGEST_SHOWN = 8, 200
+MOST_CODE = 1 << 24
+"""Bytes of a module's file."""
+
+
+def check(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
+    """Compares the ranks' values. Every rank calls it; `ranks`: its own number, and how many there are.
+
+    Raises AgreementError on every rank, naming each value that differs, ranks and hosts, what they have, and a remedy.
+    """
+    marks = gather(np.array([mark(values)]), *ranks, sum_over_ranks)
+    if (marks != marks[0]).any():
+        raise AgreementError(differences(values, ranks, host, sum_over_ranks))
+
+
+def mark(values: Values) -> int:
+    """64 bits of them, signed."""
+    return _mark(json.dumps(values, sort_keys=True, default=_kind))
+
+
+def differences(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> str:
+    """In one line what differs, where, and what to do. Every rank calls it, once marks have differed."""
+    values = json.loads(json.dumps(values, default=_kind))
+    common = from_rank_0(list(values), ranks[0], sum_over_ranks)
+    more = of_ranks([name for name in values if name not in common][:MOST_NAMED], *ranks, sum_over_ranks)
+    names = [*common, *sorted(set(chain.from_iterable(more)))]
+    own = np.array([_mark(json.dumps(values.get(name), sort_keys=True)) for name in names])
+    table = gather(own, *ranks, sum_over_ranks)
+    differing = [names[column] for column in np.flatnonzero((table != table[0]).any(axis=0))]
+    shown = differing[:MOST_NAMED]
+    first = from_rank_0({name: values.get(name) for name in shown}, ranks[0], sum_over_ranks)
+    of_all = of_ranks(
+        [one_line(host, LONGEST_SHOWN), *(_shown(values.get(n), first[n]) for n in shown)], *ranks, sum_over_ranks
+    )
+    hosts = [row[0] for row in of_all]
+    parts = [_difference(name, [row[1 + index] for row in of_all], hosts) for index, name in enumerate(shown)]
+    more_text = [f"and {len(differing) - MOST_NAMED} more"] if len(differing) > MOST_NAMED else []
+    kinds = dict.fromkeys(name.partition(":")[0] for name in shown)
+    return f"the ranks differ in {'; '.join(parts + more_text)}: {', and '.join(REMEDIES[kind] for kind in kinds)}."
+
+
+def _difference(name: str, texts: list[str], hosts: list[str]) -> str:
+    """Which ranks have what: those with another value than most, or than rank 0 where none has more."""
+    counts = Counter(texts)
+    usual = max(counts, key=lambda text: (counts[text], text == texts[0]))
+    others = [f"rank {rank} on {hosts[rank]} has {text}" for rank, text in enumerate(texts) if text != usual]
+    more = f" and {len(others) - MOST_NAMED} ranks more" if len(others) > MOST_NAMED else ""
+    rest = [rank for rank, text in enumerate(texts) if text == usual]
+    who = f"rank {rest[0]} on {hosts[rest[0]]}" if len(rest) == 1 else "the others"
+    return f"{name.partition(': ')[2]}: {', '.join(others[:MOST_NAMED])}{more}, {who} {usual}"
+
+
+def _shown(value: Any, first: Any) -> str:
+    """The value for a person; `first` is rank 0's: of a list the first entry that is another."""
+    if isinstance(value, list) and isinstance(first, list) and value != first and len(first) + len(value) > MOST_NAMED:
+        pairs = zip([*value, *[None] * len(first)], [*first, *[None] * len(value)], strict=False)
+        index = next(index for index, (own, theirs) in enumerate(pairs) if own != theirs)
+        own, theirs = ([*of, "none"][min(index, len(of))] for of in (value, first))
+        return one_line(f"{len(value)} (number {index}: {own}, on rank 0 {theirs})", LONGEST_SHOWN)
+    is_long = isinstance(value, list) and len(value) > MOST_NAMED
+    return one_line("none" if value is None else f"{len(value)}" if is_long else value, LONGEST_SHOWN)
+
+
+def _mark(text: str) -> int:
+    return int(np.uint64(xxhash.xxh3_64_intdigest(text.encode())).astype(np.int64))
+
+
+def _kind(value: Any) -> Any:
+    """What JSON has not: a number of NumPy's or a tensor of one; of all else its type, as its text may hold an
+    address."""
+    return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else type(value).__name__
+
+
+def named(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under names of that kind."""
+    return {f"{kind}: {name}": value for name, value in values.items()}
+
+
+def of_process(settings: Mapping[str, Any], rank: int, sum_over_ranks: Sum) -> dict[str, Any]:
+    """What each process has of code, libraries and settings; `settings` are its framework's. Every rank calls it: of a
+    module that this one or rank 0 has not imported, it has rank 0's, as plots may be rank 0's alone."""
+    of_environment = {name: os.environ.get(name) for name in VARIABLES}
+    own = code()
+    first = from_rank_0(own, rank, sum_over_ranks)
+    modules = {name: own.get(name, digest) for name, digest in first.items()}
+    libraries = named("version", installed.versions()) | named("setting", {**of_environment, **settings})
+    return libraries | named("code", modules)
+
+
+def of_plan(plan: Plan, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe's run is; `contents` are its data set's."""
+    keys = {k: v for k, v in plan.recipe.model_dump(mode="json").items() if k not in OF_A_NODE}
+    numbers = {k: v for k, v in plan.to_json().items() if not k.endswith("_examples")}  # contents have them
+    return named("recipe", keys) | named("data", contents) | named("plan", numbers)
+
+
+def code() -> dict[str, str]:
+    """Of the user's own modules that are imported by now: a digest of each one's file, by the module's name."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and Path(file).is_absolute() and file.endswith(".py") and stacks.is_users(file):
+            found[name] = _digest(Path(file))
+    return found
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return str(xxhash.xxh3_64_hexdigest(opened.read(MOST_CODE)))
+    except OSError:
+        return "unreadable"
+
+
+LAUNCHER_REMEDIES = {
+    "srun": "ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), "
+    "--mpi=pmi2 or --mpi=cray_shasta (MPICH, Cray-MPICH), and load that MPI's module",
+    "mpirun": "start with the mpirun of the MPI that Horovod was built with",
+    "mpiexec": "start with the mpiexec of the MPI that Horovod was built with",
+    "torchrun": "build Horovod with Gloo: python -m hvdtrain build",
+    "env://": "build Horovod with Gloo: python -m hvdtrain build",
+    "horovodrun": "build Horovod with the controller that horovodrun used: python -m hvdtrain build",
+    "alone": "take --engine local, or start with horovodrun, mpirun or srun",
+}
+
+
+def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod") -> None:
+    """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
+    if (rank, size) != (topology.rank, topology.size):
+        outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
+        error = WorldError(
+            f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
+            f"but {title} reports rank {rank} of {size}: {outcome}; {LAUNCHER_REMEDIES[topology.launcher]}."
+        )
+        error.everywhere = size == 1  # with ranks in another order, rank 0's may be the promised one
+        raise error
+
+
+def check_replicas(
+    fingerprint: int, values: Values, step: int, ranks: tuple[int, int], host: str, sum_over_ranks: Sum
+) -> None:
+    """Compares the ranks' 64-bit fingerprints of their weights, and the values that an update follows from. Every rank
+    calls it; `ranks`: its own number, and how many there are.
+
+    Raises ReplicaError on every rank, naming what differs, on which ranks and hosts.
+    """
+    marks = gather(np.array([mark(values), fingerprint]), *ranks, sum_over_ranks)
+    of_values, of_weights = (marks != marks[0]).any(axis=0)
+    if of_values or of_weights:
+        differing = values if of_values else {"weights: weights": f"{fingerprint % 2**64:016x}"}
+        text = differences(differing, ranks, host, sum_over_ranks)
+        raise ReplicaError(f"after step {step} {text}")
+
+
+def of_unlike_buffers(names: Sequence[str], kind: str, end: str, remedy: str) -> list[str]:
+    """A line of the log on what the forward pass has made differ between ranks; none where nothing has."""
+    if not names:
+        return []
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return [
+        f"after a step each rank has another {', '.join(names[:MOST_NAMED])}{more}: the forward pass changes these "
+        f"{kind} by the rank's own examples, so the curve depends on the number of ranks, and all get {end} at an "
+        f"epoch's end; for one value on all ranks after every step, {remedy}"
+    ]
+
+
+def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]) -> None:
+    """Compares the fingerprints of one process's replicas, one a device. Raises ReplicaError, naming each that
+    differs from the first."""
+    differing = [index for index, mark in enumerate(fingerprints) if mark != fingerprints[0]]
+    if differing:
+        named = [f"replica {index} on {devices[index]}" for index in differing]
+        more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+        raise ReplicaError(
+            f"after step {step} the weights of {', '.join(named[:MOST_NAMED] + more)} differ from replica 0's: the "
+            "replicas have diverged and training stops; resume from the last checkpoint with the same command, and "
+            "check that device's memory."
+        )

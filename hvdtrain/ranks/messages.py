@@ -1,0 +1,224 @@
+"""The messages between ranks: a frozen value each, checked when it is read for its type, its bounds, and whether its
+sender may send it. A text is for a person's terminal: control characters become escapes."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+
+from hvdtrain.engines.waiting import Place
+from hvdtrain.launch.rendezvous import Endpoint, Port
+from hvdtrain.ranks.stacks import Process, State
+from hvdtrain.terminal import STOP_SIGNALS
+from hvdtrain.untrusted import printable
+
+LONGEST_TEXT = 1000
+MOST_ADDRESSES = 8
+MOST_COUNTERS = 64
+NONCE_DIGITS, PROOF_DIGITS = 32, 64
+
+
+def cut(text: str) -> str:
+    """The text as a message can hold it."""
+    return printable(text, LONGEST_TEXT)[:LONGEST_TEXT]
+
+
+def _requests_stop(number: int) -> int:
+    if number not in STOP_SIGNALS:
+        raise ValueError("no signal that requests a stop")
+    return number
+
+
+Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT), AfterValidator(cut)]
+Name = Annotated[str, StringConstraints(max_length=255, pattern=r"^[\w.:-]+$")]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Bytes = Annotated[float, Field(gt=0, lt=2**53, allow_inf_nan=False)]
+CounterKey = Annotated[str, StringConstraints(pattern=r"^[a-z_]{1,20}:[\w-]{1,100}$")]
+Joules = Annotated[float, Field(ge=0, lt=2**53, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
+ExitCode = Annotated[int, Field(ge=1, le=255)]
+Signal = Annotated[int, AfterValidator(_requests_stop)]
+
+
+class Message(BaseModel):
+    """One line of JSON between two ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Hello(Message):
+    """A rank's first message to what may be rank 0."""
+
+    kind: Literal["hello"] = "hello"
+    nonce: Annotated[str, StringConstraints(pattern=f"^[0-9a-f]{{{NONCE_DIGITS}}}$")]
+
+
+class Challenge(Hello):
+    """Rank 0's answer, which proves that it has the key. `credential` holds the key itself, for munge to read."""
+
+    kind: Literal["challenge"] = "challenge"  # type: ignore[assignment]
+    proof: Annotated[str, StringConstraints(pattern=f"^[0-9a-f]{{{PROOF_DIGITS}}}$")]
+    credential: Annotated[str, StringConstraints(max_length=2000)] | None
+
+
+class Identity(Message):
+    """Which rank the sender is. From here on every message is signed."""
+
+    kind: Literal["identity"] = "identity"
+    rank: Count
+    endpoint: Endpoint
+    process: Process | None = None
+
+
+class Welcome(Message):
+    """Rank 0 has admitted the rank."""
+
+    kind: Literal["welcome"] = "welcome"
+    endpoint: Endpoint
+    process: Process | None = None
+
+
+class Ready(Message):
+    """The sender may start its collective library."""
+
+    kind: Literal["ready"] = "ready"
+
+
+class AllReady(Message):
+    """All are ready: what they need to start it. `endpoints` are every rank's, or rank 0's alone."""
+
+    kind: Literal["all_ready"] = "all_ready"
+    horovod_port: Port | None
+    interface: Name | None
+    endpoints: Annotated[list[Endpoint], Field(min_length=1)]
+
+
+class Busy(Message):
+    """Why the sender lets the others wait; no longer where the text is empty."""
+
+    kind: Literal["busy"] = "busy"
+    text: Text
+
+
+class Heartbeat(Message):
+    """The sender lives."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+
+
+class Traffic(BaseModel):
+    """What each step sends from an address of the sender's to another: bytes, and seconds for which they are under
+    way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    own: Name
+    other: Name
+    size: Bytes
+    busy: Seconds
+
+
+class Times(Message):
+    """The sender's median seconds in each of its last steps: waiting for its batch, None where it does not know; all
+    else; in this, waiting for other ranks, None where it does not know. And its connections with the most traffic."""
+
+    kind: Literal["times"] = "times"
+    reading: Seconds | None
+    rest: Seconds
+    waiting: Seconds | None
+    traffic: Annotated[tuple[Traffic, ...], Field(max_length=MOST_ADDRESSES)] = ()
+
+
+class Energy(Message):
+    """Joules that each counter the sender sees has counted since its process began."""
+
+    kind: Literal["energy"] = "energy"
+    joules: Annotated[dict[CounterKey, Joules], Field(max_length=MOST_COUNTERS)]
+
+
+class StackRequest(Message):
+    """No step has ended for a while: where does the receiver stand?"""
+
+    kind: Literal["stack_request"] = "stack_request"
+
+
+class Stack(Message):
+    """Where the sender stands, which may be well for long; in which collective, and after how many steps."""
+
+    kind: Literal["stack"] = "stack"
+    place: Place
+    long: bool
+    where: Text
+    operation: Text = ""
+    users_line: Text = ""
+    steps: Count = 0
+
+
+class ProcessRequest(Message):
+    """That rank does not answer: what does its process do, as others of its host see it?"""
+
+    kind: Literal["process_request"] = "process_request"
+    rank: Count
+    process: Process
+
+
+class ProcessState(Message):
+    """What it does."""
+
+    kind: Literal["process_state"] = "process_state"
+    rank: Count
+    state: State
+    where: Text
+
+
+class StopRequest(Message):
+    """A signal has requested the sender to stop."""
+
+    kind: Literal["stop_request"] = "stop_request"
+    signal: Signal
+
+
+class StopAt(Message):
+    """All stop after that step."""
+
+    kind: Literal["stop_at"] = "stop_at"
+    step: Count
+    signal: Signal
+
+
+class StopAcknowledged(Message):
+    """The sender has read the StopAt."""
+
+    kind: Literal["stop_acknowledged"] = "stop_acknowledged"
+
+
+class Left(Message):
+    """The sender has finished."""
+
+    kind: Literal["left"] = "left"
+
+
+class Failed(Message):
+    """The sender ends with an error."""
+
+    kind: Literal["failed"] = "failed"
+    text: Text
+    code: ExitCode
+
+
+class Lost(Message):
+    """A rank failed or was lost."""
+
+    kind: Literal["lost"] = "lost"
+    text: Text
+    code: ExitCode
+
+
+_FromRank = (
+    Ready | Busy | Heartbeat | Times | Energy | Stack | ProcessState | StopRequest | StopAcknowledged | Left | Failed
+)
+_FromRank0 = AllReady | Busy | Heartbeat | StackRequest | ProcessRequest | StopAt | Left | Failed | Lost
+HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
+IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
+FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])
+FROM_RANK_0: TypeAdapter[_FromRank0] = TypeAdapter(Annotated[_FromRank0, Field(discriminator="kind")])
+DIAGNOSTIC = (Times, Energy, Stack, StackRequest, ProcessState, ProcessRequest)
+"""What training needs not."""

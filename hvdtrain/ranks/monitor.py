@@ -1,0 +1,190 @@
+"""The thread beside training: it reads what peers send and what signals come, and sends heartbeats."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hvdtrain.launch.ancestors import LauncherShell
+from hvdtrain.ranks import messages, timeouts
+from hvdtrain.ranks.admission import Admission
+from hvdtrain.ranks.energy import EnergyWatch
+from hvdtrain.ranks.joining import Readiness
+from hvdtrain.ranks.liveness import Liveness
+from hvdtrain.ranks.messages import Message
+from hvdtrain.ranks.peers import Peer
+from hvdtrain.ranks.signals import SignalWatcher
+from hvdtrain.ranks.slow import SlowWatch
+from hvdtrain.ranks.stop import StopAgreement
+from hvdtrain.ranks.stuck import StuckWatch
+
+
+class Monitor:
+    """That thread, which hands each message and each signal to whom it concerns."""
+
+    def __init__(
+        self,
+        liveness: Liveness,
+        admission: Admission,
+        readiness: Readiness,
+        stop: StopAgreement,
+        watcher: SignalWatcher,
+        stuck: StuckWatch,
+        slow: SlowWatch,
+        energy: EnergyWatch,
+    ) -> None:
+        self.liveness, self.admission, self.readiness, self.stop = liveness, admission, readiness, stop
+        self.watcher, self.stuck, self.slow, self.energy = watcher, stuck, slow, energy
+        self.peers, self.topology = liveness.peers, liveness.topology
+        self.farewell: Message | None = None
+        """This rank's last message, for ranks that come late too."""
+        self.ended = False
+        self._looked = time.monotonic()
+        self._launcher = LauncherShell()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to watch signals and connections."""
+        self.watcher.open(self.admission.close)
+        self.peers.watch(self.watcher.readable)
+        self._thread = threading.Thread(target=self._work, name="monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread, which has `ended`; releases signals and connections."""
+        self.watcher.wake()
+        if self._thread:
+            self._thread.join()
+        self.watcher.close()
+        self._launcher.close()
+        self.admission.close()
+
+    def _work(self) -> None:
+        self.watcher.unblock_here()
+        with self.liveness.diagnosing("stacks"):
+            self.stuck.stacks.answer_here()
+        while not self.ended:
+            try:
+                if time.monotonic() >= self.liveness.deadline:
+                    self.liveness.end()
+                self._turn()
+            except Exception as error:  # this thread alone sees signals and the deadline, and must not end
+                with contextlib.suppress(Exception):
+                    self.liveness.break_down(error)
+                time.sleep(timeouts.TICK)
+
+    def _turn(self) -> None:
+        time.sleep(min(timeouts.GATHER * self.topology.size, timeouts.LONGEST_GATHER))
+        sources = self.peers.wait(max(0.0, self._looked + timeouts.TICK - time.monotonic()))
+        # Outside the lock: a host that does not answer must not hold up the training thread.
+        found = self.admission.connect()
+        with self.liveness.changed:
+            now = time.monotonic()
+            if found:
+                self.admission.greet(found, now)
+            for source in sources:
+                self._read_from(source, now)
+            if self._launcher.take_end():
+                self.stop.signalled(signal.SIGTERM, now)
+            self.peers.flush()
+            if now - self._looked >= timeouts.TICK:
+                self._look(now)
+            self.liveness.changed.notify_all()
+
+    def _look(self, now: float) -> None:
+        """For what time brings, among thousands of ranks."""
+        suspended, self._looked = now - self._looked > min(timeouts.UNREACHABLE, timeouts.SILENCE) / 2, now
+        if suspended:
+            self.liveness.forgive(now)
+        if now - self.peers.sent >= timeouts.of_each(timeouts.HEARTBEAT, self.topology.size, timeouts.SILENCE / 2.2):
+            self.peers.send(messages.Heartbeat())
+        self.admission.drop_slow(now)
+        self.liveness.look_for_silence(now)
+        with self.liveness.diagnosing("stuck ranks"):
+            if suspended:
+                self.stuck.forgive(now)
+            self.stuck.look(now)
+
+    def _read_from(self, source: Any, now: float) -> None:
+        if source is self.watcher.readable:
+            for number in self.watcher.read():
+                self.stop.signalled(number, now)
+        elif source is self.admission.listener:
+            self.admission.accept(now)
+        elif isinstance(source, Peer):
+            for message in self._messages(source, now):
+                self._handle(source, message)
+
+    def _messages(self, peer: Peer, now: float) -> Iterator[Message | None]:
+        """What the peer has sent; None once it has proved to be a rank. A fault in here is its own, no other one."""
+        kind = messages.FROM_RANK if self.topology.is_rank_0 else messages.FROM_RANK_0
+        try:
+            for line in peer.receive(now):
+                if peer.rank >= 0:
+                    yield peer.read(line, kind)
+                elif self.admission.advance(peer, line):
+                    yield None
+        except OSError as error:
+            self.liveness.disconnected(peer, error)
+        except Exception as error:  # whatever a stranger sends must not end this run
+            self.liveness.unreadable(peer, error)
+
+    def _handle(self, peer: Peer, message: Message | None) -> None:
+        if message is None:
+            self._catch_up(peer)
+        elif isinstance(message, messages.DIAGNOSTIC):
+            with self.liveness.diagnosing(message.kind):
+                self._diagnose(peer, message)
+        else:
+            self._act(peer, message)
+
+    def _diagnose(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.Times():
+                self.slow.reported(peer.rank, message)
+            case messages.Energy():
+                self.energy.reported(peer.endpoint.label, message.joules)
+            case messages.StackRequest():
+                peer.send(self.stuck.own())
+            case messages.Stack():
+                self.stuck.answered(peer, message)
+            case messages.ProcessRequest():
+                peer.send(self.stuck.look_at(message))
+            case messages.ProcessState():
+                self.stuck.seen(message)
+
+    def _act(self, peer: Peer, message: Message) -> None:
+        """On a message that its sender may send."""
+        match message:
+            case messages.Ready():
+                peer.ready = True
+            case messages.AllReady():
+                self.readiness.all_ready(peer, message)
+            case messages.StopRequest():
+                self.stop.requested(message.signal, f" at {peer.name}")
+            case messages.StopAt():
+                self.stop.agreed(message)
+            case messages.StopAcknowledged():
+                peer.stop_acknowledged = True
+            case messages.Busy():
+                peer.busy = message.text
+            case messages.Left():
+                peer.left = True
+            case messages.Failed():
+                peer.left = True
+                self.liveness.lost(f"{peer.name} failed: {message.text.rstrip('.')}", message.code)
+            case messages.Lost():
+                self.liveness.lost(message.text, message.code)
+
+    def _catch_up(self, peer: Peer) -> None:
+        """Sends the new peer what it has missed."""
+        if self.farewell:
+            peer.send(self.farewell)
+        self.readiness.catch_up(peer)
+        if self.topology.is_rank_0:
+            if lost := self.liveness.lost_message():
+                peer.send(lost)
+        elif self.stop.signal:
+            peer.send(messages.StopRequest(signal=self.stop.signal))

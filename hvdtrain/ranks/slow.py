@@ -1,0 +1,297 @@
+"""Ranks that are slower than the others, and why: computing, reading or network, from what every rank knows anyway.
+
+Each rank knows of a step how long it waited for its batch, and how long for the other ranks' gradients; the rest it
+computed. Where the framework reads inside of what it computes, the two are one. A rank that takes longer than the
+others for one of them, by as much as they wait for it, is named.
+For a slow network a ring of ranks waits as one: it is found by what the kernel counts of their connections (network).
+"""
+
+import bisect
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from hvdtrain.launch.rendezvous import Endpoint
+from hvdtrain.ranks import messages, network, timeouts
+from hvdtrain.ranks.liveness import Liveness, print_warning
+
+Cause = Literal["computing", "reading", "computing or reading", "network"]
+STEPS = 10
+"""The fewest of which a rank reports the median."""
+SAMPLED = 0.02
+"""Seconds from the beginning of a step that is measured to the next one: clocks inside a graph take time to read."""
+TIMES, OF = 4, 5
+"""How often of the last so many times a rank is found slow before it is named."""
+FACTOR = 1.5
+"""Of the others' time."""
+PART = 0.2
+"""Of a step that the rank takes longer."""
+EXPLAINED = 0.5
+"""Of what it takes longer, that the others must wait longer."""
+SHORTEST = 0.002
+"""Seconds that it takes longer."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that the others wait for in every step."""
+
+    rank: int
+    cause: Cause
+    seconds: float
+    others: float
+
+    def __str__(self) -> str:
+        return (
+            f"slow in {self.cause}: {self.seconds * 1000:.0f} ms of each step, where the others take "
+            f"{self.others * 1000:.0f} ms and wait for it"
+        )
+
+
+@dataclass(frozen=True)
+class SlowNetwork(Slow):
+    """The first rank of a host whose link all wait for."""
+
+    size: float
+    """Bytes that take so long."""
+
+    def __str__(self) -> str:
+        return (
+            f"slow in {self.cause}: {self.seconds * 1000:.0f} ms of each step for {self.size / 1e6:.1f} MB, which take "
+            f"{self.others * 1000:.0f} ms between other hosts, and all wait for it"
+        )
+
+
+class Others:
+    """The medians of all numbers but one; sorted once, as there may be thousands."""
+
+    def __init__(self, numbers: Iterable[float]) -> None:
+        self._sorted = sorted(numbers)
+
+    def median(self, own: float) -> float:
+        """Of all but `own`, which is one of them."""
+        index, middle = bisect.bisect_left(self._sorted, own), (len(self._sorted) - 1) // 2
+        upper = self._sorted[middle + (middle >= index)]
+        if len(self._sorted) % 2 == 0:
+            return upper
+        return (self._sorted[middle - 1 + (middle > index)] + upper) / 2
+
+
+def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
+    """The ranks that are slower than the others, and why."""
+    least = _least(times)
+    reading, rest = Others(each.reading or 0.0 for each in times.values()), Others(each.rest for each in times.values())
+    known = {rank: each.waiting for rank, each in times.items() if each.waiting is not None}
+    computing = {rank: times[rank].rest - seconds for rank, seconds in known.items()}
+    waiting, working = Others(known.values()), Others(computing.values())
+    found = []
+    for rank, own in times.items():
+        own_reading, usual = own.reading or 0.0, reading.median(own.reading or 0.0)
+        if _is_slow(own_reading, usual, least, rest.median(own.rest) - own.rest):
+            found.append(Slow(rank, "reading", own_reading, usual))
+        if len(known) < len(times):
+            continue
+        usual, waited = working.median(computing[rank]), waiting.median(known[rank]) - known[rank]
+        if _is_slow(computing[rank], usual, least, waited):
+            cause: Cause = "computing or reading" if own.reading is None else "computing"
+            found.append(Slow(rank, cause, computing[rank], usual))
+    return found
+
+
+def slow_networks(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> list[SlowNetwork]:
+    """The hosts whose link is slow, where the ranks wait for the network. `hosts`: the first rank of each rank's."""
+    least = _least(times)
+    known = [each.waiting for each in times.values() if each.waiting is not None]
+    if known and statistics.median(known) < least:
+        return []
+    edges = network.edges({rank: each.traffic for rank, each in times.items() if rank in hosts}, hosts)
+    return [
+        SlowNetwork(each.host, "network", each.seconds, each.others, each.size)
+        for each in network.slow_links(edges, least)
+    ]
+
+
+def _least(times: Mapping[int, messages.Times]) -> float:
+    """Seconds that a slow rank takes longer at least."""
+    step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
+    return max(PART * step, SHORTEST)
+
+
+def _is_slow(own: float, others: float, least: float, waited: float) -> bool:
+    """Whether a rank that takes so long is slow, where the others take `others` and wait so much longer than it."""
+    longer = own - others
+    return own >= FACTOR * others and longer >= least and waited >= EXPLAINED * longer
+
+
+def slowest(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> list[int]:
+    """The rank of each host that works longest in a step. `hosts`: the first rank of each rank's host."""
+    found: dict[int, int] = {}
+    for rank, own in sorted(times.items()):
+        best = found.setdefault(hosts.get(rank, rank), rank)
+        if _working(own) > _working(times[best]):
+            found[hosts.get(rank, rank)] = rank
+    return sorted(found.values())
+
+
+def columns(times: Iterable[messages.Times]) -> dict[str, list[float | None]]:
+    """What each waits for its batch, computes, and waits for other ranks, in seconds of a step: for a record."""
+    rows = list(times)
+    return {
+        "reading": [_rounded(each.reading) for each in rows],
+        "computing": [_rounded(max(0.0, each.rest - (each.waiting or 0.0))) for each in rows],
+        "waiting": [_rounded(each.waiting) for each in rows],
+    }
+
+
+def _working(times: messages.Times) -> float:
+    """Seconds of a step without those in which other ranks are waited for."""
+    return (times.reading or 0.0) + times.rest - (times.waiting or 0.0)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _median(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return statistics.median(known) if known else None
+
+
+class SlowWatch:
+    """Measures this rank's steps; on rank 0, names ranks that are slow."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
+        self._began = self._measured = 0.0
+        """When this step began, and the last one that was measured."""
+        self.is_measuring = False
+        """Whether this step is measured."""
+        self._steps: list[tuple[float | None, float, float | None]] = []
+        self.made = 0
+        """Steps since the last report."""
+        self._connections: dict[network.Connection, network.Counters] | None = None
+        """As they were then."""
+        self._reported = 0.0
+        self._times: dict[int, messages.Times] = {}
+        """What each rank has reported since they were compared last."""
+        self.on_times: Callable[[Mapping[int, messages.Times]], None] = lambda times: None
+        """On rank 0, called with what every rank has reported."""
+        self._found: deque[set[tuple[int, Cause]]] = deque(maxlen=OF)
+        """Who was slow, the last times."""
+        self._named: set[tuple[int, Cause]] = set()
+
+    def step_begins(self) -> None:
+        """This rank begins to read the next step's batch, or another loop than ours does."""
+        now = time.monotonic()
+        self.is_measuring = now - self._measured >= SAMPLED
+        if self.is_measuring:
+            self._began = now
+            if self._connections is None and self.topology.size > 1:
+                self._connections = network.connections()
+
+    def step_ended(self, reading: float | None, waiting: float | None) -> None:
+        """The update of a step that is measured is made: the seconds since `step_begins` in which this rank waited for
+        its batch, and for the other ranks, None where nobody knows."""
+        now = time.monotonic()
+        self._steps.append((reading, now - self._began - (reading or 0.0), waiting))
+        self._measured, self.is_measuring = self._began, False
+        if len(self._steps) >= STEPS and now - self._reported >= timeouts.of_each(timeouts.TIMES, self.topology.size):
+            self._report(now)
+
+    def reported(self, rank: int, times: messages.Times) -> None:
+        """On rank 0: a rank has reported its times."""
+        self._times[rank] = times
+        if len(self._times) == self.topology.size:
+            self._compare()
+
+    def _report(self, now: float) -> None:
+        reading, rest, waiting = zip(*self._steps, strict=True)
+        made, before = self.made, self._connections or {}
+        self.made, self._steps, self._reported = 0, [], now
+        if self.topology.size > 1:
+            self._connections = network.connections()
+        times = messages.Times(
+            reading=_median(reading),
+            rest=statistics.median(rest),
+            waiting=_median(waiting),
+            traffic=network.traffic(before, self._connections or {}, made),
+        )
+        with self.liveness.changed:
+            if self.topology.is_rank_0:
+                self.reported(0, times)
+            else:
+                self.peers.send(times)
+
+    def _compare(self) -> None:
+        times, self._times = self._times, {}
+        self.on_times(times)
+        if self.topology.size == 1:
+            return
+        found = [*slow_ranks(times), *slow_networks(times, self.hosts())]
+        slow = {(each.rank, each.cause): each for each in found}
+        self._found.append(set(slow))
+        for which, each in slow.items():
+            if sum(which in found for found in self._found) >= TIMES and which not in self._named:
+                self._named.add(which)
+                self._name(each)
+
+    def hosts(self) -> dict[int, int]:
+        """Of each rank, the first one of its host."""
+        own = Endpoint(self.topology.host, self.topology.node or 0, self.topology.local_rank)
+        labels = {0: own.label} | {peer.rank: peer.endpoint.label for peer in self.peers.ranks()}
+        first = {label: rank for rank, label in sorted(labels.items(), reverse=True)}
+        return {rank: first[label] for rank, label in labels.items()}
+
+    def _name(self, slow: Slow) -> None:
+        host = {0: f"rank 0 on {self.topology.host}", **{peer.rank: peer.name for peer in self.peers.ranks()}}
+        text = f"{host.get(slow.rank, f'rank {slow.rank}')} is {slow}."
+        print_warning(self.topology, text)
+        self.liveness.on_named("slow", slow.rank, text)
+
+
+class Waiting(Protocol):
+    """An engine's clock."""
+
+    @property
+    def waited(self) -> float | None:
+        """For how many seconds this rank has waited for the others' gradients so far; None of an engine of one process,
+        and where the engine cannot tell."""
+
+
+class Clocks:
+    """A step's clocks on one rank, for the watch over slow ranks."""
+
+    def __init__(self, engine: Waiting, watch: SlowWatch) -> None:
+        self._engine, self._watch = engine, watch
+        self._reading: float | None = None
+        """In this step; None while no batches come through `read`."""
+        self._waited = 0.0
+
+    def read(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches; how long this rank waits for each counts as reading."""
+        began = time.monotonic()
+        for batch in batches:
+            self._reading = (self._reading or 0.0) + time.monotonic() - began
+            yield batch
+            began = time.monotonic()
+
+    def begin_step(self) -> None:
+        """This rank begins to read the next step's batch, or another loop than ours does."""
+        if self._reading is not None:
+            self._reading = 0.0
+        with self._watch.liveness.diagnosing("slow ranks"):
+            self._watch.step_begins()
+        if self._watch.is_measuring:
+            self._waited = self._engine.waited or 0.0
+
+    def end_step(self) -> None:
+        """An update is made."""
+        self._watch.made += 1
+        if self._watch.is_measuring:
+            waited = self._engine.waited
+            with self._watch.liveness.diagnosing("slow ranks"):
+                self._watch.step_ended(self._reading, None if waited is None else waited - self._waited)

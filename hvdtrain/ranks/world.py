@@ -1,0 +1,240 @@
+"""The interface of training to the other ranks: how they join, live, stop together and leave."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from hvdtrain.core.sharing import Sum
+from hvdtrain.engines.registry import ENGINES
+from hvdtrain.errors import AbortedError, StoppedError, TrainingError
+from hvdtrain.launch import gloo, mpi
+from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, own_endpoint
+from hvdtrain.launch.topology import Topology
+from hvdtrain.ranks import messages, timeouts
+from hvdtrain.ranks.admission import Admission, Handshake, allow_files
+from hvdtrain.ranks.energy import EnergyWatch
+from hvdtrain.ranks.joining import Joining, Readiness, Serve
+from hvdtrain.ranks.liveness import Liveness, print_warning
+from hvdtrain.ranks.monitor import Monitor
+from hvdtrain.ranks.peers import Peers
+from hvdtrain.ranks.signals import SignalWatcher
+from hvdtrain.ranks.slow import SlowWatch, columns, slowest
+from hvdtrain.ranks.stop import StopAgreement
+from hvdtrain.ranks.stuck import StuckWatch
+from hvdtrain.record.journal import Launch
+from hvdtrain.terminal import SCREEN
+from hvdtrain.untrusted import one_line
+
+MOST_RANKS = 256
+"""Of which each one's step time is recorded, of more the slowest of each host."""
+
+# MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too, whose provider
+# "sockets" hangs in one of two MPI_Init on several hosts.
+SITE_MPICH = {"UCX_UNIFIED_MODE": "y"}
+PIP_MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
+
+
+class World:
+    """The ranks of this run, as one of them sees them."""
+
+    def __init__(self, topology: Topology, rendezvous: Rendezvous | None = None, *, insecure: bool = False) -> None:
+        """`insecure`: ranks need not prove that they belong together."""
+        self.topology = topology
+        self.peers = Peers(topology)
+        self.liveness = Liveness(self.peers)
+        self.stop = StopAgreement(self.liveness)
+        self._handshake = handshake = Handshake(
+            self.peers, own_endpoint(topology), lambda text: print_warning(topology, text)
+        )
+        admission, watcher = Admission(self.peers, handshake), SignalWatcher()
+        self.joining = Joining(self.liveness, admission, watcher.wake, rendezvous, insecure)
+        self.readiness = Readiness(self.liveness, admission)
+        self._stuck = StuckWatch(self.liveness, handshake.endpoint)
+        self.slow = SlowWatch(self.liveness)
+        self.launch = Launch()
+        self.liveness.on_named = lambda kind, rank, text: self.launch.event(kind, text, rank=rank)
+        self.slow.on_times = self._record_times
+        self.energy = EnergyWatch(self.liveness, handshake.endpoint.label, os.environ)
+        self.energy.on_reading = lambda: self.record_energy(is_last=False)
+        self._monitor = Monitor(
+            self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow, self.energy
+        )
+
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """Where the ranks connect before the collective library starts; None where they cannot."""
+        return self.joining.rendezvous
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Every rank's endpoint, once all are ready; rank 0's alone where its library needs no other."""
+        return self.readiness.endpoints
+
+    def start(self) -> None:
+        """Begins to watch for signals and, where there is a rendezvous, for the other ranks. Raises WorldError."""
+        if self.topology.size > 1:
+            allow_files(self.topology.size)
+            self._handshake.process = self._stuck.stacks.open(alone=self.topology.local_size == 1)
+        self.joining.connect()
+        self._monitor.start()
+        self.energy.start()
+
+    def connect_at(self, rendezvous: Rendezvous) -> None:
+        """Where the launcher named no host: the ranks connect at this rendezvous. Raises WorldError."""
+        self.joining.connect_at(rendezvous)
+
+    def busy(self, text: str) -> None:
+        """Reports to the other ranks why this one lets them wait, as in "copies the data"; "" for no longer."""
+        self.readiness.busy(text)
+
+    def wait_until_ready(self, serve: Serve) -> None:
+        """Waits until every rank is ready to start the collective library. Raises AbortedError where a rank refused,
+        WorldError where one did not come. Returns at once where there is no rendezvous."""
+        if self.rendezvous:
+            SCREEN.waiting(self.readiness.awaited)
+            self.readiness.wait(serve)
+
+    def exchange(self, sum_over_ranks: Sum) -> None:
+        """Where there was no rendezvous, gives all ranks rank 0's address through the collective library."""
+        self.joining.exchange(sum_over_ranks)
+
+    def stops_at(self, step: int) -> bool:
+        """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
+        with self.liveness.diagnosing("stuck ranks"):
+            self._stuck.step_made()
+        return self.stop.stops_at(step)
+
+    def expect_steps(self, expected: bool) -> None:
+        """Whether the next step is to be expected soon; not after an epoch's steps, while a rank may validate."""
+        with self.liveness.diagnosing("stuck ranks"):
+            self._stuck.expect_steps(expected)
+
+    def stopped(self, step: int) -> StoppedError:
+        """The error with which all ranks end after the last checkpoint, made at `step`."""
+        return self.stop.error(step)
+
+    def aborted(self, cause: Exception) -> AbortedError:
+        """The error of a rank whose collective library broke, with the reason if any rank has reported one; else the
+        library's own, which the first rank of each host prints."""
+        with self.liveness.changed:
+            self.liveness.wait_for(lambda: False, timeouts.TICK * 4)
+            if self.liveness.reason:
+                return self.liveness.aborted()
+        error = AbortedError(f"the collective library failed, and no rank says why: {one_line(cause)}")
+        error.everywhere = self.topology.local_rank > 0
+        return error
+
+    def wait_for_rank_0(self) -> None:
+        """Waits for rank 0's farewell, which may have a checkpoint to write first.
+
+        A launcher ends all ranks when the first one ends with an error.
+        """
+        with self.liveness.changed:
+            self.liveness.wait_for(lambda: self.peers.came, timeouts.RANK_0_REPORT)
+            limit = None if self.stop.stopped else timeouts.RANK_0_REPORT
+            self.liveness.wait_for(lambda: all(peer.left for peer in self.peers.ranks()), limit)
+
+    def serve_rank_0(self) -> None:
+        """Waits, in another rank than 0, until rank 0 has finished: for an engine that rank 0 alone drives. Raises
+        StoppedError or AbortedError."""
+        with self.liveness.changed:
+            self.liveness.in_steps = True
+            self.liveness.wait_for(
+                lambda: self.stop.step is not None or not self.peers.connections or self.peers.connections[0].left
+            )
+            if self.liveness.reason:
+                raise self.liveness.aborted()
+            if self.stop.step is not None and self.stops_at(self.stop.step):
+                raise self.stopped(self.stop.step)
+
+    def hosts(self) -> list[str]:
+        """Each rank's host, once all have joined; where there are many ranks, each host once."""
+        known = {0: self.topology.host, **{peer.rank: peer.endpoint.host for peer in self.peers.ranks()}}
+        hosts = [known.get(rank, "unknown") for rank in range(self.topology.size)]
+        return hosts if len(hosts) <= MOST_RANKS else list(dict.fromkeys(hosts))
+
+    def _record_times(self, times: Mapping[int, messages.Times]) -> None:
+        if not self.launch.is_due("ranks"):
+            return
+        shown = sorted(times) if len(times) <= MOST_RANKS else slowest(times, self.slow.hosts())
+        self.launch.record("ranks", step=self.launch.step, of=shown, **columns(times[rank] for rank in shown))
+
+    def record_energy(self, *, is_last: bool = True) -> None:
+        """Records, on rank 0, what all hosts have used so far: at the run's end, and now and then."""
+        with self.liveness.diagnosing("energy"):
+            if is_last or self.launch.is_due("energy"):
+                totals = self.energy.book.totals()
+                if totals["joules"]:
+                    self.launch.record("energy", **totals)
+
+    def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
+        """Sends a farewell, or with what message and exit code this rank fails; releases signals and connections."""
+        with self.liveness.changed:
+            if self._monitor.ended:
+                return
+            self.liveness.is_ending = True
+            self._monitor.farewell = messages.Left()
+            if failure is not None:
+                self._monitor.farewell = messages.Failed(text=messages.cut(" ".join(failure.split())), code=code)
+                self.liveness.deadline = float("inf")  # the training thread ends by itself
+                if self.rendezvous and not self.endpoints:
+                    self.liveness.changed.wait_for(self.peers.all_came, timeouts.FAREWELL)
+            self.peers.send(self._monitor.farewell)
+            self._monitor.ended = True
+        self._monitor.close()
+        self._stuck.stacks.close()
+
+
+@contextlib.contextmanager
+def joined(world: World, framework: str, engine: str, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Around training: all ranks are ready, and `environ` holds what their libraries look for; then it is as before.
+
+    Raises AbortedError or WorldError where not every rank comes.
+    """
+    over_gloo = engine == "horovod" and mpi.uses_gloo(world.topology, framework, environ)
+    key = world.readiness.horovod_key
+    world.readiness.shares = framework == "tensorflow" and ENGINES[engine].needs_address
+    world.wait_until_ready((lambda endpoints: gloo.serve(endpoints, key())) if over_gloo else lambda endpoints: None)
+    before = dict(environ)
+    environ.update(variables(world, framework, environ))
+    try:
+        yield
+    finally:
+        # One by one: a library's thread may be reading the environment, which must not be empty even for a moment.
+        for name in environ.keys() - before.keys():
+            del environ[name]
+        environ.update({name: value for name, value in before.items() if environ.get(name) != value})
+
+
+def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What libraries look for: torch.distributed's variables, and Horovod's where no launcher gave them."""
+    topology, endpoints, ready = world.topology, world.endpoints, world.readiness
+    found = {
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "LOCAL_WORLD_SIZE": str(topology.local_size),
+    }
+    if world.rendezvous and topology.launcher != "torchrun":
+        # Rank 0 has drawn its port, so that no other user can have taken it before.
+        port = endpoints[0].port if endpoints else world.rendezvous.ports[-1]
+        found |= {"MASTER_ADDR": world.rendezvous.host, "MASTER_PORT": str(port)}
+    if ready.interface:
+        found["GLOO_SOCKET_IFNAME"] = environ.get("GLOO_SOCKET_IFNAME", ready.interface)
+    if ready.horovod_port:
+        found |= gloo.variables(
+            topology, endpoints, endpoints[0].address, ready.horovod_port, ready.interface, ready.horovod_key()
+        )
+    # Else Open MPI, when a rank is killed, now and then ends its peers before one can be named.
+    found["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{timeouts.GRACE + 2:.0f}")
+    # Else Gloo gives up after 30 seconds a rank that is still importing its framework, and that one is refused then.
+    found["HOROVOD_GLOO_TIMEOUT_SECONDS"] = environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", f"{timeouts.ARRIVAL:.0f}")
+    found["UCX_DEBUG_SIGNO"] = environ.get("UCX_DEBUG_SIGNO", "0")  # else UCX takes SIGHUP, to show where it stands
+    if environ.get("PMIX_SECURITY_MODE") == "munge,native":
+        found["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
+    library = mpi.of_horovod(framework) if mpi.plugin_of(environ) == "pmi2" else None
+    if library and library.kind == "mpich" and not library.cray:
+        wanted = PIP_MPICH if library.library.is_relative_to(sys.prefix) else SITE_MPICH
+        found |= {name: environ.get(name, value) for name, value in wanted.items()}
+    return found

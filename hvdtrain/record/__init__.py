@@ -1,0 +1,1 @@
+"""What is written of a run, and how it is read back; knows no socket."""

@@ -1,0 +1,329 @@
+"""Checkpoints that survive anything: written beside, synced, checksummed, renamed; read without unpickling.
+
+One checkpoint is a folder `step-00000120` with `state.safetensors` (every array by name) and `meta.json`
+(position, numbers, the model's name, and a checksum of all this and the arrays' file). The folder appears
+complete, by one rename, or not at all; names that begin with a dot are what a killed run left. A damaged one
+becomes `damaged-step-00000120`, which is no checkpoint, once the run that holds the folder finds it.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from hvdtrain import files
+from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.record import tensor_file
+from hvdtrain.untrusted import printable
+
+ARRAYS, META = "state.safetensors", "meta.json"
+CHECKSUM = "xxh3_128"
+CHECKSUMS: Mapping[str, Callable[[bytes], Any]] = {CHECKSUM: xxhash.xxh3_128, "sha256": hashlib.sha256}
+"""By the key of META. A checksum finds damage. Against a forger none would help, as he can write it too. SHA-256 took
+most of the writer's time: it is in older checkpoints, which are read."""
+NAME = re.compile(r"step-([0-9]{8,19})(\.old)?")
+HEADER_LIMIT = 64 << 20
+"""Bytes of the arrays' names and shapes; ResNet50 with momentum takes 50 KB."""
+META_LIMIT = 16 << 20
+"""Bytes of META; 800 groups of parameters with a scheduler take 504 KB."""
+DAMAGED_KEPT = 2
+IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+
+Layout = Mapping[str, tuple[str, list[int]]]
+"""Arrays by name: NumPy's name of the dtype, and the shape."""
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+ShortText = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+
+
+class Damaged(CheckpointError):
+    """The folder's files are not those that were committed. Trying again does not help."""
+
+
+class Metadata(BaseModel):
+    """The keys of `meta` that are read before a run knows that the checkpoint is its own; others stand beside them."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Count
+    framework: ShortText | None = None
+    model: ShortText | None = None
+    valid_score: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training state: arrays by name, and `meta`, a JSON mapping that has at least `step` and `model`."""
+
+    arrays: Mapping[str, np.ndarray]
+    meta: Mapping[str, Any]
+
+    @property
+    def layout(self) -> Layout:
+        """What the arrays look like, as JSON."""
+        return {name: (array.dtype.name, list(array.shape)) for name, array in self.arrays.items()}
+
+    def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The numbers of that name. Raises CheckpointError where there are none of that shape."""
+        found = self.arrays.get(name)
+        if found is None or found.shape != shape or found.dtype.kind not in "biuf":
+            there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise CheckpointError(
+                f"the checkpoint of step {self.meta['step']} has {there} as {name}, the model needs numbers of shape "
+                f"{list(shape)}; give another --output."
+            )
+        return found
+
+
+def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write it as `folder/step-N`, then drop all before it but the `keep` newest and the best. Returns its path.
+
+    Raises OutputError where it cannot be written; the checkpoints that were there stay.
+    """
+    final = folder / f"step-{checkpoint.meta['step']:08d}"
+    try:
+        if folder.is_symlink():
+            raise ValueError(f"{folder.name} is a link")
+        files.make_folder(folder)
+        old = final.with_name(f"{final.name}.old")
+        with files.new_folder(final, aside=old) as unfinished:  # the old one counts until the new one does
+            _write(unfinished, checkpoint)
+            _check_readable(unfinished)
+        files.remove(old)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise OutputError(
+            f"checkpoint {final} could not be written: {_reason(error)}; free space or give another --output. "
+            "The checkpoints before it are whole: the same command resumes from there."
+        ) from None
+    _prune(folder, final, keep)
+    return final
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that is whole, and a line about each newer one that is damaged. Changes nothing: a run may
+    be writing there."""
+    damaged: list[str] = []
+    listed = _listing(folder)
+    for path in reversed(committed(folder)):
+        before = _identity(path)
+        try:
+            return read(path), damaged
+        except Damaged as error:
+            if before is None or _identity(path) != before:  # pruned or replaced meanwhile: by now there is a newer one
+                return newest(folder)
+            damaged.append(str(error))
+    # A run that keeps one has committed the next and removed this one between its name's listing and the look at it.
+    return (None, damaged) if _listing(folder) == listed else newest(folder)
+
+
+def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
+    """As `newest`, for the run that holds the folder: what a killed run left is swept away, and unless `check` raises,
+    all damaged ones are set aside. Raises OSError, and CheckpointError where one cannot be read now."""
+    notes = _tidy(folder)
+    found, damaged = None, dict[Path, Damaged]()
+    for path in reversed(committed(folder)):
+        try:
+            if found is None:
+                found = read(path)
+            else:
+                _verified(path)
+        except Damaged as error:
+            damaged[path] = error
+    if found:
+        check(found)
+    notes += [_set_aside(path, error) for path, error in damaged.items()]
+    for path in _named(folder, "damaged-")[:-DAMAGED_KEPT]:
+        files.remove(path)
+    return found, notes
+
+
+def committed(folder: Path) -> list[Path]:
+    """The folder's checkpoints, oldest first; of a link none. Raises CheckpointError where it cannot be read."""
+    return _named(folder, "")
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint at `path`. Raises CheckpointError, as Damaged where it is damaged."""
+    meta = _verified(path)
+    with _explained(path):
+        return Checkpoint(load_file(path / ARRAYS, backend="pread"), meta)
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """Its `meta`, in the types of `Metadata`; the checksum is not looked at. Raises CheckpointError."""
+    with _explained(path):
+        meta = files.parse_json(text := files.read(path / META, META_LIMIT, follow=False))
+        if not isinstance(meta, dict) or _text(meta) != text:  # the checksum is of the values: 1e5 and 1E5 are one
+            raise ValueError(f"{META} is not as it was written")
+        step = Metadata.model_validate(meta).step
+        if step != _by_step(path)[0]:
+            raise ValueError(f"it is of step {step}")
+        return meta
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    digest = _begun(CHECKSUM, checkpoint.meta)
+    tensor_file.write(folder / ARRAYS, checkpoint.arrays, digest.update)
+    meta = {**checkpoint.meta, CHECKSUM: digest.hexdigest()}
+    (folder / META).write_text(_text(meta), encoding="utf-8")
+
+
+def _prune(folder: Path, latest: Path, keep: int) -> None:
+    """Those of later steps do not count: they are not this run's."""
+    paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
+    if latest not in paths:
+        raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
+    best = max(reversed(paths), key=_valid_score)  # the newest of equals
+    for path in paths[:-keep]:
+        if path != best or _valid_score(path) == -math.inf:
+            files.remove(path)
+
+
+def _tidy(folder: Path) -> list[str]:
+    """Undoes what a killed run had half done; a line about each damaged one that an older one of its step replaces."""
+    notes = []
+    for old in [path for path in committed(folder) if path.suffix]:
+        new = old.with_suffix("")
+        try:
+            if new.exists():
+                _verified(new)
+                files.remove(old)
+                continue
+        except Damaged as error:
+            notes.append(_set_aside(new, error))
+        files.move(old, new)
+    for left in sorted(folder.glob(".step-*")):
+        files.remove(left)
+    return notes
+
+
+def _set_aside(path: Path, error: Damaged) -> str:
+    """Renames a damaged checkpoint, for a person to look at. Returns a line for the log."""
+    aside = path.with_name(f"damaged-{path.name}")
+    files.remove(aside)
+    files.move(path, aside)
+    return f"{error} It is kept as {aside.name} and not used."
+
+
+def _named(folder: Path, prefix: str) -> list[Path]:
+    try:
+        paths = [] if folder.is_symlink() else [path for path in folder.glob(f"{prefix}step-*") if path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error.strerror}; try again.") from None
+    named = (path for path in paths if NAME.fullmatch(path.name.removeprefix(prefix)) and not path.is_symlink())
+    return sorted(named, key=_by_step)
+
+
+def _by_step(path: Path) -> tuple[int, bool]:
+    """Order of checkpoints, damaged or not: a step's replaced one comes before the one that replaces it."""
+    step, _, old = path.name.rpartition("step-")[2].partition(".")
+    return int(step), not old
+
+
+def _listing(folder: Path) -> set[tuple[str, int]]:
+    """What lies in the folder: names alone come back where a step is committed a second time."""
+    try:
+        with os.scandir(folder) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
+    except OSError:
+        return set()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_ctime_ns
+    return None
+
+
+def _valid_score(path: Path) -> float:
+    """What the checkpoint scored in validation; -inf where it was not validated, or diverged."""
+    try:
+        score = metadata(path).get("valid_score")
+    except CheckpointError:
+        return -math.inf
+    return score if score is not None and math.isfinite(score) else -math.inf
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """Its `meta` without the checksum, after a look at every byte. Raises CheckpointError."""
+    meta = metadata(path)
+    key = next((key for key in CHECKSUMS if key in meta), CHECKSUM)
+    written = meta.pop(key, None)
+    with _explained(path):
+        if _digest(path / ARRAYS, key, meta) != written:
+            raise ValueError("its checksum differs")
+        _check_header(path)
+    return meta
+
+
+def _check_readable(folder: Path) -> None:
+    """Raises ValueError where what was written breaks a rule of those who read it."""
+    files.parse_json(files.read(folder / META, META_LIMIT))
+    _check_header(folder)
+
+
+def _check_header(folder: Path) -> None:
+    with files.opened(folder / ARRAYS, follow=False) as file:
+        if int.from_bytes(file.read(8), "little") > HEADER_LIMIT:
+            raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
+
+
+def _text(meta: Mapping[str, Any]) -> str:
+    return json.dumps(meta, indent=1, sort_keys=True)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for what reading the files of `path` raises."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in IS_DAMAGE and not isinstance(error, FileNotFoundError):  # it may be whole
+            raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}; try again.") from None
+        raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
+    except ValidationError as error:
+        raise Damaged(f"checkpoint {path} is damaged: {reason_of(error)}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
+
+
+def reason_of(error: ValidationError) -> str:
+    """Which key of `meta` breaks which rule."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{printable('.'.join(map(str, first['loc'])))} in {META}: {first['msg']}"
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line, without the folder that the message names already."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{Path(error.filename).name}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split())
+
+
+def _digest(path: Path, key: str, meta: Mapping[str, Any]) -> str:
+    digest = _begun(key, meta)
+    with files.opened(path, follow=False) as file:
+        if os.fstat(file.fileno()).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise ValueError(f"{ARRAYS} is larger than this host's memory")
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return str(digest.hexdigest())
+
+
+def _begun(key: str, meta: Mapping[str, Any]) -> Any:
+    """The checksum of that key, before the bytes of the arrays' file."""
+    return CHECKSUMS[key](json.dumps(meta, sort_keys=True).encode())

@@ -1,0 +1,388 @@
+"""The run folder `runs/<recipe>/<job or time>/`: found or made, locked, and its small files. Rank 0's alone."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+from hvdtrain import files
+from hvdtrain.core import optimizers, recipe
+from hvdtrain.core.compatibility import Framework
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
+from hvdtrain.launch.topology import Topology
+from hvdtrain.record import checkpoint
+from hvdtrain.record.checkpoint import Checkpoint
+from hvdtrain.record.holder import Holder
+from hvdtrain.record.schema import check_names, check_resumable, on_other_data
+from hvdtrain.untrusted import printable
+
+RUNS = Path("runs")
+LONGEST_IDENTITY = 500  # characters of an optimizer's; a checkpoint's metadata allow 1000 for the model's
+RECIPE = "recipe.yaml"
+WRITTEN = re.compile(
+    r"checkpoints|trackers|\..*|events\..*|(step|damaged|best)-.*|.*\.(yaml|jsonl?|html)|job\.sh|rank.*", re.DOTALL
+)
+"""What a run writes in its folder."""
+State = Literal["running", "finished", "failed", "stopped"]
+
+
+class _Ended:
+    """Whether a run's end has its status. Threads write statuses: none may say of an ended run that it is running."""
+
+    def __init__(self) -> None:
+        self.lock, self.so = threading.Lock(), False
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder, held by this process until it ends."""
+
+    path: Path
+    lock: IO[str]
+    holder: Holder | None = None
+    """What holds it where there is no flock."""
+    _ended: _Ended = field(default_factory=_Ended, repr=False, compare=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_status(self, state: State, **more: Any) -> None:
+        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more. Once the run has
+        ended, it is running no more, whoever says so."""
+        path, text = self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1)
+        if state == "running":
+            self._write_running(path, text)
+            return
+        with self._ended.lock:
+            self._ended.so = True
+        write = files.write if state == "finished" else files.write_before_exit  # a launcher ends it soon
+        write(path, text)
+
+    def _write_running(self, path: Path, text: str) -> None:
+        unfinished = files.temporary(path)
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            files.sync(unfinished)
+            with self._ended.lock:  # not while the disk syncs, for which a run that ends does not wait
+                if not self._ended.so:
+                    unfinished.replace(path)
+            files.sync(path.parent)
+        finally:
+            files.remove(unfinished)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run is: what its folder says, and which checkpoints are its own."""
+
+    name: str
+    """For reports: recipe and entry, as in cifar100:bs256."""
+    framework: Framework
+    model: str
+    """What two runs must share to exchange checkpoints."""
+    lines: tuple[str, ...]
+    """For the log."""
+    files: Mapping[str, str]
+    """Texts by file name."""
+    checkpoint_bytes: int
+    keep_checkpoints: int
+    contents: Mapping[str, Any] = field(default_factory=dict)
+    """What the examples are, where that is known from the start."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """What a run resumes from; without a checkpoint it begins."""
+
+    checkpoint: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
+    """Lines for the log."""
+
+    @property
+    def step(self) -> int:
+        """The updates that were made already."""
+        return int(self.checkpoint.meta["step"]) if self.checkpoint else 0
+
+
+def open_run(
+    plan: Plan, topology: Topology, identity: Identity, output: Path | None, resume: Literal["auto", "never"]
+) -> tuple[RunFolder, ResumePoint]:
+    """Creates or reopens the run folder, and reads the checkpoint to resume from.
+
+    Without `output`, reopens this user's newest unfinished, unlocked run of the same recipe, or creates a new folder.
+    Raises OutputError (unwritable, full, in use) and CheckpointError (of another model or framework).
+    """
+    parent = RUNS / folder_name(plan.recipe.name)
+    found, passed_over = None, list[str]()
+    if output is None and resume == "auto":
+        found, passed_over = _unfinished(parent, plan, identity.framework, topology.job_id)
+    folder = found or hold(output or _fresh(parent, topology))
+    try:
+        if resume == "never" and checkpoint.committed(folder.checkpoints):
+            raise OutputError(
+                f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
+            )
+        return folder, resume_point(folder, identity, passed_over)
+    except HvdtrainError:
+        folder.lock.close()
+        raise
+
+
+def identity_of(plan: Plan, framework: Framework, contents: Mapping[str, Any]) -> Identity:
+    """What a recipe's run is; `contents` are its data set's."""
+    numbers = json.dumps({"framework": framework, **plan.to_json()}, indent=1)
+    return Identity(
+        plan.recipe.name,
+        framework,
+        model_identity(plan),
+        tuple(plan.lines()),
+        {RECIPE: recipe.dump(plan.recipe), "plan.json": numbers},
+        plan.checkpoint_bytes,
+        plan.recipe.keep_checkpoints,
+        contents,
+    )
+
+
+def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[str] = ()) -> ResumePoint:
+    """Reads the checkpoint to resume from, and writes what the run is. Raises OutputError and CheckpointError."""
+    state, damaged = _recover(folder, identity)
+    state, changes = on_other_data(state, identity.contents) if state else (None, [])
+    notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged), *changes]
+    point = ResumePoint(state, tuple(notes))
+    _describe(folder, identity, point.step)
+    return point
+
+
+def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, list[str]]:
+    def check(state: Checkpoint) -> None:
+        check_names(state.meta.get("data"), identity.contents, state.meta["step"])  # before: more classes, more weights
+        _check_model(state, identity, folder)
+        _check_framework(state, identity.framework, folder)
+        check_resumable(state.meta)
+
+    try:
+        files.sweep(folder.path)
+        return checkpoint.recover(folder.checkpoints, check)
+    except OSError as error:
+        raise _unwritable(folder.path, error) from None
+
+
+def _notes(folder: RunFolder, identity: Identity, state: Checkpoint | None, damaged: list[str]) -> list[str]:
+    if state:
+        used = f"resuming from step {state.meta['step']} of {folder.path}; another folder starts anew"
+        return [used, *_changes(folder, identity.files.get(RECIPE, ""))]
+    return [f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
+
+
+def _changes(folder: RunFolder, text: str) -> list[str]:
+    """A line where the folder's recipe, which a checkpoint was trained with, differs."""
+    before: set[str] = set()
+    with contextlib.suppress(OSError, ValueError):
+        before.update(files.read(folder.path / RECIPE, follow=False).splitlines())
+    now = [line.strip() for line in text.splitlines()[1:] if line not in before]
+    return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
+
+
+def folder_name(recipe_name: str) -> str:
+    """The folder of a recipe's runs."""
+    file, _, entry = recipe_name.partition(":")
+    stem = Path(file).stem if file.endswith((".yaml", ".yml")) else file
+    return re.sub(r"^\.+|[^\w.-]", "-", f"{stem}-{entry}" if entry else stem)
+
+
+def _fresh(parent: Path, topology: Topology) -> Path:
+    """A folder of its own, named by job or time: a job may train one recipe several times."""
+    name = topology.job_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path, count = parent / name, 1
+    while True:
+        try:
+            files.make_new_folder(path)
+            return path
+        except OSError as error:
+            if not os.path.isdir(path):  # noqa: PTH112 - Path's own raises where it may not look
+                raise _unwritable(path, error) from None
+        count += 1
+        path = parent / f"{name}-{count}"
+
+
+def _unfinished(parent: Path, plan: Plan, framework: str, job_id: str | None) -> tuple[RunFolder | None, list[str]]:
+    """The run of this very recipe, framework and user that has not ended and that nobody is writing to: this job's own,
+    where it was queued again, else the newest. Also lines about folders that are passed over."""
+    lines, own, theirs = list[str](), list[tuple[bool, float, Path]](), list[Path]()
+    for path in parent.glob("*"):
+        with contextlib.suppress(OSError):  # no run's folder
+            if _is_own(path):
+                own.append((path.name == job_id, path.stat().st_mtime, path))
+            else:
+                theirs.append(path)
+    for *_, path in sorted(own, reverse=True):
+        try:
+            if _is_this_run(path, plan, framework):
+                with contextlib.suppress(OutputError):
+                    return hold(path), lines
+        except (HvdtrainError, OSError) as error:
+            lines.append(f"{path} is passed over: {error}")
+    if theirs:
+        first = printable(str(theirs[0]), 200)
+        lines.append(f"runs of other users in {parent} are passed over; to resume from one, give --output {first}")
+    return None, lines
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a run's folder, the link to it, and its checkpoints' folder are this user's. Raises OSError."""
+    return all(map(files.is_own, ((path / "checkpoints").lstat(), path.stat(), path.lstat())))
+
+
+def _is_this_run(path: Path, plan: Plan, framework: str) -> bool:
+    """Whether the folder holds checkpoints of this recipe and framework, and not the last. Raises OutputError and
+    CheckpointError where its files do not show it, or no run could resume there; OSError."""
+    _refuse_links(path)
+    if not checkpoint.committed(path / "checkpoints"):
+        return False
+    meta, text = _metadata(path), _recipe(path)
+    if _is_finished(path, meta, plan) or (meta and meta.get("framework") != framework):
+        return False
+    # What a power cut leaves of a file: nothing, zeros, or its beginning.
+    is_whole = text.startswith("# ") and text.endswith("\n") and "\0" not in text and "\ndefault:\n" in text
+    if not meta or not is_whole:
+        why = "its recipe.yaml is damaged" if meta else "none of them can be read"
+        raise CheckpointError(
+            f"it holds checkpoints, but {why}, so they may be of another recipe; if they are of this one, resume from "
+            f"them with --output {path}"
+        )
+    if text != recipe.dump(plan.recipe):
+        return False
+    check_resumable(meta)
+    return True
+
+
+def _metadata(path: Path) -> dict[str, Any] | None:
+    """The metadata of the run's newest readable checkpoint."""
+    for one in reversed(checkpoint.committed(path / "checkpoints")):
+        with contextlib.suppress(CheckpointError):
+            return checkpoint.metadata(one)
+    return None
+
+
+def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
+    """By the status, or by the newest checkpoint where the status is lost."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        state = files.read_json(path / "status.json", follow=False)["state"]
+        if state in get_args(State):
+            return bool(state == "finished")
+    if meta is None:
+        return False
+    with contextlib.suppress(CheckpointError):
+        check_resumable(meta)
+        return Progress.of(meta).is_done(plan)
+    return False
+
+
+def _recipe(path: Path) -> str:
+    try:
+        return files.read(path / RECIPE, follow=False)
+    except (OSError, ValueError):
+        return ""
+
+
+def hold(path: Path) -> RunFolder:
+    """The run folder, made where it is missing, for this process alone. Raises OutputError."""
+    try:
+        _refuse_links(path)
+        files.make_folder(path / "checkpoints")
+        # Do not truncate, follow or wait: it may be somebody else's link or pipe.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.fdopen(os.open(path / ".lock", flags, 0o666), "w", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # the latter is CIFS's
+        raise OutputError(f"{path} is being written by another run; wait for it, or give another --output.") from None
+    except OSError:  # some parallel file systems have no flock
+        try:
+            holder = Holder(path)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        weakref.finalize(lock, holder.close)
+        return RunFolder(path, lock, holder)
+    return RunFolder(path, lock)
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises OutputError where one lies in the run folder, in which the run writes, appends and removes. OSError."""
+    for folder in filter(Path.is_dir, (path, path / "checkpoints")):
+        for each in folder.iterdir():
+            is_file, status = each.is_file(), each.lstat()
+            if files.is_own(status) and not WRITTEN.fullmatch(each.name):
+                continue
+            if each.is_symlink() or (is_file and status.st_nlink > 1 and status.st_uid != path.stat().st_uid):
+                what = f"{printable(each.name)} is a link, which may lead elsewhere; put a copy in its place"
+                raise OutputError(f"cannot write to the run folder {path}: {what}, or give another --output.")
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write to the run folder {path}: {error.strerror}; give a writable --output.")
+
+
+def _check_model(state: Checkpoint, identity: Identity, folder: RunFolder) -> None:
+    theirs, ours = state.meta.get("model"), identity.model
+    if theirs != ours:
+        raise CheckpointError(
+            f"{folder.path} holds checkpoints of another model ({theirs}), this run trains {ours}; "
+            "give another --output."
+        )
+
+
+def _check_framework(state: Checkpoint, framework: str, folder: RunFolder) -> None:
+    theirs = state.meta.get("framework")
+    if theirs != framework:
+        raise CheckpointError(
+            f"{folder.path} holds checkpoints of {theirs}, this run trains with {framework}; convert them: "
+            f"python -m hvdtrain convert {folder.path} --to {framework}"
+        )
+
+
+def model_identity(plan: Plan) -> str:
+    """What two runs of recipes must share to exchange checkpoints."""
+    r = plan.recipe
+    stem = f", {r.stem} stem" if r.model == "resnet50" else ""
+    optimizer = printable(optimizers.identity(r), LONGEST_IDENTITY)
+    averaged = ", averaged weights" if r.ema_decay else ""
+    return f"{r.model}{stem}, {plan.parameters:,} parameters, {optimizer}{averaged}"
+
+
+def _reserve(folder: RunFolder, identity: Identity) -> None:
+    """Refuses a folder that has no room for the checkpoints: the kept ones, the best, and one being written. It takes
+    none: where a file system cannot, posix_fallocate writes it all. Raises OutputError, OSError."""
+    there, disk = len(checkpoint.committed(folder.checkpoints)), os.statvfs(folder.path)
+    wanted = max(1, identity.keep_checkpoints + 2 - there) * identity.checkpoint_bytes
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < wanted:  # some report nothing
+        raise OutputError(
+            f"the run folder {folder.path} has no room for {wanted / 2**20:,.1f} MiB of checkpoints: "
+            f"{os.strerror(errno.ENOSPC)}; free space or give another --output."
+        )
+
+
+def _describe(folder: RunFolder, identity: Identity, step: int) -> None:
+    """Writes what the run is: its files, and a status of `step` updates. Raises OutputError."""
+    try:
+        _reserve(folder, identity)
+        for name, text in identity.files.items():
+            files.write(folder.path / name, text)
+        folder.write_status("running", step=step)
+    except OSError as error:
+        raise _unwritable(folder.path, error) from None

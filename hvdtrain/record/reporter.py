@@ -1,0 +1,296 @@
+"""The reports of a run: a log for people, metrics.jsonl for programs, TensorBoard events for curves; how far it is."""
+
+# A log line's words are Horovod's tutorial's, whose readers take the last of them with `grep "Avg img/sec"`.
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
+
+from hvdtrain import files, untrusted
+from hvdtrain.core.progress import Extent, Progress
+from hvdtrain.core.totals import Totals
+from hvdtrain.errors import OutputError, StoppedError
+from hvdtrain.record.progress_line import Ahead, Estimate, duration
+from hvdtrain.record.trackers import Trackers
+from hvdtrain.terminal import Screen
+
+LINE_LIMIT = 1 << 16
+BAR, SHORTEST_BAR = 30, 4
+"""Columns of the bar, which takes what the numbers leave."""
+
+
+@dataclass
+class Training:
+    """The numbers of the newest log line, and a clock that knows how many steps are made."""
+
+    estimate: Estimate
+    epoch: int = 0
+    is_ending: bool = False
+    """Whether the epoch is reported, and its checkpoint is written."""
+    silence: float = field(default=4.0, init=False)
+    _numbers: tuple[str, ...] = ()
+
+    def logged(self, loss: float, lr: float, rate: float) -> None:
+        """What the newest log line has."""
+        self._numbers = f"loss {loss:.4f}", f"LR {lr:.4g}", f"{rate:.1f} img/s"
+
+    def bar(self, width: int) -> str:
+        """Step of total, percent, a bar, and the rest."""
+        step, total = self.estimate.step, self._total
+        where = f"{step}/{total} {step / total:4.0%}" if total else f"step {step}"
+        ends = [where, *self._left(), *self._running()]
+        parts = [*ends, f"epoch {self.epoch}", *self._numbers]
+        room = width - sum(map(len, parts)) - 2 * len(parts)
+        if total and room >= SHORTEST_BAR:
+            parts.insert(len(ends), _bar(step / total, min(room, BAR)))
+        return "  ".join(parts)
+
+    def line(self) -> str:
+        """The same in words."""
+        step, total = self.estimate.step, self._total
+        where = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
+        return ", ".join([where, f"epoch {self.epoch}", *self._numbers, *self._running(), *self._left()])
+
+    @property
+    def _total(self) -> int | None:
+        ahead = self.estimate.ahead  # another thread may set it anew
+        return ahead.total if ahead else None
+
+    def _left(self) -> list[str]:
+        left = self.estimate.seconds_left()
+        return [] if left is None else [f"{duration(left)} left"]
+
+    def _running(self) -> list[str]:
+        """What takes its time, and for how long so far."""
+        estimate = self.estimate
+        if not estimate.is_slow:
+            return []
+        if estimate.is_in_pause:
+            what = "checkpoint" if self.is_ending else "validation"
+        else:
+            what = "this step" if estimate.has_stepped else "the first step, which may compile"
+        return [f"{what} {duration(estimate.running)}"]
+
+
+class Events(Protocol):
+    """Writes TensorBoard's events; each framework brings its own."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> object:
+        """One point of a curve."""
+
+    def flush(self) -> object:
+        """Makes what was added visible to a reader."""
+
+    def close(self) -> object:
+        """Ends the file."""
+
+
+class Reporter:
+    """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl, and the trackers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        events: Events | None,
+        first_step: int,
+        *,
+        valid_examples: int = 0,
+        screen: Screen | None = None,
+        trackers: Trackers | None = None,
+    ) -> None:
+        """Appends to the run's files from `first_step` on. `screen`: where the lines go, and how far training is."""
+        self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
+        self._events = events
+        self._trackers = trackers or Trackers()
+        self._screen, self._valid_examples = screen or Screen(), valid_examples
+        self._estimate = Estimate()
+        self._training = Training(self._estimate)
+        self._epoch_began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """One line of the log."""
+        self._screen.print(f"INFO - {text}")
+
+    def begin_epoch(self, progress: Progress, extent: Extent) -> None:
+        """The first or next epoch begins, or what is left of it."""
+        self._epoch_began = time.monotonic()
+        self._estimate.begin_epoch(progress.step)
+        self._expect(progress, extent)
+        self._training.epoch, self._training.is_ending = progress.epoch + 1, False
+        self._screen.show(self._training)
+
+    def stepped(self, progress: Progress, extent: Extent) -> None:
+        """An update is made."""
+        self._estimate.stepped(progress.step)
+        if not self._estimate.ahead:
+            self._expect(progress, extent)
+
+    def steps(
+        self,
+        step: int,
+        epoch: int,
+        totals: Totals,
+        lr: float,
+        seconds: float,
+        gradient_norm: float | None = None,
+    ) -> None:
+        """The steps since the last call: totals over all ranks and the seconds they took. `epoch` counts from 1."""
+        rate = totals.count / seconds
+        values = {"loss": totals.mean_loss, "lr": lr, "examples_per_second": rate}
+        if gradient_norm is not None:
+            values["gradient_norm"] = gradient_norm
+            self._scalar("gradient_norm", gradient_norm, step)
+        self._write("step", step, epoch, **values)
+        self._scalar("loss/step", totals.mean_loss, step)
+        self._scalar("learning_rate", lr, step)
+        self._training.logged(totals.mean_loss, lr, rate)
+        if self._screen.display != "bar":
+            self.note(f"{self._where(step, epoch)}, Loss: {totals.mean_loss:.4f}, {self._pace(lr)}img/sec: {rate:.1f}")
+
+    def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
+        """The end of an epoch: totals over all ranks."""
+        seconds = time.monotonic() - self._epoch_began
+        metrics = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
+        self._scalar("loss/train", train.mean_loss, step)
+        self._scalar("loss/valid", valid.mean_loss, step)
+        self._training.is_ending = True
+        self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
+        self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
+        means = {"train": train.means, "valid": valid.means}
+        for name in {**train.means, **valid.means}:
+            splits = [split for split in means if name in means[split]]
+            for split in splits:
+                metrics[f"{split}_{name}"] = means[split][name]
+                self._scalar(f"{name}/{split}", means[split][name], step)
+            self.note(", ".join(f"{split} {name}={means[split][name]:.4f}" for split in splits))
+        metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
+        self._write("epoch", step, epoch, seconds=seconds, **metrics)
+        self._draw(lambda events: events.flush())
+
+    def close(self, state: str = "finished") -> None:
+        """Ends the files, and the trackers' runs in that state: finished, failed or stopped."""
+        self._draw(lambda events: events.close())
+        for line in self._trackers.close(state):
+            self.note(line)
+        self._screen.waiting("ending")
+        with contextlib.suppress(OSError):  # a full disk has stopped the run already
+            self._jsonl.close()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, StoppedError | KeyboardInterrupt)
+        self.close("finished" if kind is None else "stopped" if stopped else "failed")
+
+    def _write(self, kind: str, step: int, epoch: int, **metrics: float) -> None:
+        # JSON has no NaN, which a diverged validation is.
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        record = {"kind": kind, "step": step, "epoch": epoch, **numbers, "time": round(time.time(), 3)}
+        self._jsonl.write(json.dumps(record) + "\n")
+        self._jsonl.flush()
+        for line in self._trackers.add({"epoch": epoch, **metrics}, step):
+            self.note(line)
+
+    def _expect(self, progress: Progress, extent: Extent) -> None:
+        if extent.global_batch:  # a loop of one's own may name it only with the epoch's batches
+            self._estimate.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
+
+    def _where(self, step: int, epoch: int) -> str:
+        total = self._estimate.ahead and self._estimate.ahead.total
+        return f"Epoch: {epoch}, Step: {step}/{total}" if total else f"Epoch: {epoch}, Step: {step}"
+
+    def _pace(self, lr: float) -> str:
+        left = self._estimate.seconds_left()
+        return f"LR: {lr:.4g}, " + (f"Time left: {duration(left)}, " if left is not None else "") + "Avg "
+
+    def _scalar(self, tag: str, value: float, step: int) -> None:
+        self._draw(lambda events: events.add_scalar(tag, value, step))
+
+    def _draw(self, call: Callable[[Events], object]) -> None:
+        """Calls TensorBoard's writer, as long as it works: no tracker stops a training."""
+        if self._events:
+            try:
+                call(self._events)
+            except Exception as error:
+                self._events = None
+                self.note(untrusted.one_line(f"tracker tensorboard ends: {type(error).__name__}: {error}"))
+
+
+class OwnReporter(Reporter):
+    """The log of a loop of one's own, which has metrics of its own."""
+
+    def steps(
+        self,
+        step: int,
+        epoch: int,
+        totals: Totals,
+        lr: float,
+        seconds: float,
+        gradient_norm: float | None = None,
+    ) -> None:
+        rate, values = totals.count / seconds, {"loss": totals.mean_loss, **totals.means}
+        if gradient_norm is not None:
+            values["gradient_norm"] = gradient_norm
+        for name, value in values.items():
+            self._scalar(f"{name}/step", value, step)
+        self._scalar("learning_rate", lr, step)
+        self.note(f"{self._where(step, epoch)}, {_listed(values)}, {self._pace(lr)}examples/sec: {rate:.1f}")
+        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
+
+    def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """The end of an epoch: what it has reported."""
+        seconds = time.monotonic() - self._epoch_began
+        for name, value in values.items():
+            self._scalar(name, value, step)
+        self.note(f"Epoch: {epoch}{', ' * bool(values)}{_listed(values)} ({seconds:.1f} sec)")
+        self._write("epoch", step, epoch, seconds=seconds, **values)
+        self._draw(lambda events: events.flush())
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {value:.5g}" for name, value in values.items())
+
+
+def _reopen(path: Path, first_step: int) -> IO[str]:
+    """The file to append to, without the records of steps that a resumed run makes again."""
+    try:
+        if path.exists():
+            if path.stat().st_size > 1 << 30:  # of holes, perhaps
+                raise ValueError("it has more than 1 GiB")
+            with files.opened(path, follow=False) as old, files.replacing(path) as new:
+                new.writelines(f"{line}\n" for line in _lines(old) if _is_made(line, first_step))
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None
+
+
+def _lines(file: IO[bytes]) -> Iterator[str]:
+    """Its lines, those left out that are no text or longer than any of ours."""
+    while line := file.readline(LINE_LIMIT):
+        with contextlib.suppress(UnicodeDecodeError):
+            yield line.decode().rstrip("\n")
+
+
+def _is_made(line: str, first_step: int) -> bool:
+    """Whether it is a record of a step that is not made again. A killed run's unfinished line is not."""
+    try:
+        step = files.parse_json(line)["step"]
+    except (ValueError, LookupError, TypeError):
+        return False
+    return type(step) is int and 0 <= step <= first_step
+
+
+def _bar(share: float, width: int) -> str:
+    done = int(share * width)
+    full, empty = "━─" if "utf" in (getattr(sys.__stdout__, "encoding", None) or "").lower() else "#-"
+    return full * done + empty * (width - done)

@@ -1,0 +1,122 @@
+"""What a checkpoint's metadata must hold for a run to resume from it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hvdtrain.core.progress import Progress
+from hvdtrain.core.totals import Totals
+from hvdtrain.errors import CheckpointError
+from hvdtrain.record.checkpoint import Checkpoint, Count, ShortText, reason_of
+from hvdtrain.untrusted import one_line, quoted
+
+AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
+"""As of a metric that has no value in some batch."""
+MOST_METRICS = Field(max_length=1000)
+APART = {"class names", "batch_size", "seed"}
+"""Of what is known of the data, what has a rule of its own."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+
+class PlateauMetadata(Strict):
+    best: float | None
+    waited: Count
+    drops: Count
+
+
+class TotalsMetadata(Strict):
+    loss: float
+    count: float
+    metrics: Annotated[dict[ShortText, Annotated[tuple[AnyFloat, AnyFloat], Field(strict=False)]], MOST_METRICS]
+
+
+class ScalerMetadata(Strict):
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: Count
+    growth_tracker: Count = Field(alias="_growth_tracker")
+
+
+class RunMetadata(Strict):
+    """The keys of a checkpoint's `meta` that a run resumes from; others stand beside them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    step: Count
+    epoch: Count
+    sample: Count
+    plateau: PlateauMetadata
+    train: TotalsMetadata
+    scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
+    """Empty where there is none."""
+    optimizer: dict[str, bool | int | AnyFloat | str | None] = {}
+    data: dict[ShortText, Count | ShortText | list[str] | None] = {}
+    """What the examples were; see `hvdtrain.datasets.Dataset.contents`."""
+    code: dict[ShortText, ShortText] = {}
+    """Digests of the user's modules."""
+
+
+def check_names(before: Any, now: Mapping[str, Any], step: int) -> None:
+    """Raises CheckpointError where the classes of the data have other names, or another order, than those that were
+    trained: the network's outputs would get other labels."""
+    ours, theirs = (of.get("class names") if isinstance(of, Mapping) else None for of in (now, before))
+    if isinstance(ours, list) and isinstance(theirs, list) and ours != theirs:
+        pairs = enumerate(zip_longest(theirs, ours))
+        label, (was, is_now) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
+        named = [quoted(name) if name is not None else "not there" for name in (was, is_now)]
+        raise CheckpointError(
+            f"class {label} is {named[1]} in the data, {named[0]} in the checkpoint of step {step} ({len(ours)} "
+            f"classes now, {len(theirs)} then): the network has learned other labels; restore the class folders, or "
+            "give another --output."
+        )
+
+
+def news_of(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress) -> str:
+    """A line where the data are others than a checkpoint's, empty where they are not, or it holds none. `progress` is
+    then set to the beginning of its epoch where the training set is another: no position in the order of the old
+    examples holds in that of the new. Raises CheckpointError."""
+    check_names(before, now, progress.step)
+    others = [name for name in now if now[name] != before.get(name, now[name]) and name not in APART]
+    if not others:
+        return ""
+    inside = progress.sample > 0 and any("validation" not in name for name in others)
+    if inside:
+        progress.sample, progress.train = 0, Totals(0.0, 0.0)
+    numbers = (name for name in others if isinstance(now[name], int) and isinstance(before[name], int))
+    counts = [f"{now[name]:,} {name}, {before[name]:,} then" for name in numbers]
+    other = ", ".join(counts or [f"another {name}" for name in others])
+    then = "this epoch begins anew with them" if inside else "the run continues with them"
+    return f"the data have changed since the checkpoint of step {progress.step} ({other}): {then}"
+
+
+def on_other_data(state: Checkpoint, now: Mapping[str, Any]) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint as a run with these data resumes from it, and lines for the log; see `news_of`."""
+    progress = Progress.of(dict(state.meta))
+    news = news_of(state.meta.get("data", {}), now, progress)
+    return Checkpoint(state.arrays, {**state.meta, **progress.metadata()}), [news] if news else []
+
+
+@contextlib.contextmanager
+def taken(step: int) -> Iterator[None]:
+    """Raises CheckpointError where the block takes from a checkpoint's `meta` what is of another kind or missing."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"the checkpoint of step {step} cannot be resumed from: {type(error).__name__}: {one_line(error, 200)}"
+        raise CheckpointError(f"{what}; remove it, or give another --output.") from None
+
+
+def check_resumable(meta: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a checkpoint's `meta` is not what a run writes."""
+    try:
+        RunMetadata.model_validate(meta)
+    except ValidationError as error:
+        what = f"the checkpoint of step {meta['step']} cannot be resumed from: {reason_of(error)}"
+        raise CheckpointError(f"{what}; remove it, or give another --output.") from None

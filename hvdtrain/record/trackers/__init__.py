@@ -1,0 +1,188 @@
+"""Experiment trackers beside metrics.jsonl: each is a process of its own, which can neither stop nor slow a training.
+
+A tracker's library brings threads, hooks, exit handlers and a version of protobuf of its own. None of them is loaded
+into rank 0: it writes lines of JSON to a pipe and never waits for it.
+"""
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import files, installed, untrusted
+from hvdtrain.errors import EngineUnavailable
+from hvdtrain.launch.topology import Topology
+
+MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
+"""Trackers that are processes, and the module that each needs. Its extra has the tracker's name."""
+CLOSE_SECONDS = 10.0
+STOP_SECONDS = 3.0
+"""For a run that a signal or an error ends: the launcher may not wait."""
+QUEUE_BYTES = 1 << 20
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises EngineUnavailable for a tracker whose library is not installed; imports none."""
+    for name in names:
+        found = importlib.util.find_spec(MODULES[name]) if name in MODULES else None
+        if name in MODULES and not (found and found.origin):  # a folder of wandb's own, in the current one, has none
+            raise EngineUnavailable(f"tracker {name} is not installed; pip install 'hvdtrain[{name}]'.")
+
+
+def metadata(topology: Topology, framework: str, engine: str, **trained: Any) -> dict[str, Any]:
+    """What a tracker stores of the run beside its metrics; `trained`: recipe and plan, or what stands for them. The
+    git commit is added by the tracker's process."""
+    return {
+        **untrusted.without_secrets(trained),
+        "framework": framework,
+        "engine": engine,
+        "launcher": topology.launcher,
+        "ranks": topology.size,
+        "hosts": math.ceil(topology.size / topology.local_size),
+        "job_id": topology.job_id,
+        "versions": installed.versions(),
+    }
+
+
+class Trackers:
+    """A run's trackers, on rank 0. Its methods return lines for the log, raise nothing and wait for nobody."""
+
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        folder: Path = Path(),
+        project: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        resumes: bool = False,
+    ) -> None:
+        """Starts those of `names` that are processes, which keep their files in the run folder `folder`.
+
+        `project` groups runs; `resumes`: whether the run continues from a checkpoint, and so with its run id.
+        """
+        self._processes: list[_Process] = []
+        self._lines: list[str] = []
+        start = {"project": re.sub(r"[^\w.-]", "-", project), "metadata": metadata or {}, "resumes": resumes}
+        for name in dict.fromkeys(name for name in names if name in MODULES):
+            try:
+                files.make_folder(folder / "trackers")
+                files.write(folder / "trackers" / f"{name}-start.json", json.dumps(start))
+                self._processes.append(_Process(name, folder))
+            except (OSError, ValueError) as error:
+                self._lines.append(f"tracker {name} could not be started: {error}")
+
+    def add(self, metrics: Mapping[str, float], step: int) -> list[str]:
+        """The metrics after `step` updates."""
+        for process in self._processes:
+            process.send({"metrics": metrics, "step": step})
+        return self._collected()
+
+    def close(self, state: str) -> list[str]:
+        """Ends the trackers' runs, within CLOSE_SECONDS; `state`: finished, failed or stopped."""
+        seconds = CLOSE_SECONDS if state == "finished" else STOP_SECONDS
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            process.end(state)
+        for process in self._processes:
+            process.wait(deadline, seconds)
+        lines, self._processes = self._collected(), []
+        return lines
+
+    def _collected(self) -> list[str]:
+        lines, self._lines = self._lines, []
+        return [*lines, *(line for process in self._processes for line in process.lines())]
+
+
+class _Process:
+    """One tracker's process: JSON lines to its stdin, lines for the log from its stdout."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name = name
+        command = untrusted.program(__name__, name, str(folder.absolute()))
+        # What the library prints goes into the file. A session of its own: Ctrl-C is for the training.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(folder / "trackers" / f"{name}.log", flags, 0o666), "ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0, start_new_session=True
+            )
+        assert self._process.stdin and self._process.stdout
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        os.set_blocking(self._from, False)
+        with contextlib.suppress(OSError):  # a user's pipes may be limited
+            fcntl.fcntl(self._to, fcntl.F_SETPIPE_SZ, QUEUE_BYTES)
+        self._unsent = self._unread = b""
+        self._lines: list[str] = []
+        self._dropped = 0
+
+    def send(self, record: Mapping[str, Any]) -> None:
+        """Hands a record over, or drops it where the process lags behind."""
+        if self._flush():
+            self._drop()
+        else:
+            self._unsent = json.dumps(record).encode() + b"\n"
+            self._flush()
+
+    def end(self, state: str) -> None:
+        """Has the process end its run."""
+        self._unsent += json.dumps({"state": state}).encode() + b"\n"
+        self._flush()
+
+    def wait(self, deadline: float, seconds: float) -> None:
+        """Waits for its end, and ends it at the deadline."""
+        while self._process.poll() is None and time.monotonic() < deadline:
+            self._flush()
+            time.sleep(0.02)
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._lines.append(f"tracker {self._name} did not end within {seconds:g} s; it may miss the last points")
+        elif self._process.returncode:
+            self._lines.append(
+                f"tracker {self._name} ended with exit code {self._process.returncode}; see trackers/{self._name}.log"
+            )
+        if self._dropped:
+            self._lines.append(f"tracker {self._name} misses {self._dropped} points; metrics.jsonl has them")
+        self._process.wait()
+        self._read()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+
+    def lines(self) -> list[str]:
+        """What it reported since the last call."""
+        if not self._process.stdout or not self._process.stdout.closed:
+            self._read()
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _flush(self) -> bytes:
+        """Writes what the pipe takes; the rest."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._to, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended, and said why; `wait` reports a crash
+            self._unsent = b""
+        return self._unsent
+
+    def _drop(self) -> None:
+        if not self._dropped:
+            self._lines.append(f"tracker {self._name} lags behind: it misses points; metrics.jsonl has them all")
+        self._dropped += 1
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while read := os.read(self._from, 1 << 16):
+                self._unread += read
+        *whole, self._unread = self._unread.split(b"\n")
+        self._lines += [f"tracker {self._name}: {line.decode(errors='replace')}" for line in whole]

@@ -1,0 +1,268 @@
+"""A run's checkpoints: when one is due on all ranks, and rank 0's writing of it beside training."""
+
+import copy
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.core.progress import due
+from hvdtrain.core.settings import Intervals
+from hvdtrain.core.sharing import Sum
+from hvdtrain.record import checkpoint
+from hvdtrain.record.checkpoint import Checkpoint
+from hvdtrain.record.folder import RunFolder
+
+LAST_CHECKPOINT = 3.0
+"""Seconds for a checkpoint that is being written when an error ends the run, before it is reported."""
+FIRST = 20
+"""Steps to the first checkpoint of a run, and to the second and third: then it is known what one costs."""
+WARM_UP = 5
+"""Steps that are not measured."""
+LOGGED_AGAIN = 1.5
+"""Change of the interval that is worth another line of the log."""
+
+
+class Snapshots(Protocol):
+    """A training state that can be copied."""
+
+    def snapshot(self) -> Mapping[str, np.ndarray]:
+        """Copies of the tensors as they are now. The next call overwrites them."""
+
+
+class Writer:
+    """Rank 0's writer of checkpoints. At most one is under way: the next waits for it, so that there is never more than
+    one snapshot in memory.
+
+    What goes wrong in the thread is raised by the next call of any method but `leave`.
+    """
+
+    def __init__(self, folder: RunFolder, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        # One thread for all: who starts one waits until a processor, busy with training, has run it. The interpreter
+        # waits for its work at the process's end.
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._last: futures.Future[None] | None = None
+        self._process = os.getpid()
+        self.seconds = 0.0
+        """That the last whole one took, beside training."""
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._under_way())
+
+    def write(self, state: Snapshots, meta: Mapping[str, Any]) -> None:
+        """Copies the state, and begins to write it. Raises OutputError of the one before."""
+        self.wait()
+        made = Checkpoint(state.snapshot(), copy.deepcopy(dict(meta)))
+        self._last = self._thread.submit(self._commit, made)
+
+    def check(self) -> None:
+        """Raises OutputError where the one under way could not be written."""
+        if self._last and self._last.done():
+            done, self._last = self._last, None
+            done.result()
+
+    def wait(self) -> None:
+        """Waits for the one under way. Raises OutputError where it could not be written."""
+        futures.wait(self._under_way())
+        self.check()
+
+    def leave(self) -> None:
+        """Waits a little, in a run that an error ends: other ranks wait for its report. What is not written by then is
+        written while the process ends, unless its launcher kills it."""
+        futures.wait(self._under_way(), LAST_CHECKPOINT)
+
+    def _under_way(self) -> list[futures.Future[None]]:
+        """The last one while it is; none in a forked child, which has no such thread."""
+        return [self._last] if self._last and not self._last.done() and os.getpid() == self._process else []
+
+    def _commit(self, made: Checkpoint) -> None:
+        began = time.monotonic()
+        if self._folder.holder:
+            self._folder.holder.check()
+        checkpoint.commit(self._folder.checkpoints, made, self._keep)
+        self._folder.write_status("running", step=made.meta["step"])
+        self.seconds = time.monotonic() - began
+
+
+@dataclass
+class Steps:
+    """How many steps were measured, and their seconds."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.count if self.count else 0.0
+
+
+@dataclass
+class Costs:
+    """What rank 0 measures: its steps alone and beside a checkpoint that is being written, and how long each checkpoint
+    has held them up. The first one, which also takes the memory of all, is left out."""
+
+    alone: Steps = field(default_factory=Steps)
+    beside: Steps = field(default_factory=Steps)
+    stalls: list[float] = field(default_factory=list)
+    made: int = 0
+    write_seconds: float = 0.0
+    _last: float | None = None
+    _skipped: int = 0
+    _stalled: float = 0.0
+    _is_beside: bool = False
+
+    def pause(self) -> None:
+        """The time until the next step is none of a step's: an epoch begins."""
+        self._last = None
+
+    def stepped(self, now: float, *, is_writing: bool) -> None:
+        """A step has ended."""
+        if self._last is not None and self._skipped >= WARM_UP:
+            seconds = now - self._last - self._stalled
+            (self.beside if self._is_beside or is_writing else self.alone).add(seconds)
+        self._skipped += 1
+        self._last, self._stalled, self._is_beside = now, 0.0, is_writing
+
+    def written(self, stall: float, write_seconds: float) -> None:
+        """A checkpoint has begun, and has held training up for so long; that before it took `write_seconds`."""
+        self.made += 1
+        self._stalled += stall
+        self._is_beside = True
+        if self.made == 1:
+            return
+        self.write_seconds = max(self.write_seconds, write_seconds)
+        self.stalls.append(stall)
+        if self.made == 2:
+            self.beside = Steps()
+
+    @property
+    def is_known(self) -> bool:
+        return self.made >= 3 and bool(self.alone.count or self.beside.count)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.alone.mean or self.beside.mean
+
+    @property
+    def cost(self) -> float:
+        """Seconds that training loses by one checkpoint: held up, and by slower steps beside it. To be asked when the
+        next begins."""
+        slower = self.beside.seconds - self.beside.count * self.step_seconds
+        return statistics.fmean(self.stalls) + max(0.0, slower) / max(1, self.made - 2)
+
+
+def daly(cost: float, mtbf: float) -> float:
+    """Seconds of training between two checkpoints that lose least, of which each costs so many seconds, where failures
+    are so many seconds apart.
+
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer
+    Systems 22 (2006), equation 37; its first term alone is J. W. Young's, Communications of the ACM 17 (1974).
+    """
+    if cost >= 2 * mtbf:
+        return mtbf
+    ratio = cost / (2 * mtbf)
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+
+
+class Pace:
+    """`checkpoint_every_steps: auto`. Every rank has the same: rank 0 measures, and the others are given its interval.
+
+    Training loses least with Daly's interval. No checkpoint is due before the one before it is written.
+    """
+
+    def __init__(self, mtbf_hours: float, step: int) -> None:
+        self.mtbf_hours, self.costs = mtbf_hours, Costs()
+        self._next, self._logged = step + FIRST, 0
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+        return step >= self._next
+
+    def wanted(self) -> int:
+        """Rank 0's interval in steps, by what it has measured."""
+        if not self.costs.is_known:
+            return FIRST
+        seconds = max(daly(self.costs.cost, self.mtbf_hours * 3600), self.costs.write_seconds)
+        return min(10**9, max(1, math.ceil(seconds / self.costs.step_seconds)))
+
+    def renew(self, step: int, interval: int) -> None:
+        """A checkpoint was made at this step; the next is due `interval` steps later."""
+        self._next = step + interval
+
+    def news(self, interval: int) -> str | None:
+        """A line for the log, where the interval is a new one."""
+        costs = self.costs
+        if not costs.is_known or (self._logged and 1 / LOGGED_AGAIN < interval / self._logged < LOGGED_AGAIN):
+            return None
+        self._logged = interval
+        return (
+            f"a checkpoint every {interval} steps ({interval * costs.step_seconds:.1f} s): one costs training "
+            f"{costs.cost * 1e3:.0f} ms and is written in {costs.write_seconds:.1f} s; mtbf_hours {self.mtbf_hours:g}"
+        )
+
+
+class Checkpointing:
+    """Every rank has one, and calls the same methods in the same order; rank 0's writes."""
+
+    def __init__(self, folder: RunFolder | None, intervals: Intervals, step: int, sum_over_ranks: Sum) -> None:
+        """`folder` is rank 0's; `step`: how many updates the run has made before."""
+        self.writer = Writer(folder, intervals.keep_checkpoints) if folder else None
+        self._every, self._sum = intervals.checkpoint_every_steps, sum_over_ranks
+        self.pace: Pace | None = None
+        if self._every == "auto":
+            assert intervals.mtbf_hours
+            self.pace = Pace(intervals.mtbf_hours, step)
+
+    def due(self, step: int) -> bool:
+        """Whether one is due after this step, inside an epoch too."""
+        return self.pace.due(step) if self.pace else self._every != "auto" and due(step, self._every)
+
+    def pause(self) -> None:
+        """The time until the next step is none of a step's: an epoch begins."""
+        if self.pace:
+            self.pace.costs.pause()
+
+    def stepped(self) -> None:
+        """A step has ended. Raises OutputError where the checkpoint under way could not be written."""
+        if self.writer:
+            self.writer.check()
+            if self.pace:
+                self.pace.costs.stepped(time.monotonic(), is_writing=self.writer.is_writing)
+
+    def write(self, step: int, state: Snapshots, metadata: Callable[[], Mapping[str, Any]]) -> str | None:
+        """Copies the state, on rank 0, and begins to write it beside training; a line for the log where the interval is
+        a new one. Raises OutputError of the checkpoint before, which it waits for."""
+        if self.writer:
+            meta, began = metadata(), time.monotonic()
+            self.writer.write(state, meta)
+            if self.pace:
+                self.pace.costs.written(time.monotonic() - began, self.writer.seconds)
+        return self._renewed(self.pace, step) if self.pace else None
+
+    def wait(self) -> None:
+        """Waits for the one under way. Raises OutputError where it could not be written."""
+        if self.writer:
+            self.writer.wait()
+
+    def leave(self) -> None:
+        """Waits a little for the one under way, in a run that an error ends."""
+        if self.writer:
+            self.writer.leave()
+
+    def _renewed(self, pace: Pace, step: int) -> str | None:
+        """All ranks take rank 0's interval: they checkpoint together."""
+        interval = int(self._sum(np.array([pace.wanted() if self.writer else 0]))[0])
+        pace.renew(step, interval)
+        return pace.news(interval)

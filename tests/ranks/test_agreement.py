@@ -1,0 +1,154 @@
+"""What all ranks must have alike, on ranks that are threads joined by a real sum."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from ranks import on_ranks
+
+from hvdtrain.errors import AgreementError, ReplicaError
+from hvdtrain.ranks import agreement
+from hvdtrain.ranks.agreement import check_replicas
+
+CONTENTS = {
+    "training examples": 60,
+    "validation examples": 30,
+    "classes": 12,
+    "class names": [f"class {label}" for label in range(12)],
+    "training list": "96b0be1d7e1ca4aa",
+    "validation list": "2bf97f48b57b993a",
+}
+TRAINING = {"step": 7, "epoch": 1, "lr": 0.1, "betas": [0.9, 0.999], "loss scale": 65536.0, "scheduler": None}
+PROCESS = {"version: torch": "2.15.0", "setting: NVIDIA_TF32_OVERRIDE": None, "code: nets": "0123456789abcdef"}
+FALSE = {int: 12345, float: 0.123, str: "false", bool: "neither", list: ["false"], dict: {"false": 1}, type(None): "1"}
+
+
+def values_of(plan):
+    of_plan = agreement.of_plan(plan, CONTENTS)
+    return (
+        of_plan | agreement.named("training", TRAINING) | PROCESS | agreement.named("model", {"fc": "float32 [3, 8]"})
+    )
+
+
+def compared(of_ranks):
+    """What `check` raises on each rank: of each rank the values."""
+
+    def work(rank, sum_over_ranks):
+        agreement.check(of_ranks[rank], (rank, len(of_ranks)), f"nid{rank}", sum_over_ranks)
+
+    return on_ranks(len(of_ranks), work)
+
+
+def test_each_value_that_one_of_three_ranks_has_otherwise_is_named(make_plan):
+    values = values_of(make_plan())
+    assert len(values) > 60
+    assert compared([values] * 3) == [None] * 3
+    for index, (name, value) in enumerate(values.items()):
+        other = {**values, name: FALSE[type(value)]}
+        ranks = [values] * 3
+        ranks[rank := index % 3] = other
+        errors = compared(ranks)
+        assert {type(error) for error in errors} == {AgreementError}, name
+        (text,) = {str(error) for error in errors}
+        kind, _, short = name.partition(": ")
+        begin = f"the ranks differ in {short}: rank {rank} on nid{rank} has "
+        assert text.startswith(begin), (name, text)
+        assert text.endswith(f": {agreement.REMEDIES[kind]}.")
+        assert "\n" not in text
+
+
+def test_all_that_differs_is_named_in_one_line():
+    first = {"data: training examples": 60, "data: classes": 3, "recipe: seed": 0, "training: lr": 0.0004}
+    second = {**first, "data: training examples": 57, "training: lr": 0.1}
+    assert str(compared([first, second])[0]) == (
+        "the ranks differ in training examples: rank 1 on nid1 has 57, rank 0 on nid0 60; lr: rank 1 on nid1 has 0.1, "
+        "rank 0 on nid0 0.0004: give every node the same data: copy the set whole, or name one shared folder, and give "
+        "every rank the same numbers."
+    )
+    assert "rank 0 on nid0 has 60, the others 57" in str(compared([first, second, second])[1])
+
+
+def test_of_a_long_list_the_first_other_entry_is_shown():
+    names = [f"n{number:08}" for number in range(1000)]
+    ranks = [names, names, [*names[:500], "other", *names[501:]], names[:-1]]
+    text = str(compared([{"data: class names": of} for of in ranks])[0])
+    assert "rank 2 on nid2 has 1000 (number 500: other, on rank 0 n00000500)" in text
+    assert "rank 3 on nid3 has 999 (number 999: none, on rank 0 n00000999), the others 1000: give" in text
+
+
+def test_a_value_that_one_rank_has_alone_is_named():
+    assert "moment: rank 1 on nid1 has 3, the others none" in str(compared([{}, {"training: moment": 3}, {}])[0])
+    assert "moment: rank 0 on nid0 has 3, the others none" in str(compared([{"training: moment": 3}, {}, {}])[0])
+
+
+def test_what_json_has_not_is_compared_by_what_it_is():
+    values = [{"training: lr": np.float32(0.5), "training: hook": hook} for hook in (lambda: 0, lambda: 1)]
+    assert compared(values) == [None, None]
+    values[1]["training: lr"] = np.float32(0.25)
+    assert "lr: rank 1 on nid1 has 0.25, rank 0 on nid0 0.5" in str(compared(values)[0])
+
+
+def test_a_hostile_text_stays_one_printable_line():
+    text = str(compared([{"data: class names": ["a\n\x1b[2J" * 999]}, {"data: class names": ["b"]}])[0])
+    assert text.isprintable()
+    assert len(text) < 600
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_replicas_numbers_are_compared_with_its_weights(name):
+    def work(rank, sum_over_ranks):
+        values = {**TRAINING, **({name: FALSE[type(TRAINING[name])]} if rank == 2 else {})}
+        check_replicas(5, agreement.named("training", values), 70, (rank, 3), f"nid{rank}", sum_over_ranks)
+
+    errors = on_ranks(3, work)
+    assert {type(error) for error in errors} == {ReplicaError}
+    assert str(errors[0]).startswith(f"after step 70 the ranks differ in {name}: rank 2 on nid2 has ")
+
+
+def test_a_module_that_one_rank_has_imported_alone_is_no_difference(monkeypatch):
+    of_ranks = [{"train": "a", "plots": "b"}, {"train": "a", "notes": "c"}, {"train": "other"}]
+    own = threading.local()
+    monkeypatch.setattr(agreement, "code", lambda: of_ranks[own.rank])
+
+    def work(rank, sum_over_ranks):
+        own.rank = rank
+        values = agreement.of_process({}, rank, sum_over_ranks)
+        return {name: value for name, value in values.items() if name.startswith("code: ")}
+
+    alike = {"code: train": "a", "code: plots": "b"}
+    assert on_ranks(3, work) == [alike, alike, {**alike, "code: train": "other"}]
+
+
+def test_a_thousand_ranks_compare_eight_bytes_each(make_plan):
+    values, sent = values_of(make_plan()), []
+
+    def sum_over_ranks(array):
+        sent.append(array.nbytes)
+        return np.repeat(array[:1], len(array), axis=0)  # as if all ranks had rank 0's
+
+    agreement.check(values, (0, 1000), "nid0", sum_over_ranks)
+    assert sent == [8000]
+    assert len(json.dumps(values)) > 2000
+
+
+EPOCHS = {
+    "alike": ([{"iou": 0.5, "nan": float("nan")}, {"nan": float("nan"), "iou": 0.5}], None),
+    "number": ([{"iou": 0.5}, {"iou": 0.25}], "iou: rank 1 on nid1 has 0.25, rank 0 on nid0 0.5"),
+    "no number": ([{"iou": float("nan")}, {"iou": 0.25}], "iou: rank 1 on nid1 has 0.25, rank 0 on nid0 nan"),
+    "nothing": ([{"iou": 0.5}, {}], "iou: rank 1 on nid1 has none, rank 0 on nid0 0.5"),
+    "nothing of rank 0": ([{}, {"iou": 0.5}], "iou: rank 1 on nid1 has 0.5, rank 0 on nid0 none"),
+    "two names": (
+        [{"dice": 1.0}, {"dcie": 1.0}],
+        "dice: rank 1 on nid1 has none, rank 0 on nid0 1.0; dcie: rank 1 on nid1 has 1.0, rank 0 on nid0 none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EPOCHS)
+def test_what_epochs_report_is_compared(case):
+    of_ranks, text = EPOCHS[case]
+    expected = text and f"the ranks differ in {text}: {agreement.REMEDIES['report']}."
+    assert [error and str(error) for error in compared([agreement.named("report", of) for of in of_ranks])] == [
+        expected
+    ] * 2

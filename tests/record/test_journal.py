@@ -1,0 +1,113 @@
+"""launches.jsonl: the time of a launch adds up, and what a thread writes is whole."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.record import journal
+from hvdtrain.record.journal import NAME, Launch
+
+
+@pytest.fixture
+def open_launch(tmp_path):
+    """`open_launch()`: a launch whose records go into tmp_path."""
+
+    def make():
+        launch = Launch(0.0)
+        launch.open(tmp_path, lambda age: {"kind": "launch"})
+        return launch
+
+    return make
+
+
+def written(folder):
+    return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+
+
+def test_the_phases_add_up_to_the_clock(monkeypatch):
+    now = [50.0]
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    launch = Launch(1.0)
+    launch.enter("import")
+    now[0] += 2
+    with launch.within("data"):
+        now[0] += 4
+    now[0] += 8
+    assert launch.phases() == {"start": 1.0, "import": 10.0, "data": 4.0}
+    assert launch.clock == 15
+
+
+def test_records_follow_the_launch_in_their_order(open_launch, tmp_path):
+    launch = open_launch()
+    launch.event("slow", "rank 1 on node2 is slow", rank=1)
+    launch.mark(20, always=True)
+    launch.end("finished")
+    launch.event("late", "of another thread")
+    launch.end("failed", "and so is this")
+    launch.close()
+    records = written(tmp_path)
+    assert [each["kind"] for each in records] == ["launch", "event", "phases", "end"]
+    assert records[1].items() >= {"event": "slow", "rank": 1, "step": 0, "text": "rank 1 on node2 is slow"}.items()
+    assert records[3].items() >= {"state": "finished", "step": 20, "replica_checks": 0}.items()
+    assert sum(records[3]["phases"].values()) == pytest.approx(records[3]["clock"], abs=0.01)
+
+
+def test_a_killed_launchs_unfinished_line_stays_apart(open_launch, tmp_path):
+    (tmp_path / NAME).write_text('{"kind":"launch"}\n{"kind":"pha')
+    launch = open_launch()
+    launch.close()
+    assert (tmp_path / NAME).read_text().splitlines() == ['{"kind":"launch"}', '{"kind":"pha', '{"kind":"launch"}']
+
+
+def test_records_that_come_again_are_a_hundredth_of_the_time_apart(open_launch, monkeypatch):
+    launch = open_launch()
+    now = 0.0
+    monkeypatch.setattr(Launch, "clock", property(lambda self: now))
+    due = []
+    for now in range(100_000):
+        due += [now] if launch.is_due("ranks") else []
+    assert due[:4] == [0, 5, 10, 15]
+    assert len(due) < 700
+    assert due[-1] - due[-2] == pytest.approx(journal.PART * due[-2], abs=1)
+
+
+def test_without_a_file_nothing_is_kept():
+    launch = Launch()
+    launch.event("slow", "text")
+    launch.mark(1, always=True)
+    launch.end("finished")
+    launch.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "fifo", "missing"])
+def test_a_file_that_cannot_be_written_ends_no_run(open_launch, tmp_path, kind):
+    import os
+
+    path = tmp_path / NAME
+    {
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
+        "fifo": lambda: os.mkfifo(path),
+        "missing": lambda: tmp_path.rename(tmp_path.with_name("gone")),
+    }[kind]()
+    launch = open_launch()
+    launch.event("slow", "text")
+    launch.close()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_second_run_of_a_process_begins_anew(open_launch, tmp_path):
+    launch = Launch(100.0)
+    launch.open(tmp_path, lambda age: {"kind": "launch", "age": age})
+    launch.end("finished")
+    launch.open(tmp_path, lambda age: {"kind": "launch", "age": age})
+    launch.end("finished")
+    launch.close()
+    ends = [each["clock"] for each in written(tmp_path) if each["kind"] == "end"]
+    assert ends[0] > 100
+    assert ends[1] < 1
+
+
+def test_the_age_of_this_process():
+    assert 0 < journal.process_age() < 10_000

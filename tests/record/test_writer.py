@@ -1,0 +1,252 @@
+"""Checkpoints written beside training: the same bytes, one at a time, whole before the run has ended."""
+
+import os
+import threading
+from concurrent import futures
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.settings import OwnIntervals
+from hvdtrain.core.totals import Totals
+from hvdtrain.errors import DivergedError, OutputError, StoppedError
+from hvdtrain.files import read_json
+from hvdtrain.launch.topology import Topology
+from hvdtrain.ranks.world import World
+from hvdtrain.record import checkpoint
+from hvdtrain.record.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest
+from hvdtrain.record.folder import hold
+from hvdtrain.record.writer import Checkpointing, Writer
+from hvdtrain.run.loop import Hooks
+
+COMMIT = commit
+
+
+class Live:
+    """A state of one array."""
+
+    scaler = SimpleNamespace(state_dict=dict)
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, np.ndarray] = {}
+        self.x, self.held = np.zeros(100_000), np.zeros(100_000)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        np.copyto(self.held, self.x)
+        return {"x": self.held}
+
+    def values(self) -> dict:
+        return {}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = hold(tmp_path / "run")
+    yield folder
+    folder.lock.close()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Commits begin at once and end when `gate` is set; `gate.most` is how many were under way together."""
+    gate = threading.Event()
+    gate.under_way = gate.most = 0
+
+    def slowly(*given):
+        gate.under_way += 1
+        gate.most = max(gate.most, gate.under_way)
+        gate.wait()
+        path = COMMIT(*given)
+        gate.under_way -= 1
+        return path
+
+    monkeypatch.setattr(checkpoint, "commit", slowly)
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def opens(gate, monkeypatch):
+    """The gate is open while training waits for a commit that is under way."""
+    wait = futures.wait
+
+    def waits(under_way, *limit):
+        if under_way:
+            gate.set()
+        wait(under_way, *limit)
+        gate.clear()
+
+    monkeypatch.setattr(futures, "wait", waits)
+
+
+def status_of(folder) -> dict:
+    return read_json(folder.path / "status.json") if (folder.path / "status.json").exists() else {}
+
+
+def test_the_bytes_are_those_of_one_written_in_the_loop(folder, gate, tmp_path):
+    live, writer, meta = Live(), Writer(folder, 2), {"step": 7, "model": "m", "scaler": {"scale": 2.0}}
+    live.x[:] = np.arange(100_000)
+    path = COMMIT(tmp_path / "in the loop", Checkpoint({"x": live.x.copy()}, {**meta, "scaler": {"scale": 2.0}}), 2)
+    writer.write(live, meta)
+    live.x[:] = -1  # training has gone on
+    meta["scaler"]["scale"] = 4.0
+    assert writer.is_writing and not committed(folder.checkpoints) and not status_of(folder)
+    gate.set()
+    writer.wait()
+    assert not writer.is_writing
+    for name in (ARRAYS, META):
+        assert (folder.checkpoints / "step-00000007" / name).read_bytes() == (path / name).read_bytes()
+    assert status_of(folder)["step"] == 7
+
+
+def test_never_two_at_once_and_one_snapshot(folder, gate, opens):
+    live, writer = Live(), Writer(folder, 9)
+    writer.write(live, {"step": 1})
+    writer.write(live, {"step": 2})
+    assert committed(folder.checkpoints)[0].name == "step-00000001"
+    for step in range(3, 20):
+        live.x[:] = step
+        writer.write(live, {"step": step})
+    writer.wait()
+    assert gate.most == 1
+    assert newest(folder.checkpoints)[0].arrays["x"].tolist() == [19.0] * 100_000
+
+
+def test_one_thread_writes_all(folder, monkeypatch):
+    seen, live, writer = [], Live(), Writer(folder, 2)
+    monkeypatch.setattr(checkpoint, "commit", lambda *_: seen.append(threading.current_thread()))
+    for step in range(4):
+        writer.write(live, {"step": step})
+        writer.wait()
+    assert len(seen) == 4
+    assert len(set(seen)) == 1
+    assert seen[0] is not threading.current_thread()
+
+
+def test_what_goes_wrong_beside_is_raised_in_training_once(folder, monkeypatch):
+    def full(*_):
+        raise OutputError("checkpoint x could not be written: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "commit", full)
+    live, writer = Live(), Writer(folder, 2)
+    for raises in (writer.wait, lambda: writer.write(live, {"step": 2})):
+        writer.write(live, {"step": 1})
+        with pytest.raises(OutputError, match=r"^checkpoint x could not be written: No space left on device$"):
+            raises()
+        writer.wait()
+    writer.write(live, {"step": 3})
+    futures.wait([writer._last])
+    with pytest.raises(OutputError):
+        writer.check()
+    writer.check()
+    assert not status_of(folder)
+
+
+def test_a_run_that_fails_waits_a_little_and_keeps_its_status(folder, gate, monkeypatch):
+    monkeypatch.setattr("hvdtrain.record.writer.LAST_CHECKPOINT", 0.1)
+    writer = Writer(folder, 2)
+    writer.write(Live(), {"step": 1})
+    waits, wait = [], futures.wait
+    monkeypatch.setattr(futures, "wait", lambda *given: waits.append(given) or wait(*given))
+    writer.leave()
+    assert waits == [([writer._last], 0.1)]
+    folder.write_status("failed", error="x")
+    gate.set()
+    writer.wait()
+    assert newest(folder.checkpoints)[0].meta["step"] == 1  # written all the same
+    assert status_of(folder)["state"] == "failed"
+
+
+def test_a_forked_child_has_no_writer_to_wait_for(folder, gate):
+    writer = Writer(folder, 2)
+    writer.write(Live(), {"step": 1})
+    if (child := os.fork()) == 0:
+        writer.wait()
+        os._exit(int(writer.is_writing))
+    assert os.waitpid(child, 0)[1] == 0
+    assert writer.is_writing
+
+
+class StoppingWorld(World):
+    """Stops after step 3."""
+
+    def stops_at(self, step: int) -> bool:
+        return step >= 3
+
+
+@pytest.fixture
+def hooks(folder):
+    """A run's hooks, over one rank that trains nothing."""
+    engine = SimpleNamespace(
+        rank=0, size=1, device="cpu", notes=(), waited=None, broadcast=lambda _, meta: meta, sum=np.asarray
+    )
+    trainer = SimpleNamespace(
+        engine=engine,
+        state=Live(),
+        events=None,
+        totals=lambda: Totals(0.0, 0.0),
+        average_statistics=lambda: None,
+        fingerprints=lambda: [1],
+        after_first_step=list,
+    )
+    run = SimpleNamespace(
+        folder=folder,
+        intervals=OwnIntervals(checkpoint_every_steps=1),
+        resume=SimpleNamespace(checkpoint=None),
+        reporter=lambda *_: None,
+        world=StoppingWorld(Topology.alone()),
+        devices=(),
+        topology=SimpleNamespace(host="here"),
+        check_finite=lambda *_: None,
+        metadata=lambda progress, *_: progress.metadata(),
+        finish=lambda reporter, step, is_over: folder.write_status("finished", step=step),
+    )
+    return Hooks(run, trainer, OwnSampling(10, 100, 1, epochs=2))
+
+
+def step(hooks) -> None:
+    hooks.progress.advance(hooks.extent)
+    hooks.after_update(0.1)
+
+
+def test_a_stop_waits_for_the_one_under_way(hooks, folder, opens):
+    with pytest.raises(StoppedError):
+        while True:
+            step(hooks)
+    assert [path.name for path in committed(folder.checkpoints)] == ["step-00000002", "step-00000003"]
+    assert status_of(folder)["step"] == 3
+    assert not hooks.checkpointing.writer.is_writing
+
+
+def test_the_end_waits_for_the_last_one(hooks, folder, opens):
+    with hooks.reported():
+        step(hooks)
+    assert status_of(folder) == {**status_of(folder), "state": "finished", "step": 1}
+    assert newest(folder.checkpoints)[0].meta["step"] == 1
+
+
+def test_an_error_beside_ends_the_run_at_its_next_step(hooks, monkeypatch):
+    def full(*_):
+        raise OutputError("checkpoint x could not be written: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "commit", full)
+    hooks.checkpointing = Checkpointing(hooks.run.folder, OwnIntervals(checkpoint_every_steps=2), 0, np.asarray)
+    hooks.run.world = World(Topology.alone())
+    step(hooks)
+    step(hooks)
+    futures.wait([hooks.checkpointing.writer._last])
+    with pytest.raises(OutputError, match="No space left"):
+        step(hooks)
+
+
+def test_an_error_of_the_run_is_the_one_that_is_raised(hooks, folder, gate, monkeypatch):
+    monkeypatch.setattr("hvdtrain.record.writer.LAST_CHECKPOINT", 0.1)
+    with pytest.raises(DivergedError), hooks.reported():
+        step(hooks)
+        raise DivergedError("nan")
+    gate.set()
+    hooks.checkpointing.writer.wait()
+    assert hooks.progress == Progress(1, sample=10)
+    assert status_of(folder)["state"] == "running"  # another one is Ending's to write
