@@ -21,7 +21,7 @@ from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.untrusted import one_line
 
 LIMIT = 1 << 20
-"""Bytes a small file has at most."""
+"""The most bytes of a small file."""
 DEPTH = 20
 DIGITS = 20
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
@@ -118,7 +118,8 @@ def create_private(path: Path, content: bytes) -> None:
 
 
 def move(path: Path, to: Path) -> None:
-    """Renames within a folder, and syncs that; only a file or an empty folder is replaced. Raises OSError."""
+    """Renames a file within its folder, and syncs the folder. Only a file or an empty folder is replaced.
+    Raises OSError."""
     path.replace(to)
     sync(to.parent)
 
@@ -129,7 +130,7 @@ def temporary(path: Path, token: str = "") -> Path:
 
 
 def sweep(folder: Path, name: str = "*") -> None:
-    """Removes what killed processes left of files of that name. For who alone writes to them."""
+    """Removes what killed processes have left of files of that name. To be called by their only writer."""
     for left in sorted(folder.glob(f".{name}.*.tmp")):
         if TEMPORARY.fullmatch(left.name):
             remove(left)
@@ -147,7 +148,7 @@ def remove(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """The folder and all it lies in, each synced into the one above. Raises OSError."""
+    """Makes the folder and those it lies in, each synced into the one above. Raises OSError."""
     if path.is_dir():
         return
     if not path.parent.exists():
@@ -165,7 +166,7 @@ def make_new_folder(path: Path) -> None:
 
 
 def sync(*paths: Path) -> None:
-    """Files and folders, on the disk as they are now. Raises OSError."""
+    """Waits until these files and folders are on the disk as they are now. Raises OSError."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -202,13 +203,13 @@ def require_private(path: Path, status: os.stat_result) -> None:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's or root's; another one chooses what his holds."""
+    """Whether a file or folder is this user's or root's: what another user's holds, that user chooses."""
     return status.st_uid in {os.geteuid(), 0}
 
 
 @contextlib.contextmanager
 def opened(path: Path, *, follow: bool = True) -> Iterator[IO[bytes]]:
-    """A regular file to read: a pipe would be waited for, a device never ends. Raises OSError, ValueError.
+    """Opens a regular file to read: a pipe would be waited for, a device never ends. Raises OSError, ValueError.
 
     `follow`: False in a folder that another user may have filled, whose links may lead to files that he cannot read.
     """
@@ -243,12 +244,12 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, *, follow: bool = True) -> Any:
-    """What a small JSON file holds. Raises OSError, and ValueError where it is no JSON, large or deep."""
+    """The value in a small JSON file. Raises OSError, and ValueError where it is no JSON, large or deep."""
     return parse_json(read(path, follow=follow))
 
 
 def parse_json(text: str) -> Any:
-    """JSON with numbers and depths that are safe to work on. Raises ValueError."""
+    """The value of a JSON text whose numbers and depth are bounded. Raises ValueError."""
     try:
         value = json.loads(text, parse_int=_whole)
     except RecursionError:
@@ -273,12 +274,12 @@ def _check_depth(value: Any) -> None:
 
 
 PATIENCE_SECONDS = 300.0
-"""That a holder may do nothing that can be seen; longer than a parallel file system is usually away."""
+"""Seconds that the holder of a lock may show no progress; longer than a parallel file system is usually away."""
 POLL_SECONDS = 0.1
 
 
 class Lock:
-    """Held: `progress` is called as the work proceeds, so that the processes that wait keep waiting."""
+    """A lock that is held. Its holder calls `progress` as the work proceeds, so that those who wait keep waiting."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -311,7 +312,8 @@ def held(
 
 
 def _require_own(status: os.stat_result) -> None:
-    """Another user's would be held for ever; a second link would have us write to a file of another name."""
+    """Raises PermissionError for another user's lock, which might be held for ever, and for a file with a
+    second link."""
     if status.st_uid != os.geteuid() or status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
         raise PermissionError(errno.EPERM, "the lock is another user's")
 

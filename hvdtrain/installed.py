@@ -72,7 +72,7 @@ RECORDED = "hvdtrain", "torch", "torchvision", "tensorflow", "tensorflow-cpu", "
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that are installed; imports none."""
+    """The versions of Python and of the installed libraries, without importing any."""
     from importlib import metadata
 
     found = {"python": platform.python_version()}

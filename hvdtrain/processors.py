@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""In which a control group of version 2, or 1, holds its quota and its period."""
+"""The files in which a control group of version 2, or 1, holds its quota and its period."""
 
 
 def count() -> int:
-    """Whole processors, the last of them maybe granted in part; at least 1."""
+    """The number of processors, rounded up; at least 1."""
     return math.ceil(min(len(os.sched_getaffinity(0)), quota()))
 
 
@@ -27,7 +27,8 @@ def quota(root: Path = Path("/")) -> float:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """As they are mounted here: a container has its own group as the top, whatever path the kernel gives."""
+    """The folders of this process's control groups as they are mounted here: in a container its own group is
+    the top."""
     own, mounts = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     for line in own.read_text().splitlines() if own.exists() else ():
         controllers, path = line.split(":", 2)[1:]

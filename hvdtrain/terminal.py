@@ -36,6 +36,14 @@ LOOKS = 0.25
 """Seconds between two looks whether a line is due."""
 
 
+Show = Callable[[str], None]
+"""Shows what is done now."""
+
+
+def hidden(text: str) -> None:
+    """Shows nothing."""
+
+
 class Status:
     """A spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
 
@@ -114,25 +122,26 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 REPAINTS = 2
-"""A second."""
+"""Repaints of the line in a second."""
 SPINNER = "|/-\\"
 
 
 class Activity(Protocol):
-    """What happens now, in words that follow the clock."""
+    """What happens now, as text that follows the clock."""
 
     silence: float
     """Seconds without a line after which `line` is printed."""
 
     def bar(self, width: int) -> str:
-        """For the bottom of the terminal."""
+        """The text for the bottom of the terminal."""
 
     def line(self) -> str:
-        """For the log."""
+        """The text for a line of the log."""
 
 
 class Wait:
-    """Something to be waited for, as in "importing PyTorch"; `text` may be called for it."""
+    """A wait that is shown to the user. `text` is what to show, as "importing PyTorch", or a function that
+    returns it."""
 
     silence = 3.0
 
@@ -159,7 +168,7 @@ class Screen:
         self._live: Any = None
 
     def open(self, display: Display) -> None:
-        """Shows from now on what happens, in that way."""
+        """Begins to show what happens, in that way."""
         self.close()
         self.display, self._closed = display, threading.Event()
         if display == "bar":
@@ -168,17 +177,17 @@ class Screen:
             threading.Thread(target=self._work, args=(self._closed,), name="screen", daemon=True).start()
 
     def waiting(self, text: str | Callable[[], str]) -> None:
-        """What is waited for from now on."""
+        """Shows from now on that the run waits for this."""
         self.show(Wait(text))
 
     def show(self, activity: Activity) -> None:
-        """What happens from now on."""
+        """Shows from now on this activity."""
         self._now = activity
         if self._live:
             self._live.refresh()
 
     def print(self, line: str) -> None:
-        """A line of the log."""
+        """Prints a line of the log."""
         self._printed = time.monotonic()
         if self._live:
             self._live.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -186,7 +195,7 @@ class Screen:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Shows nothing more by the clock."""
+        """Ends what `open` began: nothing more is shown by the clock."""
         self._now = None
         self._closed.set()
         live, self._live = self._live, None
@@ -225,11 +234,12 @@ class Screen:
 
 
 SCREEN = Screen()
-"""This process's. Nothing but its lines until it is opened, on rank 0 of a recipe's run."""
+"""The screen of this process. It shows lines alone until it is opened, on rank 0 of a recipe's run."""
 
 
 def listen() -> None:
-    """To be called before slow imports. Where Ctrl-C is ignored, as behind nohup, it stays so."""
+    """Installs these handlers; to be called before slow imports. Where Ctrl-C is ignored, as behind nohup, it
+    stays so."""
     for name in ("stdout", "stderr"):
         if isinstance(out := getattr(sys, name), io.TextIOWrapper):  # None where it was closed
             raw = _Output(out.fileno(), "w", closefd=False)
@@ -243,7 +253,7 @@ def listen() -> None:
 
 
 class _Output(io.FileIO):
-    """Discards what nobody reads any more."""
+    """A stream that discards its output once nobody reads it."""
 
     def write(self, content: Any) -> int:
         try:
@@ -287,14 +297,14 @@ def _end(*_: object) -> None:
 
 
 def _quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Nobody has caught it: it came during an import, or after everything."""
+    """Ends without a traceback for a Ctrl-C that nobody has caught, as during an import."""
     if issubclass(kind, KeyboardInterrupt):
         _end()
     sys.__excepthook__(kind, error, trace)
 
 
 def _quiet_at_the_end(unraisable: Any) -> None:
-    """It came while the interpreter waits for threads or takes itself apart."""
+    """The same for a Ctrl-C that comes while the interpreter shuts down."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _end()
     sys.__unraisablehook__(unraisable)

@@ -1,5 +1,6 @@
 """Input that others wrote: read within bounds, and printed without control characters."""
 
+import math
 import re
 import reprlib
 import sys
@@ -9,6 +10,9 @@ from typing import Any
 
 LONGEST = 80  # characters of a value in a message
 LONGEST_MESSAGE = 2000
+LONGEST_TEXT = 500
+HIGHEST = 1e15
+"""The highest number that a file may hold; whatever a run counts or measures is far below."""
 
 SECRET = r"(?:token(?!i[sz]|s[\s\0=:]+\d+(?![^\s\0]))|key|passw|secret|credential)[\w.-]{0,40}"  # noqa: S105 - names, not of how many tokens
 _SECRET = re.compile(
@@ -18,7 +22,7 @@ _SECRET = re.compile(
 
 
 class _Short(reprlib.Repr):
-    """Of anything, a nested or endless list too, no more than a line; Python refuses to print a very long number."""
+    """Prints any value as no more than a line, a nested or endless list and a very long number too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """The same of values by name, to any depth; a number under `key` alone is none."""
+    """Hides secrets in values by name, to any depth. A number named `key` is none."""
     kind = r"passw|secret|credential" if isinstance(value, int | float) else SECRET
     if name and value is not None and re.search(kind, name):
         return "***"
@@ -65,7 +69,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """Runs a module in a process that imports nothing of the current folder, where -m looks first."""
+    """The command that runs a module without importing anything from the current folder, where -m looks first."""
     path = f"import sys; sys.path[:] = [*filter(None, sys.path), {str(Path(__file__).parents[1])!r}]"
     run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     return [sys.executable, "-c", f"{path}; {run}", *arguments]
@@ -74,6 +78,46 @@ def program(module: str, *arguments: str) -> list[str]:
 def whole_number(text: str) -> int | None:
     """The number of up to 18 digits; None for any other text."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def number(value: object, low: float = -HIGHEST, high: float = HIGHEST) -> float | None:
+    """The number, where it is one in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        return None
+    return float(value)
+
+
+def whole(value: object, low: int = 0) -> int | None:
+    """The whole number, where it is one from `low` on."""
+    found = number(value, low)
+    return None if found is None or not found.is_integer() else int(found)
+
+
+def seconds(value: object) -> float | None:
+    """The seconds, where they are a duration."""
+    return number(value, 0, 1e9)
+
+
+def unix_time(value: object) -> float | None:
+    """The seconds since 1970, where they are of this century."""
+    return number(value, 1e9, 1e10)
+
+
+def text(value: object, most: int = LONGEST_TEXT) -> str:
+    """The value as one printable line; "" where it is neither text nor number."""
+    if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    return printable(" ".join(str(value)[: 4 * most].split()), most)
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """The mapping; an empty one where it is none."""
+    return value if isinstance(value, dict) else {}
+
+
+def items(value: object, most: int) -> list[Any]:
+    """At most so many items of a list; none where it is no list."""
+    return value[:most] if isinstance(value, list) else []
 
 
 def _cut(text: str, most: int) -> str:

@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import HTML
 
-from hvdtrain.core.sharding import Epoch
+from hvdtrain.core.progress import Epoch
 from labtools import line, style
 from labtools.scale import scaled
 

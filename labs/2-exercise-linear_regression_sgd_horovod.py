@@ -36,8 +36,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdtrain.core.schedule import peak_lr
-from hvdtrain.core.sharding import Epoch
+from hvdtrain.core.plan import peak_lr
+from hvdtrain.core.progress import Epoch
 from labtools import Ranks, line, style, tell
 from labtools.exercise import Check
 from labtools.live import LivePaths, beside, progress
@@ -123,7 +123,7 @@ check.shard(shard)
 # %%
 def scale(base_lr, base_batch, worker_batch):
     """The LR where each rank takes `worker_batch` examples a step."""
-    # How large is the global batch here? (hvdtrain.core.schedule.peak_lr knows the rule too.)
+    # How large is the global batch here? (hvdtrain.core.plan.peak_lr knows the rule too.)
     ...
 
 

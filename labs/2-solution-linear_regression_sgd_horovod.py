@@ -36,8 +36,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdtrain.core.schedule import peak_lr
-from hvdtrain.core.sharding import Epoch
+from hvdtrain.core.plan import peak_lr
+from hvdtrain.core.progress import Epoch
 from labtools import Ranks, line, style, tell
 from labtools.exercise import Check
 from labtools.live import LivePaths, beside, progress

@@ -30,8 +30,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from hvdtrain.core.schedule import Schedule, peak_lr
-from hvdtrain.core.sharding import Epoch
+from hvdtrain.core.plan import Schedule, peak_lr
+from hvdtrain.core.progress import Epoch
 from labtools import batches, style
 from labtools.batches import History, Setting
 from labtools.scale import scaled

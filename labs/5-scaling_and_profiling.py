@@ -60,7 +60,7 @@ def train(batch, steps):
     import torch
     from torchvision.models import resnet18
 
-    from hvdtrain.core.sharding import Epoch
+    from hvdtrain.core.progress import Epoch
     from hvdtrain.datasets import load
 
     hvd.init()

@@ -20,7 +20,7 @@ test-all:
 {PYTEST} $(PYTEST_FLAGS)
 """
 TESTS = """
-import pathlib, pytest
+import os, pathlib, time, pytest
 
 @pytest.mark.parametrize("number", range({flaky}))
 @pytest.mark.launched
@@ -46,6 +46,8 @@ def test_flaky_launch(world, launch, number):
 
 @pytest.mark.cluster
 def test_of_a_cluster():
+    while not os.path.exists("begun"):
+        time.sleep(0.01)
     assert {right}
 
 @pytest.mark.lab
@@ -55,7 +57,13 @@ def test_right():
 
 @pytest.mark.slow
 def test_alone():
-    pass
+    pathlib.Path("begun").touch()
+    while not os.path.exists(os.environ["HVDTRAIN_TEST_UNTIL"]):  # the end of those of the cluster
+        time.sleep(0.01)
+
+@pytest.mark.slow
+def test_too_late():
+    assert False
 
 def test_what_matters():
     pass
@@ -70,7 +78,7 @@ SLOW = (
     "ends_it[test-all]",
 )
 RUNS = {  # flaky tests, those of one launch, whether the others pass: exit code, FLAKY lines, pytest's last line
-    "all pass": (0, 0, True, 0, 0, "1 passed"),
+    "all pass": (0, 0, True, 0, 0, "1 passed, 1 skipped"),
     "one is flaky": (1, 0, True, 0, 1, "1 passed"),
     "two are flaky": (2, 0, True, 1, 2, "2 passed"),
     "four of one launch are flaky": (0, 4, True, 0, 4, "4 passed"),

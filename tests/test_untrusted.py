@@ -66,7 +66,7 @@ PLANTED = "open('{}/imported', 'a').write(__name__ + ' ')\n"
 @pytest.fixture
 def planted(tmp_path):
     """A folder with modules of the names of others, which leave a word when they are imported."""
-    for name in ("runpy", "hvdtrain", "pkgutil", "jinja2", "rich", "numpy", "yaml", "pydantic", "tyro", "json"):
+    for name in ("runpy", "hvdtrain", "pkgutil", "jinja2", "rich", "numpy", "yaml", "pydantic", "json"):
         (tmp_path / f"{name}.py").write_text(PLANTED.format(tmp_path))
     return tmp_path
 
@@ -79,7 +79,7 @@ def test_a_program_of_ours_imports_nothing_of_the_current_folder(planted):
     assert not (planted / "imported").exists()
 
 
-NAMES = ("jinja2", "rich", "numpy", "yaml", "pydantic", "tyro", "wandb", "cupy", "sitecustomize_", "torch")
+NAMES = ("jinja2", "rich", "numpy", "yaml", "pydantic", "wandb", "cupy", "sitecustomize_", "torch")
 
 
 @pytest.mark.parametrize(

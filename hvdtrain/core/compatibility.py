@@ -8,7 +8,7 @@ from typing import Literal
 from hvdtrain.core import own_code
 from hvdtrain.core.own_code import is_path
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.settings import EngineSettings
+from hvdtrain.core.settings import COMPRESSIONS, EngineSettings
 from hvdtrain.errors import DeviceError, HvdtrainError, RecipeError, WorldError
 from hvdtrain.launch import mpi
 from hvdtrain.launch.topology import Topology
@@ -53,8 +53,11 @@ class EngineSpec:
     """Whether its ranks must know rank 0's address before it starts."""
     horovod_keys: bool = False
     """Whether a recipe may set HOROVOD_KEYS."""
-    compressions: tuple[str, ...] = ("none", "fp64")
-    """What gradients may be communicated as. One process communicates nothing, and fp64 changes nothing."""
+
+    @property
+    def compressions(self) -> tuple[str, ...]:
+        """What gradients may be communicated as."""
+        return tuple(name for name, row in COMPRESSIONS.items() if not row.engines or self.name in row.engines)
 
 
 @dataclass(frozen=True)

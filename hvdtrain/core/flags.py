@@ -1,27 +1,24 @@
 """Command lines: a pydantic dataclass of flags -> its validated, frozen value.
 
-tyro splits the arguments and prints the help. pydantic validates the values, so that a flag and a recipe's key obey the
-same rules, with the same messages.
+argparse splits the arguments and prints the help. pydantic validates the values, so that a flag and
+a recipe's key obey the same rules, with the same messages.
 """
 
-import contextlib
-import dataclasses
+import argparse
 import functools
 import inspect
-import io
 import json
 import re
 import shutil
-import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-import tyro
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.wording import closest
@@ -30,14 +27,47 @@ from hvdtrain.untrusted import printable, quoted
 
 MOST_ARGUMENTS = 1000
 LONGEST_ARGUMENT = 4096  # a path's, on Linux
-ALIASES = {"base_lr": ["--lr"], "engine": ["--strategy"]}
+ALIASES = {"base_lr": ("--lr",), "engine": ("--strategy",)}
+"""Other names of the flags of a run."""
 QUOTES = ("'", '"')
 TOGETHER = re.compile(r",\s*([\w.-]+=|$)")
-"""Of a text, what looks like the next KEY=VALUE of a list that was separated by commas."""
+"""The start of another KEY=VALUE within a text, as in a list that was separated by commas."""
 NUMBERS = ConfigDict(allow_inf_nan=False)
-
+WIDEST = 100
+INDENT = 28
+"""Columns of the help before a flag's text."""
+LONGEST_METAVAR = 50
+FEW = 4
+"""Most flags that the first line of a help lists."""
 
 Model = TypeVar("Model")
+Fields = Mapping[str, FieldInfo]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How the command line shows a field, as a mark of its type."""
+
+    help: str = ""
+    metavar: str = ""
+    name: str = ""
+    """The flag's name, where the field's would be a word of Python's."""
+    aliases: tuple[str, ...] = ()
+    is_positional: bool = False
+    is_repeated: bool = False
+    """Whether the flag is given once for each value."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a help shows its flags."""
+
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Title -> names of flags; those in none stand first."""
+    hidden: Collection[str] = ()
+    """Flags that are read, and not shown."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Texts of flags in place of their own."""
 
 
 def parse(model: type[Model], prog: str, argv: Sequence[str]) -> Model:
@@ -63,27 +93,8 @@ def check_arguments(argv: Sequence[str]) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a help shows its flags."""
-
-    groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    """Title -> names of flags; those in none stand first."""
-    hidden: Collection[str] = ()
-    """Flags that are read, and not shown."""
-    metavars: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What stands for a flag's value, where its type says too much."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """The arguments given for a flag: one, or a list's."""
-
-    arguments: str | list[str]
-
-
 def given(
-    fields: Mapping[str, FieldInfo],
+    fields: Fields,
     prog: str,
     argv: Sequence[str],
     defaults: Mapping[str, Any],
@@ -91,200 +102,169 @@ def given(
     layout: Layout | None = None,
 ) -> dict[str, Any]:
     """The values of the flags that argv gives; the help shows `defaults` in place of the fields' own."""
-    _check_values(fields, argv)
-    layout = layout or Layout()
-    shown = {name: defaults.get(name, field.default) for name, field in fields.items()}
-    wants_help = bool({"-h", "--help"} & set(argv))
-    left_out = layout.hidden if wants_help else ()
-    typed = {name: _typed(name, fields[name], shown[name], layout) for name in fields if name not in left_out}
-    page = _Page()
+    parser = _parser(fields, prog, defaults, description, layout or Layout())
     try:
-        with contextlib.ExitStack() as captured:
-            if wants_help:  # else what another thread prints meanwhile would be lost
-                captured.enter_context(contextlib.redirect_stdout(page))
-                captured.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            values, unknown = tyro.cli(  # type: ignore[var-annotated]
-                _grouped(typed, layout.groups),
-                prog=prog,
-                description=DESCRIPTION,
-                args=list(argv),
-                return_unknown_args=True,
-                console_outputs=wants_help,
-            )
-    except SystemExit as stop:
-        if stop.code in {0, None}:
-            _show(page.getvalue(), description)
-            raise
-        required = " ".join(name.upper() for name, field in fields.items() if field.is_required())
-        raise RecipeError(f"{required} must be given; see {prog} --help.") from None
+        known = {spelling for name, one in fields.items() for spelling in _spellings(name, one)}
+        found, unknown = parser.parse_known_args([_dashed(argument, known) for argument in argv])
+    except argparse.ArgumentError as error:
+        raise _wrong(error, fields, prog) from None
     if unknown:
-        raise _unknown(unknown[0], list(fields), prog)
-    changed = {name: value for name, value in _flat(values) if value is not shown[name]}
-    return {
-        key: _value(key, fields[key], value) if isinstance(value, _Given) else value for key, value in changed.items()
-    }
+        raise _unknown(unknown[0], fields, prog)
+    return {name: _value(name, fields[name], value) for name, value in vars(found).items()}
 
 
-ARG: Any = type(tyro.conf.arg())
-DESCRIPTION = "[description]"
-"""What stands for it in tyro's page: tyro would not break its lines."""
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
 
 
-class _Page(io.StringIO):
-    """What tyro prints, with the colours of the terminal that it is for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._terminal = sys.stdout
-
-    def isatty(self) -> bool:
-        return self._terminal.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._terminal.encoding
-
-
-def _show(page: str, description: str) -> None:
-    """Prints tyro's page."""
-    width = min(100, shutil.get_terminal_size().columns)
-    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    usage, _, rest = page.partition("\n")
-    usage = re.sub(r"\[.*?\]", lambda flag: flag[0].replace(" ", "\xa0"), usage)
-    paragraphs = "\n\n".join(map(fill, inspect.cleandoc(description).split("\n\n")))
-    usage = fill(usage, subsequent_indent="       ").replace("\xa0", " ")
-    print(usage, rest.replace(DESCRIPTION, paragraphs), sep="\n", end="", flush=True)
-
-
-Typed = tuple[str, Any, Any]
-"""A flag's name, type and default, as dataclasses.make_dataclass takes them."""
-
-
-def _grouped(typed: Mapping[str, Typed], groups: Mapping[str, Sequence[str]]) -> type:
-    """A dataclass of the flags, for tyro: each group one of its own, inside."""
-    apart = {name for names in groups.values() for name in names}
-    inside: list[Typed] = []
-    for index, (title, names) in enumerate(groups.items()):
-        group = dataclasses.make_dataclass("Group", [typed[name] for name in names if name in typed], kw_only=True)
-        marks = tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help="")
-        inside.append((f"group_{index}", Annotated[(group, *marks)], dataclasses.field(default_factory=group)))
-    return dataclasses.make_dataclass(
-        "Flags", [*(one for name, one in typed.items() if name not in apart), *inside], kw_only=True
+def _parser(
+    fields: Fields, prog: str, defaults: Mapping[str, Any], description: str, layout: Layout
+) -> argparse.ArgumentParser:
+    width = min(WIDEST, shutil.get_terminal_size().columns)
+    paragraphs = (_filled(paragraph, width) for paragraph in inspect.cleandoc(description).split("\n\n"))
+    positional = (_metavar(name, one) for name, one in fields.items() if _mark(name, one).is_positional)
+    parser = _Parser(
+        prog,
+        usage=None if len(fields) <= FEW else " ".join([prog, "[-h] [OPTIONS]", *positional]),
+        description="\n\n".join(paragraphs),
+        formatter_class=functools.partial(argparse.RawTextHelpFormatter, max_help_position=INDENT, width=width),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
     )
+    grouped = {name for names in layout.groups.values() for name in names}
+    for title, names in {"": [name for name in fields if name not in grouped], **layout.groups}.items():
+        group = parser.add_argument_group(f"{title} options") if title else parser
+        for name in names:
+            if name in fields:
+                default = defaults.get(name, fields[name].default)
+                text = _text(name, fields[name], default, layout.texts.get(name))
+                shown = argparse.SUPPRESS if name in layout.hidden else _filled(text, width - INDENT)
+                kind = _kind(name, fields[name], default is PydanticUndefined)
+                group.add_argument(*_spellings(name, fields[name]), **kind, help=shown)
+    return parser
 
 
-def _flat(values: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of each flag, those in groups too."""
-    for name, value in vars(values).items():
-        if name.startswith("group_"):
-            yield from vars(value).items()
-        else:
-            yield name, value
+def _kind(name: str, one: FieldInfo, is_required: bool) -> dict[str, Any]:
+    """What argparse has to know of the flag."""
+    mark = _mark(name, one)
+    kind: dict[str, Any] = {} if mark.is_positional else {"dest": name, "required": is_required}
+    if one.annotation is bool:
+        return {**kind, "action": argparse.BooleanOptionalAction}
+    kind["metavar"] = _metavar(name, one)
+    if mark.is_repeated:
+        return {**kind, "action": "append"}
+    if get_origin(one.annotation) in {tuple, dict}:
+        return {**kind, "nargs": "*"}
+    return {**kind, "nargs": "?"} if mark.is_positional and not is_required else kind
 
 
-def _typed(name: str, field: FieldInfo, default: Any, layout: Layout) -> Typed:
-    """The flag for tyro, which parses the values of switches only."""
-    marks = list(field.metadata)
-    if field.description:
-        marks.append(tyro.conf.arg(help=field.description, aliases=ALIASES.get(name)))
-    if tyro.conf.UseAppendAction not in marks:
-        marks = [_with_default_text(mark) for mark in marks]
-    if field.annotation is not bool and tyro.conf.UseAppendAction not in marks:
-        marks.append(ARGUMENTS if _is_mapping(field) else _unparsed(field.annotation, layout.metavars.get(name)))
-    annotation = Annotated[(field.annotation, *marks)] if marks else field.annotation
+def _text(name: str, one: FieldInfo, default: Any, text: str | None) -> str:
+    """What the help says of a flag, with its default unless that is nothing."""
+    text = (text or _mark(name, one).help).replace("%", "%%")
     if default is PydanticUndefined:
-        return name, annotation, dataclasses.field()
-    return name, annotation, dataclasses.field(default_factory=lambda: default)
+        return f"{text} (required)"
+    if _mark(name, one).is_repeated:
+        return f"{text} (repeatable)"
+    if isinstance(default, Mapping):
+        default = " ".join(f"{key}={json.dumps(value)}" for key, value in default.items())
+    elif isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    return text if default in {None, ""} else f"{text} (default: {default})".strip()
 
 
-def _with_default_text(mark: Any) -> Any:
-    return dataclasses.replace(mark, help_behavior_hint=_default_text) if isinstance(mark, ARG) else mark
+def _filled(text: str, width: int) -> str:
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def _default_text(label: str) -> str:
-    """What the help says of a flag that is left out; nothing where its text says it."""
-    return "" if label in {"", "None", "'{}'"} else f"(default: {label})"
+def _mark(name: str, one: FieldInfo) -> Flag:
+    """The field's own mark, else one with its description."""
+    described = Flag(one.description or "", aliases=ALIASES.get(name, ()))
+    return next((mark for mark in one.metadata if isinstance(mark, Flag)), described)
 
 
-def _unparsed(annotation: Any, metavar: str | None) -> PrimitiveConstructorSpec[Any]:
-    """tyro's spec of the annotation, whose value is a _Given."""
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
-    assert isinstance(spec, PrimitiveConstructorSpec)
-    own = re.sub(r"^\[(.+) \[\1 \.\.\.\]\]$", r"\1 ...", spec.metavar.removeprefix("{None}|").replace("{None,", "{"))
-    return dataclasses.replace(
-        spec,
-        metavar=metavar or own,
-        choices=None,
-        instance_from_str=lambda given: _Given(given[0] if spec.nargs == 1 else given),
-        is_instance=lambda value: True,
-    )
+def _spellings(name: str, one: FieldInfo) -> list[str]:
+    mark = _mark(name, one)
+    return [name] if mark.is_positional else [*mark.aliases, f"--{(mark.name or name).replace('_', '-')}"]
 
 
-ARGUMENTS: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
-    nargs="*",
-    metavar="KEY=VALUE ...",
-    instance_from_str=_Given,
-    is_instance=lambda value: True,
-    str_from_instance=lambda value: [f"{key}={json.dumps(one)}" for key, one in value.items()] or ["{}"],
-)
-"""tyro's spec of a mapping."""
+def _metavar(name: str, one: FieldInfo) -> str:
+    """What stands for the flag's value in the help."""
+    metavar = _mark(name, one).metavar or (name.upper() if _mark(name, one).is_positional else _of_type(one.annotation))
+    return metavar if len(metavar) <= LONGEST_METAVAR else "NAME"
 
 
-def _is_mapping(field: FieldInfo) -> bool:
-    return get_origin(field.annotation) is dict
+def _of_type(annotation: Any) -> str:
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _of_type(kinds[0])
+    if origin is Literal:
+        return f"{{{','.join(kinds)}}}"
+    if origin is tuple:
+        return _of_type(kinds[0])
+    if origin is dict:
+        return "KEY=VALUE"
+    return "|".join(map(_of_type, kinds)) if kinds else annotation.__name__.upper()
 
 
-def _check_values(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> None:
-    """Refuses a flag without its value, and a switch with one."""
-    spelt = {spelling: name for name in fields for spelling in (f"--{name.replace('_', '-')}", *ALIASES.get(name, ()))}
-    for argument, following in zip(argv, [*argv[1:], "--"], strict=False):
-        flag, equals, _ = argument.replace("_", "-").partition("=")
-        name = spelt.get(flag)
-        if name is None:
-            continue
-        if fields[name].annotation is bool and equals:
-            raise RecipeError(f"{flag} takes no value; {flag.replace('--', '--no-', 1)} switches it off.")
-        if fields[name].annotation is not bool and not equals and following.startswith("--"):
-            raise RecipeError(f"{_spelt(name)} needs a value; --help lists the flags.")
+def _dashed(argument: str, known: Collection[str]) -> str:
+    """--batch_size=4 as --batch-size=4; what is no flag stays as it is."""
+    flag, equals, value = argument.partition("=")
+    dashed = flag.replace("_", "-")
+    is_flag = dashed in known or dashed.replace("--no-", "--", 1) in known
+    return f"{dashed}{equals}{value}" if is_flag else argument
 
 
-def _spelt(name: str) -> str:
-    return "/".join([*ALIASES.get(name, ()), f"--{name.replace('_', '-')}"])
+def _wrong(error: argparse.ArgumentError, fields: Fields, prog: str) -> RecipeError:
+    """A positional or a flag that is missing, a flag without its value, or a switch with one."""
+    if not error.argument_name:
+        required = " ".join(name.upper() for name, one in fields.items() if one.is_required())
+        return RecipeError(f"{required} must be given; see {prog} --help.")
+    flag, _, negative = error.argument_name.partition("/")
+    if negative.startswith("--no-"):
+        return RecipeError(f"{flag} takes no value; {negative} switches it off.")
+    return RecipeError(f"{error.argument_name} needs a value; --help lists the flags.")
 
 
-def _unknown(argument: str, names: list[str], prog: str) -> RecipeError:
+def _unknown(argument: str, fields: Fields, prog: str) -> RecipeError:
     if not argument.startswith("-"):
         return RecipeError(f"{quoted(argument)} belongs to no flag; see {prog} --help.")
     flag = argument.partition("=")[0]
-    near = closest(flag.lstrip("-"), names)
-    hint = f" Did you mean --{near.replace('_', '-')}?" if near else ""
+    near = closest(flag.lstrip("-"), list(fields))
+    hint = f" Did you mean {_spellings(near, fields[near])[-1]}?" if near else ""
     return RecipeError(f"unknown flag {quoted(flag)}.{hint} See {prog} --help.")
 
 
-def _value(name: str, field: FieldInfo, given: _Given) -> Any:
+def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
     """The validated value of a flag's arguments. Raises RecipeError."""
-    has_none = type(None) in get_args(field.annotation)
-    if has_none and given.arguments == "None":
+    has_none = NoneType in get_args(one.annotation)
+    if isinstance(arguments, bool):
+        return arguments
+    if has_none and arguments == "None":
         return None
+    flag = "/".join(_spellings(name, one))
+    if arguments == []:
+        raise RecipeError(f"{flag} needs a value; --help lists the flags.")
     try:
-        kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        kind: Any = Annotated[(one.annotation, *one.metadata)] if one.metadata else one.annotation
         reads: TypeAdapter[Any] = TypeAdapter(kind, config=NUMBERS)
-        value = reads.validate_python(
-            _mapping(_spelt(name), given.arguments) if _is_mapping(field) else given.arguments
-        )
+        is_mapping = get_origin(one.annotation) is dict
+        value = reads.validate_python(_mapping(flag, list(arguments)) if is_mapping else arguments)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         or_none = " or None" if has_none and first["type"].endswith("_parsing") else ""
         rule = recipes.rule(first)
         raise RecipeError(
-            f"{_spelt(name)} must {rule}{or_none}, got {quoted(first['input'])}; --help lists the flags."
+            f"{flag} must {rule}{or_none}, got {quoted(first['input'])}; --help lists the flags."
         ) from None
     if isinstance(value, int) and abs(value) >= 2**64:  # no arithmetic on fractions takes it
-        raise RecipeError(f"{_spelt(name)} must be less than 2^64, got {quoted(value)}.")
+        raise RecipeError(f"{flag} must be less than 2^64, got {quoted(value)}.")
     return value
 
 
-def _mapping(flag: str, arguments: str | list[str]) -> dict[str, Any]:
+def _mapping(flag: str, arguments: list[str]) -> dict[str, Any]:
     """KEY=VALUE ..., each value as YAML; `{}` is an empty one. Raises RecipeError."""
     values: dict[str, Any] = {}
     for argument in [] if arguments == ["{}"] else arguments:

@@ -9,16 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.core import imports, optimizers, own_code
+import numpy as np
+
+from hvdtrain.core import optimizers, own_code
 from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
-from hvdtrain.errors import EngineUnavailable
+from hvdtrain.errors import EngineUnavailable, RecipeError
 
 RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 """Of each stage, how many bottlenecks: He et al. 2016, arXiv:1512.03385, table 1, as torchvision builds them (no
 convolution has a bias)."""
 Shape = tuple[int, ...]
+EXAMPLES = 2
+"""How many examples a framework counts FLOPs of: BatchNorm has no variance of one value."""
 LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "lightning": "Lightning"}
 
 
@@ -40,7 +44,7 @@ def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
         return library
     before = set(sys.modules)
     if own_code.is_path(recipe.model):
-        imports.load(recipe.model, "model")
+        own_code.load(recipe.model, "model")
     imported = set(sys.modules) - before
     return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
 
@@ -60,7 +64,10 @@ def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
         flops = resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
         return Network(parameters, has_batch_norm=True, flops=flops)
     assert recipe.model not in MODELS
-    return _module(framework, "networks", recipe).count(recipe, dataset)  # type: ignore[no-any-return]
+    found: Network = _module(framework, "networks", recipe).count(recipe, dataset)
+    if not found.parameters:
+        raise RecipeError(f"model {recipe.model} has no parameters to train.")
+    return found
 
 
 def with_flops(network: Network, recipe: Recipe, framework: str, dataset: Dataset) -> Network:
@@ -69,6 +76,11 @@ def with_flops(network: Network, recipe: Recipe, framework: str, dataset: Datase
         return network
     flops = _module(framework, "flops", recipe).count(recipe, dataset)
     return dataclasses.replace(network, flops=flops)
+
+
+def counted_examples(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """The request for the EXAMPLES of the training set, without augmentation, of which a framework counts FLOPs."""
+    return np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
 
 
 def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> str:

@@ -1,12 +1,14 @@
 """The optimizers that a recipe names, with their arguments and defaults: the same in every framework."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
+from hvdtrain.core import own_code
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
-from hvdtrain.untrusted import printable, quoted
+from hvdtrain.untrusted import one_line, printable, quoted
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
@@ -20,9 +22,14 @@ KEYS = ("momentum", "nesterov", "weight_decay")
 
 
 class Settings(BaseModel):
-    """An optimizer's arguments. The LR is no part of them: it follows from the plan, step by step."""
+    """An optimizer's arguments, and what it keeps. The LR follows from the plan, step by step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    has_step: ClassVar[bool] = False
+    """Whether it counts its updates, as a number beside each parameter in PyTorch, and one for all in TensorFlow."""
+    is_fused: ClassVar[bool] = False
+    """Whether PyTorch has a fused kernel of it, which a CUDA graph may hold too."""
 
     weight_decay: NotNegative = 0.0
 
@@ -32,20 +39,28 @@ class Settings(BaseModel):
         return ()
 
 
-class SGD(Settings):
-    """Weight decay is added to the gradient; the LR stands outside the momentum (torch.optim.SGD)."""
+class Momentum(Settings):
+    """Arguments of those that keep a momentum, unless it is 0."""
 
     momentum: Fraction = 0.0
-    nesterov: bool = False
 
     @property
     def slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
 
+class SGD(Momentum):
+    """Weight decay is added to the gradient; the LR stands outside the momentum (torch.optim.SGD)."""
+
+    is_fused = True
+    nesterov: bool = False
+
+
 class Adam(Settings):
     """Kingma and Ba 2015, arXiv:1412.6980, algorithm 1; weight decay is added to the gradient (torch.optim.Adam)."""
 
+    has_step = True
+    is_fused = True
     betas: Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
 
@@ -61,27 +76,26 @@ class AdamW(Adam):
 class Lamb(Adam):
     """You et al. 2020, arXiv:1904.00962, algorithm 2."""
 
+    is_fused = False
     eps: PositiveFloat = 1e-6
     exclude_1d: bool = True
     """Whether biases and norms go without weight decay and trust ratio."""
 
 
-class Lars(Settings):
+class Lars(Momentum):
     """You et al. 2017, arXiv:1708.03888, algorithm 1: the LR stands inside the momentum."""
 
-    momentum: Fraction = 0.0
     trust_coefficient: PositiveFloat = 0.001
     eps: NotNegative = 1e-8
     exclude_1d: bool = True
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("momentum",) if self.momentum else ()
-
 
 NAMED: dict[str, type[Settings]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "lamb": Lamb, "lars": Lars}
-FUSED = ("sgd", "adam", "adamw")
-"""Those of which PyTorch has a fused kernel, which a CUDA graph may hold too."""
+
+
+def fused() -> list[str]:
+    """Names of the optimizers that PyTorch has a fused kernel of."""
+    return [name for name, kind in NAMED.items() if kind.is_fused]
 
 
 def settings(recipe: "Recipe") -> Settings:
@@ -89,6 +103,20 @@ def settings(recipe: "Recipe") -> Settings:
     kind = NAMED[recipe.optimizer]
     keys = {key: getattr(recipe, key) for key in KEYS if key in kind.model_fields}
     return kind.model_validate({**keys, **recipe.optimizer_args})
+
+
+def imported(recipe: "Recipe", make: Callable[[Callable[..., Any]], Any], base: type, name: str) -> Any:
+    """The optimizer that an import path names: `make` calls the callable that it is given. Raises RecipeError where
+    that refuses its arguments, or returns something else than a `base`, which messages call `name`."""
+    kind = own_code.load(recipe.optimizer, "optimizer")
+    try:
+        optimizer = make(kind)
+    except (TypeError, ValueError) as error:
+        text = f"{one_line(error)}.{own_code.taken(error, kind)}"
+        raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
+    if not isinstance(optimizer, base):
+        raise RecipeError(f"optimizer {recipe.optimizer} must return a {name}, got {type(optimizer).__name__}.")
+    return optimizer
 
 
 def given_keys(recipe: "Recipe") -> list[str]:
@@ -129,9 +157,10 @@ def check(r: "Recipe") -> None:
         _check_named(r, given)
     if r.optimizer != "sgd" and r.reduction == "adasum":
         raise RecipeError(f"reduction adasum goes with optimizer sgd, got {printable(r.optimizer)}; drop one.")
-    if r.fused_optimizer and r.optimizer not in FUSED:
-        fused = ", ".join(FUSED)
-        raise RecipeError(f"fused_optimizer goes with optimizer {fused}, got {printable(r.optimizer)}; drop it.")
+    if r.fused_optimizer and r.optimizer not in fused():
+        raise RecipeError(
+            f"fused_optimizer goes with optimizer {', '.join(fused())}, got {printable(r.optimizer)}; drop it."
+        )
 
 
 def _check_named(r: "Recipe", given: list[str]) -> None:

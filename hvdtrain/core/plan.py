@@ -1,17 +1,96 @@
-"""The plan of a run: the numbers that follow from recipe, ranks and data, before any framework is loaded."""
+"""The plan of a run: the numbers that follow from recipe, ranks and data, before any framework is loaded.
+
+The learning rate is scaled to the batch in the open, warmed up, then decayed.
+"""
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network
 from hvdtrain.core.own_code import LOSSES
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.schedule import Schedule, peak_lr
-from hvdtrain.datasets import DRAWS, Dataset
+from hvdtrain.core.settings import COMPRESSIONS
+from hvdtrain.datasets import DATASETS, DRAWS, Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets
+
+
+def peak_lr(
+    base_lr: float, base_batch_size: int | None, global_batch: int, rule: Literal["none", "linear", "sqrt"]
+) -> float:
+    """The LR after warm-up: `base_lr`, times k (linear) or sqrt(k) with k = global_batch / base_batch_size.
+
+    Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Krizhevsky 2014, arXiv:1404.5997.
+    """
+    if rule == "none" or base_batch_size is None:
+        return base_lr
+    ratio = global_batch / base_batch_size
+    return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """How a plateau schedule stands: the lowest validation loss, epochs since, and drops so far."""
+
+    best: float = math.inf
+    waited: int = 0
+    drops: int = 0
+
+    def observe(self, valid_loss: float, patience: int) -> "Plateau":
+        """The state after one more epoch: more than `patience` epochs without a loss below the best
+        by a ten-thousandth drop the LR once (the rule of PyTorch's ReduceLROnPlateau)."""
+        if valid_loss < self.best * (1 - 1e-4):
+            return Plateau(valid_loss, 0, self.drops)
+        if self.waited < patience:
+            return Plateau(self.best, self.waited + 1, self.drops)
+        return Plateau(self.best, 0, self.drops + 1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of every update, as a function of the epochs done before it."""
+
+    peak_lr: float
+    steps_per_epoch: int
+    epochs: int
+    warmup_epochs: float = 0.0
+    decay: Literal["constant", "step", "cosine", "plateau"] = "constant"
+    milestones: tuple[int, ...] = ()
+    factor: float = 0.1
+    patience: int = 10
+
+    def lr(self, epoch: float, plateau: Plateau | None = None) -> float:
+        """The LR of the update made after `epoch` epochs (fractions count).
+
+        Warm-up rises linearly and reaches `peak_lr` with its last update; the decay counts epochs from
+        the start of training (cosine: from the end of warm-up).
+        """
+        warmed = epoch + 1 / self.steps_per_epoch
+        if self.warmup_epochs and warmed <= self.warmup_epochs:
+            return self.peak_lr * warmed / self.warmup_epochs
+        return self.peak_lr * self._decay(epoch, plateau or Plateau())
+
+    def after_epoch(self, plateau: Plateau, epochs_done: int, valid_loss: float) -> Plateau:
+        """The plateau state after `epochs_done` epochs. Losses of the warm-up do not count."""
+        if self.decay != "plateau" or epochs_done <= self.warmup_epochs:
+            return plateau
+        return plateau.observe(valid_loss, self.patience)
+
+    def _decay(self, epoch: float, plateau: Plateau) -> float:
+        # A position is a sum of fractions: without the slack, epoch 29.999999999 would miss milestone 30.
+        slack = 0.5 / self.steps_per_epoch
+        if self.decay == "step":
+            return self.factor ** sum(epoch + slack >= milestone for milestone in self.milestones)
+        if self.decay == "cosine":
+            span = self.epochs - self.warmup_epochs
+            done = (epoch - self.warmup_epochs) / span if span else 1.0
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
+        if self.decay == "plateau":
+            return self.factor**plateau.drops
+        return 1.0
+
 
 INCEPTION_SIDE = 299
 """Pixels: of smaller images too little is left for the last convolution of the auxiliary classifier, whose output is
@@ -70,8 +149,7 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """How many bytes of gradients one rank communicates in one step."""
-        bytes_each = {"none": self._parameter_bytes, "fp16": 2, "bf16": 2, "fp64": 8}[self.recipe.compression]
-        return self.parameters * bytes_each
+        return self.parameters * (COMPRESSIONS[self.recipe.compression].bytes or self._parameter_bytes)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -241,8 +319,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
 
 def _check_side(recipe: Recipe, dataset: Dataset) -> None:
     if recipe.model == "inception_v3" and dataset.sample_shape and dataset.sample_shape[0] < INCEPTION_SIDE:
-        key = {"imagenet": "train_crop", "synthetic": "image_size"}.get(recipe.dataset)
-        remedy = f"give {key} {INCEPTION_SIDE}" if key else "take another data set"
+        side = DATASETS[recipe.dataset].side if recipe.dataset in DATASETS else 0
+        remedy = f"give {side} {INCEPTION_SIDE}" if isinstance(side, str) else "take another data set"
         raise PlanError(
             f"model inception_v3 needs training images of at least {INCEPTION_SIDE} pixels, {recipe.dataset} gives "
             f"{dataset.sample_shape[0]}; {remedy}."

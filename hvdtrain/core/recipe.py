@@ -1,39 +1,33 @@
 """Recipes: what to train. Named YAML entries and flags -> one validated, frozen value."""
 
 import io
-import warnings
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.composer import Composer
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, ScalarEvent
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from hvdtrain import datasets
 from hvdtrain.core import optimizers, own_code
-from hvdtrain.core.arguments import Arguments, Every
 from hvdtrain.core.own_code import CROSS_ENTROPIES, LOSSES, is_path
-from hvdtrain.core.settings import MTBF
+from hvdtrain.core.settings import COMPRESSIONS, MTBF
+from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, Arguments, Every, parsed
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
 from hvdtrain.files import expanded, read_bytes, with_home
 from hvdtrain.untrusted import printable, quoted
 
-# A recipe file may be somebody else's: what is read of it is bounded, so that none takes longer than half a second.
 MOST_BYTES = 64 * 1024
-MOST_VALUES = 10_000
-MOST_DEPTH = 10
 MOST_EXTENDS = 10
 LONGEST_NAME = 4096  # a path's, on Linux
 
-BOOLEANS_OF_YAML_1_1 = {"yes", "no", "on", "off"}
-"""In any case: what YAML 1.2, which recipes are read as, takes as texts."""
+if TYPE_CHECKING:
+    CompressionName = str
+else:
+    CompressionName = Literal[tuple(COMPRESSIONS)]
 
 # Far above what anybody trains with, and low enough that products of three neither overflow nor fill the memory.
 Number = Annotated[int, Field(gt=0, le=10**9)]
@@ -63,7 +57,7 @@ class Recipe(BaseModel):
     )
     model_args: Arguments = Field({}, description="of your own model's callable")
     stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50; cifar: stride 1 and no max-pool")
-    dataset: Text = Field(description=f"the data set: {', '.join(datasets.NAMES)}, or your own, as cells.data:Cells")
+    dataset: Text = Field(description=f"the data set: {', '.join(datasets.DATASETS)}, or your own, as cells.data:Cells")
     dataset_args: Arguments = Field({}, description="of your own data set's callable; $NAME is the environment's")
     collate: Text | None = Field(
         None, description="PyTorch, your own data set: what makes a batch of samples, as cells.data:collate"
@@ -111,7 +105,7 @@ class Recipe(BaseModel):
     )
     lr_factor: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="step, plateau: the multiplier")
     plateau_patience: Count = Field(10, description="plateau: epochs without a better validation loss")
-    optimizer: Text = Field("sgd", description="sgd, adam, adamw, lamb, lars; or yours, as torch.optim:RAdam")
+    optimizer: Text = Field("sgd", description=f"{', '.join(optimizers.NAMED)}; or yours, as torch.optim:RAdam")
     optimizer_args: Arguments = Field({}, description="its arguments, as betas=[0.9,0.99] eps=1e-6")
     momentum: Fraction = Field(0.0, description="of sgd and lars")
     nesterov: bool = Field(False, description="of sgd: Nesterov momentum")
@@ -142,9 +136,14 @@ class Recipe(BaseModel):
         0, description="readers a rank: processes (PyTorch) or threads (TensorFlow); 0 is one thread"
     )
 
-    compression: Literal["none", "fp16", "bf16", "fp64"] = Field(
+    compression: CompressionName = Field(
         "none",
-        description="communicated dtype of gradients; fp64: sums that no order of ranks changes; bf16: engine ddp's",
+        description="; ".join(
+            (
+                "communicated dtype of gradients",
+                *(f"{name}: {row.text}" for name, row in COMPRESSIONS.items() if row.text),
+            )
+        ),
     )
     reduction: Literal["average", "adasum"] = Field("average", description="how gradients are combined")
     fusion_threshold_mb: Annotated[int, Field(ge=0, le=2**20)] | None = Field(
@@ -286,71 +285,6 @@ def _text(file: str) -> str:
         raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None
 
 
-class _Bounded(Composer):
-    """Counts the values of a file as it puts them together, an alias for all that it stands for."""
-
-    def __init__(self, loader: Any = None) -> None:
-        super().__init__(loader)
-        self.warn_double_anchors = False
-        self._values = self._depth = 0
-        self._behind: dict[str, int] = {}  # an anchor: the values behind it, once all are read
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event, before = self.parser.peek_event(), self._values
-        is_alias = isinstance(event, AliasEvent)
-        if not is_alias:
-            self._behind.pop(event.anchor, None)
-        self._depth += 1
-        self._refuse(self._depth > MOST_DEPTH, f"goes more than {MOST_DEPTH} levels deep", event)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if isinstance(event, ScalarEvent) and event.implicit[0] and (index is not None or parent is None):
-            rule = f"has {event.value}, which is a text in YAML 1.2 and true or false in 1.1; write true or false, or "
-            self._refuse(event.value.lower() in BOOLEANS_OF_YAML_1_1, f"{rule}'{event.value}' for the text", event)
-        self._refuse(is_alias and event.anchor not in self._behind, "has an alias of what it stands in", event)
-        self._values += self._behind[event.anchor] if is_alias else 1
-        self._refuse(self._values > MOST_VALUES, f"holds more than {MOST_VALUES} values, those of aliases too", event)
-        if event.anchor and not is_alias:
-            self._behind[event.anchor] = self._values - before
-        return node
-
-    def _refuse(self, broken: bool, rule: str, event: Any) -> None:
-        if broken:
-            raise _OutOfBounds(problem=rule, problem_mark=event.start_mark)
-
-
-class _OutOfBounds(MarkedYAMLError):
-    pass
-
-
-def parsed(file: str, text: str) -> Any:
-    """The values of the YAML text, which a message names `file`. Raises RecipeError."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Composer = _Bounded
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ruamel's advice to programmers
-            return yaml.load(text)
-    except DuplicateKeyError as error:
-        where = error.problem_mark
-        key = str(error.problem).partition('"')[2].partition('"')[0]
-        raise RecipeError(
-            f"{file} line {where.line + 1}: key {quoted(key)} stands twice in one entry; remove one of them."
-        ) from None
-    except MarkedYAMLError as error:
-        where = error.problem_mark
-        line = f" line {where.line + 1}" if where else ""
-        wrong = "" if isinstance(error, _OutOfBounds) else " is not YAML:"
-        raise RecipeError(f"{file}{line}{wrong} {printable(str(error.problem), 200)}.") from None
-    except (YAMLError, ValueError) as error:  # a control character; a date such as 2024-13-01
-        reason = printable(str(error).partition("\n")[0], 200)
-        # Python's own message would have the reader raise its limit.
-        reason = "a number has more than 4,300 digits" if reason.startswith("Exceeds the limit") else reason
-        raise RecipeError(f"{file} is not YAML: {reason}.") from None
-    except Exception:  # ruamel's constructors: IndexError, KeyError, AssertionError, ... for `!!int ""` and its like
-        raise RecipeError(f"{file} is not YAML: a value is none of its tag.") from None
-
-
 def _check_name(text: str) -> None:
     """Of recipes and folders: they stand in the log and in a comment of the resolved recipe."""
     if not text.isprintable() or len(text) > LONGEST_NAME:
@@ -403,9 +337,10 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")
     if r.valid_crop > r.valid_resize:
         raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")
-    if r.dataset != "imagenet" and (r.shuffle == "shards" or r.cache_dir or r.decoder == "dali"):
+    if "shuffle" not in datasets.keys_of(r.dataset) and (r.shuffle == "shards" or r.cache_dir or r.decoder == "dali"):
+        takers = " or ".join(datasets.takers_of("shuffle"))
         raise RecipeError(
-            f"shuffle shards, cache_dir and decoder dali go with dataset imagenet, got {r.dataset}; drop them."
+            f"shuffle shards, cache_dir and decoder dali go with dataset {takers}, got {r.dataset}; drop them."
         )
     _check_speed(r)
 
@@ -418,7 +353,7 @@ def _check_speed(r: Recipe) -> None:
     if r.label_smoothing and (r.model == "linear" or r.loss not in {None, *CROSS_ENTROPIES}):
         what = "model linear" if r.model == "linear" else f"loss {r.loss}"
         raise RecipeError(f"label_smoothing is for classes, which {what} has not; drop it.")
-    if r.data_on_device and (r.dataset == "imagenet" or is_path(r.dataset)):
+    if r.data_on_device and (is_path(r.dataset) or not datasets.DATASETS[r.dataset].is_in_memory):
         raise RecipeError(f"data_on_device needs a data set in memory, {r.dataset} is read from files; drop it.")
     if r.data_on_device and r.workers:
         raise RecipeError(f"data_on_device leaves nothing to read: workers must be 0, got {r.workers}.")

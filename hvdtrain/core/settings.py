@@ -1,69 +1,41 @@
-"""What engines and the loop read of a recipe, and the same for a loop of one's own, which has no recipe."""
+"""What engines and the loop read of a recipe, and the same for a loop of the user's, which has none."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, TypeAlias, Union
+
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
 
 Device = Literal["auto", "cpu", "cuda"]
 MTBF = "mtbf_hours, the mean hours between failures of the whole job: those of one node divided by the job's nodes"
 """What an interval by itself needs, as a message says it."""
 
 
-class EngineSettings(Protocol):
-    """What an engine is opened with; a Recipe has all of it."""
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are communicated."""
 
-    @property
-    def device(self) -> Device: ...
-    @property
-    def compression(self) -> str: ...
-    @property
-    def reduction(self) -> str: ...
-    @property
-    def accumulation_steps(self) -> int: ...
-    @property
-    def fusion_threshold_mb(self) -> int | None: ...
-    @property
-    def cycle_time_ms(self) -> float | None: ...
-    @property
-    def autotune(self) -> bool: ...
-    @property
-    def horovod_timeline(self) -> bool: ...
-    @property
-    def profile(self) -> bool: ...
+    dtype: str
+    """The name of the communicated type, in NumPy, PyTorch and TensorFlow; "" leaves gradients as they are."""
+    bytes: int | None
+    """Bytes of a communicated number; None: those of a parameter."""
+    engines: tuple[str, ...] = ()
+    """The engines that can; () is all, as where one process communicates nothing and it changes nothing."""
+    text: str = ""
+    """What the help says of it."""
 
 
-class ReadSettings(Protocol):
-    """How batches are read; a Recipe has all of it."""
-
-    @property
-    def precision(self) -> str | None: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def data_on_device(self) -> bool: ...
-    @property
-    def channels_last(self) -> bool: ...
-
-
-class Intervals(Protocol):
-    """When the loop logs, compares replicas and writes a checkpoint; a Recipe has all of it."""
-
-    @property
-    def log_every_steps(self) -> int: ...
-    @property
-    def guard_every_steps(self) -> int: ...
-    @property
-    def checkpoint_every_epochs(self) -> int: ...
-    @property
-    def checkpoint_every_steps(self) -> int | Literal["auto"] | None: ...
-    @property
-    def mtbf_hours(self) -> float | None: ...
-    @property
-    def keep_checkpoints(self) -> int: ...
+COMPRESSIONS = {
+    "none": Compression("", None),
+    "fp16": Compression("float16", 2, ("horovod", "local", "ddp")),
+    "bf16": Compression("bfloat16", 2, ("ddp",), "engine ddp's"),
+    "fp64": Compression("float64", 8, text="sums that no order of ranks changes"),
+}
 
 
 @dataclass(frozen=True)
 class OwnEngineSettings:
-    """Without a recipe: its defaults, but for what a program says."""
+    """What an engine is opened with, as a Recipe has it; its defaults, but for what a program says."""
 
     device: Device = "auto"
     compression: str = "none"
@@ -78,7 +50,7 @@ class OwnEngineSettings:
 
 @dataclass(frozen=True)
 class OwnReadSettings:
-    """Without a recipe: batches as the program's data set makes them."""
+    """How batches are read: as the program's data set makes them."""
 
     workers: int = 0
     precision: str | None = None
@@ -88,7 +60,8 @@ class OwnReadSettings:
 
 @dataclass(frozen=True)
 class OwnIntervals:
-    """Without a recipe: its defaults, but for what a program says."""
+    """When the loop logs, compares replicas and writes a checkpoint; a recipe's defaults, but for what a program
+    says."""
 
     log_every_steps: int = 20
     guard_every_steps: int = 100
@@ -96,3 +69,8 @@ class OwnIntervals:
     checkpoint_every_steps: int | Literal["auto"] | None = None
     keep_checkpoints: int = 2
     mtbf_hours: float | None = None
+
+
+EngineSettings: TypeAlias = Union["Recipe", OwnEngineSettings]
+ReadSettings: TypeAlias = Union["Recipe", OwnReadSettings]
+Intervals: TypeAlias = Union["Recipe", OwnIntervals]

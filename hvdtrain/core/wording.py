@@ -169,6 +169,11 @@ def _targets(known: Collection[str], synonyms: Sequence[str]) -> dict[str, str]:
     return targets
 
 
+def counted(number: int, thing: str) -> str:
+    """As `1 rank` and `2 ranks`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def _like(word: str, names: Mapping[str, str], cutoff: float) -> str | None:
     long = [one for one in names if len(one) >= SHORTEST] if len(word) >= SHORTEST else []
     return next((names[near] for near in difflib.get_close_matches(word, long, 1, cutoff)), None)

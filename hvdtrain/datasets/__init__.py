@@ -4,80 +4,79 @@ A sample's augmentation is a pure function of the sample and of the uniform numb
 draws them for a whole epoch, seeded by (seed, epoch), trains alike whatever the number of ranks and readers.
 """
 
-import dataclasses
-from pathlib import Path
-from typing import Literal, get_args
+import importlib
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from hvdtrain.datasets.base import DRAWS, Dataset, Split
 from hvdtrain.errors import DataError
 
-__all__ = ["DRAWS", "NAMES", "Dataset", "Decoder", "Name", "Split", "load"]
+__all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Row", "Split", "keys_of", "load", "takers_of"]
 
 Decoder = Literal["pillow", "dali"]
-Name = Literal["linear", "digits", "cifar100", "imagenet", "synthetic"]
-NAMES: tuple[str, ...] = get_args(Name)
 
 
-def load(
-    name: str,
-    *,
-    data_dir: Path | None = None,
-    cache_dir: Path | None = None,
-    is_by_shard: bool = False,
-    decoder: Decoder = "pillow",
-    seed: int = 0,
-    train_crop: int = 224,
-    valid_resize: int = 256,
-    valid_crop: int = 224,
-    image_size: int = 32,
-    classes: int = 100,
-    examples: int = 50000,
-) -> Dataset:
+@dataclass(frozen=True)
+class Row:
+    """A data set that a recipe names."""
+
+    loader: str
+    """MODULE:FUNCTION, which takes `keys` by name, all with defaults, and returns a Dataset."""
+    keys: tuple[str, ...] = ()
+    """The recipe's keys that it reads."""
+    is_in_memory: bool = True
+    """Whether its samples fit into the memory of a device."""
+    published: tuple[int, int, int] | None = None
+    """Training examples, validation examples and classes of a set of files, where they are always the same."""
+    downloaded_to: str = ""
+    """The folder within HVDTRAIN_DATA that holds it where no data_dir is given; "" where one must be."""
+    side: str | int = 0
+    """Pixels of a training image's side, or the recipe's key that sets them."""
+
+
+DATASETS = {
+    "linear": Row("hvdtrain.datasets.small:linear", ("seed",)),
+    "digits": Row("hvdtrain.datasets.small:digits", side=8),
+    "cifar100": Row(
+        "hvdtrain.datasets.cifar100:load",
+        ("data_dir",),
+        published=(50_000, 10_000, 100),
+        downloaded_to="cifar-100-python",
+        side=32,
+    ),
+    "imagenet": Row(
+        "hvdtrain.datasets.imagenet:load",
+        ("data_dir", "cache_dir", "shuffle", "decoder", "train_crop", "valid_resize", "valid_crop"),
+        is_in_memory=False,
+        published=(1_281_167, 50_000, 1000),  # ILSVRC 2012: Russakovsky et al. 2015, arXiv:1409.0575, table 2
+        side="train_crop",
+    ),
+    "synthetic": Row(
+        "hvdtrain.datasets.small:synthetic", ("seed", "image_size", "classes", "examples"), side="image_size"
+    ),
+}
+
+
+def keys_of(name: str) -> tuple[str, ...]:
+    """The recipe's keys that the data set reads; () for one of the user's."""
+    return DATASETS[name].keys if name in DATASETS else ()
+
+
+def takers_of(key: str) -> list[str]:
+    """The data sets that read a key of the recipe."""
+    return [name for name, row in DATASETS.items() if key in row.keys]
+
+
+def load(name: str, **keys: Any) -> Dataset:
     """The data set of that name, its files looked for but not all read.
 
-    data_dir is for cifar100 (by default downloaded and kept) and imagenet; seed for linear and synthetic; the
-    crops and valid_resize, in pixels, for imagenet; the last three for synthetic. Of a packed imagenet, cache_dir
-    keeps a copy on this node, and is_by_shard numbers the training samples shard after shard.
-    Raises DataError where files are missing, damaged or of the wrong shape, EngineUnavailable for a missing decoder.
+    `keys` are those of a recipe: what the data set does not read is left out, what is not given has its loader's
+    default. Raises DataError where files are missing, damaged or of the wrong shape, EngineUnavailable for a missing
+    decoder.
     """
-    match name:
-        case "linear":
-            from hvdtrain.datasets import linear
-
-            return linear.load(seed)
-        case "digits":
-            from hvdtrain.datasets import digits
-
-            return digits.load()
-        case "cifar100":
-            from hvdtrain.datasets import cifar100
-
-            return cifar100.load(data_dir)
-        case "imagenet":
-            whole = _imagenet(data_dir, cache_dir, is_by_shard, (train_crop, valid_resize, valid_crop))
-            return _by_dali(whole) if decoder == "dali" else whole
-        case "synthetic":
-            from hvdtrain.datasets import synthetic
-
-            return synthetic.load(seed, image_size, classes, examples)
-    raise DataError(f"There is no data set {name!r}: choose one of {', '.join(NAMES)}.")
-
-
-def _imagenet(data_dir: Path | None, cache_dir: Path | None, is_by_shard: bool, sides: tuple[int, int, int]) -> Dataset:
-    from hvdtrain.datasets import imagenet, index
-    from hvdtrain.datasets.packed import cache, shards
-
-    if data_dir is not None and shards.is_in(data_dir):
-        return shards.load(data_dir, *sides, is_by_shard, cache.on_node(data_dir, cache_dir) if cache_dir else None)
-    if is_by_shard or cache_dir:
-        key = "shuffle shards" if is_by_shard else "cache_dir"
-        raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")
-    return (index.load if index.is_in(data_dir) else imagenet.load)(data_dir, *sides)
-
-
-def _by_dali(dataset: Dataset) -> Dataset:
-    from hvdtrain.datasets import dali, imagenet
-
-    dali.check()
-    assert isinstance(dataset.train, imagenet.Encoded)
-    return dataclasses.replace(dataset, train=dali.Dali(dataset.train))
+    if name not in DATASETS:
+        raise DataError(f"There is no data set {name!r}: choose one of {', '.join(DATASETS)}.")
+    row = DATASETS[name]
+    module, _, function = row.loader.partition(":")
+    read = {key: value for key, value in keys.items() if key in row.keys}
+    return getattr(importlib.import_module(module), function)(**read)  # type: ignore[no-any-return]

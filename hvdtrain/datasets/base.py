@@ -1,6 +1,7 @@
 """The interface of every data set: two splits that are read by index, and the numbers that a model needs."""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -109,6 +110,13 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def default_data_dir() -> Path:
+    """$HVDTRAIN_DATA, or hvdtrain/data in the user's cache folder."""
+    if chosen := os.environ.get("HVDTRAIN_DATA"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "data"
 
 
 def require_positive(**values: int) -> None:

@@ -1,20 +1,39 @@
 """CIFAR-100 in its published files: 32x32 images of 100 classes (A. Krizhevsky, 2009).
 
 Augmented as in the NERSC tutorial of SC20: a crop after padding by 4, a flip, a rotation by up to 15 degrees.
+
+Fetched once for all processes of a machine. Not by pooch (1.9), which has no lock between processes, bounds neither the
+size nor the duration of a transfer, and unpacks links, pipes and bombs.
 """
 
+import contextlib
+import gzip
+import hashlib
+import http.client
+import os
+import ssl
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.datasets.base import Dataset, digest
-from hvdtrain.datasets.download import default_data_dir, download_cifar100
+from hvdtrain import files
+from hvdtrain.datasets import DATASETS
+from hvdtrain.datasets.base import SHOWN, Dataset, default_data_dir, digest
 from hvdtrain.datasets.pickles import read_batch
 from hvdtrain.errors import DataError
+from hvdtrain.untrusted import one_line
 
-FOLDER = "cifar-100-python"
+FOLDER = DATASETS["cifar100"].downloaded_to
 CLASSES = 100
 MEAN = (0.50708, 0.48655, 0.44092)
 STD = (0.26733, 0.25644, 0.27615)
@@ -24,6 +43,22 @@ PADDING = 4
 DEGREES = 15
 FIXED_BITS = 16
 """Pillow rotates in fixed-point numbers of so many bits after the point."""
+URL = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
+SHA256 = "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"
+"""Of the archive whose MD5 its page gives as eb9058c3a382ffc7106e4002c42a8d85. Source: Keras's datasets/cifar100.py."""
+MEMBERS = ("train", "test", "meta")
+MOST_BYTES = 1 << 28
+"""In the archive, which has 169 MB."""
+BLOCK = 1 << 20
+TIMEOUT_SECONDS = 30
+FETCH_SECONDS = 3600
+NETWORK_ERRORS = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+    ssl.SSLError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +87,7 @@ class Cifar:
         return self.pixels.take(np.where(inside, pixel + first, len(self.pixels) - 1), axis=0)
 
 
-def load(data_dir: Path | None) -> Dataset:
+def load(data_dir: Path | None = None) -> Dataset:
     """The training and the test images; without a data_dir, downloaded once and kept."""
     if data_dir is None:
         folder = download_cifar100(default_data_dir())
@@ -67,8 +102,8 @@ def load(data_dir: Path | None) -> Dataset:
 def _read(path: Path, remedy: str) -> Cifar:
     batch = read_batch(path, remedy)
     planes, labels = batch.get("data"), batch.get("fine_labels")
-    if not isinstance(planes, np.ndarray) or not isinstance(labels, list):
-        raise DataError(f"{path} lacks the array 'data' or the list 'fine_labels': {remedy}")
+    if not isinstance(planes, np.ndarray) or planes.dtype != np.uint8 or not isinstance(labels, list):
+        raise DataError(f"{path} lacks the array 'data' of uint8 or the list 'fine_labels': {remedy}")
     if planes.ndim != 2 or planes.shape[1] != 3 * PIXELS or not len(planes):
         raise DataError(
             f"{path}: wrong image shape: 'data' must be [N, 3 * 32 * 32], got {list(planes.shape)}: {remedy}"
@@ -128,3 +163,87 @@ def _axis(placement: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.b
     offset = offset[:, :, None]
     low, high = np.maximum(0, -offset), np.minimum(SIDE, SIDE - offset)
     return cropped + offset, (cropped >= low) & (cropped < high)
+
+
+def download_cifar100(dest: Path, url: str = URL, expected: str = SHA256) -> Path:
+    """The folder dest/cifar-100-python, fetched unless it is there: complete or not at all.
+
+    Processes of a user that need it at once fetch it once. Raises DataError where it cannot be fetched or written.
+    """
+    folder = dest / "cifar-100-python"
+    if folder.is_dir():
+        return folder
+    try:
+        dest.mkdir(parents=True, exist_ok=True)
+        with _locked(dest) as progress:
+            if not folder.is_dir():
+                _fetch_and_unpack(url, expected, folder, progress)
+    except OSError as error:
+        remedy = "free some space or choose another folder with HVDTRAIN_DATA"
+        raise DataError(f"{dest} cannot take CIFAR-100 ({error.strerror or error}): {remedy}") from None
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(dest: Path) -> Iterator[Callable[[], None]]:
+    """The user's lock; none where the file system has none, or it is another's: the final rename is safe without."""
+    name = f".cifar-100-{os.geteuid()}.lock"
+    with contextlib.ExitStack() as stack:
+        progress: Callable[[], None] = lambda: None  # noqa: E731
+        with contextlib.suppress(OSError):
+            progress = stack.enter_context(files.held(dest / name)).progress
+        yield progress
+
+
+def _fetch_and_unpack(url: str, expected: str, folder: Path, progress: Callable[[], None]) -> None:
+    try:
+        with files.new_folder(folder) as unfinished, tempfile.TemporaryFile(dir=unfinished) as archive:
+            found = _fetch(url, archive, folder.parent, progress)
+            if found != expected:
+                raise DataError(f"{url} has the SHA-256 {found}, not {expected}: try again, or fetch it by hand")
+            archive.seek(0)
+            _unpack(archive, unfinished, progress)
+    except OSError:
+        if not folder.is_dir():  # else another machine was first
+            raise
+
+
+def _fetch(url: str, archive: IO[bytes], dest: Path, progress: Callable[[], None]) -> str:
+    """Into the open archive; its SHA-256."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+            return _receive(answer, archive, progress)
+    except NETWORK_ERRORS as error:
+        reason = one_line(getattr(error, "reason", None) or error, SHOWN)
+        remedy = f"fetch it where there is a network, and unpack it into {dest}"
+        raise DataError(f"{url} cannot be fetched ({reason}): {remedy}") from None
+
+
+def _receive(answer: http.client.HTTPResponse, archive: IO[bytes], progress: Callable[[], None]) -> str:
+    """A server that sends a byte now and then never runs into a timeout."""
+    end, received, digest = time.monotonic() + FETCH_SECONDS, 0, hashlib.sha256()
+    while block := answer.read1(BLOCK):
+        received += archive.write(block)
+        digest.update(block)
+        progress()
+        if time.monotonic() > end:
+            raise TimeoutError(f"{received:,} bytes came in {FETCH_SECONDS:,} s")
+        if received > MOST_BYTES:
+            raise http.client.HTTPException(f"it sends more than {MOST_BYTES:,} bytes")
+    return digest.hexdigest()
+
+
+def _unpack(archive: IO[bytes], folder: Path, progress: Callable[[], None]) -> None:
+    """Only the three expected files, of an archive that is known to be the published one."""
+    try:
+        with tarfile.open(fileobj=archive, mode="r:gz") as tar:
+            for name in MEMBERS:
+                member = tar.extractfile(f"cifar-100-python/{name}")
+                assert member is not None
+                with member, (folder / name).open("wb") as file:
+                    while block := member.read(BLOCK):
+                        file.write(block)
+                        progress()
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, KeyError, zlib.error) as error:
+        reason = one_line(error, SHOWN)
+        raise DataError(f"The archive of CIFAR-100 is not as published ({reason}): fetch it by hand") from None

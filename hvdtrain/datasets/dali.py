@@ -3,6 +3,7 @@
 Boxes and flips are ours, drawn as for Pillow, so that pixels differ by rounding alone: by 0.16 of 255 in the mean.
 """
 
+import dataclasses
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import processors
-from hvdtrain.datasets.base import SHOWN
+from hvdtrain.datasets.base import SHOWN, Dataset
 from hvdtrain.datasets.imagenet import BadImage, Encoded, opened, random_part
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.untrusted import one_line
@@ -132,6 +133,8 @@ def _dali() -> tuple[Any, Any, Any]:
     return fn, types, pipeline_def
 
 
-def check() -> None:
-    """Raises EngineUnavailable where DALI is not installed."""
+def decoding(dataset: Dataset) -> Dataset:
+    """The same whose training images DALI decodes. Raises EngineUnavailable where it is not installed."""
     _dali()
+    assert isinstance(dataset.train, Encoded)
+    return dataclasses.replace(dataset, train=Dali(dataset.train))

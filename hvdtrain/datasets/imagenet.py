@@ -233,7 +233,38 @@ def _threads() -> tuple[int, ThreadPoolExecutor]:
 os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
-def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
+def load(
+    data_dir: Path | None = None,
+    cache_dir: Path | None = None,
+    shuffle: str = "global",
+    decoder: str = "pillow",
+    train_crop: int = 224,
+    valid_resize: int = 256,
+    valid_crop: int = 224,
+) -> Dataset:
+    """ImageNet as data_dir holds it: packed, by index files, or a folder for each class.
+
+    Of a packed set, cache_dir keeps a copy on this node, and shuffle "shards" numbers the training samples shard after
+    shard.
+    """
+    from hvdtrain.datasets import index, packed
+
+    sides, is_by_shard = (train_crop, valid_resize, valid_crop), shuffle == "shards"
+    if data_dir is not None and packed.is_in(data_dir):
+        whole = packed.load(data_dir, *sides, is_by_shard, packed.on_node(data_dir, cache_dir) if cache_dir else None)
+    elif is_by_shard or cache_dir:
+        key = "shuffle shards" if is_by_shard else "cache_dir"
+        raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")
+    else:
+        whole = (index.load if index.is_in(data_dir) else load_folder)(data_dir, *sides)
+    if decoder == "dali":
+        from hvdtrain.datasets import dali
+
+        return dali.decoding(whole)
+    return whole
+
+
+def load_folder(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
     """The images under data_dir/train and data_dir/val (or valid), numbered by class, folder and file name.
 
     Raises DataError where a folder is missing or empty, or the two hold different classes.

@@ -5,7 +5,6 @@ or names, which are numbered in alphabetical order. A pickle may have Python run
 is let through.
 """
 
-import contextlib
 import os
 import pickle
 import re
@@ -30,8 +29,6 @@ DEFAULTS = {"int", "long", "str"}
 """What a defaultdict may have been made with."""
 LONGEST = 4096
 """Bytes of a path: longer ones cannot be opened."""
-MOST_AT_ONCE = 1 << 20
-"""Bytes of one value; Python writes frames of 64 KiB."""
 MOST_LOOKED_FOR = 1000
 """Images of a file, spread over it: on a parallel file system a million would take minutes."""
 VARIABLE = re.compile(r"\A(\$\w+|\$\{\w+\}|~)(?=/)", re.ASCII)
@@ -95,7 +92,7 @@ def read(path: Path) -> dict[bytes, int | str]:
 def _checked(path: Path, pairs: Iterable[Any]) -> Iterator[tuple[bytes, int | str]]:
     is_windows = None
     for image, held in pairs:
-        label = held.number() if isinstance(held, pickles.PickledArray) else held
+        label = held.number() if isinstance(held, pickles.Array) else held
         if type(image) not in {str, bytes} or type(label) not in {int, str}:
             raise DataError(
                 f"{path} must map paths to classes, got {quoted(image)} with class {quoted(label)} of type "
@@ -117,52 +114,62 @@ def _is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113 - Path's own raises for a name that is too long
 
 
-class _IndexUnpickler(pickles.ArrayUnpickler):
+class _Joined(pickles.StandIn):
+    """Stands for pathlib's classes, as text."""
+
+    def __new__(cls, *parts: str) -> str:  # type: ignore[misc]
+        return str(PurePosixPath(*parts))
+
+
+class _Scalar(pickles.StandIn):
+    """Stands for NumPy's numbers and text, as Python's."""
+
+    def __new__(cls, kind: pickles.Kind, content: bytes) -> Any:
+        value = np.frombuffer(content, kind.dtype, 1)[0].item()
+        return os.fsdecode(value) if isinstance(value, str | bytes) else value
+
+
+class _FromBuffer(pickles.StandIn):
+    """Stands for the function by which NumPy makes arrays since pickle's protocol 5."""
+
+    def __new__(cls, content: bytes, kind: pickles.Kind, shape: Any, order: str) -> pickles.Array:  # type: ignore[misc]
+        array = pickles.Array()
+        array.__setstate__((1, shape, kind, order == "F", content))
+        return array
+
+
+class _Dict(pickles.StandIn):
+    """Stands for the dictionaries of collections, as Python's."""
+
+    def __new__(cls, *given: Any) -> Any:
+        return next((each for each in given if isinstance(each, dict | list)), {})
+
+
+class _IndexUnpickler(pickles.DataUnpickler):
     kind = "index file"
-    codes = r"\|?([iuf][1248]|b1|[SU][0-9]{1,5})"
 
     def __init__(self, path: Path, file: Any) -> None:
-        super().__init__(file, MOST_AT_ONCE, encoding="utf-8", errors="surrogateescape")
+        super().__init__(file, encoding="utf-8", errors="surrogateescape")
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
         match module.partition(".")[0], name:
             case "pathlib", _ if name in PATHS:
-                return self._joined
+                return _Joined
             case "numpy", "scalar":
-                return self._scalar
+                return _Scalar
             case "numpy", "_frombuffer":
-                return lambda content, kind, shape, order: pickles.PickledArray(1, shape, kind, order == "F", content)
+                return _FromBuffer
             case "collections", _ if name in DICTS:
-                return lambda *given: next((each for each in given if isinstance(each, dict | list)), {})
+                return _Dict
             case "builtins" | "__builtin__", _ if name in DEFAULTS:
                 return name
-        series = ", of which dict(series) makes a dict" if name == "Series" else ""
-        with self._refusing(f"an object of {module}.{name}{series}"):
-            return super().find_class(module, name)
-
-    def _type(self, code: Any, *_: object) -> Any:
-        with self._refusing(f"an array of kind {quoted(code)}"):
-            return super()._type(code)
-
-    @contextlib.contextmanager
-    def _refusing(self, held: str) -> Iterator[None]:
-        """A file that holds other objects may well be whole."""
         try:
-            yield
-        except pickle.UnpicklingError:
-            raise DataError(f"{self._path} holds {one_line(held, SHOWN)}: {PLAIN}") from None
-
-    def _joined(self, *parts: str) -> str:
-        """Stands for pathlib's classes; text, which no opcode can write to."""
-        if len(parts) > LONGEST or sum(map(len, parts)) > LONGEST:
-            raise pickle.UnpicklingError(f"a path of more than {LONGEST} characters")
-        return self.made(str(PurePosixPath(*parts)))
-
-    def _scalar(self, kind: Any, content: bytes) -> Any:
-        """Stands for NumPy's numbers and text, as Python's."""
-        value = np.frombuffer(content, kind.dtype, 1)[0].item()
-        return self.made(os.fsdecode(value)) if isinstance(value, str | bytes) else value
+            return super().find_class(module, name)
+        except pickle.UnpicklingError:  # the file may well be whole
+            series = ", of which dict(series) makes a dict" if name == "Series" else ""
+            held = one_line(f"an object of {module}.{name}{series}", SHOWN)
+            raise DataError(f"{self._path} holds {held}: {PLAIN}") from None
 
 
 def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:

@@ -1,12 +1,14 @@
-"""Reads pickled data, and the published CIFAR files, without running anything else that a pickle may request."""
+"""Pickles of others as plain data: nothing that a file names is run but the stand-ins below.
+
+A forged file may still take memory, as much as its opcodes have the interpreter make.
+"""
 
 import contextlib
-import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,31 +18,8 @@ from hvdtrain.datasets.base import SHOWN
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line
 
-MOST_BYTES = 1 << 28
-"""In one value of a CIFAR file: the published pixels are 153.6 MB, and 230 MB as protocol 2's text."""
-MADE = 16
-"""Times its own size, the text that a file may have put together from strings that it repeats."""
-KEYS = {str, bytes, int}
-BYTE_ORDERS = ("<", ">", "|", "=")
-LARGEST_KEY = 60  # bits: up to them each number is its own hash
-OPCODES = (
-    "PROTO FRAME STOP MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWFALSE NEWTRUE INT BININT "
-    "BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
-    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
-    "LIST APPEND APPENDS EMPTY_DICT GLOBAL STACK_GLOBAL REDUCE"
-)
-"""Of the pickle machine: what data need. Not BUILD, which would write to any object, nor what makes sets, whose members
-are hashed."""
-
-
-def read_batch(path: Path, remedy: str) -> dict[str, Any]:
-    """The dictionary in that file: lists, numbers, text and uint8 arrays. Its keys are str.
-
-    Files pickled by Python 2 and 3 are read alike. Raises DataError, ending in the remedy, for all else.
-    """
-    with as_data_error(path, remedy), files.opened(path) as file:
-        batch = _BatchUnpickler(file, MOST_BYTES, encoding="bytes").load()
-        return {_text(key): value.array() if isinstance(value, PickledArray) else value for key, value in batch.items()}
+NUMBERS_AND_TEXT = re.compile(r"\|?([iuf][1248]|b1|[SU][0-9]{1,5})")
+"""Types of an array's values, without pointers."""
 
 
 @contextlib.contextmanager
@@ -60,171 +39,79 @@ def as_data_error(path: Path, remedy: str) -> Iterator[None]:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {one_line(error, SHOWN)}): {remedy}") from None
 
 
-class _Bounded:
-    """A file that is never asked for more than it holds: a length in a forged pickle claims no memory."""
+class StandIn:
+    """Stands for a class or function that a pickle may name."""
 
-    def __init__(self, file: IO[bytes], most: int) -> None:
-        self.size = self._left = os.fstat(file.fileno()).st_size
-        self._file, self._most = file, most
-
-    def read(self, size: int) -> bytes:
-        if size > self._left or size > self._most:
-            raise EOFError(f"{size} bytes are announced, {self._left} are left")
-        self._left -= size
-        return self._file.read(size)
-
-    def readline(self) -> bytes:
-        content = self._file.readline(self._most)
-        self._left -= len(content)
-        if not content.endswith(b"\n"):
-            raise EOFError("a line does not end")
-        return content
+    def __setstate__(self, state: Any) -> None:
+        """There for the class as well, so that no pickle can write to it."""
+        raise pickle.UnpicklingError("it sets the state of an object that has none")
 
 
-def _with_plain_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """Tuples that hold one another twice, 60 deep, take for ever to hash, and a million deep overflow C's stack; of
-    large numbers any many can have one hash."""
+class Encoded(StandIn):
+    """Stands for _codecs.encode, with which Python 3 pickles bytes for Python 2. Its other codecs unpack bombs."""
 
-    def checked(unpickler: Any) -> None:
-        for key in unpickler.stack[keys]:
-            if type(key) not in KEYS or (type(key) is int and key.bit_length() > LARGEST_KEY):
-                raise pickle.UnpicklingError("a key that is neither text nor a number of a class")
-        load(unpickler)
-
-    return checked
-
-
-class _Opcodes(dict[int, Callable[[Any], None]]):
-    def __missing__(self, opcode: int) -> Callable[[Any], None]:
-        raise pickle.UnpicklingError(f"it holds the opcode {bytes([opcode])!r}, which no data need")
-
-
-def _standard(name: str) -> tuple[int, Callable[[Any], None]]:
-    opcode: int = getattr(pickle, name)[0]
-    return opcode, pickle._Unpickler.dispatch[opcode]
-
-
-class DataUnpickler(pickle._Unpickler):
-    """Makes numbers, text, tuples, lists, dictionaries and bytes; subclasses add functions that stand for others.
-
-    Python's own machine rather than C's, whose table of memos grows to whatever number a file names, and whose opcodes
-    cannot be chosen.
-    """
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = _Opcodes(
-        [
-            *map(_standard, OPCODES.split()),
-            *((code, _with_plain_keys(load, slice(0, None, 2))) for code, load in map(_standard, ("DICT", "SETITEMS"))),
-            *((code, _with_plain_keys(load, slice(-2, -1))) for code, load in [_standard("SETITEM")]),
-        ]
-    )
-    kind: ClassVar[str]
-    """Of file, for a message."""
-
-    def __init__(self, file: IO[bytes], most: int, *, encoding: str, errors: str = "strict") -> None:
-        bounded = _Bounded(file, most)
-        super().__init__(bounded, encoding=encoding, errors=errors)
-        self._may_make = MADE * bounded.size
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):  # how bytes are pickled for Python 2
-            return self._encoded
-        raise pickle.UnpicklingError(f"it requests {module}.{name}, which no {self.kind} needs")
-
-    def _encoded(self, text: str, encoding: str) -> bytes:
-        """Stands for _codecs.encode, whose other codecs could unpack bombs."""
+    def __new__(cls, text: str, encoding: str) -> bytes:  # type: ignore[misc]
         if encoding != "latin1":
             raise pickle.UnpicklingError(f"the codec {encoding!r}")
-        return self.made(text).encode("latin1")
-
-    def made(self, text: str) -> str:
-        """The text, counted. Raises pickle.UnpicklingError where that is too much."""
-        self._may_make -= len(text)
-        if self._may_make < 0:
-            raise pickle.UnpicklingError(f"it makes more than {MADE} times the text that it holds")
-        return text
+        return text.encode("latin1")
 
 
-class _PickledType:
-    """Stands for numpy.dtype, and can only mean numbers and text of a fixed size.
+class Kind(StandIn):
+    """Stands for numpy.dtype, whose own would take flags from the file, and with them bytes for pointers."""
 
-    NumPy's own would take its flags from the file, which lets a forged file pass off bytes as pointers.
-    """
+    def __init__(self, code: Any, *_: object) -> None:
+        if not NUMBERS_AND_TEXT.fullmatch(plain_text(code)):
+            raise pickle.UnpicklingError(f"an array of {plain_text(code)!r}, where numbers or text are expected")
+        self.dtype = np.dtype(plain_text(code))
 
-    dtype: np.dtype[Any]
-
-    def __init__(self, code: str) -> None:
-        self._code = code
-
-    def set_order(self, order: str) -> None:
-        if order not in BYTE_ORDERS:
-            raise pickle.UnpicklingError("a number of no byte order")
-        self.dtype = np.dtype(order + self._code)
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = self.dtype.newbyteorder(plain_text(state[1]))  # type: ignore[arg-type]
 
 
-class PickledArray:
-    """Stands for numpy.ndarray: keeps the state in the file until all of it was read."""
+class Array(StandIn):
+    """Stands for numpy.ndarray."""
 
-    state: tuple[Any, ...]
+    values: NDArray[Any]
 
-    def __init__(self, *state: Any) -> None:
-        self.state = state
+    def __init__(self, *_: object) -> None:
+        pass
 
-    def array(self) -> NDArray[Any]:
-        _, shape, kind, is_fortran, content = self.state
-        return np.frombuffer(content, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, is_fortran, content = state
+        self.values = np.frombuffer(content, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
 
     def number(self) -> Any:
         """Its one number; the array where it holds several, or text."""
-        array = self.array()
-        return array.item() if array.size == 1 and array.dtype.kind in "iufb" else array
+        is_number = self.values.size == 1 and self.values.dtype.kind in "iufb"
+        return self.values.item() if is_number else self.values
 
 
-def _build(unpickler: Any) -> None:
-    """BUILD, for the two stand-ins alone: Python's own would write to the functions and classes of the table above."""
-    state = unpickler.stack.pop()
-    match unpickler.stack[-1]:
-        case PickledArray() as array:
-            array.state = state
-        case _PickledType() as kind:
-            kind.set_order(_text(state[1]))
-        case other:
-            raise pickle.UnpicklingError(f"it sets the state of an object of type {type(other).__name__}")
+class DataUnpickler(pickle.Unpickler):
+    """Makes numbers, text, tuples, lists, dictionaries, bytes and stand-ins for NumPy's arrays."""
 
-
-class ArrayUnpickler(DataUnpickler):
-    """Makes stand-ins for NumPy's arrays as well."""
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = _Opcodes(
-        {
-            **DataUnpickler.dispatch,
-            pickle.BUILD[0]: _build,
-            # As bytes: Python's own would claim the memory that is announced, whatever follows.
-            pickle.BYTEARRAY8[0]: _standard("BINBYTES8")[1],
-        }
-    )
-    codes = r"\|?u1"
-    """Of the numbers that an array may be of, as a pattern."""
+    kind = "CIFAR file"
 
     def find_class(self, module: str, name: str) -> Any:
         match module.partition(".")[0], name:
-            case "numpy", "_reconstruct":
-                return lambda *_: PickledArray()
-            case "numpy", "ndarray":
-                return PickledArray
+            case "_codecs", "encode":
+                return Encoded
+            case "numpy", "_reconstruct" | "ndarray":
+                return Array
             case "numpy", "dtype":
-                return self._type
-        return super().find_class(module, name)
-
-    def _type(self, code: str | bytes, *_: object) -> Any:
-        if not re.fullmatch(self.codes, _text(code)):
-            raise pickle.UnpicklingError(f"an array of {_text(code)!r}, where uint8 is expected")
-        return _PickledType(_text(code).lstrip("|"))
+                return Kind
+        raise pickle.UnpicklingError(f"it requests {module}.{name}, which no {self.kind} needs")
 
 
-class _BatchUnpickler(ArrayUnpickler):
-    kind = "CIFAR file"
+def read_batch(path: Path, remedy: str) -> dict[str, Any]:
+    """The dictionary in that file: lists, numbers, text and arrays. Its keys are str.
+
+    Files pickled by Python 2 and 3 are read alike. Raises DataError, ending in the remedy, for all else.
+    """
+    with as_data_error(path, remedy), files.opened(path) as file:
+        batch = DataUnpickler(file, encoding="bytes").load()
+        return {plain_text(key): each.values if isinstance(each, Array) else each for key, each in batch.items()}
 
 
-def _text(value: str | bytes) -> str:
+def plain_text(value: str | bytes) -> str:
+    """Of Python 2's byte strings too."""
     return value.decode("latin1") if isinstance(value, bytes) else value

@@ -18,7 +18,7 @@ installed.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
 
 MODULES = {
     "init": "ranks",
-    "DistributedOptimizer": "optimizer",
+    "DistributedOptimizer": "ranks",
     "DistributedGradientTape": "averaging",
     "broadcast_variables": "ranks",
     "BroadcastCallback": "callbacks",
@@ -29,7 +29,7 @@ MODULES = {
     "SyncBatchNormalization": "batch_norm",
 }
 AS_HOROVODS = {
-    "PartialDistributedOptimizer": "optimizer",
+    "PartialDistributedOptimizer": "ranks",
     "PartialDistributedGradientTape": "averaging",
     "load_model": "horovod_names",
     "allreduce": "ranks",

@@ -11,24 +11,36 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core import sharing
-from hvdtrain.errors import AgreementError, KerasError
+from hvdtrain.errors import KerasError
 from hvdtrain.keras import horovod_names, losses
 from hvdtrain.keras.horovod_names import (  # noqa: F401 (by Horovod's names)
     BestModelCheckpoint,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
 )
-from hvdtrain.keras.others import call_of, list_of
-from hvdtrain.keras.program import State, check_optimizers, check_used, lr_of, numbers, optimizers, shares_steps
+from hvdtrain.keras.program import (
+    State,
+    call_of,
+    check_optimizers,
+    check_used,
+    list_of,
+    lr_of,
+    numbers,
+    optimizers,
+    shares_steps,
+)
 from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_arrays
 from hvdtrain.launch.topology import discover
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import Values, named, of_process
-from hvdtrain.tensorflow import devices, hidden, models
+from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.run.session import Among, check_next
+from hvdtrain.tensorflow import models
+from hvdtrain.tensorflow.engines import process_settings
 
 Logs = dict[str, Any]
 MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
-"""By model, the steps of its epoch that were made before the run resumed: Keras counts the others from 0."""
+"""Steps of a model's epoch that were made before the run resumed, by model: Keras counts the others from 0."""
 
 
 class _Callback(keras.callbacks.Callback):
@@ -64,7 +76,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
 
     def _begin_fit(self) -> None:
         self._sent: keras.Model | None = None
-        """That all ranks have as the root has it."""
+        """The model that all ranks have as the root has it."""
         self._compared: bool = False
         self._apart = False  # whether batches have made the ranks' statistics differ
         self._epoch, self._steps, self._in_steps = 0, 0, False
@@ -73,7 +85,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         self._rows: Any = None
         """Inputs whose outputs are compared at the beginning and at the first epoch's end."""
         self._logged: dict[str, float] = {}
-        """Of the epoch before, as this rank alone has it, where MetricAverageCallback comes later."""
+        """What the epoch before has logged, on this rank alone where MetricAverageCallback comes later."""
         self._idle = 0
         """The updates that the compiled optimizer had made before."""
 
@@ -83,7 +95,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         self._idle = int(self.model.optimizer.iterations)
         fit = {"epochs": self.params["epochs"], "steps an epoch": self.params["steps"]}
         if hvd.size() > 1:
-            self._agree(of_process(devices.settings(), hvd.rank(), _sum) | named("training", fit))
+            self._agree(of_process(process_settings(), hvd.rank(), _sum) | named("training", fit))
         self._send()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -108,14 +120,14 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
                 self._note(line)
             if self._rows is None and batch is not None:
                 self._rows = keras.tree.map_structure(
-                    lambda each: each[: hidden.ROWS], keras.utils.unpack_x_y_sample_weight(batch)[0]
+                    lambda each: each[: models.ROWS], keras.utils.unpack_x_y_sample_weight(batch)[0]
                 )
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         self._end_steps()
         if not self.broadcast_done and not call_of(self.model, "fit"):
             broadcast_variables(self.model.weights, self.root_rank)
-            hidden.refresh(self.model)
+            models.refresh(self.model)
         self._unify()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -142,7 +154,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         variables = State(self.model).tensors
         layout = {f"variable {i}": f"{v.dtype.name} {list(v.shape)}" for i, v in enumerate(variables.values())}
         self._agree(named("model", layout))
-        constants = enumerate(hidden.constants(self.model).items())
+        constants = enumerate(models.held_constants(self.model).items())
         self._agree({f"model: constant {i} ({path.rpartition('/')[2]})": mark for i, (path, mark) in constants})
         if self._apart:  # of a model that its first batch has built
             self._average()
@@ -154,7 +166,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
 
     def _refresh(self) -> None:
         """What layers compute of the weights that they have now, in graphs that are made anew."""
-        if hidden.refresh(self.model):
+        if models.refresh(self.model):
             self.model.test_function = self.model.predict_function = None
             self.model.make_train_function(force=True)
 
@@ -162,34 +174,27 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         """Raises AgreementError where the ranks compute something else of the same examples."""
         if hvd.size() == 1 or self._rows is None or self._local:
             return
-        ranks: Any = SimpleNamespace(rank=hvd.rank(), size=hvd.size(), sum=_sum)
-        host = discover(os.environ).host
-        hidden.check_outputs(lambda x: self.model(x, training=False), self._rows, self.model, ranks, host)
+        (rank, size), host, summed = _among()
+        ranks: Any = SimpleNamespace(rank=rank, size=size, sum=summed)
+        models.check_outputs(lambda x: self.model(x, training=False), self._rows, self.model, ranks, host)
 
     def _sample(self) -> Any:
         """Inputs of this rank's, where they can be looked up without a change."""
         x = call_of(self.model, "fit").get("x")
         arrays = all(isinstance(each, np.ndarray | tf.Tensor) for each in keras.tree.flatten(x))
-        return keras.tree.map_structure(lambda each: each[: hidden.ROWS], x) if arrays else None
+        return keras.tree.map_structure(lambda each: each[: models.ROWS], x) if arrays else None
 
     def _agree(self, values: Values) -> None:
         """Raises AgreementError where ranks have other values, or other numbers of the optimizer's."""
         if hvd.size() > 1:
             values = {**values, **named("training", numbers(self.model.optimizer))}
-            agreement.check(values, (hvd.rank(), hvd.size()), discover(os.environ).host, _sum)
+            agreement.check(values, *_among())
 
     def _decide(self, epoch: int | None) -> None:
         """Raises AgreementError where callbacks have decided otherwise on other ranks: on the LR, or on the end."""
-        if hvd.size() == 1:
-            return
-        lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(self.model).items()}
-        decided = named("decision", {"next epoch": epoch, **lrs})
-        given = (hvd.rank(), hvd.size()), discover(os.environ).host, _sum
-        try:
-            agreement.check(decided, *given)
-        except AgreementError:
-            found = agreement.differences({**decided, **named("decision", self._logged)}, *given)
-            raise AgreementError(found) from None
+        if hvd.size() > 1:
+            lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(self.model).items()}
+            check_next("decision", epoch, lrs, _among(), self._logged)
 
     def _end_steps(self) -> None:
         """Waits for those that make more steps in this epoch. Raises AgreementError."""
@@ -284,7 +289,7 @@ class MetricAverageCallback(_Callback):
         elif logs and hvd.size() > 1:
             weights = [weight.value for weight in self.model.trainable_weights]
             marks = {"model: weights": int(models.fingerprint.python_function(weights).numpy())}
-            agreement.check(marks, (hvd.rank(), hvd.size()), discover(os.environ).host, _sum)
+            agreement.check(marks, *_among())
             logs.update(self._of_all_ranks(logs, self._states(), []))
             call_of(self.model, "evaluate").get("logs", {}).update(logs)  # what it returns
 
@@ -309,10 +314,11 @@ class MetricAverageCallback(_Callback):
         behind, *sums = sum_arrays([metric, *values.values(), *train, *valid])
         totals, states = sums[: len(values)], sums[len(values) :]
         exact = self._results(states[: len(train)], states[len(train) :])
-        return {
-            name: _plain(exact[name] if ranks == hvd.size() else total / hvd.size())
+        means = {
+            name: exact[name] if ranks == hvd.size() else total / hvd.size()
             for name, ranks, total in zip(values, behind, totals, strict=True)
         }
+        return {name: mean if mean.ndim else float(mean) for name, mean in means.items()}
 
     def _results(self, train: Sequence[np.ndarray], valid: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """The metrics by their names in the logs, if their states were these."""
@@ -335,6 +341,12 @@ def _check_names(names: list[str]) -> None:
             )
 
 
+def _among() -> Among:
+    """What a comparison of the ranks needs."""
+    return (hvd.rank(), hvd.size()), discover(os.environ).host, _sum
+
+
+@is_operation
 def _sum(array: np.ndarray) -> np.ndarray:
     with tf.device("/CPU:0"):  # NCCL takes no part in sums on the host
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.logs").numpy()  # type: ignore[no-any-return]
@@ -343,10 +355,6 @@ def _sum(array: np.ndarray) -> np.ndarray:
 def _join() -> None:
     """Waits for all ranks, whose averages go on meanwhile: this one adds zeros to them."""
     tf.compat.v1.wrap_function(hvd.join, [])().numpy()  # TensorFlow takes the second of two eager joins for the first
-
-
-def _plain(value: np.ndarray) -> Any:
-    return value if value.ndim else float(value)
 
 
 class WarmupCallback(_Callback):

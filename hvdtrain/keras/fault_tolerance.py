@@ -13,21 +13,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core.progress import OwnSampling, Progress
-from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
+from hvdtrain.core.progress import OwnSampling
+from hvdtrain.core.settings import OwnEngineSettings
 from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback
 from hvdtrain.keras.global_batches import GlobalBatches
-from hvdtrain.keras.optimizer import clock_of
-from hvdtrain.keras.others import Others, list_of
-from hvdtrain.keras.program import Program, Replica, State
-from hvdtrain.keras.ranks import hvd
-from hvdtrain.run.loop import Hooks
-from hvdtrain.run.session import Ranks, end_early, end_here, has_ended, in_own_words, open_own, report_logged
+from hvdtrain.keras.program import Others, Program, Replica, State, list_of
+from hvdtrain.keras.ranks import clock_of, hvd
+from hvdtrain.run.session import FitSession, UserHooks, in_programs_words, intervals_of
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 
 TRAINED: dict[Path, weakref.ref[keras.optimizers.Optimizer]] = {}
-"""By folder, the optimizer of its run in this process."""
+"""The optimizer of each run in this process, by its folder."""
 
 
 class FaultTolerance(BroadcastCallback):
@@ -74,27 +71,13 @@ class FaultTolerance(BroadcastCallback):
         `checkpoint_every_steps` auto the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours
         between failures of the job."""
         super().__init__()
-        self.folder, self.data = Path(folder), data
-        self._best, self._insecure = (highest, lowest), insecure_rendezvous
-        self._intervals = OwnIntervals(
-            log_every_steps,
-            guard_every_steps,
-            checkpoint_every_epochs,
-            checkpoint_every_steps,
-            keep_checkpoints,
-            mtbf_hours,
-        )
-        self._ranks: Ranks | None = None
-        self._hooks: Hooks[Replica] | None = None
+        self.folder, self.data, best = Path(folder), data, (highest, lowest)
+        self._session = FitSession[Replica](folder, best, intervals_of(locals()), insecure=insecure_rendezvous)
         self._excepthook = sys.excepthook
-        self._settled = True
         self._resumed = contextlib.ExitStack()
         """Around an epoch of which a part is left."""
-        self._trained: list[np.ndarray] = []
         self._lr: float | None = None
-        """That of a resumed epoch, which callbacks may have changed at its beginning once more."""
-        self._due_lr: float | None = None
-        """That of a step of which all callbacks may not have had the end yet."""
+        """The LR of a resumed epoch, which callbacks may have changed at its beginning once more."""
         self._logs: Logs | None = None
         """What is logged of an epoch whose checkpoint is not written yet: callbacks that come later may add to it."""
         self._metrics: dict[str, np.ndarray] = {}
@@ -104,22 +87,26 @@ class FaultTolerance(BroadcastCallback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
-        self._ranks = Ranks("tensorflow", "horovod", insecure=self._insecure)
-        self._settled, self._trained, self._lr, self._due_lr, self._logs = True, [], None, None, None
+        self._session.join("tensorflow", "horovod")
+        self._lr, self._logs = None, None
         with self._reported():
-            self._check()
+            self._list = list_of(self)
+            # Whatever the order given: the others then have an epoch's end before its checkpoint.
+            self._list.callbacks = [self, *(each for each in self._list.callbacks if each is not self)]
+            _check(self)
+            self._averages = _Averages(self.model, self._list.callbacks)
             super().on_train_begin(logs)
-            self._begin(self._ranks)
+            self._begin()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         with self._reported():
             super().on_epoch_begin(epoch, logs)
             self._decide(epoch)
-            for swap in self._swaps:  # as it does itself now: a checkpoint has what the next step begins with
+            for swap in self._averages.swaps:  # as it does itself now: a checkpoint has what the next step begins with
                 swap.on_epoch_begin(epoch)
             self._end_epoch()
         self._take_others()
-        hooks = self._started
+        hooks = self._session.started
         if not hooks.progress.step:
             hooks.progress.epoch = epoch
         hooks.begin_epoch()
@@ -133,7 +120,7 @@ class FaultTolerance(BroadcastCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._after_update()
-        if self._started.progress.is_epoch_done(self._started.extent):
+        if self._session.started.progress.is_epoch_done(self._session.started.extent):
             # Of a resumed epoch, which Keras takes for a whole one. Were the step to find no data, TensorFlow would
             # count it as one of the optimizer's all the same.
             raise tf.errors.OutOfRangeError(None, None, "the epoch is read to its end")
@@ -142,18 +129,16 @@ class FaultTolerance(BroadcastCallback):
         self._lr = None
         with self._reported():
             super().on_train_batch_begin(batch, logs)
-        self._started.trainer.seed(self._started.progress.step)
+        self._session.started.trainer.seed(self._session.started.progress.step)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         with self._reported():
             super().on_train_batch_end(batch, logs)
-        hooks = self._started
+        hooks = self._session.started
         if self._metrics:
             hooks.trainer.add_metrics(self._metrics)
         self._metrics = {}
-        hooks.progress.advance(hooks.extent)
-        self._settled = hooks.progress.is_done(hooks.extent) or hooks.progress.is_epoch_done(hooks.extent)
-        self._due_lr = self._program.lr
+        hooks.step(self._program.lr)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         with self._reported():
@@ -166,37 +151,31 @@ class FaultTolerance(BroadcastCallback):
             super().on_epoch_end(epoch, logs)
             self._after_update()
             self._resumed.close()
-            if not self._settled:
-                self._settled = True
-                self._started.settle(self._program.lr)
-        # Averages take the weights' place in SwapEMAWeights, and before `on_train_end`.
-        self._logs, self._trained = logs or {}, [np.array(each) for each in self._averaged]
+            self._session.started.end_steps(self._program.lr)
+        self._averages.keep()
+        self._logs = logs or {}
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        hooks = self._started
+        hooks = self._session.started
         with self._reported():
             super().on_train_end(logs)
             is_early = self._logs is not None and hooks.progress.epoch + 1 < hooks.extent.epochs
             if is_early:
-                self._program.ended = end_early(hooks, self._asked, self._others.stopped_by())
-            with self._as_trained():
+                self._program.ended = hooks.end_early(self._asked, self._others.stopped_by())
+            with self._averages.as_trained():
                 self._end_epoch()
             if not hooks.is_over:  # of no epoch, with an initial_epoch after the last
-                end_here(hooks)
-            hooks.finish()
-        self._take_others()
-        self._release(None)
+                hooks.end_here()
+            self._take_others()
+            self._release()
+            self._session.left()
         self.model._initial_epoch = None
-        if self._ranks:
-            self._ranks.left()
-            self._ranks = None
 
     def _after_update(self) -> None:
         """What is due once all callbacks have had a step's end."""
-        lr, self._due_lr = self._due_lr, None
-        if lr is not None:
+        if self._session.hooks:
             with self._reported():
-                self._started.after_update(lr)
+                self._session.hooks.after_step()
 
     def _take_others(self) -> None:
         """The other callbacks count on from the checkpoint, once all have begun."""
@@ -204,85 +183,25 @@ class FaultTolerance(BroadcastCallback):
             self._others.begin(self._texts, self._arrays)
             self._texts = None
 
-    @property
-    def _swaps(self) -> list[keras.callbacks.SwapEMAWeights]:
-        """Callbacks that have put the averages into the model for the time between epochs."""
-        swaps = (each for each in self._list.callbacks if isinstance(each, keras.callbacks.SwapEMAWeights))
-        return [each for each in swaps if each.swap_on_epoch]
-
-    @property
-    def _averaged(self) -> list[keras.Variable]:
-        """The weights of an optimizer that keeps averages of them, and those."""
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if not optimizer.use_ema:
-            return []
-        return [*optimizer._trainable_variables, *optimizer._model_variables_moving_average]
-
-    @contextlib.contextmanager
-    def _as_trained(self) -> Iterator[None]:
-        """With the weights that training would continue from, as the last checkpoint is to have them."""
-        self._swap()
-        if self._trained:
-            for each in self._swaps * 2:  # it rounds
-                each._swap_variables()
-        yield
-        self._swap()
-
-    def _swap(self) -> None:
-        for index, weight in enumerate(self._averaged if self._trained else ()):
-            self._trained[index], own = np.array(weight), self._trained[index]
-            weight.assign(own)
-
     def _note(self, line: str) -> None:
-        self._started.note(line)
+        self._session.started.note(line)
 
     def _sample(self) -> Any:
         return self.data[0][0] if self.data else super()._sample()
 
-    @property
-    def _started(self) -> Hooks[Replica]:
-        assert self._hooks
-        return self._hooks
-
-    def _check(self) -> None:
-        """Raises KerasError where the training could not be resumed."""
-        self._list = list_of(self)
-        # Whatever the order given: the others then have an epoch's end before its checkpoint.
-        self._list.callbacks = [self, *(each for each in self._list.callbacks if each is not self)]
-        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in self._list.callbacks):
-            raise KerasError("BackupAndRestore and FaultTolerance would both resume the training; leave out the first.")
-        assert self.model
-        if TRAINED.setdefault(self.folder.absolute(), weakref.ref(self.model.optimizer))() is not self.model.optimizer:
-            raise KerasError(
-                f"{self.folder} is the folder of another model's run in this program, or of this model's before it was "
-                "compiled again; give each fold and each stage a FaultTolerance and a folder of its own."
-            )
-        if self.model.steps_per_execution > 1:
-            raise KerasError(
-                f"FaultTolerance looks after every step, got steps_per_execution={self.model.steps_per_execution}; "
-                "compile the model with 1."
-            )
-        if not self.model.built:
-            raise KerasError("FaultTolerance needs a model that is built: give it an Input layer, or call it once.")
-        if not self.params["steps"]:
-            raise KerasError("FaultTolerance needs steps_per_epoch where Keras does not know an epoch's length.")
-
-    def _begin(self, ranks: Ranks) -> None:
+    def _begin(self) -> None:
         """The run, continued from its folder's last checkpoint."""
         self._others = Others([each for each in self._list.callbacks if not isinstance(each, _Callback)])
         engine = HorovodEngine(OwnEngineSettings(), None)
         engine.clock = clock_of(self.model.optimizer)
         engine.device = "/GPU:0" if tf.config.get_visible_devices("GPU") else engine.device
-        ranks.opened(engine, engine.rank, engine.size)
+        self._session.opened(engine)
         self._program = program = Program(self.model, self.data)
         batch = self.data.batch_size if self.data else 1
         extent = OwnSampling(batch, batch * self.params["steps"], hvd.size(), epochs=self.params["epochs"])
-        with in_own_words("FaultTolerance"):
-            run = open_own(self.folder, program, "tensorflow", ranks.name, self._intervals, ranks.ending)
+        with in_programs_words("FaultTolerance"):
             replica = Replica(self.model, engine, self.data.seed if self.data else 0, self._others)
-            self._hooks = hooks = Hooks(run, replica, extent)
-            if news := program.restore(hooks.resumed_from.get("program", {}), hooks.progress):
-                hooks.note(news)
+            hooks = self._session.begin(program, replica, extent)
             hooks.check_extent()
             self._resume(hooks, replica.state)
         for line in self._others.unkept():
@@ -295,29 +214,26 @@ class FaultTolerance(BroadcastCallback):
                 "reads from its beginning; GlobalBatches, given to FaultTolerance and fit, keeps both"
             )
 
-    def _resume(self, hooks: Hooks[Replica], state: State) -> None:
+    def _resume(self, hooks: UserHooks[Replica], state: State) -> None:
         """Takes what a checkpoint holds beside tensors."""
         self._refresh()
         self._check_outputs()
         self._asked = {"epochs": self.params["epochs"]}
         self._texts, self._arrays = dict(state.texts), state.take_arrays()
         self._metrics = self._arrays if hooks.progress.sample else {}
-        is_over = has_ended(hooks, self._asked)
+        is_over = hooks.has_ended(self._asked)
         if is_over:
-            for swap in self._swaps if hooks.resumed_from["program"].get("ended") else ():
+            for swap in self._averages.swaps if hooks.resumed_from["program"].get("ended") else ():
                 swap._swap_variables()  # as it had when Keras, ending early, finalized the weights
         elif hooks.resumed_from.get("program", {}).get("ended"):  # more epochs are asked for: patience begins anew
             self._texts = {name: of for name, of in self._texts.items() if not name.startswith("EarlyStopping ")}
         self.model._initial_epoch = self.params["epochs"] if is_over else hooks.progress.epoch or None
 
     def _end_epoch(self) -> None:
-        if self._logs is None:
-            return
-        hooks, progress = self._started, self._started.progress
-        logged = {name: float(value) for name, value in self._logs.items() if not getattr(value, "ndim", 0)}
-        score = report_logged(hooks, logged, self._best)
-        hooks.end_epoch(Progress(progress.step, progress.epoch + 1), score)
-        self._logs = None
+        if self._logs is not None:
+            logged = {name: float(value) for name, value in self._logs.items() if not getattr(value, "ndim", 0)}
+            self._session.started.end_logged_epoch(logged)
+            self._logs = None
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
@@ -334,14 +250,71 @@ class FaultTolerance(BroadcastCallback):
         self._excepthook(kind, error, trace)
 
     def _fail(self, error: BaseException) -> None:
-        self._release(error)
-        if self._ranks:
-            ranks, self._ranks = self._ranks, None
-            ranks.failed(error)
+        self._release()
+        if self._session.is_joined:
+            self._session.failed(error)
 
-    def _release(self, error: BaseException | None) -> None:
+    def _release(self) -> None:
         sys.excepthook = self._excepthook
         if self.data:
             self.data.follow()
-        if self._hooks:
-            self._hooks.close(type(error) if error else None)
+
+
+def _check(run: FaultTolerance) -> None:
+    """Raises KerasError where the training could not be resumed."""
+    model = run.model
+    assert model
+    if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in run._list.callbacks):
+        raise KerasError("BackupAndRestore and FaultTolerance would both resume the training; leave out the first.")
+    if TRAINED.setdefault(run.folder.absolute(), weakref.ref(model.optimizer))() is not model.optimizer:
+        raise KerasError(
+            f"{run.folder} is the folder of another model's run in this program, or of this model's before it was "
+            "compiled again; give each fold and each stage a FaultTolerance and a folder of its own."
+        )
+    if model.steps_per_execution > 1:
+        raise KerasError(
+            f"FaultTolerance looks after every step, got steps_per_execution={model.steps_per_execution}; compile the "
+            "model with 1."
+        )
+    if not model.built:
+        raise KerasError("FaultTolerance needs a model that is built: give it an Input layer, or call it once.")
+    if not run.params["steps"]:
+        raise KerasError("FaultTolerance needs steps_per_epoch where Keras does not know an epoch's length.")
+
+
+class _Averages:
+    """Averages that the optimizer keeps of the weights, which may take their place in the model between epochs."""
+
+    def __init__(self, model: keras.Model, callbacks: list[keras.callbacks.Callback]) -> None:
+        swaps = (each for each in callbacks if isinstance(each, keras.callbacks.SwapEMAWeights))
+        self.swaps = [each for each in swaps if each.swap_on_epoch]
+        """The callbacks that swap the two for the time between epochs."""
+        self._optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        self._kept: list[np.ndarray] = []
+
+    def keep(self) -> None:
+        """The epoch's last step is made, and nothing is swapped: callbacks do it now, Keras before `on_train_end`."""
+        self._kept = [np.array(each) for each in self._variables]
+
+    @contextlib.contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """Within it the model has the weights that training would continue from, for the last checkpoint."""
+        self._swap()
+        if self._kept:
+            for each in self.swaps * 2:  # it rounds
+                each._swap_variables()
+        yield
+        self._swap()
+
+    @property
+    def _variables(self) -> list[keras.Variable]:
+        """The weights, and their averages; none where there are no averages."""
+        optimizer = self._optimizer
+        if not optimizer.use_ema:
+            return []
+        return [*optimizer._trainable_variables, *optimizer._model_variables_moving_average]
+
+    def _swap(self) -> None:
+        for index, weight in enumerate(self._variables if self._kept else ()):
+            self._kept[index], now = np.array(weight), self._kept[index]
+            weight.assign(now)

@@ -9,7 +9,10 @@ from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import OwnSampling, Progress, Request, train_requests
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.ranks import hvd
+from hvdtrain.ranks.stacks import READERS, mark_module
 from hvdtrain.tensorflow import examples
+
+mark_module(READERS, __name__)
 
 
 class GlobalBatches(keras.utils.PyDataset):

@@ -12,10 +12,9 @@ from keras.src.backend.common.name_scope import current_path
 from keras.src.losses import loss as keras_losses
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
-from hvdtrain.core.totals import of_halves
+from hvdtrain.core.sharing import of_halves
 from hvdtrain.errors import KerasError
-from hvdtrain.keras.averaging import sum_over_ranks
-from hvdtrain.keras.optimizer import distributed
+from hvdtrain.keras.averaging import distributed, sum_over_ranks
 from hvdtrain.keras.program import optimizers
 from hvdtrain.tensorflow.networks import SEED
 from hvdtrain.untrusted import printable

@@ -1,34 +1,144 @@
-"""What `fit` trains, as a run's hooks need it: variables by name, totals, fingerprints."""
+"""What `fit` trains, as a run's hooks need it, and what stands beside a callback of ours: the other callbacks."""
 
 import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoard
 
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import KerasError
+from hvdtrain.keras.averaging import distributed
 from hvdtrain.keras.global_batches import GlobalBatches
-from hvdtrain.keras.optimizer import check_called, check_distributed, distributed
-from hvdtrain.keras.others import PREFIX, Others
-from hvdtrain.keras.ranks import hvd, sum_arrays
+from hvdtrain.keras.ranks import check_called, check_distributed, hvd, sum_arrays
 from hvdtrain.record.checkpoint import Layout
 from hvdtrain.run.session import take_data
-from hvdtrain.tensorflow import devices, hidden, models, networks
+from hvdtrain.tensorflow import models, networks
+from hvdtrain.tensorflow.engines import process_settings
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
-from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.state import Copies
 from hvdtrain.tensorflow.state import State as OfVariables
+from hvdtrain.tensorflow.trainer import EventWriter
 
+PREFIX, WEIGHTS = "callbacks.", "best_weights"
+"""What the names of callbacks' arrays in a checkpoint begin with; the one attribute that is kept as arrays."""
+NOT_KEPT = {"params", "_params", "min_delta", "_model", WEIGHTS}
+"""Attributes that are Keras's to set; it turns the sign of min_delta once in each process."""
+LONGEST = 1 << 16
+"""Characters of an attribute."""
 COMPILED = "optimizer"
 AUTOMATIC = re.compile(r"\bvariable(_\d+)?$")
 """A name by which Keras numbers what a process has made."""
 METRICS = f"{PREFIX}metrics."
+
+
+def call_of(model: keras.Model, name: str) -> Mapping[str, Any]:
+    """The variables of the model's method of that name, which is under way; none where it is not."""
+    return next((each.f_locals for each in _frames() if each.f_code.co_name == name and _self(each) is model), {})
+
+
+def list_of(callback: keras.callbacks.Callback) -> keras.callbacks.CallbackList:
+    """The list with this callback, which calls it; one of its own where that is not Keras's."""
+    lists = (each for each in map(_self, _frames()) if isinstance(each, keras.callbacks.CallbackList))
+    return next((each for each in lists if callback in each.callbacks), keras.callbacks.CallbackList([callback]))
+
+
+class Others:
+    """The callbacks of a `fit` that are not ours, by class and number, as "EarlyStopping 0". Of each is kept what JSON
+    can say and has changed since its training began, and EarlyStopping's best weights."""
+
+    def __init__(self, callbacks: list[keras.callbacks.Callback]) -> None:
+        seen: Counter[str] = Counter()
+        self.by_name: dict[str, keras.callbacks.Callback] = {}
+        for each in callbacks:
+            kind = type(each).__name__
+            if not isinstance(each, ProgbarLogger | SwapEMAWeights | TensorBoard):  # whose state is a process's
+                self.by_name[f"{kind} {seen[kind]}"] = each
+            seen[kind] += 1
+        self._first: dict[str, dict[str, str]] = {}
+
+    def begin(self, texts: Mapping[str, Mapping[str, str]], arrays: Mapping[str, np.ndarray]) -> None:
+        """All have begun to train: they take what a checkpoint has of them."""
+        self._first = {name: _texts(each) for name, each in self.by_name.items()}
+        for name in self.by_name.keys() & texts.keys():
+            own, each = self._first[name], self.by_name[name]
+            for attribute in (key for key in texts[name] if key in own or not hasattr(each, key)):
+                setattr(each, attribute, json.loads(texts[name][attribute]))
+            if paths := sorted(path for path in arrays if path.startswith(f"{PREFIX}{name}.")):
+                setattr(each, WEIGHTS, [arrays[path] for path in paths])
+
+    def texts(self) -> dict[str, dict[str, str]]:
+        """As JSON what has changed, by callback and attribute."""
+        return {
+            name: {key: text for key, text in _texts(each).items() if self._first.get(name, {}).get(key) != text}
+            for name, each in self.by_name.items()
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The best weights, by name in a checkpoint."""
+        found = {name: getattr(each, WEIGHTS, None) or [] for name, each in self.by_name.items()}
+        return {f"{PREFIX}{name}.{i:06}": np.array(each) for name, of in found.items() for i, each in enumerate(of)}
+
+    def stopped_by(self) -> str:
+        """What has ended the training early."""
+        found = (name.partition(" ")[0] for name, each in self.by_name.items() if getattr(each, "stopped_epoch", 0))
+        return ", ".join(found) or "model.stop_training was set"
+
+    def unkept(self) -> list[str]:
+        """What no checkpoint holds, a line each."""
+        lines = []
+        for name, each in self.by_name.items():
+            own = {} if type(each).__module__.startswith("keras.") else vars(each)
+            known = {*_texts(each), *NOT_KEPT}
+            if more := [k for k, value in own.items() if not (k in known or callable(value) or _is_path(value))]:
+                lines.append(f"no checkpoint holds {', '.join(more)} of {name.partition(' ')[0]}: it begins anew")
+            if isinstance(each, CSVLogger) and not each.append:
+                lines.append("CSVLogger begins its file anew after a resume; CSVLogger(..., append=True) continues it")
+        return lines
+
+
+def _texts(callback: keras.callbacks.Callback) -> dict[str, str]:
+    """As JSON the attributes that it can say, but for paths."""
+    found = {}
+    for name, value in vars(callback).items():
+        try:
+            text = "" if name in NOT_KEPT or _is_path(value) else json.dumps(value, default=_number)
+        except (TypeError, ValueError):
+            continue
+        if 0 < len(text) < LONGEST:
+            found[name] = text
+    return found
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | Path)
+
+
+def _frames() -> list[FrameType]:
+    found, frame = [], sys._getframe(2)
+    while frame:
+        found.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _self(frame: FrameType) -> Any:
+    return frame.f_locals.get("self")
 
 
 class NoScaler:
@@ -43,11 +153,11 @@ class State(OfVariables):
     optimizers, and what other callbacks count; see `hvdtrain.run.loop.State`."""
 
     def __init__(self, model: keras.Model, others: Others | None = None) -> None:
-        self.scaler, self._copies, self._constants = NoScaler(), Copies(), hidden.constants(model)
+        self.scaler, self._copies, self._constants = NoScaler(), Copies(), models.held_constants(model)
         self._model, self._others = model, others or Others([])
         self.tensors = self._found()
         self.texts: Mapping[str, Any] = {}
-        """Of the checkpoint's callbacks; see `Others`."""
+        """What the checkpoint has of callbacks; see `Others`."""
         self.metrics: list[np.ndarray] = []
         """The states of Keras's metrics, added over the ranks."""
 
@@ -88,12 +198,12 @@ class State(OfVariables):
         return {**super().numbers(), **numbers(self._model.optimizer)}
 
     def _pool(self) -> list[Any]:
-        return [*self._model.variables, *hidden.variables(self._model).values()]
+        return [*self._model.variables, *models.held_variables(self._model).values()]
 
     def _found(self) -> dict[str, tf.Variable]:
         found: dict[str, tf.Variable] = {}
         named = [(f"model.{each.path}", each.value) for each in self._model.weights]
-        named += [(f"model.{path}", each) for path, each in hidden.variables(self._model).items()]
+        named += [(f"model.{path}", each) for path, each in models.held_variables(self._model).items()]
         for owner, optimizer in optimizers(self._model).items():
             for index, each in enumerate(optimizer.variables):
                 has_name = owner == COMPILED and not AUTOMATIC.search(each.path)
@@ -111,7 +221,7 @@ def optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     found = {COMPILED: model.optimizer}
     for layer in model._flatten_layers():
         for name, held in vars(layer).items():
-            for index, each in enumerate(hidden.flat(held)):
+            for index, each in enumerate(models.flat(held)):
                 known = any(each is one for one in found.values())
                 if isinstance(each, keras.optimizers.Optimizer) and not known:
                     path = name if layer is model else f"{layer.path or layer.name}/{name}"
@@ -184,7 +294,7 @@ class Replica:
         return EventWriter(folder, first_step)
 
     def totals(self) -> Totals:
-        """Of the loss that Keras shows; none where the model has a train_step that shows none."""
+        """Totals of the loss that Keras shows; none where the model has a train_step that shows none."""
         now = self._shown()
         (loss, count), self._seen = now - self._seen, now
         return Totals(float(loss), float(count))
@@ -201,10 +311,10 @@ class Replica:
         return ()
 
     def settings(self) -> dict[str, Any]:
-        return devices.settings()
+        return process_settings()
 
     def average_statistics(self) -> None:
-        models.average_statistics(self.model, self.engine)  # type: ignore[arg-type]
+        models.average_statistics(self.model, self.engine)
         own = [getattr(each, "_accumulated_gradients", ()) for each in optimizers(self.model).values() if each.built]
         gathered = [each for of_one in own for each in of_one]  # on each rank those of its examples
         for variable, total in zip(gathered, sum_arrays([np.array(each) for each in gathered]), strict=True):
@@ -232,7 +342,7 @@ class Program:
     def __init__(self, model: keras.Model, data: GlobalBatches | None) -> None:
         self.model, self.data = model, data
         self.ended: dict[str, Any] = {}
-        """See `hvdtrain.run.session.end_early`."""
+        """See `hvdtrain.run.session.UserHooks.end_early`."""
 
     @property
     def identity(self) -> str:

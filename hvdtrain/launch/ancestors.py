@@ -13,7 +13,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 MOST_ABOVE = 4
-"""Processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
+"""The most processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
 
 
 class LauncherShell:
@@ -28,7 +28,7 @@ class LauncherShell:
                 break
 
     def take_end(self) -> bool:
-        """Whether it has ended; True once."""
+        """Whether the shell has ended. True once."""
         if self._descriptor is None:
             return False
         ended = select.poll()
@@ -39,7 +39,7 @@ class LauncherShell:
         return is_ended
 
     def close(self) -> None:
-        """Looks no longer."""
+        """Ends the watch over the shell."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
-from hvdtrain.launch.topology import Topology
+from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.untrusted import whole_number
 
 
@@ -91,8 +91,9 @@ def threads(
     most = cpus if granted == cpus_of_host else max(1, min(cpus, granted // topology.local_size))
     # srun of SLURM 22.05 and later takes SRUN_CPUS_PER_TASK alone, and leaves the job's own variable as it was.
     promised = whole_number(environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or "")
-    if promised is not None and topology.launcher in {"srun", "torchrun"}:
-        ranks = 1 if topology.launcher == "srun" else topology.local_size
+    cpus_of = launcher(topology.launcher).cpus_of
+    if promised is not None and cpus_of:
+        ranks = 1 if cpus_of == "rank" else topology.local_size
         return max(1, min(min(promised, cpus) // ranks, most))
     if cpus < cpus_of_host:
         return None if most == cpus else most

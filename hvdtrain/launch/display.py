@@ -1,31 +1,30 @@
-"""Where rank 0's output ends: at a person's terminal, straight or through a launcher, or in a file.
+"""What a rank prints beside its log, and where rank 0's output ends.
+
+That is a person's terminal, straight or through a launcher, or a file.
 
 horovodrun and srun read a rank's output from a pipe, and mpirun from a terminal that it makes for the rank, wherever
 its own output goes. So the launcher's own output decides.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain import __version__
-from hvdtrain.errors import TopologyError
+from hvdtrain.errors import HvdtrainError, TopologyError
 from hvdtrain.launch.ancestors import PROC, above, arguments_of
-from hvdtrain.launch.topology import discover
-from hvdtrain.terminal import SCREEN, Display
+from hvdtrain.launch.topology import Topology, discover, programs
+from hvdtrain.launch.topology import launcher as row_of
+from hvdtrain.terminal import SCREEN, Display, Show, Status, hidden
 from hvdtrain.untrusted import printable
 
-PASSES_ON = {"torchrun"}
-"""Launchers whose ranks inherit their output."""
-REWRITES = {"horovodrun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun"}
-DAEMONS = {"prted", "orted", "hydra_pmi_proxy"}
-"""On another host than the launcher's; a rank's output goes through one."""
 MOST_ABOVE = 100
 
 
 def display(launcher: str) -> Display:
-    """That of this process, whose ranks were started by this launcher."""
+    """How this process shows its progress, where this launcher has started it."""
     if not sys.stdout:  # it was closed
         return "file"
     is_terminal = sys.stdout.isatty() and (launcher != "srun" or sys.stdin.isatty())  # `srun -u` gives stdout one alone
@@ -34,11 +33,11 @@ def display(launcher: str) -> Display:
 
 
 def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid: int, proc: Path = PROC) -> Display:
-    """That of process `pid`; `is_terminal`: its own stdout is one."""
+    """How process `pid` shows its progress; `is_terminal`: whether its own stdout is a terminal."""
     parents = above(pid, MOST_ABOVE, proc)[1:]
     names = [name_of(arguments_of(parent, proc)) for parent in parents]
-    launchers = [parent for parent, name in zip(parents, names, strict=True) if name in PASSES_ON | REWRITES]
-    is_rewritten = launcher in REWRITES or not REWRITES.union(DAEMONS).isdisjoint(names)
+    launchers = [parent for parent, name in zip(parents, names, strict=True) if name in programs()]
+    is_rewritten = row_of(launcher).rewrites_output or not programs(rewriting=True).isdisjoint(names)
     if is_terminal and not is_rewritten:
         return "bar"
     end = _stdout(launchers[-1] if launchers else pid, proc)
@@ -52,7 +51,7 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
 
 
 def name_of(arguments: list[str]) -> str:
-    """The program's name; of a Python program's, which is its script's or module's."""
+    """The program's name; of a Python program that of its script or module."""
     name = Path(arguments[0]).name.rstrip(":") if arguments else ""
     if name.startswith("python") and len(arguments) > 1:
         is_module = arguments[1] == "-m" and len(arguments) > 2
@@ -63,7 +62,7 @@ def name_of(arguments: list[str]) -> str:
 
 
 def _through_srun(environ: Mapping[str, str], proc: Path) -> Display:
-    """By the output of this job's srun, where it runs on this host."""
+    """The display by the output of this job's srun, where that runs on this host."""
     ends = [_stdout(pid, proc) for pid in _sruns(environ.get("SLURM_JOB_ID", ""), proc)]
     if not ends:
         return _of_job(environ)
@@ -71,12 +70,14 @@ def _through_srun(environ: Mapping[str, str], proc: Path) -> Display:
 
 
 def _of_job(environ: Mapping[str, str]) -> Display:
-    """Where the launcher's output cannot be seen: a job's script writes into a file, a person's srun or salloc not."""
+    """The display where the launcher's output cannot be seen: a job script writes into a file, a person's
+    srun or salloc to a terminal."""
     return "lines" if environ.get("SLURM_JOB_ID") and environ.get("ENVIRONMENT") != "BATCH" else "file"
 
 
 def _sruns(job: str, proc: Path) -> list[int]:
-    """This user's sruns of the job; those that were given no job made it themselves, and count where no other does."""
+    """This user's srun processes of the job. One without a job in its environment has made the job itself, and counts
+    where there is no other."""
     sruns = [pid for pid in _own_processes(proc) if name_of(arguments_of(pid, proc)) == "srun"]
     jobs = {pid: _job_of(pid, proc) for pid in sruns}
     return [pid for pid in sruns if jobs[pid] == job] or [pid for pid in sruns if jobs[pid] is None]
@@ -123,3 +124,33 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
     SCREEN.print(f"INFO - hvdtrain {__version__}: {what}, {ranks}, {topology.launcher}")
     SCREEN.open(display(topology.launcher))
     SCREEN.waiting("importing hvdtrain")
+
+
+def print_error(topology: Topology, kind: type[HvdtrainError], text: str) -> None:
+    """Prints an error as one line of this rank on stderr."""
+    _print(f"{kind.__name__}{_where(topology)}: {text}")
+
+
+def print_warning(topology: Topology, text: str) -> None:
+    """Prints a warning as one line of this rank on stderr."""
+    _print(f"warning{_where(topology)}: {text}")
+
+
+def _where(topology: Topology) -> str:
+    return f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def shown(topology: Topology, text: str) -> Iterator[Show]:
+    """What replaces `text` at the terminal of rank 0, or at its launcher's; nothing on other ranks and in files."""
+    kind = display(topology.launcher) if topology.is_rank_0 else "file"
+    if kind == "file" and topology.launcher != "alone":
+        yield hidden
+        return
+    with Status(text, as_lines=kind == "lines") as status:
+        yield status.update

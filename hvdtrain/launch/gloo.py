@@ -37,7 +37,8 @@ class RendezvousServer:
 
 
 def serve(endpoints: Sequence[Endpoint], key: bytes) -> int:
-    """The port of a new rendezvous server for these ranks, at rank 0's address. Raises EngineUnavailable."""
+    """Starts a rendezvous server for these ranks at rank 0's address, and returns its port. Raises
+    EngineUnavailable."""
     server = RendezvousServer(key, endpoints[0].address)
     server.expect(endpoints)
     return server.port
@@ -46,7 +47,8 @@ def serve(endpoints: Sequence[Endpoint], key: bytes) -> int:
 def variables(
     topology: Topology, endpoints: Sequence[Endpoint], address: str, port: int, interface: str | None, key: bytes
 ) -> dict[str, str]:
-    """What Horovod's Gloo controller reads at its start. `interface` None leaves the choice to Gloo."""
+    """The environment variables that Horovod's Gloo controller reads at its start. `interface` None leaves
+    the choice to Gloo."""
     label, rank, local_rank, cross_rank, size, local_size, cross_size = _slots(endpoints)[topology.rank]
     given = {
         "CONTROLLER": "gloo",
@@ -67,8 +69,8 @@ def variables(
 
 
 def _slots(endpoints: Sequence[Endpoint]) -> list[tuple[str, int, int, int, int, int, int]]:
-    """Of each rank: its host's label, rank, local rank, index of its host among those that have its local rank, number
-    of ranks, of its host's ranks, and of those hosts."""
+    """A row for each rank: its host's label, rank, local rank, index of its host among those that have its
+    local rank, number of ranks, of its host's ranks, and of those hosts."""
     nodes, local_sizes = dict[int, list[int]](), Counter(own.node for own in endpoints)
     for own in sorted(endpoints, key=lambda own: own.node):
         nodes.setdefault(own.local_rank, []).append(own.node)

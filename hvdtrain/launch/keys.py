@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hvdtrain import files
 from hvdtrain.errors import WorldError
-from hvdtrain.launch.topology import Topology
+from hvdtrain.launch.topology import Topology, launcher
 
 BYTES = 32
 INHERITED = ("HVDTRAIN_KEY", "HOROVOD_RENDEZVOUS_KEY")
@@ -34,7 +34,7 @@ REMEDY = f"give all ranks one, {MAKE}, or {INSECURE} where nobody else can reach
 
 
 OPEN = bytes(BYTES)
-"""What stands for a key where nobody has to prove anything."""
+"""The key of a run whose ranks need not prove that they belong together."""
 WARNING = (
     f"{INSECURE}: whoever can connect to these nodes may join this run, end it, or have code of his own run in it."
 )
@@ -64,7 +64,7 @@ def source(environ: Mapping[str, str], topology: Topology) -> str:
     """Where the ranks of this run have their key from, for a person; "" where they have none. Raises WorldError."""
     if inherited(environ):
         return next(name for name in INHERITED if name in environ)
-    if topology.launcher in {"mpirun", "mpiexec"} and topology.local_size < topology.size:
+    if launcher(topology.launcher).mpi and topology.local_size < topology.size:
         return "MPI, which carries one"
     try:
         of_user(environ)
@@ -166,7 +166,7 @@ def unwrapped(credential: str) -> bytes | None:
 
 
 def _munge(program: str, *options: str, given: str) -> str | None:
-    """What the program prints, also where it only finds that a credential was read before."""
+    """The output of munge or unmunge, also where a credential was read before."""
     if not (found := shutil.which(program)):
         return None
     try:
@@ -179,7 +179,7 @@ def _munge(program: str, *options: str, given: str) -> str | None:
 
 
 def boot_id() -> str:
-    """What distinguishes this host from others, and does not its containers."""
+    """A text that differs from host to host, and is the same in all containers of one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -187,7 +187,7 @@ def boot_id() -> str:
 
 
 def derived(key: bytes, *purpose: object) -> bytes:
-    """A key for one purpose."""
+    """A key for one purpose, derived from the run's."""
     return hmac.digest(key, os.fsencode("\0".join(map(str, purpose))), hashlib.sha256)
 
 

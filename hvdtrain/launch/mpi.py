@@ -9,28 +9,24 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
-from hvdtrain.launch import pmi
-from hvdtrain.launch.topology import Topology
+from hvdtrain.launch import pmi, slurm
+from hvdtrain.launch.topology import Kind, Topology, launcher
 from hvdtrain.untrusted import one_line
-
-Kind = Literal["openmpi", "mpich"]
 
 TITLES: Mapping[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 PLUGINS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
-"""What `srun --mpi=` may be given for one of the kind; `Mpi.plugins` knows the very library."""
+"""The plugins for `srun --mpi=` that an MPI of each kind can use; `Mpi.plugins` are those of one library."""
 
 # The names under which a program requests its MPI. Cray's and Intel's keep MPICH's ABI, and its number 12.
 SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|mpi_intel\w*)\.so\.12)\0")
 VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
 CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
 OF_MPI = re.compile(r"undefined symbol: (?:P?MPI[XR]?_|ompi_|opal_|mca_)|lib(?:mpi|open-|pmix)", re.IGNORECASE)
-"""In what the loader says of an MPI that Horovod was not built with."""
+"""What the loader's message holds where it has loaded another MPI than Horovod was built with."""
 MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
-RENDEZVOUS_LAUNCHERS = ("srun", "torchrun", "env://")  # they start no rendezvous of Horovod's, so rank 0 does
 
 
 @dataclass(frozen=True)
@@ -48,12 +44,12 @@ class Mpi:
 
     @property
     def title(self) -> str:
-        """As a person calls it: `Open MPI 5.0.11`."""
+        """The MPI's usual name and its version: `Open MPI 5.0.11`."""
         return f"{'Cray ' if self.cray else ''}{TITLES[self.kind]} {self.version}".rstrip()
 
     @property
     def plugins(self) -> tuple[str, ...]:
-        """What `srun --mpi=` may be given for this very library, the best first."""
+        """The plugins for `srun --mpi=` that this library can use, the best first."""
         if self.cray:
             return tuple(reversed(PLUGINS["mpich"]))
         return (PLUGINS[self.kind][0], *self.also)
@@ -112,7 +108,7 @@ def is_by_path(found: Mpi) -> bool:
 
 def plugin_of(environ: Mapping[str, str]) -> str | None:
     """The plugin by which srun connects the tasks of this step, "none" for none; None outside a step of srun's."""
-    if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
+    if not slurm.is_step(environ):
         return None
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     # SLURM_MPI_TYPE proves nothing: a user may have exported it, and srun --mpi=none leaves it as it is.
@@ -127,7 +123,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _loaded(path: Path, soname: str) -> Path | None:
-    """Where the loader, in this environment, finds the library."""
+    """The file that the loader finds for the library in this environment."""
     try:
         ldd = [shutil.which("ldd") or "/usr/bin/ldd", str(path)]
         listed = subprocess.run(ldd, capture_output=True, text=True, timeout=20, check=False).stdout
@@ -153,7 +149,7 @@ def _version(data: bytes) -> str:
 
 def uses_gloo(topology: Topology, framework: str, environ: Mapping[str, str]) -> bool:
     """Whether the ranks are to use Gloo with a rendezvous server of rank 0's own."""
-    if topology.launcher not in RENDEZVOUS_LAUNCHERS:
+    if not launcher(topology.launcher).needs_rendezvous:
         return False
     if topology.launcher != "srun" or environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         return True

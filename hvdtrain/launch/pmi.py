@@ -8,8 +8,6 @@ from hvdtrain.errors import JobError
 from hvdtrain.untrusted import quoted
 
 NAMES = re.compile(r"\b(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|pspmix?|openmpi)\b")  # that srun --mpi= may have
-# What launchers and their daemons set for a rank; a launcher that finds it may take itself for that rank.
-PREFIXES = ("OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "HYDI_", "MPI_")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,18 @@
-"""Where the ranks of a run find one another before any collective library has started: host, ports and token."""
+"""Where the ranks of a run find one another before any collective library has started: host, ports and token.
+
+TensorFlow's TF_CONFIG is made from what they have found.
+"""
 
 import contextlib
 import fcntl
+import json
 import os
 import random
 import secrets
 import socket
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +21,7 @@ from pydantic import AfterValidator, Field
 
 from hvdtrain.errors import EngineUnavailable, WorldError
 from hvdtrain.launch import hostlist, keys
-from hvdtrain.launch.topology import Topology
+from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.untrusted import printable, quoted, whole_number
 
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
@@ -90,17 +94,13 @@ def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous 
     return None
 
 
-# By launcher, the variable whose value only the ranks of one launch share.
-TOKENS = {"horovodrun": "HOROVOD_GLOO_RENDEZVOUS_PORT", "mpirun": "PMIX_NAMESPACE", "mpiexec": "PMI_PORT"}
-
-
 def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvous:
     """The rendezvous of ranks whose launcher names no host: the one host they share, or where rank 0 is by MPI.
 
     Raises EngineUnavailable or WorldError where they can learn of none.
     """
     if topology.local_size == topology.size:
-        token = environ.get(TOKENS.get(topology.launcher, ""), str(os.getppid()))
+        token = environ.get(launcher(topology.launcher).launch, str(os.getppid()))
         return Rendezvous("127.0.0.1", _block(zlib.crc32(os.fsencode(token))), token)
     if topology.launcher == "horovodrun":
         raise WorldError(
@@ -208,3 +208,53 @@ def _block(number: int) -> range:
 def _number(text: str) -> int:
     number = whole_number(text)
     return zlib.crc32(text.encode(errors="replace")) if number is None else number
+
+
+Cluster = dict[str, list[str]]
+"""Every task's host:port by job, in the order of the tasks' indices."""
+
+
+def of(cluster: Cluster, job: str, index: int) -> str:
+    """The text of TF_CONFIG for one task of the cluster."""
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+
+def workers(endpoints: Sequence[Endpoint]) -> Cluster:
+    """A cluster in which every rank is a worker; empty for one rank alone."""
+    return {"worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints]} if len(endpoints) > 1 else {}
+
+
+def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
+    """A cluster in which every rank is a worker, the first of each host a parameter server too, and rank 0
+    the chief."""
+    holders = [endpoints[rank] for rank in servers(endpoints)]
+    return {
+        "chief": [f"{endpoints[0].address}:{endpoints[0].port + 2}"],
+        "worker": [f"{endpoint.address}:{endpoint.port}" for endpoint in endpoints],
+        "ps": [f"{endpoint.address}:{endpoint.port + 1}" for endpoint in holders],
+    }
+
+
+def no_proxy(endpoints: Sequence[Endpoint], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which gRPC reaches the ranks themselves, beside what no proxy serves already: with http_proxy
+    alone it asks the proxy for them, again and again."""
+    given = environ.get("no_grpc_proxy", environ.get("no_proxy"))
+    hosts = dict.fromkeys(name for endpoint in endpoints for name in (endpoint.address, endpoint.host))
+    return {"no_grpc_proxy": ",".join(filter(None, (given, *hosts)))}
+
+
+def servers(endpoints: Sequence[Endpoint]) -> list[int]:
+    """The ranks whose processes hold a parameter server too: the first one of each host."""
+    first: dict[str, int] = {}
+    for rank, endpoint in enumerate(endpoints):
+        first.setdefault(endpoint.address, rank)
+    return list(first.values())
+
+
+def placement(endpoints: Sequence[Endpoint]) -> list[str]:
+    """A line for the log that says which host has which workers and servers."""
+    lines = []
+    for index, first in enumerate(servers(endpoints)):
+        here = [str(rank) for rank, endpoint in enumerate(endpoints) if endpoint.address == endpoints[first].address]
+        lines.append(f"host        {endpoints[first].host}: workers {', '.join(here)}; parameter server {index}")
+    return lines

@@ -7,12 +7,15 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from hvdtrain.errors import TopologyError
 from hvdtrain.launch import hostlist, pmi
 from hvdtrain.untrusted import printable, quoted
 
 Environ = Mapping[str, str]
+Kind = Literal["openmpi", "mpich"]
+"""Whose binary interface an MPI library has."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +50,44 @@ class Topology:
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row of the table: the variables in which a launcher gives a rank its indices."""
+    """One row of the table: all that this package knows of a launcher by its name."""
 
     name: str
-    command: str  # what the remedy asks a person to type
-    signs: tuple[str, ...]  # one of these in the environment: this launcher started the rank
+    command: str
+    """What a remedy asks a person to type."""
+    signs: tuple[str, ...]
+    """Variables one of which in the environment means that this launcher started the rank."""
     rank: str
+    """The variables of a rank's indices."""
     size: str
     local_rank: str
     local_size: str
     node: str | None = None
+    _: dataclasses.KW_ONLY
+    remedy: str
+    """What to do where Horovod sees other ranks than this launcher promised."""
+    mpi: Kind | None = None
+    """The MPI whose launcher it is."""
+    launch: str = ""
+    """The variable whose value only the ranks of one launch share, where they share a host."""
+    prefixes: tuple[str, ...] = ()
+    """How the variables begin that it or its daemons set for a rank: another launcher that finds them may take itself
+    for that rank."""
+    programs: tuple[str, ...] = ()
+    """The names of its programs, among the processes above a rank."""
+    daemons: tuple[str, ...] = ()
+    """The names of its programs on the other hosts."""
+    rewrites_output: bool = False
+    """Whether it reads what a rank prints, and prints it itself."""
+    needs_rendezvous: bool = False
+    """Whether it starts no rendezvous of Horovod's, so that rank 0 does."""
+    cpus_of: Literal["rank", "host"] | None = None
+    """Who gets the processors that SLURM grants a task: each rank, or all ranks of a host together."""
 
     _enough = staticmethod(any)
 
     def is_in(self, environ: Environ) -> bool:
-        """Whether this launcher left its variables, be it only some of them where its row is content with that."""
+        """Whether this launcher has set its variables; some rows need one of them, some all."""
         return self._enough(sign in environ for sign in self.signs)
 
     def topology(self, environ: Environ, host: str) -> Topology:
@@ -141,7 +167,7 @@ class ByHand(Launcher):
     _enough = staticmethod(all)
 
     def topology(self, environ: Environ, host: str) -> Topology:
-        """What the variables say; alone where that is one rank of one. Raises TopologyError."""
+        """The topology that the variables say; alone for one rank of one. Raises TopologyError."""
         one_a_host = {} if self.local_rank in environ else {self.local_rank: "0", self.local_size: "1"}
         topology = super().topology({**environ, **one_a_host}, host)
         if topology.size == 1:
@@ -153,6 +179,15 @@ class ByHand(Launcher):
         return TopologyError(f"{rule}; give every rank RANK, WORLD_SIZE and MASTER_ADDR, or unset all of them.")
 
 
+MPICH: dict[str, Any] = {
+    "remedy": "start with the mpiexec of the MPI that Horovod was built with",
+    "mpi": "mpich",
+    "launch": "PMI_PORT",
+    "prefixes": ("PMI_", "PALS_", "HYDI_", "MPI_"),
+    "programs": ("mpiexec.hydra", "mpiexec"),
+    "daemons": ("hydra_pmi_proxy",),
+    "rewrites_output": True,
+}
 # The innermost launcher first: srun's variables outlive an mpirun, Hydra or torchrun started inside its step.
 # HOROVOD_CONTROLLER alone is no launcher, and a PMIX_RANK may be a daemon's.
 LAUNCHERS: tuple[Launcher, ...] = (
@@ -165,6 +200,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="HOROVOD_LOCAL_RANK",
         local_size="HOROVOD_LOCAL_SIZE",
         node="HOROVOD_CROSS_RANK",
+        remedy="build Horovod with the controller that horovodrun used: python -m hvdtrain build",
+        launch="HOROVOD_GLOO_RENDEZVOUS_PORT",
+        programs=("horovodrun",),
+        rewrites_output=True,
     ),
     Launcher(
         "torchrun",
@@ -175,6 +214,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="LOCAL_RANK",
         local_size="LOCAL_WORLD_SIZE",
         node="GROUP_RANK",
+        remedy="build Horovod with Gloo: python -m hvdtrain build",
+        programs=("torchrun",),
+        needs_rendezvous=True,
+        cpus_of="host",
     ),
     Launcher(
         "mpirun",
@@ -185,6 +228,13 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        remedy="start with the mpirun of the MPI that Horovod was built with",
+        mpi="openmpi",
+        launch="PMIX_NAMESPACE",
+        prefixes=("OMPI_", "PMIX", "PRTE"),
+        programs=("mpirun", "mpiexec", "prterun", "orterun"),
+        daemons=("prted", "orted"),
+        rewrites_output=True,
     ),
     Launcher(
         "mpiexec",
@@ -195,6 +245,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
+        **MPICH,
     ),
     SlurmStep(
         "srun",
@@ -205,6 +256,11 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="SLURM_LOCALID",
         local_size="SLURM_STEP_TASKS_PER_NODE",
         node="SLURM_NODEID",
+        remedy="ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), --mpi=pmi2 or "
+        "--mpi=cray_shasta (MPICH, Cray-MPICH), and load that MPI's module",
+        prefixes=("SLURM_",),
+        needs_rendezvous=True,
+        cpus_of="rank",
     ),
     Launcher(
         "mpiexec",
@@ -214,6 +270,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="PMI_SIZE",
         local_rank="PMI_LOCAL_RANK",
         local_size="PMI_LOCAL_SIZE",
+        **MPICH,
     ),
     ByHand(
         "env://",
@@ -223,12 +280,36 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
         local_size="LOCAL_WORLD_SIZE",
+        remedy="build Horovod with Gloo: python -m hvdtrain build",
+        needs_rendezvous=True,
     ),
+)
+ALONE = Launcher(
+    *("alone", "", (), "", "", "", ""),
+    remedy="take --engine local, or start with horovodrun, mpirun or srun",
 )
 SIZES = ("WORLD_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "PMIX_SIZE")
 """Variables of the number of ranks, by which no launcher of the table is known."""
 RANKS = ("PALS_RANKID", "JSM_NAMESPACE_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK", "FLUX_TASK_RANK")
 """Variables of launchers that are not in the table: whoever has one is a rank, of however many."""
+
+
+def launcher(name: str) -> Launcher:
+    """The row of that name, which a Topology has."""
+    return next((row for row in LAUNCHERS if row.name == name), ALONE)
+
+
+def programs(*, rewriting: bool = False) -> set[str]:
+    """The names of the launchers' programs; `rewriting`: of those alone that print themselves what a rank prints, and
+    of their daemons."""
+    if rewriting:
+        return {name for row in LAUNCHERS if row.rewrites_output for name in (*row.programs, *row.daemons)}
+    return {name for row in LAUNCHERS for name in row.programs}
+
+
+def prefixes() -> tuple[str, ...]:
+    """How the variables begin that launchers set for a rank."""
+    return tuple(prefix for row in LAUNCHERS for prefix in row.prefixes)
 
 
 def discover(environ: Environ, host: str | None = None) -> Topology:
@@ -238,9 +319,9 @@ def discover(environ: Environ, host: str | None = None) -> Topology:
     contradicts itself. What the launcher promises here, the collective library may yet fail to keep.
     """
     host = host or socket.gethostname()
-    for launcher in LAUNCHERS:
-        if launcher.is_in(environ):
-            return launcher.topology(environ, host)
+    for row in LAUNCHERS:
+        if row.is_in(environ):
+            return row.topology(environ, host)
     _check_alone(environ)
     return Topology.alone(host, _job_id(environ))
 

@@ -31,26 +31,23 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hvdtrain.lightning.data import ImageNetDataModule, RecipeDataModule, UnpaddedSampler
-    from hvdtrain.lightning.ddp import RankDDPStrategy
-    from hvdtrain.lightning.environment import RankEnvironment, mean_loss
+    from hvdtrain.lightning.data import ExactAccuracy, GlobalBatches, ImageNetDataModule, UnpaddedSampler
+    from hvdtrain.lightning.environment import RankDDPStrategy, RankEnvironment, mean_loss
     from hvdtrain.lightning.fault_tolerance import FaultTolerance
-    from hvdtrain.lightning.global_batches import GlobalBatches
-    from hvdtrain.lightning.metrics import ExactAccuracy
-    from hvdtrain.lightning.module import RecipeModule
+    from hvdtrain.lightning.recipe import RecipeDataModule, RecipeModule
     from hvdtrain.lightning.strategy import HorovodStrategy
 
 
 MODULES = {
-    "ExactAccuracy": "metrics",
+    "ExactAccuracy": "data",
     "FaultTolerance": "fault_tolerance",
-    "GlobalBatches": "global_batches",
+    "GlobalBatches": "data",
     "HorovodStrategy": "strategy",
     "ImageNetDataModule": "data",
-    "RankDDPStrategy": "ddp",
+    "RankDDPStrategy": "environment",
     "RankEnvironment": "environment",
-    "RecipeDataModule": "data",
-    "RecipeModule": "module",
+    "RecipeDataModule": "recipe",
+    "RecipeModule": "recipe",
     "UnpaddedSampler": "data",
     "mean_loss": "environment",
 }

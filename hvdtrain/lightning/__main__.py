@@ -18,12 +18,12 @@ from hvdtrain.terminal import SCREEN
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
-    prepared.world.launch.enter("import")
+    prepared.journal.enter("import")
     SCREEN.waiting("importing Lightning")
     with terminal.postponed():
-        from hvdtrain.lightning.train import train as train_with_lightning
+        from hvdtrain.lightning.recipe import train as train_with_lightning
 
-    prepared.world.launch.enter("rendezvous")
+    prepared.journal.enter("rendezvous")
     train_with_lightning(prepared)
 
 

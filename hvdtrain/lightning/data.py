@@ -1,21 +1,28 @@
-"""Data for Lightning: the same samples in the same step whatever the number of ranks, none validated twice."""
+"""Data for Lightning: the same samples in the same step whatever the number of ranks, none validated twice, and an
+exact metric of them."""
 
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, default_collate
+from torchmetrics import Metric
 
+from hvdtrain.core import examples as users_examples
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.progress import Request, train_requests, valid_requests
-from hvdtrain.core.sharding import Epoch, shard
-from hvdtrain.datasets import DRAWS, Dataset, Split
-from hvdtrain.errors import DataError, PlanError
-from hvdtrain.lightning.module import RecipeModule
+from hvdtrain.core.progress import Epoch, OwnSampling, Progress, Request, shard, train_requests
+from hvdtrain.core.settings import OwnReadSettings
+from hvdtrain.datasets import DRAWS, Dataset
+from hvdtrain.errors import DataError, LoopError, PlanError
 from hvdtrain.run.main import load_dataset
-from hvdtrain.torch.data import Loader, Pair
+from hvdtrain.torch.data import Loader
+from hvdtrain.torch.examples import Examples
+
+Collate = Callable[[list[Any]], Any]
 
 
 class UnpaddedSampler(DistributedSampler):
@@ -44,52 +51,28 @@ class UnpaddedSampler(DistributedSampler):
 
 
 class Batches:
-    """A loader whose batches are `requests()` of a split, called each time it is iterated."""
+    """A loader of so many batches, which `batches` begins to read each time it is iterated."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        split: Split,
-        requests: Callable[[], list[Request]],
-        read: Callable[[Iterator[Any]], Iterator[Any]] = iter,
-    ) -> None:
-        """`read` goes around the batches: the clock of a run."""
-        self._loader, self._split, self._requests, self._read = loader, split, requests, read
+    def __init__(self, steps: int, batches: Callable[[], Iterator[Any]]) -> None:
+        self._steps, self._batches = steps, batches
 
     def __len__(self) -> int:
-        return len(self._requests())
+        return self._steps
 
-    def __iter__(self) -> Iterator[Pair]:
-        yield from self._read(self._loader.batches(self._split, self._requests()))
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._batches()
 
 
-class RecipeDataModule(LightningDataModule):
-    """The data of a recipe's run, from its module's `progress` on, one epoch at a time.
+class ResumedBatches(Batches):
+    """A loader of an epoch's batches, of which those are read that are left; its length is the whole epoch's, as
+    Lightning counts."""
 
-    Examples:
-        >>> import hvdtrain.lightning as hl  # `module` is a RecipeModule, `dataset` its data set
-        >>> data = hl.RecipeDataModule(module, dataset, rank=0, device=torch.device("cpu"))  # doctest: +SKIP
-        >>> trainer.fit(module, data)  # doctest: +SKIP
-    """
+    def state_dict(self) -> dict[str, Any]:
+        """Shows Lightning that the loader continues by itself: its position is the run's."""
+        return {}
 
-    def __init__(self, module: RecipeModule, dataset: Dataset, rank: int, device: torch.device) -> None:
-        super().__init__()
-        self._module, self._dataset, self._rank = module, dataset, rank
-        self._loader = Loader(module.plan.recipe, dataset, device)
-        self.read: Callable[[Iterator[Any]], Iterator[Any]] = iter
-        """Goes around the training batches: the clock of a run."""
-        self.allow_zero_length_dataloader_with_multiple_devices = True
-
-    def train_dataloader(self) -> Batches:
-        plan, progress = self._module.plan, self._module.progress
-        _, requests = train_requests(plan, progress, self._rank)
-        limit = plan.recipe.max_steps
-        left = requests if limit is None else requests[: (limit - progress.step) * plan.recipe.accumulation_steps]
-        return Batches(self._loader, self._dataset.train, lambda: left, self.read)
-
-    def val_dataloader(self) -> Batches:
-        requests = valid_requests(self._module.plan, self._rank)
-        return Batches(self._loader, self._dataset.valid, lambda: requests)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: see `state_dict`."""
 
 
 class ImageNetDataModule(LightningDataModule):
@@ -145,14 +128,15 @@ class ImageNetDataModule(LightningDataModule):
             raise PlanError(f"validation needs an image a rank, got {len(self.dataset.valid)} for {size} ranks.")
 
     def train_dataloader(self) -> Batches:
-        return Batches(self._loader, self.dataset.train, self._train_requests)
+        steps = len(self.dataset.train) // self.batch_size
+        return Batches(steps, lambda: self._loader.batches(self.dataset.train, self._train_requests()))
 
     def val_dataloader(self) -> Batches:
         rank, size = self._ranks()
         mine = shard(len(self.dataset.valid), rank, size)
         batch = self.batch_size // size
         requests: list[Request] = [(mine[begin : begin + batch], None) for begin in range(0, len(mine), batch)]
-        return Batches(self._loader, self.dataset.valid, lambda: requests)
+        return Batches(len(requests), lambda: self._loader.batches(self.dataset.valid, requests))
 
     def _train_requests(self) -> list[Request]:
         rank, size = self._ranks()
@@ -164,3 +148,160 @@ class ImageNetDataModule(LightningDataModule):
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+
+class GlobalBatches(LightningDataModule):
+    """Data of your own for `Trainer.fit`: each update reads the same examples whatever the number of ranks.
+
+    The data sets are map-style, or tuples of tensors. Random numbers that a training example draws in `__getitem__` are
+    seeded by seed, epoch and index. In validation and test each example is read by one rank, none padded, and all ranks
+    have equal numbers of batches. With FaultTolerance an interrupted epoch continues where it was.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> x = torch.randn(64, 4)
+        >>> data = hl.GlobalBatches((x, x.sum(1)), batch_size=16)
+        >>> [tuple(batch[0].shape) for batch in data.train_dataloader()]  # with one process
+        [(16, 4), (16, 4), (16, 4), (16, 4)]
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        valid: Any = None,
+        test: Any = None,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        workers: int = 0,
+        collate: Collate = default_collate,
+    ) -> None:
+        """`batch_size` counts the examples of one update: those of all ranks, and of all micro-batches where the
+        Trainer accumulates; a callback that accumulates more takes several. What is left over of an epoch are other
+        examples each time. `workers`: processes that read; 0 reads between steps. Raises DataError."""
+        super().__init__()
+        self.batch_size, self.seed, self.workers = batch_size, seed, workers
+        self.train = Examples(train, "the training set", collate)
+        self.valid = Examples(valid, "the validation set", collate) if valid is not None else None
+        self.test = Examples(test, "the test set", collate) if test is not None else None
+        self.follow()
+        self._accumulated: int | None = None
+        """How many micro-batches an update has, before callbacks accumulate more."""
+        self._loader: Loader | None = None
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def follow(
+        self, position: Callable[[], Progress] | None = None, read: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    ) -> None:
+        """Each epoch continues at `position()`, and `read` goes around its training batches: the clock of a run.
+        Without arguments as Lightning counts epochs."""
+        self._position, self._clocked = position or self._epoch, read
+
+    def setup(self, stage: str) -> None:
+        """Refuses a batch or a validation set that the ranks cannot divide. Raises LoopError."""
+        self._accumulated = self.trainer.accumulate_grad_batches if self.trainer else 1
+        parts = self.sampling.size * self.sampling.accumulation_steps
+        if self.batch_size < 1 or self.batch_size % parts or self.batch_size > len(self.train):
+            raise LoopError(
+                f"batch_size counts the examples of one update: it must be a multiple of {parts} (ranks times "
+                f"accumulate_grad_batches) and at most the {len(self.train)} training examples, got {self.batch_size}."
+            )
+        trainer: Any = self.trainer
+        limit = trainer.limit_train_batches if trainer and not trainer.fast_dev_run else 1.0
+        batches = limit if isinstance(limit, int) else int(limit * len(self.train_dataloader()))
+        if batches % self._accumulated and self.sampling.size > 1:
+            raise LoopError(
+                f"limit_train_batches takes {batches} batches of an epoch, which must be a multiple of "
+                f"accumulate_grad_batches={self._accumulated}: else other examples are read on other numbers of ranks."
+            )
+        for examples in (self.valid, self.test):
+            if examples and len(examples) < self.sampling.size:
+                raise LoopError(
+                    f"{examples.name} needs an example a rank, got {len(examples)} for {self.sampling.size} ranks; "
+                    "take fewer."
+                )
+
+    @property
+    def sampling(self) -> OwnSampling:
+        """What each rank reads in each update."""
+        size = self.trainer.world_size if self.trainer else 1
+        accumulated = self._accumulated or (self.trainer.accumulate_grad_batches if self.trainer else 1)
+        return OwnSampling(
+            self.batch_size,
+            len(self.train),
+            size,
+            self.seed,
+            accumulation_steps=accumulated,
+            draws=users_examples.DRAWS,
+        )
+
+    def train_dataloader(self) -> ResumedBatches:
+        steps = len(self.train) // self.batch_size * self.sampling.accumulation_steps
+        return ResumedBatches(steps, self._train_batches)
+
+    def val_dataloader(self) -> ResumedBatches | list[Any]:
+        return self._each_once(self.valid) if self.valid else []
+
+    def test_dataloader(self) -> ResumedBatches | list[Any]:
+        return self._each_once(self.test) if self.test else []
+
+    def _each_once(self, examples: Examples) -> ResumedBatches:
+        """This rank's part of each batch of all ranks, so that the first N batches are the same for any number."""
+        size, order = self.sampling.size, np.arange(len(examples))
+        cuts = range(self.batch_size, len(examples) - size + 1, self.batch_size)  # each rank has a part of the last
+        requests = [(np.array_split(batch, size)[self._rank], None) for batch in np.split(order, cuts)]
+        return ResumedBatches(len(requests), lambda: self._read(examples, requests))
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer else 0
+
+    def _epoch(self) -> Progress:
+        return Progress(epoch=self.trainer.current_epoch if self.trainer else 0)
+
+    def _train_batches(self) -> Iterator[Any]:
+        position = self._position()
+        # Where a Trainer overfits, each epoch has the first one's batches.
+        if self.trainer and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            position = replace(position, epoch=0)
+        return self._clocked(self._read(self.train, train_requests(self.sampling, position, self._rank)[1]))
+
+    def _read(self, examples: Examples, requests: list[Any]) -> Iterator[Any]:
+        if not self._loader:
+            device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+            of = Dataset("own", self.train, self.valid or self.train, None, (), (), (), draws=users_examples.DRAWS)
+            self._loader = Loader(OwnReadSettings(self.workers), of, device)
+        return (batch.data for batch in self._loader.batches(examples, requests))
+
+
+class ExactAccuracy(Metric):
+    """The fraction of examples whose highest logit is the right one (top-1), in whole numbers up to the division.
+
+    Over the ranks of `strategy="horovod"` and of ddp alike; exact where no example is read twice, as UnpaddedSampler
+    sees to.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> accuracy = hl.ExactAccuracy()
+        >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        >>> float(accuracy.compute())
+        0.5
+    """
+
+    higher_is_better = True
+    full_state_update = False
+    correct: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.add_state("correct", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """A batch: logits [n, classes] and labels [n]."""
+        self.correct += (logits.argmax(1) == labels).sum()
+        self.count += len(labels)
+
+    def compute(self) -> torch.Tensor:
+        return self.correct.double() / self.count

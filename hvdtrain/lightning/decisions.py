@@ -1,6 +1,6 @@
 """What ranks must decide alike in an epoch: the values that callbacks and schedulers go by, and where its data end."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
 
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
+from hvdtrain.run.session import Among, check_next
 
 AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"
 REFUSED: dict[Any, str] = {
@@ -40,26 +41,21 @@ class Decisions(Callback):
     """Compares what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they look at it, and after
     each epoch which is the next one, with which LRs."""
 
-    def __init__(self, agree: Callable[[agreement.Values], None]) -> None:
-        self._agree = agree
+    def __init__(self, among: Among) -> None:
+        self._among = among
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._compare_course(trainer, trainer.current_epoch)
+        check_next("value", trainer.current_epoch, _lrs(trainer), self._among)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        self._compare_course(trainer, None)
-
-    def _compare_course(self, trainer: Trainer, epoch: int | None) -> None:
-        """Raises AgreementError where other ranks go on to another epoch, or to none, or with other LRs."""
-        lrs = {f"LR {i}": [float(of["lr"]) for of in each.param_groups] for i, each in enumerate(trainer.optimizers)}
-        self._agree(agreement.named("value", {"next epoch": epoch, **lrs}))
+        check_next("value", None, _lrs(trainer), self._among)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
             self._compare(trainer)
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
-        self._agree(agreement.named("training", {"batches of this epoch": _read(trainer)}))
+        agreement.check({"training: batches of this epoch": _read(trainer)}, *self._among)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -74,7 +70,7 @@ class Decisions(Callback):
         """Raises AgreementError."""
         metrics = trainer.callback_metrics
         if found := {name: float(metrics[name]) for name in sorted(monitored(trainer)) if name in metrics}:
-            self._agree(agreement.named("value", found))
+            agreement.check(agreement.named("value", found), *self._among)
 
 
 def monitored(trainer: Trainer) -> set[str]:
@@ -82,6 +78,10 @@ def monitored(trainer: Trainer) -> set[str]:
     deciding: list[Any] = [*trainer.callbacks]  # type: ignore[attr-defined]
     deciding += [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
     return {each.monitor for each in deciding if getattr(each, "monitor", None)}
+
+
+def _lrs(trainer: Trainer) -> dict[str, list[float]]:
+    return {f"LR {i}": [float(of["lr"]) for of in each.param_groups] for i, each in enumerate(trainer.optimizers)}
 
 
 def _check_end(trainer: Trainer) -> None:

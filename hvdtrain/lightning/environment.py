@@ -1,4 +1,5 @@
-"""Lightning's view of a rank: the same topology that every adapter reads."""
+"""Lightning's view of a rank, from the same topology that every adapter reads: its environment and what strategies of
+ranks share, and DDP, which needs no more."""
 
 import os
 from typing import Any, cast
@@ -7,19 +8,22 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from hvdtrain.core.settings import OwnEngineSettings
 from hvdtrain.errors import DeviceError, LoopError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.lightning.decisions import Decisions, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.ranks import agreement
-from hvdtrain.torch import devices
-from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.engines.counts import Counts
+from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.run.session import Among
+from hvdtrain.torch.averaging import Counts
+from hvdtrain.torch.engines import Engine, process_settings
 from hvdtrain.torch.objective import Watched
 from hvdtrain.torch.state import numbers
 
@@ -95,7 +99,7 @@ class OneDevice(ParallelStrategy):
     engine: str
     """What hvdtrain calls the collective library."""
     counts: Counts | None = None
-    """Of `mean_loss`, where the module calls it."""
+    """Counts of examples or tokens, where the module calls `mean_loss`."""
     seen: tuple[torch.Tensor, Any] | None = None
     """Sum and count of the last micro-batch."""
     mean: torch.Tensor | None = None
@@ -114,7 +118,7 @@ class OneDevice(ParallelStrategy):
         if fits and self.world_size > 1:
             refuse(trainer.callbacks, f"training on {self.world_size} ranks")
             others = [each for each in trainer.callbacks if not isinstance(each, Decisions)]
-            trainer.callbacks = [Decisions(self.agree), *others]
+            trainer.callbacks = [Decisions(self.among), *others]
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, on every rank."""
@@ -127,10 +131,14 @@ class OneDevice(ParallelStrategy):
     def start_library(self) -> None:
         """What comes before Lightning's own part."""
 
+    @property
+    def among(self) -> Among:
+        """What a comparison of the ranks needs."""
+        return (self.global_rank, self.world_size), discover(os.environ).host, self.sum
+
     def agree(self, values: agreement.Values) -> None:
         """Raises AgreementError where another rank has other values."""
-        ranks = self.global_rank, self.world_size
-        agreement.check(values, ranks, discover(os.environ).host, self.sum)
+        agreement.check(values, *self.among)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's; a line names what in its first one is no mean over examples."""
@@ -158,7 +166,7 @@ class OneDevice(ParallelStrategy):
             )
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Of an update's last micro-batch: its averaged gradients become those of all sums by all counts."""
+        """Makes the averaged gradients, after an update's last micro-batch, those of all sums by all counts."""
         super().post_backward(closure_loss)
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
         if self.counts and not (trainer.fit_loop._should_accumulate() and self.lightning_module.automatic_optimization):  # type: ignore[union-attr]
@@ -172,7 +180,7 @@ class OneDevice(ParallelStrategy):
         fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
         fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
         fit |= {"validates": sum(trainer.num_val_batches) > 0}
-        process = agreement.of_process(devices.settings(), self.global_rank, self.sum)
+        process = agreement.of_process(process_settings(), self.global_rank, self.sum)
         self.agree(process | agreement.named("training", {**fit, **numbers(self.optimizers)}))
 
     @property
@@ -220,3 +228,65 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
     loss = strategy.counts.divided(total, count, accumulated)  # Lightning divides it by the number of micro-batches
     strategy.mean = loss.detach()
     return loss
+
+
+class RankDDPStrategy(OneDevice, DDPStrategy):
+    """DDP over the ranks of the launcher, also where hosts have unequal numbers of them.
+
+    Validation goes past DistributedDataParallel, which would exchange buffers in every batch: ranks may then have
+    unequal numbers of batches, and no example has to be read twice.
+
+    Examples:
+        >>> import hvdtrain.lightning as hl
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(strategy=hl.RankDDPStrategy(), accelerator="cpu", logger=False)
+    """
+
+    strategy_name = "rank_ddp"
+    engine = "ddp"
+
+    def __init__(self, **settings: Any) -> None:
+        """Settings as DDPStrategy's."""
+        self.environment = settings.setdefault("cluster_environment", RankEnvironment())
+        super().__init__(**settings)
+
+    def on_train_start(self) -> None:
+        self.agree_to_train()
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        total = torch.from_numpy(array.copy()).to(self.root_device)
+        torch.distributed.all_reduce(total)
+        return total.cpu().numpy()
+
+    def library(self) -> Engine:
+        from hvdtrain.torch.engines.ddp import DdpEngine  # which needs torch.distributed
+
+        return DdpEngine(OwnEngineSettings(), self.environment.topology, self.root_device)
+
+    @is_operation
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDPStrategy's; a mean of whole numbers, as those of examples, is a float64, and not cut off."""
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in {"mean", "avg"}:
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+    def on_validation_start(self) -> None:
+        """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
+        _sync_module_states(self.lightning_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        with self.precision_plugin.val_step_context():
+            return module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        with self.precision_plugin.test_step_context():
+            return module.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        with self.precision_plugin.predict_step_context():
+            return module.predict_step(*args, **kwargs)

@@ -1,27 +1,20 @@
 """What a recipe's run promises, for anybody's module under Lightning's Trainer."""
 
-import math
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from hvdtrain.core.progress import OwnSampling
-from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting
-from hvdtrain.run.loop import Hooks
-from hvdtrain.run.session import Ranks, end_early, has_ended, in_own_words, open_own, report_logged
+from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
 from hvdtrain.terminal import STOP_SIGNALS
-from hvdtrain.torch import devices
+from hvdtrain.torch.engines import seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.meter import Meter
-from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
 
 if TYPE_CHECKING:
@@ -42,6 +35,7 @@ class FaultTolerance(Callback):
     of GlobalBatches. An HvdtrainError ends the process with one line and its exit code.
 
     Examples:
+        >>> import torch
         >>> import hvdtrain.lightning as hl
         >>> from lightning.pytorch import LightningModule, Trainer
         >>> from torch.nn import functional as F
@@ -86,25 +80,15 @@ class FaultTolerance(Callback):
         `checkpoint_every_steps` auto the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours
         between failures of the job."""
         super().__init__()
-        self.folder, self._best, self._insecure = Path(folder), (highest, lowest), insecure_rendezvous
-        self._intervals = OwnIntervals(
-            log_every_steps,
-            guard_every_steps,
-            checkpoint_every_epochs,
-            checkpoint_every_steps,
-            keep_checkpoints,
-            mtbf_hours,
-        )
-        self._ranks: Ranks | None = None
-        self._engine: Engine | None = None
-        self._hooks: Hooks[Replica] | None = None
-        self._lr, self._settled, self._is_due = 0.0, True, False
-        """`_is_due`: whether what follows an update is: Lightning's other hooks and a validation come before it."""
+        self.folder, best = Path(folder), (highest, lowest)
+        self._session = FitSession[Replica](folder, best, intervals_of(locals()), insecure=insecure_rendezvous)
+        self._lr = 0.0
         self._is_epoch_over = False
+        """Whether an epoch is over whose report and checkpoint wait for Lightning's other hooks."""
 
     def join_ranks(self, engine: str) -> None:
         """Joins the failure detector; the strategy calls it before its library starts."""
-        self._ranks = Ranks("torch", engine, insecure=self._insecure)
+        self._session.join("torch", engine)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -117,37 +101,34 @@ class FaultTolerance(Callback):
         # First of all: what it writes before a batch, an epoch and the end is the state that they begin with.
         comparing = [each for each in others if isinstance(each, Decisions)]
         trainer.callbacks = [*comparing, self, *(each for each in others if each not in comparing)]  # type: ignore[attr-defined]
-        strategy: Any = trainer.strategy
-        if not self._ranks:
+        if not self._session.is_joined:
             if trainer.world_size > 1:
                 raise LoopError(
                     f"FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got "
-                    f"{type(strategy).__name__}; give the Trainer one of them."
+                    f"{type(trainer.strategy).__name__}; give the Trainer one of them."
                 )
             self.join_ranks("local")
-        assert self._ranks
-        devices.take_threads(self._ranks.world.topology)
-        self._engine = engine = _engine(self._ranks, strategy.root_device)
-        self._ranks.opened(engine, engine.rank, engine.size)
+        take_threads(self._session.ending.topology)
+        strategy: Any = trainer.strategy
+        is_alone = self._session.engine == "local"
+        self._engine: Engine = LocalEngine(strategy.root_device) if is_alone else strategy.library()
+        self._session.opened(self._engine)
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._ranks and self._engine
+        engine = self._engine
         self._program = program = Program(trainer, pl_module)
         program.check()
-        replica = Replica(self._engine, pl_module, program.state, Meter(self._engine.device))  # type: ignore[arg-type]
-        with in_own_words("FaultTolerance"):
-            run = open_own(self.folder, program, "torch", self._ranks.name, self._intervals, self._ranks.ending)
-            self._hooks = hooks = Hooks(run, replica, OwnSampling(0, 0, self._engine.size))
-            if hooks.resumed_from and (news := program.restore(hooks.resumed_from["program"], hooks.progress)):
-                hooks.note(news)
-        hooks.extent = OwnSampling(0, 0, self._engine.size, epochs=program.epochs, max_steps=program.max_steps)
+        with in_programs_words("FaultTolerance"):
+            replica = Replica(engine, pl_module, program.state)
+            hooks = self._session.begin(program, replica, OwnSampling(0, 0, engine.size))
+        hooks.extent = OwnSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
         self._limit = trainer.limit_train_batches  # type: ignore[attr-defined]
-        self._has_ended = has_ended(hooks, program.asked)
+        self._has_ended = hooks.has_ended(program.asked)
         if self._has_ended:
             trainer.limit_train_batches = 0  # type: ignore[attr-defined]
-        if self._ranks.name == "ddp":
-            cast("DdpEngine", self._engine).watch(pl_module)
+        if self._session.engine == "ddp":
+            cast("DdpEngine", engine).watch(pl_module)
         if program.data:
             program.data.follow(lambda: hooks.progress, hooks.clocks.read)
         for line in program.unkept(str(self.folder)):
@@ -158,68 +139,57 @@ class FaultTolerance(Callback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
             signal.siginterrupt(number, False)
-        self._started.extent = self._extent(trainer)
-        self._started.check_extent()
-        self._started.begin_epoch()
+        hooks = self._session.started
+        hooks.extent = self._program.extent(self._engine.size)
+        hooks.check_extent()
+        hooks.begin_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)
-        self._started.begin_epoch()
+        self._session.started.begin_epoch()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_due:
-            self._is_due = False
-            self._started.after_update(self._lr)
+        hooks, engine = self._session.started, self._engine
+        hooks.after_step()  # only now: Lightning's other hooks and a validation come before it
         self._program.begin_batch()
-        self._started.extent = self._extent(trainer)  # which a callback may have changed for this epoch
-        engine, self._lr = self._started.trainer.engine, self._program.lr
+        hooks.extent = self._program.extent(engine.size)  # which a callback may have changed for this epoch
+        self._lr = self._program.lr
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            seed = self._program.data.seed if self._program.data else 0
-            devices.seed(seed, self._started.progress.step, engine.rank, engine.device)
+            number = self._program.data.seed if self._program.data else 0
+            seed(number, hooks.progress.step, engine.rank, engine.device)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._started.trainer.engine.finish()  # which notes how long DistributedDataParallel's backward has waited
+        self._engine.finish()  # which notes how long DistributedDataParallel's backward has waited
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After a micro-batch; only the last one makes an update."""
-        hooks, passes = self._started, trainer.accumulate_grad_batches
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            count = hooks.extent.global_batch // (hooks.trainer.engine.size * passes) or 1
-            # Lightning has divided it by the micro-batches, but for a module that optimizes by hand.
-            factor = passes if pl_module.automatic_optimization else 1
-            seen = getattr(trainer.strategy, "seen", None)
-            hooks.trainer.meter.add(Seen(loss.detach().reshape(()) * factor, count, {"loss": seen} if seen else {}))
-        self._settled = False
+        hooks, passes = self._session.started, trainer.accumulate_grad_batches
+        if seen := self._program.seen(outputs, hooks.extent.global_batch // (self._engine.size * passes) or 1):
+            hooks.trainer.meter.add(seen)
+        hooks.is_settled = False
         if (batch_idx + 1) % passes == 0 or trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            hooks.progress.advance(hooks.extent)
-            self._settled = hooks.progress.is_done(hooks.extent) or hooks.progress.is_epoch_done(hooks.extent)
-            self._is_due = not self._settled
-            if self._settled:
-                hooks.after_update(self._lr)
+            hooks.step(self._lr)
+            if hooks.is_settled:
+                hooks.after_step()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._hooks:
-            self._hooks.run.world.expect_steps(False)
+        if self._session.hooks:
+            self._session.ending.world.expect_steps(False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """After validation; Lightning's other hooks and the schedulers have the epoch's end before `_end_epoch`."""
-        hooks = self._started
         set_restarting(trainer, False)  # else a resumed epoch's end does not reach ReduceLROnPlateau
-        self._is_due = False
-        if not self._settled:
-            self._settled = True
-            hooks.settle(self._lr)
+        self._session.started.end_steps(self._lr)
         for line in self._program.of_part():
-            hooks.note(line)
+            self._session.started.note(line)
         self._is_epoch_over = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        hooks = self._started
+        hooks, program = self._session.started, self._program
         if self._is_epoch_over and not hooks.progress.is_done(hooks.extent):
-            self._program.ended = end_early(hooks, self._program.asked, self._program.why())
+            program.ended = hooks.end_early(program.asked, program.why())
         self._end_epoch(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -228,66 +198,25 @@ class FaultTolerance(Callback):
             self._program.take_average()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or not self._ranks:
-            return
-        if self._hooks:
-            self._hooks.finish()
-        self._close(None)
-        self._ranks.left()
-        self._ranks = None
+        if stage == "fit" and self._session.is_joined:
+            self._release()
+            self._session.left()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends the process for an error that a user can meet; another one is Lightning's to raise."""
-        if not self._ranks:
-            return
-        self._close(exception)
-        for logger in trainer.loggers:
-            logger.finalize("failed")
-        ranks, self._ranks = self._ranks, None
-        ranks.failed(exception)
-
-    @property
-    def _started(self) -> Hooks[Replica]:
-        assert self._hooks
-        return self._hooks
-
-    def _extent(self, trainer: Trainer) -> OwnSampling:
-        """How far the Trainer goes: in examples where the data's order is known, else in updates."""
-        if math.isinf(trainer.num_training_batches):
-            raise LoopError(
-                "the training data have no length, so the ranks could not agree on an epoch's end; give "
-                "Trainer(limit_train_batches=N)."
-            )
-        program, size, passes = self._program, self._started.trainer.engine.size, trainer.accumulate_grad_batches
-        data = program.data
-        batch = data.batch_size * passes // data.sampling.accumulation_steps if data else 1
-        steps = math.ceil(trainer.num_training_batches / passes)
-        return OwnSampling(batch, batch * steps, size, epochs=program.epochs, max_steps=program.max_steps)
+        if self._session.is_joined:
+            self._release()
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+            self._session.failed(exception)
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._is_epoch_over:
-            self._is_epoch_over, hooks = False, self._started
+            self._is_epoch_over = False
             logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-            score = report_logged(hooks, logged, self._best)
-            hooks.end_epoch(hooks.progress.after_steps(hooks.extent), score)
+            self._session.started.end_logged_epoch(logged)
 
-    def _close(self, error: BaseException | None) -> None:
-        if self._hooks:
-            self._hooks.close(type(error) if error else None)
-            if self._program.data:
-                self._program.data.follow()
-
-
-def _engine(ranks: Ranks, device: torch.device) -> "Engine":
-    """The collective library that the strategy has started, as the run's hooks need it."""
-    if ranks.name == "horovod":
-        from hvdtrain.torch.engines.horovod import HorovodEngine  # which imports Horovod
-
-        engine = HorovodEngine(OwnEngineSettings(), None)
-        engine.device = device
-        return engine
-    if ranks.name == "ddp":
-        from hvdtrain.torch.engines.ddp import DdpEngine
-
-        return DdpEngine(OwnEngineSettings(), ranks.world.topology, device)
-    return LocalEngine(device)
+    def _release(self) -> None:
+        """The data are Lightning's to count again."""
+        if self._session.hooks and self._program.data:
+            self._program.data.follow()

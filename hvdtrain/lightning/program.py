@@ -1,6 +1,7 @@
 """What a Trainer trains, as checkpoints hold it: module, optimizers, schedulers, loss scale, Lightning's counters."""
 
 import io
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,13 @@ from lightning.pytorch.loops import _Loop
 from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvdtrain.core.progress import Progress
+from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
-from hvdtrain.lightning.global_batches import GlobalBatches
 from hvdtrain.run.session import take_data
 from hvdtrain.torch import resumable
+from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import State
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 KEPT = "kept"
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
-"""Of a checkpoint of Lightning's, what the run's checkpoint has by itself."""
+"""Keys of a checkpoint of Lightning's that the run's checkpoint has by itself."""
 HYPER_PARAMETERS = ("hparams_name", "hparams_type", "hyper_parameters")
 
 
@@ -111,7 +113,7 @@ class Program:
         refuse(trainer.callbacks, "FaultTolerance", REFUSED | NOT_RESUMED)  # type: ignore[attr-defined]
         self.state = TrainerState(trainer, module)
         self.ended: dict[str, Any] = {}
-        """How the training ended before its last epoch; see `hvdtrain.run.session.end_early`."""
+        """How the training ended before its last epoch; see `hvdtrain.run.session.UserHooks.end_early`."""
         self._resumed: tuple[list[Any], bool] | None = None
         """The optimizers' groups, and whether it was inside an epoch, until the first batch after a resume."""
         self._has_part = False
@@ -147,6 +149,28 @@ class Program:
     @property
     def lr(self) -> float:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def extent(self, ranks: int) -> OwnSampling:
+        """How far the Trainer goes: in examples where the data's order is known, else in updates. Raises LoopError."""
+        batches, passes, data = self.trainer.num_training_batches, self.trainer.accumulate_grad_batches, self.data
+        if math.isinf(batches):
+            raise LoopError(
+                "the training data have no length, so the ranks could not agree on an epoch's end; give "
+                "Trainer(limit_train_batches=N)."
+            )
+        batch = data.batch_size * passes // data.sampling.accumulation_steps if data else 1
+        examples = batch * math.ceil(batches / passes)
+        return OwnSampling(batch, examples, ranks, epochs=self.epochs, max_steps=self.max_steps)
+
+    def seen(self, outputs: Any, count: int) -> Seen | None:
+        """The loss of a micro-batch of so many examples, where training_step has returned it."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return None
+        # Lightning has divided it by the micro-batches, but for a module that optimizes by hand.
+        factor = self.trainer.accumulate_grad_batches if self.module.automatic_optimization else 1
+        sums = getattr(self.trainer.strategy, "seen", None)
+        return Seen(loss.detach().reshape(()) * factor, count, {"loss": sums} if sums else {})
 
     def why(self) -> str:
         """Why Lightning has ended before the last epoch."""
@@ -277,5 +301,5 @@ class Program:
 
 
 def set_restarting(trainer: Trainer, restarting: bool) -> None:
-    """Of Lightning's loops; its own setter always takes a training with max_steps for a restarted one."""
+    """Sets it for Lightning's loops, whose setter always takes a training with max_steps for a restarted one."""
     _Loop.restarting.fset(trainer.fit_loop, restarting)  # type: ignore[attr-defined]

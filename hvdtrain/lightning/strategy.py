@@ -21,7 +21,8 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
 from hvdtrain.ranks import agreement
-from hvdtrain.torch.engines.buckets import Averager
+from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
 
 MOST_DIMENSIONS = 8
@@ -128,16 +129,19 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     def model_to_device(self) -> None:
         self._whole.to(self.root_device)
 
+    @is_operation
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if hvd.is_initialized():
             hvd.barrier()
 
     @outside_inference
+    @is_operation
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s picklable object, on every rank."""
         return hvd.broadcast_object(obj, src, name="hvdtrain.broadcast") if hvd.is_initialized() else obj
 
     @outside_inference
+    @is_operation
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The tensor's mean, sum, maximum or minimum over the ranks; a mean of whole numbers is a float64."""
         if not isinstance(tensor, Tensor):
@@ -148,6 +152,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         return hvd.allreduce(tensor.clone(memory_format=torch.contiguous_format), op=operation, name="hvdtrain.reduce")
 
     @outside_inference
+    @is_operation
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, all of one shape, as [size, *shape]; gradients flow through where asked."""
         return _Gathered.apply(tensor if sync_grads else tensor.detach().clone())
@@ -198,6 +203,7 @@ class _Gathered(torch.autograd.Function):
 
 
 @outside_inference
+@is_operation
 def gather(result: Tensor, group: Any = None) -> list[Tensor]:
     """The ranks' tensors, whatever their sizes, as a list on every rank: what a metric calls to be synchronised."""
     own = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)

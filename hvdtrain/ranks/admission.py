@@ -1,4 +1,4 @@
-"""How connections come to be: rank 0 listens, another rank looks for it, and strangers are few and go in time."""
+"""How ranks connect: rank 0 listens, every other rank looks for it, and unknown connections are few and short."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ FILES, FILES_OF_RANK = 256, 4  # open at a time: torch.distributed has two conne
 
 
 def allow_files(size: int) -> None:
-    """Raises the limit of open files as far as it may, where so many ranks want more."""
+    """Raises this process's limit of open files, as far as the system allows, where so many ranks need more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FILES + FILES_OF_RANK * size:
         with contextlib.suppress(OSError, ValueError):  # a hard limit above the system's
@@ -56,7 +56,8 @@ class Handshake:
         peer.send(messages.Hello(nonce=peer.nonce))
 
     def advance(self, peer: Peer, line: bytes) -> bool:
-        """Whether the stranger, having sent the line, is now a rank. Raises ValueError where it cannot be one."""
+        """Reads a line of a connection that has not proved to be a rank. Returns whether it is one now.
+        Raises ValueError where it cannot be one."""
         if not self.topology.is_rank_0:
             return self._advance_with_rank_0(peer, line)
         if not peer.signatures:
@@ -148,7 +149,8 @@ class Admission:
         raise WorldError(f"ports {ports[0]} to {ports[-1]} of {self.topology.host} are all taken; start again.")
 
     def accept(self, now: float) -> None:
-        """Lets in who has connected; of too many strangers those go who have sent nothing, then the longest unknown."""
+        """Accepts new connections. Of too many unknown ones, those that have sent nothing are closed first,
+        then the oldest."""
         assert self.listener
         size, limit = self.topology.size, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63  # infinite is -1
         most = max(FEWEST_STRANGERS, min(2 * size, limit - size - FILES))
@@ -199,7 +201,7 @@ class Admission:
         return admitted
 
     def drop_slow(self, now: float) -> None:
-        """Drops strangers that have not proved in time what they are."""
+        """Closes connections that have not proved in time to be ranks."""
         for peer in self.peers.strangers() if self.listener or not self.topology.is_rank_0 else ():
             # Rank 0 has proved itself and may count this rank in already: its welcome takes as long as it takes.
             is_rank_0 = peer.signatures is not None and not self.topology.is_rank_0
@@ -208,7 +210,7 @@ class Admission:
                 self.peers.drop(peer)
 
     def missing(self) -> str:
-        """Whom this rank waits for in vain, for a person."""
+        """The ranks that this one waits for in vain, as text for a person."""
         if self.addresses:
             host, ports = self.addresses[0][0], sorted(port for _, port in self.addresses)
             return f"rank 0 was not found at {host}, ports {ports[0]} to {ports[-1]},"
@@ -222,7 +224,8 @@ class Admission:
 
     @contextlib.contextmanager
     def _one_connection(self) -> Iterator[None]:
-        """An error is that connection's. Raises WorldError where this process may have no more of them."""
+        """Around the work on one connection: its error concerns no other one. Raises WorldError where this process may
+        have no more connections."""
         try:
             yield
         except (OSError, UnicodeError, TypeError) as error:  # the last two of a name that no host can have

@@ -16,7 +16,7 @@ from hvdtrain import installed
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.sharing import Sum, from_rank_0, gather, of_ranks
 from hvdtrain.errors import AgreementError, ReplicaError, WorldError
-from hvdtrain.launch.topology import Topology
+from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.ranks import stacks
 from hvdtrain.untrusted import one_line
 
@@ -47,10 +47,10 @@ VARIABLES = (
     "TF_CUDNN_DETERMINISTIC",
     "TF_ENABLE_ONEDNN_OPTS",
 )
-"""Of the environment: what changes how frameworks compute."""
+"""Environment variables that change how frameworks compute."""
 MOST_NAMED, LONGEST_SHOWN = 8, 200
 MOST_CODE = 1 << 24
-"""Bytes of a module's file."""
+"""The most bytes of a module's file that are compared."""
 
 
 def check(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
@@ -64,12 +64,13 @@ def check(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum
 
 
 def mark(values: Values) -> int:
-    """64 bits of them, signed."""
+    """A signed 64-bit digest of the values."""
     return _mark(json.dumps(values, sort_keys=True, default=_kind))
 
 
 def differences(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> str:
-    """In one line what differs, where, and what to do. Every rank calls it, once marks have differed."""
+    """One line that says what differs, on which ranks, and what to do. Every rank calls it once digests have
+    differed."""
     values = json.loads(json.dumps(values, default=_kind))
     common = from_rank_0(list(values), ranks[0], sum_over_ranks)
     more = of_ranks([name for name in values if name not in common][:MOST_NAMED], *ranks, sum_over_ranks)
@@ -90,7 +91,7 @@ def differences(values: Values, ranks: tuple[int, int], host: str, sum_over_rank
 
 
 def _difference(name: str, texts: list[str], hosts: list[str]) -> str:
-    """Which ranks have what: those with another value than most, or than rank 0 where none has more."""
+    """Which ranks have which value: those that differ from the majority, or from rank 0 where there is none."""
     counts = Counter(texts)
     usual = max(counts, key=lambda text: (counts[text], text == texts[0]))
     others = [f"rank {rank} on {hosts[rank]} has {text}" for rank, text in enumerate(texts) if text != usual]
@@ -101,7 +102,7 @@ def _difference(name: str, texts: list[str], hosts: list[str]) -> str:
 
 
 def _shown(value: Any, first: Any) -> str:
-    """The value for a person; `first` is rank 0's: of a list the first entry that is another."""
+    """The value as text; of a long list, the first entry that differs from `first`, which is rank 0's."""
     if isinstance(value, list) and isinstance(first, list) and value != first and len(first) + len(value) > MOST_NAMED:
         pairs = zip([*value, *[None] * len(first)], [*first, *[None] * len(value)], strict=False)
         index = next(index for index, (own, theirs) in enumerate(pairs) if own != theirs)
@@ -116,8 +117,8 @@ def _mark(text: str) -> int:
 
 
 def _kind(value: Any) -> Any:
-    """What JSON has not: a number of NumPy's or a tensor of one; of all else its type, as its text may hold an
-    address."""
+    """A value that JSON cannot hold: a NumPy or tensor number as a number; of anything else the name of its type,
+    as its text may hold an address in memory."""
     return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else type(value).__name__
 
 
@@ -127,8 +128,8 @@ def named(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_process(settings: Mapping[str, Any], rank: int, sum_over_ranks: Sum) -> dict[str, Any]:
-    """What each process has of code, libraries and settings; `settings` are its framework's. Every rank calls it: of a
-    module that this one or rank 0 has not imported, it has rank 0's, as plots may be rank 0's alone."""
+    """This process's code, library versions and settings, by name; `settings` are its framework's. Every rank calls it.
+    A module that only rank 0 or only this rank has imported counts as equal: rank 0 alone may plot."""
     of_environment = {name: os.environ.get(name) for name in VARIABLES}
     own = code()
     first = from_rank_0(own, rank, sum_over_ranks)
@@ -138,14 +139,14 @@ def of_process(settings: Mapping[str, Any], rank: int, sum_over_ranks: Sum) -> d
 
 
 def of_plan(plan: Plan, contents: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe's run is; `contents` are its data set's."""
+    """The values of a recipe's run that must be equal: recipe, data and plan. `contents` describes the data set."""
     keys = {k: v for k, v in plan.recipe.model_dump(mode="json").items() if k not in OF_A_NODE}
     numbers = {k: v for k, v in plan.to_json().items() if not k.endswith("_examples")}  # contents have them
     return named("recipe", keys) | named("data", contents) | named("plan", numbers)
 
 
 def code() -> dict[str, str]:
-    """Of the user's own modules that are imported by now: a digest of each one's file, by the module's name."""
+    """A digest of the file of each of the user's modules that are imported by now, by the module's name."""
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -162,25 +163,13 @@ def _digest(file: Path) -> str:
         return "unreadable"
 
 
-LAUNCHER_REMEDIES = {
-    "srun": "ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), "
-    "--mpi=pmi2 or --mpi=cray_shasta (MPICH, Cray-MPICH), and load that MPI's module",
-    "mpirun": "start with the mpirun of the MPI that Horovod was built with",
-    "mpiexec": "start with the mpiexec of the MPI that Horovod was built with",
-    "torchrun": "build Horovod with Gloo: python -m hvdtrain build",
-    "env://": "build Horovod with Gloo: python -m hvdtrain build",
-    "horovodrun": "build Horovod with the controller that horovodrun used: python -m hvdtrain build",
-    "alone": "take --engine local, or start with horovodrun, mpirun or srun",
-}
-
-
 def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod") -> None:
     """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
     if (rank, size) != (topology.rank, topology.size):
         outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
         error = WorldError(
             f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
-            f"but {title} reports rank {rank} of {size}: {outcome}; {LAUNCHER_REMEDIES[topology.launcher]}."
+            f"but {title} reports rank {rank} of {size}: {outcome}; {launcher(topology.launcher).remedy}."
         )
         error.everywhere = size == 1  # with ranks in another order, rank 0's may be the promised one
         raise error
@@ -203,7 +192,7 @@ def check_replicas(
 
 
 def of_unlike_buffers(names: Sequence[str], kind: str, end: str, remedy: str) -> list[str]:
-    """A line of the log on what the forward pass has made differ between ranks; none where nothing has."""
+    """A line for the log about buffers that the forward pass has made different on each rank; no line without them."""
     if not names:
         return []
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

@@ -28,7 +28,7 @@ class Counter:
         self._last, self._sum = read(), 0.0
 
     def joules(self) -> float:
-        """Since the counter was made. Raises OSError and what its library raises."""
+        """Joules used since this counter was made. Raises OSError and what its library raises."""
         now = self._read()
         # A driver that was reset counts from 0.
         self._sum += now - self._last if now >= self._last else now + max(self._wraps - self._last, 0.0)
@@ -37,24 +37,24 @@ class Counter:
 
 
 def node_counters(sys: Path = Path("/sys")) -> list[Counter]:
-    """What counts a host's energy, for one process of the host."""
+    """The counters of a whole host, for one of its processes to read."""
     zones = [zone for zone in sorted((sys / "class/powercap").glob("intel-rapl:*")) if _is_counted(zone)]
     return _made([partial(_of_cray, sys / "cray/pm_counters/energy"), *(partial(_of_zone, zone) for zone in zones)])
 
 
 def _of_cray(file: Path) -> Counter:
-    """Of a node, whose file holds `12345 J 1700000000000000 us`."""
+    """The counter of a Cray node, whose file holds `12345 J 1700000000000000 us`."""
     return Counter("pm_counters:node", lambda: float(file.read_text().split()[0]))
 
 
 def _of_zone(zone: Path) -> Counter:
-    """Of a RAPL zone, in microjoules."""
+    """The counter of a RAPL zone, whose file is in microjoules."""
     wraps = int((zone / "max_energy_range_uj").read_text()) / 1e6
     return Counter(f"rapl:{zone.name.replace(':', '-')}", lambda: int((zone / "energy_uj").read_text()) / 1e6, wraps)
 
 
 def _is_counted(zone: Path) -> bool:
-    """Whether it is a processor, or memory beside one; not a part of a processor, nor the whole board."""
+    """Whether a RAPL zone is a processor or its memory, rather than a part of a processor or the whole board."""
     with contextlib.suppress(OSError):
         name = (zone / "name").read_text().strip()
         return name.startswith("package") or name == "dram"
@@ -62,7 +62,7 @@ def _is_counted(zone: Path) -> bool:
 
 
 def gpu_counters(environ: Mapping[str, str]) -> list[Counter]:
-    """Of the GPUs that this process may use; none where their library is not installed, or cannot count."""
+    """The counters of the GPUs that this process may use; none where their library is missing or has no counter."""
     return [*_nvidia(environ.get("CUDA_VISIBLE_DEVICES")), *_amd(environ.get("ROCR_VISIBLE_DEVICES"))]
 
 
@@ -107,7 +107,7 @@ def _of_amd(smi: Any, handle: Any) -> Counter:
 
 
 def _made(makers: Iterable[Callable[[], Counter]]) -> list[Counter]:
-    """Those counters that can be read: RAPL's only by root on most hosts."""
+    """The counters that can be read: on most hosts only root may read RAPL's."""
     made = []
     for make in makers:
         with contextlib.suppress(Exception):
@@ -116,24 +116,24 @@ def _made(makers: Iterable[Callable[[], Counter]]) -> list[Counter]:
 
 
 class Book:
-    """Rank 0's: what each counter of each host has last shown."""
+    """On rank 0, the last reading of each counter of each host."""
 
     def __init__(self) -> None:
         self._joules: dict[tuple[str, str], float] = {}
         self._before: dict[tuple[str, str], float] = {}
-        """As they were when this process's run began, where it has trained another one before."""
+        """The readings when this run began, in a process that has trained another one before."""
 
     def enter(self, host: str, joules: Mapping[str, float]) -> None:
-        """What a process of that host has read: a counter that several see is one."""
+        """Enters what a process of that host has read. A counter that several processes read is counted once."""
         for key, value in joules.items():
             self._joules[host, key] = max(value, self._joules.get((host, key), 0.0))
 
     def begin(self) -> None:
-        """Another run begins."""
+        """Counts from now on for another run of this process."""
         self._before = dict(self._joules)
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """By source: the joules of all hosts, and how many hosts those are."""
+        """The joules of all hosts by source, and how many hosts have that source."""
         hosts: dict[str, set[str]] = {}
         joules: dict[str, float] = {}
         for (host, key), value in self._joules.items():
@@ -150,21 +150,19 @@ class EnergyWatch:
     """Reads this process's counters now and then, in a thread, and hands them to rank 0; on rank 0, keeps all."""
 
     def __init__(self, liveness: Liveness, host: str, environ: Mapping[str, str], sys: Path = Path("/sys")) -> None:
-        """`host`: what rank 0 knows this rank's host by."""
+        """`host`: the label by which rank 0 knows this rank's host."""
         self.liveness, self.topology, self.host = liveness, liveness.topology, host
         self.book = Book()
-        self.on_reading: Callable[[], None] = lambda: None
-        """On rank 0, called when the book has new readings."""
         self._environ, self._sys = environ, sys
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="energy", daemon=True)
 
     def start(self) -> None:
-        """Begins to read, where there is a counter."""
+        """Begins to read in a thread, where there is a counter."""
         self._thread.start()
 
     def close(self) -> None:
-        """Reads once more, and ends."""
+        """Reads a last time, and ends the thread."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
@@ -172,7 +170,7 @@ class EnergyWatch:
     def reported(self, host: str, joules: Mapping[str, float]) -> None:
         """On rank 0: a process of that host has read its counters."""
         self.book.enter(host, joules)
-        self.on_reading()
+        self.liveness.listener.energy(self.book.totals(), is_last=False)
 
     def _work(self) -> None:
         with self.liveness.diagnosing("energy"):

@@ -14,15 +14,16 @@ from hvdtrain.launch import keys
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, addresses, check_host, interface_of
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.admission import Admission
-from hvdtrain.ranks.liveness import Liveness, print_warning
+from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peer, endpoints_of
 
 Serve = Callable[[list[Endpoint]], int | None]
-"""On rank 0: starts Horovod's rendezvous server for those ranks, where they need one; its port."""
+"""On rank 0: starts Horovod's rendezvous server for ranks at these endpoints, and returns its port; None where they
+need none."""
 
 
 class Joining:
-    """How this rank's connections begin. `insecure`: ranks need not prove that they belong together."""
+    """Where and with which key this rank connects. `insecure`: ranks need not prove that they belong together."""
 
     def __init__(
         self,
@@ -37,14 +38,14 @@ class Joining:
         self.peers, self.handshake, self.topology = liveness.peers, admission.handshake, liveness.topology
 
     def connect(self) -> None:
-        """Where there is a rendezvous already, lets the ranks connect at it. Raises WorldError."""
+        """Connects the ranks, where the launcher has named the rendezvous. Raises WorldError."""
         if not self._own_address():
             check_host(self.rendezvous.host if self.rendezvous else "127.0.0.1")
         if self.rendezvous:
             self._connect(self.rendezvous, *self._key_of(self.rendezvous))
 
     def connect_at(self, rendezvous: Rendezvous) -> None:
-        """Where the launcher named no host: the ranks connect at this rendezvous. Raises WorldError."""
+        """Connects the ranks at this rendezvous, where the launcher has named none. Raises WorldError."""
         key = self._key_of(rendezvous)
         with self.liveness.changed:
             self._connect(rendezvous, *key)
@@ -67,7 +68,7 @@ class Joining:
                 self.wake()
 
     def _listen(self) -> tuple[str, int, list[str]]:
-        """Begins to listen, on rank 0: a secret, the port, and the addresses."""
+        """Begins to listen on rank 0. Returns a secret, the port, and this host's addresses."""
         secret = secrets.token_bytes(keys.BYTES)
         self.handshake.key = self._shared(secret)
         host = self._own_address()
@@ -93,14 +94,14 @@ class Joining:
         """The key, where this rank has one, and on rank 0 its credential. Raises WorldError."""
         if self.insecure:
             if self.topology.is_rank_0:
-                print_warning(self.topology, keys.WARNING)
+                self.liveness.listener.warning(keys.WARNING)
             return keys.OPEN, None
         if rendezvous.key:
             return self._shared(rendezvous.key), None
         return keys.of_run(os.environ, self.topology)
 
     def _shared(self, secret: bytes) -> bytes:
-        """A key of the secret that MPI has carried to all ranks, and of what their launcher gave them."""
+        """The key made from the secret that MPI has carried to all ranks, and from what their launcher gave them."""
         return keys.derived(keys.inherited(os.environ) or b"", secret.hex())
 
 
@@ -113,11 +114,11 @@ class Readiness:
         self.endpoints: list[Endpoint] = []
         """Every rank's endpoint, once all are ready; rank 0's alone where its library needs no other."""
         self.shares = False
-        """On rank 0: whether the collective library needs all of them."""
+        """On rank 0: whether the collective library needs the endpoints of all ranks."""
         self.horovod_port: int | None = None
         """The port of the rendezvous server that rank 0 started for Horovod, once all are ready."""
         self.interface: str | None = None
-        """The network interface by which this host reaches the others; None where it is not known, or yet."""
+        """The network interface by which this host reaches the others; None while it is not known."""
         self._ready, self._busy = False, ""
 
     def wait(self, serve: Serve) -> None:
@@ -137,7 +138,7 @@ class Readiness:
             self._report_all_ready(serve)
 
     def awaited(self) -> str:
-        """For whom rank 0 waits, for a person."""
+        """The ranks that rank 0 waits for, as text for a person."""
         # Without the lock: whoever holds it may print, and then waits for the display, which calls this.
         return f"waiting for {self.peers.awaited() or 'the other ranks'}"
 
@@ -180,7 +181,7 @@ class Readiness:
         if silent:
             raise _late(f"{silent.name} was not ready")
         if self.topology.is_rank_0 and awaited:
-            print_warning(self.topology, f"waiting for {awaited[0].name}, which {awaited[0].busy}.")
+            self.liveness.listener.warning(f"waiting for {awaited[0].name}, which {awaited[0].busy}.")
 
     def _report_all_ready(self, serve: Serve) -> None:
         """On rank 0: all ranks learn what they need to start the collective library."""

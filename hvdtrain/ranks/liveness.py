@@ -10,38 +10,62 @@ import contextlib
 import errno
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from hvdtrain.errors import AbortedError, HvdtrainError, LoopError
-from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.peers import Peer, Peers
+from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.untrusted import one_line
 
 UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
+class Listener:
+    """What the ranks report to the run that they train, from any thread. Here each method does nothing; a run's own,
+    which prints, and writes into its folder, is in run/ending.py."""
+
+    def error(self, kind: type[HvdtrainError], text: str) -> None:
+        """This rank reports an error, for a person to read."""
+
+    def warning(self, text: str) -> None:
+        """This rank reports what training survives, for a person to read."""
+
+    def waiting(self, text: Callable[[], str]) -> None:
+        """The ranks wait for one another; `text` says for whom just now."""
+
+    def lost(self, reason: str) -> None:
+        """On rank 0: training cannot continue. Called at once, and again where the process is ended by force."""
+
+    def found(self, rank: int, host: str, why: str) -> None:
+        """A rank is lost that could not report it itself. Called on one rank of a host that is still there."""
+
+    def vanished(self) -> None:
+        """After `found`, where no other rank does so: the tasks of the launch are to be ended."""
+
+    def signalled(self, text: str) -> None:
+        """On rank 0: a signal ends all ranks soon, maybe before they can report more."""
+
+    def named(self, kind: str, rank: int, text: str) -> None:
+        """On rank 0: a rank is "slow" or "stuck"; `text` is the warning."""
+
+    def times(self, times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> None:
+        """On rank 0: how long the steps of each rank take. `hosts`: of each rank, the first one of its host."""
+
+    def energy(self, totals: Mapping[str, Mapping[str, float]], *, is_last: bool) -> None:
+        """On rank 0: what the counters of all hosts show since the run began."""
+
+
 class Liveness:
-    """Whether all ranks live, and why training cannot continue where one does not.
+    """Whether all ranks live, and why training cannot continue where one does not."""
 
-    On rank 0 `on_lost` is called with that reason, at once and where the process has to be ended by force.
-    Where no rank has reported it, `on_found` is called first with the lost rank, its host and why, and then, to end
-    the others' tasks, `on_vanished`; where rank 0 is the one that was lost, other ranks do so for it.
-    """
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers, self.topology = peers, peers.topology
+    def __init__(self, peers: Peers, listener: Listener) -> None:
+        self.peers, self.topology, self.listener = peers, peers.topology, listener
         self.changed = threading.Condition(threading.RLock())
         """Held by whoever reads or changes the state of this rank's world; notified of every change."""
-        self.on_lost: Callable[[str], None] = lambda reason: None
-        self.on_found: Callable[[int, str, str], None] = lambda rank, host, why: None
-        self.on_vanished: Callable[[], None] = lambda: None
-        self.on_named: Callable[[str, int, str], None] = lambda kind, rank, text: None
-        """Called with each warning of a rank: slow or stuck, which rank, and the text."""
         self.in_steps = False
         """Whether this rank now looks after every step whether to stop."""
         self.is_ending = False
@@ -51,13 +75,15 @@ class Liveness:
         self.deadline = float("inf")
         """When this process is ended by force."""
         self.signal = signal.SIGTERM
-        """That has set the deadline."""
+        """The signal that has set the deadline."""
         self._exit_code, self._reported = AbortedError.exit_code, False
         self._faulty: set[str] = set()
         """The diagnostics that had a fault."""
 
+    @waits_for_ranks
     def wait_for(self, condition: Callable[[], object], seconds: float | None = None) -> bool:
-        """Waits, with `changed` held, until that is so or training cannot continue; False after so many seconds."""
+        """Waits, with `changed` held, until the condition holds or training cannot continue. False after so
+        many seconds."""
         return bool(self.changed.wait_for(lambda: self.reason or condition(), seconds))
 
     def aborted(self) -> AbortedError:
@@ -67,16 +93,16 @@ class Liveness:
         return error
 
     def lost_message(self) -> messages.Lost | None:
-        """What a rank that came late has missed, once training cannot continue."""
+        """The message for a rank that connects after training has ended; None while training continues."""
         return messages.Lost(text=messages.cut(self.reason), code=self._exit_code) if self.reason else None
 
     def forgive(self, now: float) -> None:
-        """Starts all silences anew: this process was suspended, and the silence was its own."""
+        """Starts all silences anew, after this process was suspended: it has heard nobody meanwhile."""
         for peer in self.peers.connections:
             peer.last_received = now
 
     def look_for_silence(self, now: float) -> None:
-        """Gives up ranks of which nothing came for too long."""
+        """Declares ranks lost that have sent nothing for too long."""
         # Before the first step libraries are loaded from a busy file system.
         limit = timeouts.SILENCE if self.in_steps else timeouts.ARRIVAL
         for peer in [peer for peer in self.peers.connections if now - peer.last_received > limit]:
@@ -112,7 +138,7 @@ class Liveness:
         self.deadline = min(self.deadline, time.monotonic() + timeouts.GRACE)
         if finds and self.topology.local_rank == 0:
             text = f"{why}; all ranks end. The same command continues from the last checkpoint."
-            print_error(self.topology, AbortedError, text)
+            self.listener.error(AbortedError, text)
             self._reported = True
         if self.topology.is_rank_0:
             self.peers.send(messages.Lost(text=messages.cut(why), code=code))
@@ -121,30 +147,31 @@ class Liveness:
         acts = self.topology.local_rank == 0 and self.topology.node in {0, 1, None}
         if finds and (acts or self.topology.rank == 1):
             rank, host = finds.rank, finds.endpoint.host
-            recording = threading.Thread(target=self.on_found, args=(rank, host, why), daemon=True)
+            recording = threading.Thread(target=self.listener.found, args=(rank, host, why), daemon=True)
             recording.start()
             recording.join(timeouts.LAST_STATUS)  # before this rank is ended too, but its file system may hang
         if finds and acts:
             with contextlib.suppress(OSError):
-                self.on_vanished()
+                self.listener.vanished()
 
     def lost_together(self, why: str, kind: type[HvdtrainError] = LoopError) -> None:
-        """No rank can continue: as they have parted, which rank 0 finds, or as this one cannot."""
+        """Ends all ranks, since they have diverged, as rank 0 finds, or since this one cannot continue."""
         if not self.reason and not self.is_ending:
-            print_error(self.topology, kind, f"{why.rstrip('.')}.")
+            self.listener.error(kind, f"{why.rstrip('.')}.")
             self._reported = True
             self.lost(why)
 
     @contextlib.contextmanager
     def diagnosing(self, what: str) -> Iterator[None]:
-        """Around a diagnostic: its fault is reported once; it ends nothing, and is nobody else's."""
+        """Around a diagnostic, such as the search for slow ranks. Its fault is reported once, ends no run and blames no
+        rank."""
         try:
             yield
         except Exception as error:
             if what not in self._faulty:
                 self._faulty.add(what)
                 text = f"a diagnostic ({what}) has a fault of hvdtrain's own, and training continues: {_fault(error)}"
-                print_warning(self.topology, text)
+                self.listener.warning(text)
 
     def break_down(self, error: Exception) -> None:
         """This rank cannot watch the others any more, so that no rank can continue."""
@@ -156,7 +183,7 @@ class Liveness:
                 self.peers.send(messages.Failed(text=messages.cut(text), code=self._exit_code))
 
     def fail(self, why: str) -> None:
-        """`signal` ends this rank whatever its training thread does."""
+        """Reports to the other ranks that `signal` ends this one, whatever its training thread does."""
         self.reason, self._exit_code = f"{self.signal.name}{why}", 128 + self.signal
         self.peers.send(messages.Failed(text=self.reason, code=self._exit_code))
 
@@ -174,32 +201,13 @@ class Liveness:
     def _record_end(self, reason: str) -> None:
         if self.topology.is_rank_0:
             if not self._reported:
-                print_error(self.topology, AbortedError, str(AbortedError(reason)))
+                self.listener.error(AbortedError, str(AbortedError(reason)))
             self._record(reason)
 
     def _record(self, reason: str) -> None:
         with contextlib.suppress(OSError):  # the disk may be what failed
-            self.on_lost(reason)
+            self.listener.lost(reason)
 
 
 def _fault(error: Exception) -> str:
     return one_line(f"{type(error).__name__}: {error}, {traceback.format_tb(error.__traceback__)[-1]}")
-
-
-def print_error(topology: Topology, kind: type[HvdtrainError], text: str) -> None:
-    """One line of this rank on stderr."""
-    _print(f"{kind.__name__}{_where(topology)}: {text}")
-
-
-def print_warning(topology: Topology, text: str) -> None:
-    """One line of this rank on stderr."""
-    _print(f"warning{_where(topology)}: {text}")
-
-
-def _where(topology: Topology) -> str:
-    return f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
-
-
-def _print(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
-        print(line, file=sys.stderr, flush=True)

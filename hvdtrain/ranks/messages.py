@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from hvdtrain.engines.waiting import Place
 from hvdtrain.launch.rendezvous import Endpoint, Port
-from hvdtrain.ranks.stacks import Process, State
+from hvdtrain.ranks.stacks import Place, Process, State
 from hvdtrain.terminal import STOP_SIGNALS
 from hvdtrain.untrusted import printable
 
@@ -18,7 +17,7 @@ NONCE_DIGITS, PROOF_DIGITS = 32, 64
 
 
 def cut(text: str) -> str:
-    """The text as a message can hold it."""
+    """The text, cut to what a message may hold."""
     return printable(text, LONGEST_TEXT)[:LONGEST_TEXT]
 
 
@@ -34,6 +33,8 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Bytes = Annotated[float, Field(gt=0, lt=2**53, allow_inf_nan=False)]
 CounterKey = Annotated[str, StringConstraints(pattern=r"^[a-z_]{1,20}:[\w-]{1,100}$")]
 Joules = Annotated[float, Field(ge=0, lt=2**53, allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=0, lt=2**63, allow_inf_nan=False)]
+MOST_FIGURES = 20
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 Signal = Annotated[int, AfterValidator(_requests_stop)]
@@ -84,7 +85,8 @@ class Ready(Message):
 
 
 class AllReady(Message):
-    """All are ready: what they need to start it. `endpoints` are every rank's, or rank 0's alone."""
+    """Rank 0 reports that all ranks are ready, with what they need to start the collective library.
+    `endpoints` are every rank's, or rank 0's alone."""
 
     kind: Literal["all_ready"] = "all_ready"
     horovod_port: Port | None
@@ -93,14 +95,14 @@ class AllReady(Message):
 
 
 class Busy(Message):
-    """Why the sender lets the others wait; no longer where the text is empty."""
+    """Why the sender lets the others wait. An empty text means that it no longer does."""
 
     kind: Literal["busy"] = "busy"
     text: Text
 
 
 class Heartbeat(Message):
-    """The sender lives."""
+    """The sender is alive."""
 
     kind: Literal["heartbeat"] = "heartbeat"
 
@@ -125,6 +127,8 @@ class Times(Message):
     rest: Seconds
     waiting: Seconds | None
     traffic: Annotated[tuple[Traffic, ...], Field(max_length=MOST_ADDRESSES)] = ()
+    figures: Annotated[dict[Name, Number], Field(max_length=MOST_FIGURES)] = {}
+    """See `hvdtrain.core.sharing.FIGURES`."""
 
 
 class Energy(Message):
@@ -135,13 +139,14 @@ class Energy(Message):
 
 
 class StackRequest(Message):
-    """No step has ended for a while: where does the receiver stand?"""
+    """Requests where the receiver's training thread is, as no step has ended for a while."""
 
     kind: Literal["stack_request"] = "stack_request"
 
 
 class Stack(Message):
-    """Where the sender stands, which may be well for long; in which collective, and after how many steps."""
+    """Where the sender's training thread is: whether it may stay there for long, in which collective, after how many
+    steps."""
 
     kind: Literal["stack"] = "stack"
     place: Place
@@ -153,7 +158,7 @@ class Stack(Message):
 
 
 class ProcessRequest(Message):
-    """That rank does not answer: what does its process do, as others of its host see it?"""
+    """Requests what the process of a rank does that does not answer, as another rank of its host sees it."""
 
     kind: Literal["process_request"] = "process_request"
     rank: Count
@@ -161,7 +166,7 @@ class ProcessRequest(Message):
 
 
 class ProcessState(Message):
-    """What it does."""
+    """What the process of another rank does, in reply to a ProcessRequest."""
 
     kind: Literal["process_state"] = "process_state"
     rank: Count
@@ -177,7 +182,7 @@ class StopRequest(Message):
 
 
 class StopAt(Message):
-    """All stop after that step."""
+    """Rank 0 has chosen the step after which all ranks stop."""
 
     kind: Literal["stop_at"] = "stop_at"
     step: Count
@@ -221,4 +226,4 @@ IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
 FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])
 FROM_RANK_0: TypeAdapter[_FromRank0] = TypeAdapter(Annotated[_FromRank0, Field(discriminator="kind")])
 DIAGNOSTIC = (Times, Energy, Stack, StackRequest, ProcessState, ProcessRequest)
-"""What training needs not."""
+"""Messages that training does not need: a fault in handling them ends nothing."""

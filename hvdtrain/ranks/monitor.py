@@ -15,31 +15,95 @@ from hvdtrain.ranks.joining import Readiness
 from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.messages import Message
 from hvdtrain.ranks.peers import Peer
-from hvdtrain.ranks.signals import SignalWatcher
 from hvdtrain.ranks.slow import SlowWatch
-from hvdtrain.ranks.stop import StopAgreement
-from hvdtrain.ranks.stuck import StuckWatch
+from hvdtrain.ranks.stop import SignalWatcher, StopAgreement
+from hvdtrain.ranks.stuck import StuckWatch, look_at
 
 
-class Monitor:
-    """That thread, which hands each message and each signal to whom it concerns."""
+class Inbox:
+    """Acts on the messages of peers, each through the part of the world that it concerns."""
 
     def __init__(
         self,
         liveness: Liveness,
-        admission: Admission,
         readiness: Readiness,
         stop: StopAgreement,
-        watcher: SignalWatcher,
         stuck: StuckWatch,
         slow: SlowWatch,
         energy: EnergyWatch,
     ) -> None:
-        self.liveness, self.admission, self.readiness, self.stop = liveness, admission, readiness, stop
-        self.watcher, self.stuck, self.slow, self.energy = watcher, stuck, slow, energy
-        self.peers, self.topology = liveness.peers, liveness.topology
+        self.liveness, self.readiness, self.stop = liveness, readiness, stop
+        self.stuck, self.slow, self.energy = stuck, slow, energy
+        self.topology = liveness.topology
         self.farewell: Message | None = None
         """This rank's last message, for ranks that come late too."""
+
+    def handle(self, peer: Peer, message: Message | None) -> None:
+        if message is None:
+            self._catch_up(peer)
+        elif isinstance(message, messages.DIAGNOSTIC):
+            with self.liveness.diagnosing(message.kind):
+                self._diagnose(peer, message)
+        else:
+            self._act(peer, message)
+
+    def _diagnose(self, peer: Peer, message: Message) -> None:
+        match message:
+            case messages.Times():
+                self.slow.reported(peer.rank, message)
+            case messages.Energy():
+                self.energy.reported(peer.endpoint.label, message.joules)
+            case messages.StackRequest():
+                peer.send(self.stuck.own())
+            case messages.Stack():
+                self.stuck.answered(peer, message)
+            case messages.ProcessRequest():
+                peer.send(look_at(message))
+            case messages.ProcessState():
+                self.stuck.seen(message)
+
+    def _act(self, peer: Peer, message: Message) -> None:
+        """Acts on a message that training depends on."""
+        match message:
+            case messages.Ready():
+                peer.ready = True
+            case messages.AllReady():
+                self.readiness.all_ready(peer, message)
+            case messages.StopRequest():
+                self.stop.requested(message.signal, f" at {peer.name}")
+            case messages.StopAt():
+                self.stop.agreed(message)
+            case messages.StopAcknowledged():
+                peer.stop_acknowledged = True
+            case messages.Busy():
+                peer.busy = message.text
+            case messages.Left():
+                peer.left = True
+            case messages.Failed():
+                peer.left = True
+                self.liveness.lost(f"{peer.name} failed: {message.text.rstrip('.')}", message.code)
+            case messages.Lost():
+                self.liveness.lost(message.text, message.code)
+
+    def _catch_up(self, peer: Peer) -> None:
+        """Sends a peer that has just connected what it has missed."""
+        if self.farewell:
+            peer.send(self.farewell)
+        self.readiness.catch_up(peer)
+        if self.topology.is_rank_0:
+            if lost := self.liveness.lost_message():
+                peer.send(lost)
+        elif self.stop.signal:
+            peer.send(messages.StopRequest(signal=self.stop.signal))
+
+
+class Monitor:
+    """The thread that hands each message and each signal to the part of the world that it concerns."""
+
+    def __init__(self, admission: Admission, watcher: SignalWatcher, inbox: Inbox) -> None:
+        self.admission, self.watcher, self.inbox = admission, watcher, inbox
+        self.liveness, self.stop, self.stuck = inbox.liveness, inbox.stop, inbox.stuck
+        self.peers, self.topology = self.liveness.peers, self.liveness.topology
         self.ended = False
         self._looked = time.monotonic()
         self._launcher = LauncherShell()
@@ -94,7 +158,7 @@ class Monitor:
             self.liveness.changed.notify_all()
 
     def _look(self, now: float) -> None:
-        """For what time brings, among thousands of ranks."""
+        """Does what is due by the clock: heartbeats, silent ranks, slow handshakes, stuck ranks."""
         suspended, self._looked = now - self._looked > min(timeouts.UNREACHABLE, timeouts.SILENCE) / 2, now
         if suspended:
             self.liveness.forgive(now)
@@ -115,10 +179,11 @@ class Monitor:
             self.admission.accept(now)
         elif isinstance(source, Peer):
             for message in self._messages(source, now):
-                self._handle(source, message)
+                self.inbox.handle(source, message)
 
     def _messages(self, peer: Peer, now: float) -> Iterator[Message | None]:
-        """What the peer has sent; None once it has proved to be a rank. A fault in here is its own, no other one."""
+        """The messages of a peer; None once it has proved to be a rank. A fault in here is the peer's, any
+        other is not."""
         kind = messages.FROM_RANK if self.topology.is_rank_0 else messages.FROM_RANK_0
         try:
             for line in peer.receive(now):
@@ -130,61 +195,3 @@ class Monitor:
             self.liveness.disconnected(peer, error)
         except Exception as error:  # whatever a stranger sends must not end this run
             self.liveness.unreadable(peer, error)
-
-    def _handle(self, peer: Peer, message: Message | None) -> None:
-        if message is None:
-            self._catch_up(peer)
-        elif isinstance(message, messages.DIAGNOSTIC):
-            with self.liveness.diagnosing(message.kind):
-                self._diagnose(peer, message)
-        else:
-            self._act(peer, message)
-
-    def _diagnose(self, peer: Peer, message: Message) -> None:
-        match message:
-            case messages.Times():
-                self.slow.reported(peer.rank, message)
-            case messages.Energy():
-                self.energy.reported(peer.endpoint.label, message.joules)
-            case messages.StackRequest():
-                peer.send(self.stuck.own())
-            case messages.Stack():
-                self.stuck.answered(peer, message)
-            case messages.ProcessRequest():
-                peer.send(self.stuck.look_at(message))
-            case messages.ProcessState():
-                self.stuck.seen(message)
-
-    def _act(self, peer: Peer, message: Message) -> None:
-        """On a message that its sender may send."""
-        match message:
-            case messages.Ready():
-                peer.ready = True
-            case messages.AllReady():
-                self.readiness.all_ready(peer, message)
-            case messages.StopRequest():
-                self.stop.requested(message.signal, f" at {peer.name}")
-            case messages.StopAt():
-                self.stop.agreed(message)
-            case messages.StopAcknowledged():
-                peer.stop_acknowledged = True
-            case messages.Busy():
-                peer.busy = message.text
-            case messages.Left():
-                peer.left = True
-            case messages.Failed():
-                peer.left = True
-                self.liveness.lost(f"{peer.name} failed: {message.text.rstrip('.')}", message.code)
-            case messages.Lost():
-                self.liveness.lost(message.text, message.code)
-
-    def _catch_up(self, peer: Peer) -> None:
-        """Sends the new peer what it has missed."""
-        if self.farewell:
-            peer.send(self.farewell)
-        self.readiness.catch_up(peer)
-        if self.topology.is_rank_0:
-            if lost := self.liveness.lost_message():
-                peer.send(lost)
-        elif self.stop.signal:
-            peer.send(messages.StopRequest(signal=self.stop.signal))

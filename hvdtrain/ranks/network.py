@@ -26,15 +26,16 @@ DELAYED_ACK = 0.04
 """Seconds for which the other end may keep back the acknowledgement of a step's last data (Linux's TCP_DELACK_MIN).
 They are not counted, but for a quarter of all: where steps are shorter, new data comes first."""
 FACTOR = 2.0
-"""Of the time that as much data takes between other hosts."""
+"""How many times as long as between other hosts a slow link takes for as much data."""
 
 Connection = tuple[bytes, bytes]
-"""The sockaddr of this end, and of the other."""
+"""The socket addresses of this end and of the other, as the kernel has them."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a connection so far: the bytes that were acknowledged, and the seconds in which some were not yet."""
+    """The kernel's counters of a connection: the bytes that were acknowledged, and the seconds in which some
+    were not yet."""
 
     acked: int
     busy: float
@@ -84,7 +85,7 @@ def connections() -> dict[Connection, Counters]:
     buffer, length = ctypes.create_string_buffer(TCP_INFO_BYTES), ctypes.c_uint32()
 
     def answer(call: Callable[..., int], *arguments: int) -> bytes:
-        """What the call writes; nothing where it fails."""
+        """The bytes that the call writes; none where it fails."""
         length.value = TCP_INFO_BYTES
         return b"" if call(*arguments, buffer, ctypes.byref(length)) else buffer.raw[: length.value]
 
@@ -97,7 +98,7 @@ def connections() -> dict[Connection, Counters]:
 
 
 def address(sockaddr: bytes) -> str:
-    """The address in it, IPv4 as IPv4; "" of another family."""
+    """The IP address in a socket address, an IPv4 one as IPv4; "" for another family."""
     family = int.from_bytes(sockaddr[:2], sys.byteorder)
     if family not in {socket.AF_INET, socket.AF_INET6}:
         return ""
@@ -155,7 +156,7 @@ def slow_links(found: Iterable[Edge], least: float) -> list[SlowLink]:
 
 
 def _slowest(found: list[Edge], least: float) -> SlowLink | None:
-    """The host with the slowest link, if that is slow."""
+    """The host with the slowest link, where that link is slow."""
     fastest: dict[int, float] = {}
     for each in found:
         for end in (each.source, each.target):
@@ -177,5 +178,5 @@ def _slowest(found: list[Edge], least: float) -> SlowLink | None:
 
 
 def _pace(found: list[Edge]) -> float:
-    """Seconds a byte."""
+    """The seconds that a byte takes on this link."""
     return sum(each.busy for each in found) / sum(each.size for each in found)

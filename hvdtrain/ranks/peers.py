@@ -36,7 +36,7 @@ class Signatures:
         self._sent = self._received = 0
 
     def signed(self, content: bytes) -> bytes:
-        """The content behind its signature."""
+        """The line to send: the signature, then the content."""
         self._sent += 1
         return _signature(self._own, self._sent, content) + content
 
@@ -63,27 +63,27 @@ class Peer:
     rank: int = -1
     endpoint: Endpoint = UNKNOWN
     process: Process | None = None
-    """What others of its host need, to see where it stands."""
+    """What other ranks of its host need to see where its training thread is."""
     ready: bool = False
     stop_acknowledged: bool = False
     left: bool = False
     busy: str = ""
-    """Why it lets the others wait."""
+    """Why it lets the others wait; empty where it does not."""
     ends: tuple[str, str] = ("", "")
-    """On rank 0: its own address and the other's, as the connection has them."""
+    """On rank 0: the addresses of both ends of the connection."""
     address: tuple[str, int] | None = None
-    """Where this rank has connected to."""
+    """The address that this rank has connected to."""
     nonce: str = ""
-    """What this rank sent to rank 0."""
+    """The random text that rank 0 must sign for this rank."""
     signatures: Signatures | None = None
     unread: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
     behind: set["Peer"] = field(default_factory=set)
-    """Those of all connections that have `unsent`."""
+    """The set, common to all connections, of those that have bytes in `unsent`."""
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Its rank and host, as text for a person."""
         return f"rank {self.rank} on {self.endpoint.host}"
 
     def send(self, message: Message) -> None:
@@ -91,7 +91,7 @@ class Peer:
         self.send_encoded(message.model_dump_json().encode())
 
     def send_encoded(self, content: bytes) -> None:
-        """The same of an encoded message."""
+        """As `send`, of an encoded message."""
         self.unsent += (self.signatures.signed(content) if self.signatures else content) + b"\n"
         self.flush()
 
@@ -107,11 +107,11 @@ class Peer:
             self.socket.send(b"!", socket.MSG_OOB)
 
     def be_interrupted(self) -> None:
-        """Lets the other end do so with this process."""
+        """Lets the other end interrupt this process."""
         fcntl.fcntl(self.socket, fcntl.F_SETOWN, os.getpid())
 
     def receive(self, now: float) -> list[bytes]:
-        """The lines that have come. Raises OSError at the connection's end, ValueError where no rank writes so."""
+        """The lines that have come. Raises OSError at the connection's end, ValueError for what no rank sends."""
         try:
             received = self.socket.recv(2**16)
         except BlockingIOError:
@@ -145,14 +145,14 @@ class Peers:
         """When `send` was called last."""
         self._selector = selectors.DefaultSelector()
         self._behind: set[Peer] = set()
-        """Whose connections have `unsent`."""
+        """The peers that have bytes in `unsent`."""
 
     def watch(self, source: socket.socket, peer: Peer | None = None) -> None:
         """Makes `wait` report that socket too, or its peer."""
         self._selector.register(source, selectors.EVENT_READ, peer or source)
 
     def unwatch(self, source: socket.socket) -> None:
-        """No longer, before it is closed."""
+        """Ends what `watch` began; to be called before the socket is closed."""
         self._selector.unregister(source)
 
     def wait(self, seconds: float) -> list[Any]:
@@ -166,7 +166,7 @@ class Peers:
             peer.flush()
 
     def add(self, connection: socket.socket, now: float) -> Peer:
-        """A new connection, to a stranger as yet."""
+        """Adds a new connection, which has yet to prove that it is a rank."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeouts.UNREACHABLE * 1000))
@@ -176,16 +176,16 @@ class Peers:
         return peer
 
     def admit(self, peer: Peer, rank: int, endpoint: Endpoint) -> None:
-        """The peer has proved to be that rank."""
+        """Notes that the peer has proved to be that rank."""
         peer.rank, peer.endpoint = rank, endpoint
         self.came.add(rank)
 
     def all_came(self) -> bool:
-        """Whether all were admitted whom this rank is to be connected with."""
+        """Whether all ranks that this one is connected with have been admitted."""
         return len(self.came) == (self.topology.size - 1 if self.topology.is_rank_0 else 1)
 
     def absent(self) -> str:
-        """On rank 0, for a person: which ranks were not."""
+        """On rank 0: the ranks that have not connected, as text for a person."""
         absent = [str(rank) for rank in range(1, self.topology.size) if rank not in self.came]
         return f"rank {', '.join(absent[:8])} of {self.topology.size} did not come"
 
@@ -197,11 +197,20 @@ class Peers:
         return ", ".join(come + [f"{peer.name}{f', which {peer.busy}' if peer.busy else ''}" for peer in late[:3]])
 
     def ranks(self) -> list[Peer]:
-        """Those who have proved to be one."""
+        """The peers that have proved to be ranks."""
         return [peer for peer in self.connections if peer.rank >= 0]
 
+    def of(self, rank: int) -> "Peer | None":
+        """The peer of that rank; None where it is not connected."""
+        return next((peer for peer in self.ranks() if peer.rank == rank), None)
+
+    def name_of(self, rank: int) -> str:
+        """A rank and its host, as text for a person."""
+        peer = self.of(rank)
+        return peer.name if peer else f"rank {rank} on {self.topology.host}"
+
     def strangers(self) -> list[Peer]:
-        """Those who have not."""
+        """The peers that have not."""
         return [peer for peer in self.connections if peer.rank < 0]
 
     def send(self, message: Message) -> None:

@@ -10,29 +10,30 @@ import bisect
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
+from hvdtrain.core.sharing import FIGURES
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import messages, network, timeouts
-from hvdtrain.ranks.liveness import Liveness, print_warning
+from hvdtrain.ranks.liveness import Liveness
 
 Cause = Literal["computing", "reading", "computing or reading", "network"]
 STEPS = 10
-"""The fewest of which a rank reports the median."""
+"""The fewest steps of which a rank reports the median."""
 SAMPLED = 0.02
 """Seconds from the beginning of a step that is measured to the next one: clocks inside a graph take time to read."""
 TIMES, OF = 4, 5
-"""How often of the last so many times a rank is found slow before it is named."""
+"""A rank is named once it was found slow TIMES times among the last OF comparisons."""
 FACTOR = 1.5
-"""Of the others' time."""
+"""How many times as long as the others a slow rank takes."""
 PART = 0.2
-"""Of a step that the rank takes longer."""
+"""The least part of a step by which a slow rank takes longer."""
 EXPLAINED = 0.5
-"""Of what it takes longer, that the others must wait longer."""
+"""The least part of a slow rank's extra time that the others must spend waiting."""
 SHORTEST = 0.002
-"""Seconds that it takes longer."""
+"""The fewest seconds by which a slow rank takes longer."""
 T = TypeVar("T")
 
 
@@ -57,7 +58,7 @@ class SlowNetwork(Slow):
     """The first rank of a host whose link all wait for."""
 
     size: float
-    """Bytes that take so long."""
+    """The bytes that are communicated in that time."""
 
     def __str__(self) -> str:
         return (
@@ -73,7 +74,7 @@ class Others:
         self._sorted = sorted(numbers)
 
     def median(self, own: float) -> float:
-        """Of all but `own`, which is one of them."""
+        """The median of all numbers but `own`, which is one of them."""
         index, middle = bisect.bisect_left(self._sorted, own), (len(self._sorted) - 1) // 2
         upper = self._sorted[middle + (middle >= index)]
         if len(self._sorted) % 2 == 0:
@@ -116,13 +117,13 @@ def slow_networks(times: Mapping[int, messages.Times], hosts: Mapping[int, int])
 
 
 def _least(times: Mapping[int, messages.Times]) -> float:
-    """Seconds that a slow rank takes longer at least."""
+    """The fewest seconds by which a rank must take longer to be slow."""
     step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
     return max(PART * step, SHORTEST)
 
 
 def _is_slow(own: float, others: float, least: float, waited: float) -> bool:
-    """Whether a rank that takes so long is slow, where the others take `others` and wait so much longer than it."""
+    """Whether a rank is slow that takes so long where the others take `others` seconds, and wait so much longer."""
     longer = own - others
     return own >= FACTOR * others and longer >= least and waited >= EXPLAINED * longer
 
@@ -138,7 +139,8 @@ def slowest(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> li
 
 
 def columns(times: Iterable[messages.Times]) -> dict[str, list[float | None]]:
-    """What each waits for its batch, computes, and waits for other ranks, in seconds of a step: for a record."""
+    """For a record of the journal, by column: the seconds of a step that each rank waits for its batch, computes, and
+    waits for other ranks."""
     rows = list(times)
     return {
         "reading": [_rounded(each.reading) for each in rows],
@@ -148,7 +150,7 @@ def columns(times: Iterable[messages.Times]) -> dict[str, list[float | None]]:
 
 
 def _working(times: messages.Times) -> float:
-    """Seconds of a step without those in which other ranks are waited for."""
+    """The seconds of a step without those of waiting for other ranks."""
     return (times.reading or 0.0) + times.rest - (times.waiting or 0.0)
 
 
@@ -167,25 +169,23 @@ class SlowWatch:
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
         self._began = self._measured = 0.0
-        """When this step began, and the last one that was measured."""
+        """When this step began, and when the last measured one did."""
         self.is_measuring = False
         """Whether this step is measured."""
         self._steps: list[tuple[float | None, float, float | None]] = []
         self.made = 0
         """Steps since the last report."""
         self._connections: dict[network.Connection, network.Counters] | None = None
-        """As they were then."""
+        """The kernel's counters of each connection at the last report."""
         self._reported = 0.0
         self._times: dict[int, messages.Times] = {}
         """What each rank has reported since they were compared last."""
-        self.on_times: Callable[[Mapping[int, messages.Times]], None] = lambda times: None
-        """On rank 0, called with what every rank has reported."""
         self._found: deque[set[tuple[int, Cause]]] = deque(maxlen=OF)
-        """Who was slow, the last times."""
+        """The ranks that were slow, in each of the last comparisons."""
         self._named: set[tuple[int, Cause]] = set()
 
     def step_begins(self) -> None:
-        """This rank begins to read the next step's batch, or another loop than ours does."""
+        """Begins a step, as this rank begins to read its batch."""
         now = time.monotonic()
         self.is_measuring = now - self._measured >= SAMPLED
         if self.is_measuring:
@@ -219,6 +219,7 @@ class SlowWatch:
             rest=statistics.median(rest),
             waiting=_median(waiting),
             traffic=network.traffic(before, self._connections or {}, made),
+            figures={name: figure.read() for name, figure in FIGURES.items()},
         )
         with self.liveness.changed:
             if self.topology.is_rank_0:
@@ -228,7 +229,7 @@ class SlowWatch:
 
     def _compare(self) -> None:
         times, self._times = self._times, {}
-        self.on_times(times)
+        self.liveness.listener.times(times, self.hosts())
         if self.topology.size == 1:
             return
         found = [*slow_ranks(times), *slow_networks(times, self.hosts())]
@@ -240,17 +241,16 @@ class SlowWatch:
                 self._name(each)
 
     def hosts(self) -> dict[int, int]:
-        """Of each rank, the first one of its host."""
+        """The first rank of each rank's host."""
         own = Endpoint(self.topology.host, self.topology.node or 0, self.topology.local_rank)
         labels = {0: own.label} | {peer.rank: peer.endpoint.label for peer in self.peers.ranks()}
         first = {label: rank for rank, label in sorted(labels.items(), reverse=True)}
         return {rank: first[label] for rank, label in labels.items()}
 
     def _name(self, slow: Slow) -> None:
-        host = {0: f"rank 0 on {self.topology.host}", **{peer.rank: peer.name for peer in self.peers.ranks()}}
-        text = f"{host.get(slow.rank, f'rank {slow.rank}')} is {slow}."
-        print_warning(self.topology, text)
-        self.liveness.on_named("slow", slow.rank, text)
+        text = f"{self.peers.name_of(slow.rank)} is {slow}."
+        self.liveness.listener.warning(text)
+        self.liveness.listener.named("slow", slow.rank, text)
 
 
 class Waiting(Protocol):
@@ -263,12 +263,12 @@ class Waiting(Protocol):
 
 
 class Clocks:
-    """A step's clocks on one rank, for the watch over slow ranks."""
+    """Measures on one rank how long each step reads and waits, for SlowWatch."""
 
     def __init__(self, engine: Waiting, watch: SlowWatch) -> None:
         self._engine, self._watch = engine, watch
         self._reading: float | None = None
-        """In this step; None while no batches come through `read`."""
+        """Seconds of reading in this step; None while no batches come through `read`."""
         self._waited = 0.0
 
     def read(self, batches: Iterator[T]) -> Iterator[T]:
@@ -280,7 +280,7 @@ class Clocks:
             began = time.monotonic()
 
     def begin_step(self) -> None:
-        """This rank begins to read the next step's batch, or another loop than ours does."""
+        """Begins a step, as this rank begins to read its batch."""
         if self._reading is not None:
             self._reading = 0.0
         with self._watch.liveness.diagnosing("slow ranks"):
@@ -289,7 +289,7 @@ class Clocks:
             self._waited = self._engine.waited or 0.0
 
     def end_step(self) -> None:
-        """An update is made."""
+        """Ends a step: its update is made."""
         self._watch.made += 1
         if self._watch.is_measuring:
             waited = self._engine.waited

@@ -11,16 +11,17 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 import hvdtrain
-from hvdtrain.engines.waiting import Frame, Place, is_called, is_long, operation_of, place_of, reads
+from hvdtrain import datasets
 
 State = Literal["stopped", "disk", "python", "unknown"]
 """Of a process that does not answer: stopped by a signal; in the kernel, which waits for a disk; in C code that holds
@@ -40,6 +41,64 @@ _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+) .*\(most recent call 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
+Place = Literal["collective", "framework", "outside"]
+"""Where a thread is: in a collective; in C code of a framework, which may hold one; or elsewhere, where no rank waits
+for another."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    module: str
+    function: str
+    file: str = ""
+    line: int = 0
+
+
+ANY = ""
+Table = set[tuple[str, str]]
+"""Packages or modules, each with a function in it, or ANY."""
+COLLECTIVES: Table = {("horovod", ANY), ("torch.distributed", ANY)}
+FRAMEWORKS: Table = {
+    ("torch.autograd.graph", "_engine_run_backward"),  # DistributedDataParallel's backward waits in it for the others
+    ("tensorflow.python.eager", ANY),  # a graph holds its collectives
+    ("tensorflow.python.framework", ANY),  # a value is waited for
+}
+READING: Table = {("tensorflow.python.data", ANY)}
+CALLED: Table = {("tensorflow.python.ops.script_ops", ANY)}  # a graph, or its input pipeline, runs a function of Python
+READERS: Table = {(datasets.__name__, ANY), ("keras.src.trainers.data_adapters", ANY)}
+"""Modules that read batches: a thread of theirs reads ahead."""
+OPERATIONS: Table = set()
+AVERAGING: Table = set(FRAMEWORKS)
+"""Modules that average gradients."""
+LONG: Table = {("lightning.pytorch.loops.evaluation_loop", ANY), ("pytorch_lightning.loops.evaluation_loop", ANY)}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _decorator(table: Table) -> Callable[[Function], Function]:
+    def mark(function: Function) -> Function:
+        table.add((function.__module__, function.__name__))
+        return function
+
+    return mark
+
+
+waits_for_ranks = _decorator(COLLECTIVES)
+"""Decorator of a function in which a thread waits for other ranks."""
+is_operation = _decorator(OPERATIONS)
+"""Decorator of a collective of an engine or a callback, which matches the same one of other ranks alone. On a method of
+a protocol it stands for those of that name in all modules of the package."""
+takes_long = _decorator(LONG)
+"""Decorator of what may take long on one rank while the others wait, and is well."""
+
+
+def mark_module(table: Table, module: str) -> None:
+    """Enters all functions of a module: one calls it with its own name."""
+    table.add((module, ANY))
+
+
 class Process(BaseModel):
     """What another process of the same host needs, to see where this one stands."""
 
@@ -47,7 +106,7 @@ class Process(BaseModel):
 
     pid: Annotated[int, Field(ge=1, lt=2**31)]
     started: Annotated[int, Field(ge=0, lt=2**63)]
-    """In ticks since the host's start: no other process with this number has the same."""
+    """When the process began, in ticks since the host's start: tells it from a later one of the same number."""
     thread: Annotated[int, Field(ge=0, lt=2**64)]
     memory: Annotated[int, Field(ge=0, lt=2**31)] | None
     """The file descriptor to which it writes its threads' stacks when it is sent `ASKS`, in C and without Python's
@@ -62,8 +121,8 @@ class Stacks:
         self._memory = -1
 
     def open(self, *, alone: bool) -> Process | None:
-        """Lets other processes ask for them, until `close`. They read them in this process's memory; where no other
-        rank is on this host (`alone`), they go to stderr. None where nobody can ask."""
+        """Lets other processes of this host request them, until `close`. They read them in this process's
+        memory; where no other rank is on this host (`alone`), they go to stderr. None where nobody can ask."""
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             if self._memory < 0 and signal.getsignal(ASKS) == signal.SIG_DFL:  # else it is the user's
                 self._memory = os.memfd_create(MEMORY)
@@ -76,7 +135,7 @@ class Stacks:
         return None
 
     def close(self) -> None:
-        """No longer; where `open` was called."""
+        """Ends what `open` began, if it was called."""
         if self._memory >= 0:
             faulthandler.unregister(ASKS)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASKS})
@@ -84,11 +143,11 @@ class Stacks:
             self._memory = -1
 
     def answer_here(self) -> None:
-        """The calling thread takes the signal that the training thread does not."""
+        """Makes the calling thread answer requests, which the training thread may be too busy for."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASKS})
 
     def train_here(self) -> None:
-        """The calling thread is the one that trains."""
+        """Makes the calling thread the one whose stack is shown."""
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
 
     def now(self) -> tuple[Place, bool, str, str, str]:
@@ -122,7 +181,7 @@ class Workers:
         _workers.append(weakref.ref(self, _workers.remove))
 
     def write_here(self, worker: int) -> None:
-        """The calling process is that worker, and its main thread reads."""
+        """Begins to write the lines of this process's main thread: it is a worker that reads data."""
         threading.Thread(target=self._write, args=(worker * LONGEST_LINE,), daemon=True).start()
 
     def _write(self, begin: int) -> None:
@@ -134,7 +193,7 @@ class Workers:
             time.sleep(WRITES)
 
     def lines(self) -> list[str]:
-        """Those of the processes that are reading."""
+        """The lines of the workers that are reading now."""
         lines = (self._lines[at : at + LONGEST_LINE] for at in range(0, len(self._lines), LONGEST_LINE))
         return [line.rstrip(b"\0").decode(errors="replace") for line in lines if line.strip(b"\0")]
 
@@ -143,7 +202,7 @@ _workers: list["weakref.ref[Workers]"] = []
 
 
 def _lines_of_workers() -> list[str]:
-    """Where the processes stand that are reading for this one."""
+    """The lines of the worker processes that read for this one."""
     return [line for reference in _workers if (workers := reference()) for line in workers.lines()]
 
 
@@ -156,12 +215,54 @@ def _frames(frame: FrameType | None) -> list[Frame]:
     return stack
 
 
+def place_of(stack: Iterable[Frame], own: Iterable[bool]) -> Place:
+    """Where a thread of this stack is, its innermost frame first. `own`: of each frame, whether it is the user's."""
+    place: Place = "outside"
+    for frame, is_own in zip(stack, own, strict=True):
+        if _is_in(frame, COLLECTIVES):
+            return "collective"
+        if is_own or _is_in(frame, READING):
+            return place if is_own else "outside"
+        if _is_in(frame, FRAMEWORKS):
+            place = "framework"
+    return place
+
+
+def operation_of(stack: Sequence[Frame]) -> str:
+    """Of a thread in a collective: which one it waits in; "gradients", or empty where that cannot be seen."""
+    found = next((frame.function for frame in stack if _is_in(frame, OPERATIONS)), "")
+    return found or ("gradients" if any(_is_in(frame, AVERAGING) for frame in stack) else "")
+
+
+def is_long(stack: Iterable[Frame]) -> bool:
+    """Whether the thread does what may take long on one rank."""
+    return any(_is_in(frame, LONG) for frame in stack)
+
+
+def reads(stack: Iterable[Frame]) -> bool:
+    """Whether the thread reads batches, or waits for those that another one reads."""
+    return any(_is_in(frame, READERS) for frame in stack)
+
+
+def is_called(stack: Iterable[Frame]) -> bool:
+    """Whether C code of a framework runs this thread's Python, and waits for it. A pipeline that has read ahead as far
+    as it may runs none."""
+    return any(_is_in(frame, CALLED) for frame in stack)
+
+
+def _is_in(frame: Frame, table: Table) -> bool:
+    return any(
+        (frame.module == module or frame.module.startswith(f"{module}.")) and function in {ANY, frame.function}
+        for module, function in table
+    )
+
+
 def _place(stack: Sequence[Frame]) -> Place:
     return place_of(stack, [is_users(frame.file) for frame in stack])
 
 
 def _users_line(stacks: Sequence[Sequence[Frame]]) -> str:
-    """That of the first thread in the user's code; else of the first."""
+    """The line of the first thread that is in the user's code; else of the first thread."""
     return described(next(filter(_is_in_users_code, stacks), stacks[0]))
 
 
@@ -181,7 +282,7 @@ def is_users(file: str) -> bool:
 
 
 def described(stack: Sequence[Frame]) -> str:
-    """The innermost line that is the user's or ours, and behind it the library's in which the thread is."""
+    """The innermost line of the user's code or of this package, followed by the library line that the thread is in."""
     if not stack:
         return "no line of Python"
     found = next((frame for frame in stack if is_users(frame.file) or is_ours(frame.file)), stack[0])
@@ -209,7 +310,7 @@ def observed(process: Process) -> tuple[State, str]:
 
 
 def _dumped(process: Process) -> str:
-    """The training thread's line when it was asked last; empty before."""
+    """The line in which the training thread was at the last request; empty before the first."""
     path = f"/proc/{process.pid}/fd/{process.memory}"
     if process.memory is None or not os.readlink(path).startswith(f"/memfd:{MEMORY}"):  # noqa: PTH115
         return ""
@@ -220,7 +321,7 @@ def _dumped(process: Process) -> str:
 
 
 def last_of(dump: str, thread: int) -> str:
-    """That thread's line in the last of faulthandler's dumps; empty where there is none."""
+    """The thread's line in the last dump of faulthandler; empty where there is none."""
     stack: list[Frame] = []
     inside = False
     for line in dump.splitlines():
@@ -233,6 +334,6 @@ def last_of(dump: str, thread: int) -> str:
 
 
 def _stat(process: str) -> tuple[str, int]:
-    """The state of a process or thread, and when it started."""
+    """The state of a process or thread, and when it started, from /proc."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

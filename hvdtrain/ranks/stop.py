@@ -1,19 +1,25 @@
-"""The agreement to stop: a signal to any rank ends all of them after the same step, with a checkpoint."""
+"""Signals, which a thread notices while the main thread is inside a collective, and the agreement to stop: a signal to
+any rank ends all of them after the same step, with a checkpoint."""
 
+import contextlib
+import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from hvdtrain.errors import StoppedError
 from hvdtrain.ranks import messages, timeouts
-from hvdtrain.ranks.liveness import Liveness, print_error
-from hvdtrain.terminal import END_SIGNALS
+from hvdtrain.ranks.liveness import Liveness
+from hvdtrain.terminal import END_SIGNALS, STOP_SIGNALS, TIME_LIMIT_SIGNALS
 
 MEANS = {signal.SIGTERM: "scancel, the time limit or kill", signal.SIGHUP: "the terminal or ssh session has ended"}
 
 
 class StopAgreement:
-    """After which step all ranks stop, and by which signal."""
+    """The step after which all ranks stop, and the signal that made them."""
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
@@ -25,8 +31,6 @@ class StopAgreement:
         self.stopped = False
         """Whether training has stopped in order."""
         self._requested = self._warned = False
-        self.on_end: Callable[[str], None] = lambda text: None
-        """Called on rank 0, in a thread, where a launcher may kill all ranks soon: Open MPI's in a quarter second."""
         self._recording: threading.Thread | None = None
 
     def stops_at(self, step: int) -> bool:
@@ -52,12 +56,12 @@ class StopAgreement:
         return StoppedError(step, signal.Signals(number).name, 128 + number)
 
     def agreed(self, message: messages.StopAt) -> None:
-        """Rank 0 has chosen the step."""
+        """Takes the step that rank 0 has chosen."""
         self.step, self.signal = message.step, message.signal
         self.peers.send(messages.StopAcknowledged())
 
     def signalled(self, number: int, now: float) -> None:
-        """This process was sent a signal."""
+        """Requests a stop of all ranks, as this process was sent a signal."""
         if self.liveness.reason or self.stopped:  # the end is near: scancel, which we may have called, adds nothing
             return
         self.requested(number)
@@ -71,7 +75,8 @@ class StopAgreement:
                 self.liveness.fail(" before the first step")
 
     def requested(self, number: int, where: str = "") -> None:
-        """A signal requests a stop. Rank 0 reports it, once; SIGTERM or SIGHUP after a warning too."""
+        """Notes that a signal requests a stop. Rank 0 reports it once, and again where SIGTERM or SIGHUP comes after a
+        warning."""
         again, self._requested = self.signal in {number, *END_SIGNALS}, True
         if again or self.liveness.reason:
             return
@@ -82,14 +87,98 @@ class StopAgreement:
             then = "a checkpoint after this step, then the end" if in_steps else "no step was made yet"
             if number in END_SIGNALS:
                 text = f"{name}: it could report no more; the same command continues from the last checkpoint."
-                self._recording = threading.Thread(target=self.on_end, args=(text,), daemon=True)
+                self._recording = threading.Thread(target=self.liveness.listener.signalled, args=(text,), daemon=True)
                 self._recording.start()
-            print_error(self.topology, StoppedError, f"{name}{where} ({means}): {then}.")
+            self.liveness.listener.error(StoppedError, f"{name}{where} ({means}): {then}.")
 
     def _all_reachable(self) -> bool:
-        """Whether every rank can learn of the stop; where some cannot, none may stop."""
+        """Whether every rank can learn of the stop: none may stop where another would not."""
         reachable = len(self.peers.ranks()) == self.topology.size - 1
         if not (reachable or self._warned):
             self._warned = True
-            print_error(self.topology, StoppedError, f"cannot stop in order: {self.peers.absent()}.")
+            self.liveness.listener.error(StoppedError, f"cannot stop in order: {self.peers.absent()}.")
         return reachable
+
+
+_BLOCKED = (signal.SIGHUP, *TIME_LIMIT_SIGNALS)
+
+
+class SignalWatcher:
+    """SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 as bytes at `readable`; opened elsewhere than in the main thread it gets
+    none, as Python's handlers do."""
+
+    # A Python handler runs only once the main thread comes back from C, which a broken collective never does;
+    # the byte that C's handler writes can be read by any thread.
+
+    def __init__(self) -> None:
+        self.readable, self._written = socket.socketpair()
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakeup = -1
+
+    def open(self, in_child: Callable[[], None]) -> None:
+        """Begins to watch. `in_child` runs after a fork in the child, which watches no longer."""
+        self.readable.setblocking(False)
+        self._written.setblocking(False)
+        _open_watchers[self] = in_child
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._wakeup = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
+            before = signal.signal(number, _nothing)
+            # A warning that comes once the run has ended must not kill what has all its results.
+            unheard = number in TIME_LIMIT_SIGNALS and before == signal.SIG_DFL
+            self._before[number] = signal.SIG_IGN if unheard else before
+            signal.siginterrupt(number, False)  # not every library tries again where a signal cut its call short
+        # SLURM may signal every process of a step, and a terminal does as it closes: that would kill a reader of data,
+        # which has no handler. Readers inherit that they are blocked here.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+
+    def unblock_here(self) -> None:
+        """Lets the calling thread take the signals that the main thread does not."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+
+    def read(self) -> list[int]:
+        """The signals that have come since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return [number for number in self.readable.recv(64) if number in STOP_SIGNALS]
+        return []
+
+    def wake(self) -> None:
+        """Makes `readable` readable, with no signal to read."""
+        with contextlib.suppress(BlockingIOError):
+            self._written.send(b"\0")
+
+    def close(self) -> None:
+        """Gives the signals back; a warning that nobody handled before is ignored from now on."""
+        if self._before:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """As `close`, in a forked child, where the warning signals stay blocked."""
+        _open_watchers.pop(self, None)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.readable.close()
+        self._written.close()
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Does nothing: without a handler, Python writes no byte for a signal."""
+
+
+_open_watchers: dict[SignalWatcher, Callable[[], None]] = {}
+
+
+def _close_in_child() -> None:
+    # A child shares the socket: a signal of its own would stop the parent.
+    for watcher, in_child in list(_open_watchers.items()):
+        watcher.close_in_child()
+        in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Literal
 
-from hvdtrain.engines.waiting import Place
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import messages, timeouts
-from hvdtrain.ranks.liveness import Liveness, print_warning
+from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peer
-from hvdtrain.ranks.stacks import Stacks, State, observed
+from hvdtrain.ranks.stacks import Place, Stacks, State, observed
 
 STEPS = 20  # whose median is the usual time of a step
 DOES: dict[State, str] = {
@@ -39,6 +38,30 @@ def keeping_others_waiting(places: Mapping[int, Place | Literal["silent"]]) -> s
     return silent | (outside if sum(waiting) >= len(outside) else set())
 
 
+class Parting:
+    """Whether the ranks wait in different collectives, for so long that none can come back."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def judge(
+        self, answers: Mapping[int, messages.Stack], size: int, asked: float, now: float, limit: float
+    ) -> list[tuple[int, messages.Stack]]:
+        """The first rank of each collective that ranks wait in, where they have been apart for `limit` seconds since
+        they were `asked`. It takes longer where C code of a framework may compute yet, or two lines of the user's may
+        have called the same collective."""
+        waits = [s for s in answers.values() if s.operation and (s.place == "collective" or not s.long)]
+        if len(waits) < size or len({(stack.operation, stack.users_line) for stack in waits}) == 1:
+            self._since = None
+            return []
+        self._since = self._since or asked
+        is_sure = len({s.operation for s in waits}) > 1 and all(s.place == "collective" for s in waits)
+        if now - self._since < max(limit, 0 if is_sure else timeouts.SILENCE):
+            return []
+        of_each = {(s.operation, s.users_line): (rank, s) for rank, s in sorted(answers.items(), reverse=True)}
+        return sorted(of_each.values(), key=lambda one: one[0])
+
+
 class StuckWatch:
     """Names ranks that keep the others waiting, on rank 0; on rank 1, rank 0 where it does not answer."""
 
@@ -46,22 +69,21 @@ class StuckWatch:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
         self.endpoint, self.stacks = endpoint, Stacks()
         self.paused = False
-        """Whether no step is to be expected soon: validation, the end of an epoch."""
+        """Whether no step is expected soon, as in a validation or at the end of an epoch."""
         self._step_at: float | None = None
         self._seconds: deque[float] = deque(maxlen=STEPS)
         self._asked = 0.0
         self._answers: dict[int, messages.Stack] = {}
         self._since: dict[int, float] = {}
-        """Since when each rank that others wait for was seen to keep them waiting."""
+        """The time since when each rank is seen to keep others waiting, by rank."""
         self._named: dict[int, float] = {}
-        """When each rank was named last."""
+        """The time at which each rank was last named."""
         self._seen: dict[int, messages.ProcessState] = {}
         self._steps = 0
-        self._apart_at: float | None = None
-        """Since when the ranks were seen to wait in different collectives."""
+        self._parting = Parting()
 
     def step_made(self) -> None:
-        """A step has ended; the thread that trains calls it."""
+        """Notes that a step has ended. The training thread calls it."""
         now = time.monotonic()
         if self._step_at is None:
             self.stacks.train_here()
@@ -77,11 +99,11 @@ class StuckWatch:
             self._step_at = time.monotonic()
 
     def forgive(self, now: float) -> None:
-        """Begins anew: this process was suspended, and the silence was its own."""
+        """Starts all waits anew, after this process was suspended."""
         if self._step_at is not None:
             self._step_at = now
         self._since.clear()
-        self._apart_at = None
+        self._parting = Parting()
 
     def look(self, now: float) -> None:
         """Requests, where no step has ended for a while, where the ranks stand, and names who keeps others waiting."""
@@ -95,28 +117,15 @@ class StuckWatch:
             self._request(now)
 
     def own(self) -> messages.Stack:
-        """Where this rank stands."""
-        place, long, where, operation, users = self.stacks.now()
-        return messages.Stack(
-            place=place,
-            long=long or self.paused,
-            where=messages.cut(where),
-            operation=operation,
-            users_line=messages.cut(users),
-            steps=self._steps,
-        )
+        """The message that says where this rank's training thread is."""
+        return _stack(self.stacks, paused=self.paused, steps=self._steps)
 
     def answered(self, peer: Peer, message: messages.Stack) -> None:
-        """A rank has said where it stands."""
+        """Takes a rank's message about where its training thread is."""
         self._answers[peer.rank] = message
 
-    def look_at(self, message: messages.ProcessRequest) -> messages.ProcessState:
-        """What the process of another rank of this host does."""
-        state, where = observed(message.process)
-        return messages.ProcessState(rank=message.rank, state=state, where=messages.cut(where))
-
     def seen(self, message: messages.ProcessState) -> None:
-        """A rank has looked at another one of its host."""
+        """Takes what a rank has seen of another process of its host."""
         self._seen[message.rank] = message
 
     def _request(self, now: float) -> None:
@@ -126,7 +135,7 @@ class StuckWatch:
             self.peers.send(messages.StackRequest())
 
     def _judge(self, now: float) -> None:
-        """What the ranks have answered since they were asked last."""
+        """Judges by the ranks' answers to the last request who keeps the others waiting."""
         places: dict[int, Place | Literal["silent"]] = {rank: each.place for rank, each in self._answers.items()}
         for peer in self.peers.ranks():
             # Of rank 0 nothing was requested, but for its heartbeats.
@@ -147,31 +156,16 @@ class StuckWatch:
                 self._name(rank, stack, now)
 
     def _judge_collectives(self, now: float) -> None:
-        """Ends all ranks where each waits in a collective, but not in the same one: none can come back. It takes longer
-        where C code of a framework may compute yet, or two lines of the user's may have called the same one."""
-        waits = [s for s in self._answers.values() if s.operation and (s.place == "collective" or not s.long)]
-        kinds = {(stack.operation, stack.users_line) for stack in waits}
-        if len(waits) < self.topology.size or len(kinds) == 1:
-            self._apart_at = None
-            return
-        self._apart_at = self._apart_at or self._asked
-        is_sure = len({s.operation for s in waits}) > 1 and all(s.place == "collective" for s in waits)
-        if now - self._apart_at < max(self._limit(None), 0 if is_sure else timeouts.SILENCE):
-            return
-        of_each = {(s.operation, s.users_line): (rank, s) for rank, s in sorted(self._answers.items(), reverse=True)}
-        parts = [
-            f"{self._rank(rank)} has made {stack.steps} steps{' (its epoch is over)' if stack.long else ''} and waits "
-            f"in {'an average of gradients' if stack.operation == 'gradients' else 'a sum or a broadcast'}, in "
-            f"{stack.users_line or stack.where}"
-            for rank, stack in sorted(of_each.values(), key=lambda one: one[0])
-        ]
-        self.liveness.lost_together(
-            f"the ranks wait in different collectives, for ever: {'; '.join(parts)}. Every rank must make the same "
-            "number of steps, and call the same collectives in the same order"
-        )
+        """Ends all ranks where each waits in a collective, but not in the same one: none can come back."""
+        if parted := self._parting.judge(self._answers, self.topology.size, self._asked, now, self._limit(None)):
+            self.liveness.lost_together(
+                "the ranks wait in different collectives, for ever: "
+                f"{'; '.join(_wait(self.peers.name_of(rank), stack) for rank, stack in parted)}. Every rank must make "
+                "the same number of steps, and call the same collectives in the same order"
+            )
 
     def _limit(self, stack: messages.Stack | None) -> float:
-        """How long others wait for a rank before it is named."""
+        """The seconds that others wait for a rank before it is named."""
         if stack and stack.long:
             return timeouts.LONG
         usual = statistics.median(self._seconds) if self._seconds else 0.0
@@ -179,48 +173,80 @@ class StuckWatch:
 
     def _name(self, rank: int, stack: messages.Stack | None, now: float) -> None:
         assert self._step_at is not None
-        begins = f"{self._rank(rank)} keeps the others waiting: no step has ended for {now - self._step_at:.0f} seconds"
-        if stack:
-            busy = " validates, or writes a checkpoint; it" if stack.long else ""
-            text = f"{begins}, and it{busy} stands in {stack.where}."
-        else:
-            seen = self._seen.get(rank) or messages.ProcessState(rank=rank, state="unknown", where="")
-            line = f", in {seen.where}" if seen.where else ""
-            if (peer := self._peer(rank)) and peer.process and peer.process.memory is None:
-                peer.interrupt()
-                line = ", and then prints its lines on stderr"
-            given_up = f"after {timeouts.SILENCE:.0f} seconds without an answer it is given up"
-            text = f"{begins}, and it does not answer: {DOES[seen.state]}{line}; {given_up}."
-        print_warning(self.topology, text)
-        self.liveness.on_named("stuck", rank, text)
+        text = (
+            f"{self.peers.name_of(rank)} keeps the others waiting: no step has ended for {now - self._step_at:.0f} "
+            f"seconds, and it {_stands(stack) if stack else self._does(rank)}."
+        )
+        self.liveness.listener.warning(text)
+        self.liveness.listener.named("stuck", rank, text)
+
+    def _does(self, rank: int) -> str:
+        """What the process of a rank does that does not answer, as text."""
+        peer = self.peers.of(rank)
+        prints = bool(peer and peer.process and peer.process.memory is None)
+        if peer and prints:
+            peer.interrupt()
+        return _does(self._seen.get(rank) or messages.ProcessState(rank=rank, state="unknown", where=""), prints)
 
     def _report_recovered(self, now: float) -> None:
-        if self._named:
-            for rank in self._named:
-                print_warning(self.topology, f"{self._rank(rank)} has resumed: the others wait no longer.")
-            self._named.clear()
+        for rank in self._named:
+            self.liveness.listener.warning(f"{self.peers.name_of(rank)} has resumed: the others wait no longer.")
+        self._named.clear()
         self._since.clear()
-        self._apart_at = None
+        self._parting = Parting()
 
     def _observe(self, rank: int) -> None:
         """Looks at a silent rank's process from its host, or requests it of a rank that is there."""
-        silent = self._peer(rank)
+        silent = self.peers.of(rank)
         if not silent or not silent.process:
             return
         request = messages.ProcessRequest(rank=rank, process=silent.process)
         if _is_beside(silent.endpoint, self.endpoint):
-            self.seen(self.look_at(request))
+            self.seen(look_at(request))
             return
         beside = (peer for peer in self.peers.ranks() if _is_beside(silent.endpoint, peer.endpoint))
         if neighbour := next((peer for peer in beside if peer.rank in self._answers), None):
             neighbour.send(request)
 
-    def _peer(self, rank: int) -> Peer | None:
-        return next((peer for peer in self.peers.ranks() if peer.rank == rank), None)
 
-    def _rank(self, rank: int) -> str:
-        peer = self._peer(rank)
-        return peer.name if peer else f"rank {rank} on {self.topology.host}"
+def _stack(stacks: Stacks, *, paused: bool, steps: int) -> messages.Stack:
+    """Where this rank's training thread is after so many steps; `paused`: whether it may stay there for long."""
+    place, long, where, operation, users = stacks.now()
+    return messages.Stack(
+        place=place,
+        long=long or paused,
+        where=messages.cut(where),
+        operation=operation,
+        users_line=messages.cut(users),
+        steps=steps,
+    )
+
+
+def look_at(message: messages.ProcessRequest) -> messages.ProcessState:
+    """Looks at the process of another rank of this host, and returns what it does."""
+    state, where = observed(message.process)
+    return messages.ProcessState(rank=message.rank, state=state, where=messages.cut(where))
+
+
+def _does(seen: messages.ProcessState, prints: bool) -> str:
+    """What a process does that does not answer, as text; `prints`: whether it shows its lines on stderr itself."""
+    line = ", and then prints its lines on stderr" if prints else f", in {seen.where}" if seen.where else ""
+    given_up = f"after {timeouts.SILENCE:.0f} seconds without an answer it is given up"
+    return f"does not answer: {DOES[seen.state]}{line}; {given_up}"
+
+
+def _stands(stack: messages.Stack) -> str:
+    """Where a rank's training thread is, as text."""
+    return f"{'validates, or writes a checkpoint; it ' if stack.long else ''}stands in {stack.where}"
+
+
+def _wait(name: str, stack: messages.Stack) -> str:
+    """In which collective a rank of that name waits, as text."""
+    return (
+        f"{name} has made {stack.steps} steps{' (its epoch is over)' if stack.long else ''} and waits in "
+        f"{'an average of gradients' if stack.operation == 'gradients' else 'a sum or a broadcast'}, in "
+        f"{stack.users_line or stack.where}"
+    )
 
 
 def _is_beside(one: Endpoint, other: Endpoint) -> bool:

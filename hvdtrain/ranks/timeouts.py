@@ -28,5 +28,6 @@ LAST_STATUS = 2.0  # for the status of a run that ends by force: its file system
 
 
 def of_each(seconds: float, size: int, most: float = math.inf) -> float:
-    """Between two messages of each of `size` ranks to rank 0: longer for more than MANY, but not above `most`."""
+    """Seconds between two messages of each of `size` ranks to rank 0: longer for more than MANY ranks, at
+    most `most`."""
     return max(seconds, min(seconds * size / MANY, most))

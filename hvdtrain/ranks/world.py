@@ -15,19 +15,17 @@ from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.admission import Admission, Handshake, allow_files
 from hvdtrain.ranks.energy import EnergyWatch
 from hvdtrain.ranks.joining import Joining, Readiness, Serve
-from hvdtrain.ranks.liveness import Liveness, print_warning
-from hvdtrain.ranks.monitor import Monitor
+from hvdtrain.ranks.liveness import Listener, Liveness
+from hvdtrain.ranks.monitor import Inbox, Monitor
 from hvdtrain.ranks.peers import Peers
-from hvdtrain.ranks.signals import SignalWatcher
-from hvdtrain.ranks.slow import SlowWatch, columns, slowest
-from hvdtrain.ranks.stop import StopAgreement
+from hvdtrain.ranks.slow import SlowWatch
+from hvdtrain.ranks.stacks import waits_for_ranks
+from hvdtrain.ranks.stop import SignalWatcher, StopAgreement
 from hvdtrain.ranks.stuck import StuckWatch
-from hvdtrain.record.journal import Launch
-from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 
 MOST_RANKS = 256
-"""Of which each one's step time is recorded, of more the slowest of each host."""
+"""Up to so many ranks, the step time of each is recorded; of more, that of each host's slowest."""
 
 # MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too, whose provider
 # "sockets" hangs in one of two MPI_Init on several hosts.
@@ -38,28 +36,28 @@ PIP_MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
 class World:
     """The ranks of this run, as one of them sees them."""
 
-    def __init__(self, topology: Topology, rendezvous: Rendezvous | None = None, *, insecure: bool = False) -> None:
-        """`insecure`: ranks need not prove that they belong together."""
-        self.topology = topology
+    def __init__(
+        self,
+        topology: Topology,
+        rendezvous: Rendezvous | None = None,
+        listener: Listener | None = None,
+        *,
+        insecure: bool = False,
+    ) -> None:
+        """`listener`: to whom the ranks report. `insecure`: ranks need not prove that they belong together."""
+        self.topology, self.listener = topology, listener or Listener()
         self.peers = Peers(topology)
-        self.liveness = Liveness(self.peers)
+        self.liveness = Liveness(self.peers, self.listener)
         self.stop = StopAgreement(self.liveness)
-        self._handshake = handshake = Handshake(
-            self.peers, own_endpoint(topology), lambda text: print_warning(topology, text)
-        )
+        self._handshake = handshake = Handshake(self.peers, own_endpoint(topology), self.listener.warning)
         admission, watcher = Admission(self.peers, handshake), SignalWatcher()
         self.joining = Joining(self.liveness, admission, watcher.wake, rendezvous, insecure)
         self.readiness = Readiness(self.liveness, admission)
         self._stuck = StuckWatch(self.liveness, handshake.endpoint)
         self.slow = SlowWatch(self.liveness)
-        self.launch = Launch()
-        self.liveness.on_named = lambda kind, rank, text: self.launch.event(kind, text, rank=rank)
-        self.slow.on_times = self._record_times
-        self.energy = EnergyWatch(self.liveness, handshake.endpoint.label, os.environ)
-        self.energy.on_reading = lambda: self.record_energy(is_last=False)
-        self._monitor = Monitor(
-            self.liveness, admission, self.readiness, self.stop, watcher, self._stuck, self.slow, self.energy
-        )
+        self._energy = EnergyWatch(self.liveness, handshake.endpoint.label, os.environ)
+        self._inbox = Inbox(self.liveness, self.readiness, self.stop, self._stuck, self.slow, self._energy)
+        self._monitor = Monitor(admission, watcher, self._inbox)
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -78,10 +76,10 @@ class World:
             self._handshake.process = self._stuck.stacks.open(alone=self.topology.local_size == 1)
         self.joining.connect()
         self._monitor.start()
-        self.energy.start()
+        self._energy.start()
 
     def connect_at(self, rendezvous: Rendezvous) -> None:
-        """Where the launcher named no host: the ranks connect at this rendezvous. Raises WorldError."""
+        """Connects the ranks at this rendezvous, where the launcher has named none. Raises WorldError."""
         self.joining.connect_at(rendezvous)
 
     def busy(self, text: str) -> None:
@@ -92,7 +90,7 @@ class World:
         """Waits until every rank is ready to start the collective library. Raises AbortedError where a rank refused,
         WorldError where one did not come. Returns at once where there is no rendezvous."""
         if self.rendezvous:
-            SCREEN.waiting(self.readiness.awaited)
+            self.listener.waiting(self.readiness.awaited)
             self.readiness.wait(serve)
 
     def exchange(self, sum_over_ranks: Sum) -> None:
@@ -106,7 +104,8 @@ class World:
         return self.stop.stops_at(step)
 
     def expect_steps(self, expected: bool) -> None:
-        """Whether the next step is to be expected soon; not after an epoch's steps, while a rank may validate."""
+        """Says whether the next step is expected soon; it is not after an epoch's last step, while ranks may
+        validate."""
         with self.liveness.diagnosing("stuck ranks"):
             self._stuck.expect_steps(expected)
 
@@ -135,6 +134,7 @@ class World:
             limit = None if self.stop.stopped else timeouts.RANK_0_REPORT
             self.liveness.wait_for(lambda: all(peer.left for peer in self.peers.ranks()), limit)
 
+    @waits_for_ranks
     def serve_rank_0(self) -> None:
         """Waits, in another rank than 0, until rank 0 has finished: for an engine that rank 0 alone drives. Raises
         StoppedError or AbortedError."""
@@ -154,19 +154,14 @@ class World:
         hosts = [known.get(rank, "unknown") for rank in range(self.topology.size)]
         return hosts if len(hosts) <= MOST_RANKS else list(dict.fromkeys(hosts))
 
-    def _record_times(self, times: Mapping[int, messages.Times]) -> None:
-        if not self.launch.is_due("ranks"):
-            return
-        shown = sorted(times) if len(times) <= MOST_RANKS else slowest(times, self.slow.hosts())
-        self.launch.record("ranks", step=self.launch.step, of=shown, **columns(times[rank] for rank in shown))
-
-    def record_energy(self, *, is_last: bool = True) -> None:
-        """Records, on rank 0, what all hosts have used so far: at the run's end, and now and then."""
+    def count_energy(self, *, anew: bool = False) -> None:
+        """Reports what all hosts have used in this run; `anew`: this process then trains another one, else it ends."""
         with self.liveness.diagnosing("energy"):
-            if is_last or self.launch.is_due("energy"):
-                totals = self.energy.book.totals()
-                if totals["joules"]:
-                    self.launch.record("energy", **totals)
+            if not anew:
+                self._energy.close()
+            self.listener.energy(self._energy.book.totals(), is_last=True)
+            if anew:
+                self._energy.book.begin()
 
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
         """Sends a farewell, or with what message and exit code this rank fails; releases signals and connections."""
@@ -174,13 +169,13 @@ class World:
             if self._monitor.ended:
                 return
             self.liveness.is_ending = True
-            self._monitor.farewell = messages.Left()
+            self._inbox.farewell = messages.Left()
             if failure is not None:
-                self._monitor.farewell = messages.Failed(text=messages.cut(" ".join(failure.split())), code=code)
+                self._inbox.farewell = messages.Failed(text=messages.cut(" ".join(failure.split())), code=code)
                 self.liveness.deadline = float("inf")  # the training thread ends by itself
                 if self.rendezvous and not self.endpoints:
                     self.liveness.changed.wait_for(self.peers.all_came, timeouts.FAREWELL)
-            self.peers.send(self._monitor.farewell)
+            self.peers.send(self._inbox.farewell)
             self._monitor.ended = True
         self._monitor.close()
         self._stuck.stacks.close()
@@ -188,7 +183,8 @@ class World:
 
 @contextlib.contextmanager
 def joined(world: World, framework: str, engine: str, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Around training: all ranks are ready, and `environ` holds what their libraries look for; then it is as before.
+    """Around training: waits until all ranks are ready, and puts into `environ`, for as long as the block
+    runs, what their libraries look for.
 
     Raises AbortedError or WorldError where not every rank comes.
     """
@@ -208,7 +204,8 @@ def joined(world: World, framework: str, engine: str, environ: MutableMapping[st
 
 
 def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What libraries look for: torch.distributed's variables, and Horovod's where no launcher gave them."""
+    """The environment variables that libraries look for: torch.distributed's, and Horovod's where no launcher
+    set them."""
     topology, endpoints, ready = world.topology, world.endpoints, world.readiness
     found = {
         "RANK": str(topology.rank),

@@ -32,13 +32,13 @@ from hvdtrain.untrusted import printable
 ARRAYS, META = "state.safetensors", "meta.json"
 CHECKSUM = "xxh3_128"
 CHECKSUMS: Mapping[str, Callable[[bytes], Any]] = {CHECKSUM: xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""By the key of META. A checksum finds damage. Against a forger none would help, as he can write it too. SHA-256 took
-most of the writer's time: it is in older checkpoints, which are read."""
+"""The checksums by their key in META. A checksum finds damage. Against a forger none would help, as he can
+write it too. SHA-256 took most of the writer's time: it is in older checkpoints, which are read."""
 NAME = re.compile(r"step-([0-9]{8,19})(\.old)?")
 HEADER_LIMIT = 64 << 20
-"""Bytes of the arrays' names and shapes; ResNet50 with momentum takes 50 KB."""
+"""The most bytes of the arrays' names and shapes; ResNet50 with momentum takes 50 KB."""
 META_LIMIT = 16 << 20
-"""Bytes of META; 800 groups of parameters with a scheduler take 504 KB."""
+"""The most bytes of META; 800 groups of parameters with a scheduler take 504 KB."""
 DAMAGED_KEPT = 2
 IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
@@ -89,7 +89,8 @@ class Checkpoint:
 
 
 def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write it as `folder/step-N`, then drop all before it but the `keep` newest and the best. Returns its path.
+    """Writes a checkpoint as `folder/step-N`, then drops all before it but the `keep` newest and the best.
+    Returns its path.
 
     Raises OutputError where it cannot be written; the checkpoints that were there stay.
     """
@@ -151,7 +152,8 @@ def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoi
 
 
 def committed(folder: Path) -> list[Path]:
-    """The folder's checkpoints, oldest first; of a link none. Raises CheckpointError where it cannot be read."""
+    """The folder's checkpoints, oldest first; none where the folder is a link. Raises CheckpointError where
+    it cannot be read."""
     return _named(folder, "")
 
 
@@ -163,7 +165,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """Its `meta`, in the types of `Metadata`; the checksum is not looked at. Raises CheckpointError."""
+    """The `meta` of a checkpoint, in the types of `Metadata`, without a look at the checksum. Raises
+    CheckpointError."""
     with _explained(path):
         meta = files.parse_json(text := files.read(path / META, META_LIMIT, follow=False))
         if not isinstance(meta, dict) or _text(meta) != text:  # the checksum is of the values: 1e5 and 1E5 are one
@@ -182,7 +185,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _prune(folder: Path, latest: Path, keep: int) -> None:
-    """Those of later steps do not count: they are not this run's."""
+    """Removes old checkpoints. Those of later steps stay: they are not this run's."""
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     if latest not in paths:
         raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
@@ -228,13 +231,13 @@ def _named(folder: Path, prefix: str) -> list[Path]:
 
 
 def _by_step(path: Path) -> tuple[int, bool]:
-    """Order of checkpoints, damaged or not: a step's replaced one comes before the one that replaces it."""
+    """The key that sorts checkpoints by step; a replaced one comes before the one that replaces it."""
     step, _, old = path.name.rpartition("step-")[2].partition(".")
     return int(step), not old
 
 
 def _listing(folder: Path) -> set[tuple[str, int]]:
-    """What lies in the folder: names alone come back where a step is committed a second time."""
+    """The folder's entries with their inodes, as a step that is committed twice has the same name."""
     try:
         with os.scandir(folder) as entries:
             return {(entry.name, entry.inode()) for entry in entries}
@@ -259,7 +262,7 @@ def _valid_score(path: Path) -> float:
 
 
 def _verified(path: Path) -> dict[str, Any]:
-    """Its `meta` without the checksum, after a look at every byte. Raises CheckpointError."""
+    """The `meta` of a checkpoint without the checksum, once every byte was checked. Raises CheckpointError."""
     meta = metadata(path)
     key = next((key for key in CHECKSUMS if key in meta), CHECKSUM)
     written = meta.pop(key, None)
@@ -325,5 +328,5 @@ def _digest(path: Path, key: str, meta: Mapping[str, Any]) -> str:
 
 
 def _begun(key: str, meta: Mapping[str, Any]) -> Any:
-    """The checksum of that key, before the bytes of the arrays' file."""
+    """A checksum that has read `meta`, before the bytes of the arrays' file."""
     return CHECKSUMS[key](json.dumps(meta, sort_keys=True).encode())

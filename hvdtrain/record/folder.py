@@ -22,7 +22,7 @@ from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.launch.topology import Topology
-from hvdtrain.record import checkpoint
+from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.holder import Holder
 from hvdtrain.record.schema import check_names, check_resumable, on_other_data
@@ -34,12 +34,12 @@ RECIPE = "recipe.yaml"
 WRITTEN = re.compile(
     r"checkpoints|trackers|\..*|events\..*|(step|damaged|best)-.*|.*\.(yaml|jsonl?|html)|job\.sh|rank.*", re.DOTALL
 )
-"""What a run writes in its folder."""
+"""The names of all that a run writes into its folder."""
 State = Literal["running", "finished", "failed", "stopped"]
 
 
 class _Ended:
-    """Whether a run's end has its status. Threads write statuses: none may say of an ended run that it is running."""
+    """Whether the status of a run's end is written. After it, no thread may write that the run is running."""
 
     def __init__(self) -> None:
         self.lock, self.so = threading.Lock(), False
@@ -52,7 +52,7 @@ class RunFolder:
     path: Path
     lock: IO[str]
     holder: Holder | None = None
-    """What holds it where there is no flock."""
+    """The file that holds the folder, on a file system without flock."""
     _ended: _Ended = field(default_factory=_Ended, repr=False, compare=False)
 
     @property
@@ -89,23 +89,23 @@ class Identity:
     """What a run is: what its folder says, and which checkpoints are its own."""
 
     name: str
-    """For reports: recipe and entry, as in cifar100:bs256."""
+    """The recipe and its entry, for reports, as in cifar100:bs256."""
     framework: Framework
     model: str
     """What two runs must share to exchange checkpoints."""
     lines: tuple[str, ...]
-    """For the log."""
+    """Lines for the log."""
     files: Mapping[str, str]
-    """Texts by file name."""
+    """The texts of the folder's files, by file name."""
     checkpoint_bytes: int
     keep_checkpoints: int
     contents: Mapping[str, Any] = field(default_factory=dict)
-    """What the examples are, where that is known from the start."""
+    """A description of the examples, where it is known from the start."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run resumes from; without a checkpoint it begins."""
+    """The checkpoint that a run resumes from; without one the run begins."""
 
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """The updates that were made already."""
+        """The number of updates that were made already."""
         return int(self.checkpoint.meta["step"]) if self.checkpoint else 0
 
 
@@ -142,7 +142,7 @@ def open_run(
 
 
 def identity_of(plan: Plan, framework: Framework, contents: Mapping[str, Any]) -> Identity:
-    """What a recipe's run is; `contents` are its data set's."""
+    """The identity of a recipe's run; `contents` describes its data set."""
     numbers = json.dumps({"framework": framework, **plan.to_json()}, indent=1)
     return Identity(
         plan.recipe.name,
@@ -279,10 +279,9 @@ def _metadata(path: Path) -> dict[str, Any] | None:
 
 def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
     """By the status, or by the newest checkpoint where the status is lost."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        state = files.read_json(path / "status.json", follow=False)["state"]
-        if state in get_args(State):
-            return bool(state == "finished")
+    state = reader.recorded_state(path)
+    if state in get_args(State):
+        return state == "finished"
     if meta is None:
         return False
     with contextlib.suppress(CheckpointError):
@@ -323,7 +322,7 @@ def hold(path: Path) -> RunFolder:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raises OutputError where one lies in the run folder, in which the run writes, appends and removes. OSError."""
+    """Raises OutputError where a link lies in the run folder, in which the run writes, appends and removes; OSError."""
     for folder in filter(Path.is_dir, (path, path / "checkpoints")):
         for each in folder.iterdir():
             is_file, status = each.is_file(), each.lstat()

@@ -15,13 +15,13 @@ from pydantic import NonNegativeInt
 from hvdtrain import files
 
 VARIABLE = "HVDTRAIN_OUTCOME"
-"""The folder, which every node sees; its presence says that somebody else queues the job again."""
+"""The variable that names the folder, which every node sees. Where it is set, a supervisor queues the job again."""
 Name = Literal["run", "lost", "error"]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Report:
-    """What such a file holds; what nobody has reported is empty."""
+    """What a file of the folder holds. What nobody has reported is empty."""
 
     run: str = ""
     step: NonNegativeInt = 0
@@ -51,7 +51,7 @@ def write(environ: Mapping[str, str], name: Name, **values: Any) -> None:
 
 
 def read(folder: Path, name: Name) -> Report:
-    """What was written; an empty report where nothing was, or nothing that is one."""
+    """The report that was written; an empty one where there is none, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         found = files.read_json(path(folder, name), follow=False)
         return pydantic.TypeAdapter(Report).validate_python(found)

@@ -20,7 +20,7 @@ from hvdtrain.untrusted import printable
 
 NAME = ".holder"
 HEARTBEAT = 2.0
-"""Seconds."""
+"""Seconds between two heartbeats."""
 DEAD = 30.0
 """Seconds without a heartbeat after which a run counts as killed, where its process is not seen to be gone."""
 
@@ -48,7 +48,7 @@ class Holder:
             raise OutputError(f"{self.path.parent} was taken by another run while this one stood still; it ends here.")
 
     def close(self) -> None:
-        """Gives the folder free."""
+        """Removes the file, so that another run may hold the folder."""
         if not self._closed.is_set():
             self._closed.set()
             if self._is_own(_read(self.path)):
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _processes() -> str:
-    """Of which kernel and container a process's number is."""
+    """The kernel and container in which a process's number counts."""
     return f"{boot_id()} {Path('/proc/self/ns/pid').stat().st_ino}"
 
 

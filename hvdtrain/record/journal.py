@@ -15,13 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain import files, installed
-from hvdtrain.launch import slurm_job
+from hvdtrain.launch import slurm
+from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import redacted
 
@@ -32,13 +33,13 @@ Phase = Literal[
 SHORTEST = 5.0
 """Seconds between two records of one kind that come again and again."""
 PHASES_APART = 1.0
-"""The same of the phases: the last ones are what is known of a killed launch."""
+"""Seconds between two records of the phases: of a killed launch the last ones are all that is known."""
 PART = 0.01
-"""Of the time since the launch began, that lies between two such records: a run of days has some hundreds of them."""
+"""The part of the time since the launch began that lies between two such records: a run of days has some hundreds."""
 CLOSE_SECONDS = 5.0
 
 
-class Launch:
+class Journal:
     """The clock of this process, which is in one phase at each moment; on rank 0, the records too.
 
     Every rank has one; without a file, records are dropped. Any thread may record; phases are the training thread's.
@@ -46,7 +47,10 @@ class Launch:
 
     def __init__(self, age: float | None = None) -> None:
         """`age`: seconds since the launch began; left out: since the process did, in its first one."""
-        self._began = time.monotonic() - (_age_of_first() if age is None else age)
+        self._begin(_age_of_first() if age is None else age)
+
+    def _begin(self, age: float) -> None:
+        self._began = time.monotonic() - age
         self._seconds: dict[str, float] = {}
         self._phase: Phase = "start"
         self._since = self._began
@@ -68,14 +72,14 @@ class Launch:
         return time.monotonic() - self._began
 
     def enter(self, phase: Phase) -> None:
-        """From now on time is spent on `phase`."""
+        """Ends the phase before: from now on time is spent on `phase`."""
         now = time.monotonic()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """The block's time is spent on `phase`, then again on what it was."""
+        """Counts the block's time as `phase`, and what follows as the phase before."""
         before = self._phase
         self.enter(phase)
         try:
@@ -94,7 +98,7 @@ class Launch:
         """
         if self._records:
             self.close()
-            self.__init__(0.0)  # type: ignore[misc]
+            self._begin(0.0)
         self._records = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_write,
@@ -114,23 +118,23 @@ class Launch:
         return True
 
     def mark(self, step: int, *, always: bool = False) -> None:
-        """So many updates are made; writes now and then, or `always`, where the time went so far."""
+        """Notes the number of updates made. Now and then, or `always`, records where the time went so far."""
         self.step = step
         if self.is_due("phases", PHASES_APART) or (always and self._records):
             self.record("phases", step=step, phases=self.phases())
 
     def event(self, kind: str, text: str, **more: Any) -> None:
-        """Something happened: resume, note, checkpoint, slow, stuck, lost, signal, requeue."""
+        """Records an event of a kind: resume, note, checkpoint, slow, stuck, lost, signal, requeue."""
         self.record("event", event=kind, **{"step": self.step, "text": text, **more})
 
     def record(self, kind: str, **values: Any) -> None:
-        """One line; `clock` and `time` are added."""
+        """Writes one line, with `clock` and `time` added."""
         if self._records and not self._ended:
             now = {"clock": round(self.clock, 4), "time": round(time.time(), 3)}
             self._records.put({"kind": kind, **now, **values})
 
     def end(self, state: str, text: str = "") -> None:
-        """The last record; another one's end adds nothing."""
+        """Writes the last record. A second call writes nothing."""
         values = {"state": state, "step": self.step, "text": text, "replica_checks": self.replica_checks}
         self.record("end", **values, phases=self.phases())
         self._ended = True
@@ -195,7 +199,6 @@ def _append(file: int, record: Mapping[str, Any]) -> None:
 FORMAT = 1
 JOB_SCRIPT = "job.sh"
 GIT_SECONDS = 5
-SLURM_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -206,13 +209,13 @@ class Launched:
     framework: str
     engine: str
     step: int
-    """That the run resumes from."""
+    """The step that the run resumes from."""
     valid_examples: int | None = None
-    """That each validation counts; None where the run does not validate."""
+    """The number of examples of each validation; None where the run does not validate."""
 
     def record(self, age: float) -> Mapping[str, Any]:
         """The launch's first record; it began `age` seconds ago."""
-        job = slurm_job.job_id(os.environ)
+        job = slurm.job_id(os.environ)
         return {
             "kind": "launch",
             "format": FORMAT,
@@ -233,12 +236,12 @@ class Launched:
 
 def record_job(folder: Path, record: Callable[..., None]) -> None:
     """Records what SLURM says of this run's job, whose script is kept in the folder, for its owner alone."""
-    if not (job := slurm_job.job_id(os.environ)):
+    if not (job := slurm.job_id(os.environ)):
         return
     if times := job_times(job):
         record("job", **times)
-    if script := job_script(job):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, SlurmError):
+        if script := slurm.batch_script(job):
             files.create_private(folder / JOB_SCRIPT, script.encode())
 
 
@@ -254,16 +257,15 @@ def git_commit() -> dict[str, Any] | None:
 
     A repository's own settings name programs for git to run, so git sees its files without them.
     """
-    git = ["git", "--no-optional-locks"]
     asked = ["HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects"]
     try:
-        commit, tree, *paths = _output([*git, "rev-parse", *asked], GIT_SECONDS).splitlines()
+        commit, tree, *paths = _git("rev-parse", *asked).splitlines()
         index, objects = map(os.path.abspath, paths)
         with tempfile.TemporaryDirectory() as own:
             (Path(own) / "refs").mkdir()
             (Path(own) / "HEAD").write_text(commit)
             environ = {"GIT_DIR": own, "GIT_WORK_TREE": tree, "GIT_INDEX_FILE": index, "GIT_OBJECT_DIRECTORY": objects}
-            changed = _output([*git, "status", "-s", "-uno", "--ignore-submodules=all"], GIT_SECONDS, **environ)
+            changed = _git("status", "-s", "-uno", "--ignore-submodules=all", **environ)
         return {"commit": commit, "dirty": bool(changed.strip())}
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
@@ -272,35 +274,25 @@ def git_commit() -> dict[str, Any] | None:
 def job_times(job_id: str) -> dict[str, float] | None:
     """When SLURM was given the job, or was given it back, and when it started it, in seconds since 1970; None where
     SLURM does not answer."""
-    command = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%V|%S"]
     try:
-        submit, _, start = _output(command, SLURM_SECONDS, SLURM_TIME_FORMAT="%s").strip().partition("|")
+        submit, start = slurm.query(job_id, "%V", "%S", environ={"SLURM_TIME_FORMAT": "%s"})
         return {"submit": float(submit), "start": float(start)}
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except (SlurmError, ValueError):
         return None
 
 
-def job_script(job_id: str) -> str | None:
-    """The job's script; None of a job without one, and where SLURM does not answer."""
-    try:
-        return _output(["scontrol", "write", "batch_script", job_id, "-"], SLURM_SECONDS)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return None
-
-
-def _output(command: Sequence[str], seconds: float, **environ: str) -> str:
-    """What a command prints. Raises OSError, SubprocessError."""
-    path = shutil.which(command[0])
+def _git(*arguments: str, **environ: str) -> str:
+    """The output of git. Raises OSError, SubprocessError."""
+    path = shutil.which("git")
     if path is None:
-        raise FileNotFoundError(command[0])
-    environment = {**os.environ, **environ}
+        raise FileNotFoundError("git")
     return subprocess.run(
-        [path, *command[1:]],
+        [path, "--no-optional-locks", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        timeout=seconds,
+        timeout=GIT_SECONDS,
         check=True,
-        env=environment,
+        env={**os.environ, **environ},
     ).stdout

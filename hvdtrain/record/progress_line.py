@@ -10,9 +10,9 @@ from hvdtrain.core.progress import Extent, Progress
 WINDOW = 10.0
 """Seconds of training over which the step's time is averaged, where that is ten steps or more."""
 FORWARD_SHARE = 1 / 3
-"""Of a step's time; the backward pass takes twice as long as the forward pass, which is all of a validation."""
+"""The forward pass's part of a step's time: the backward pass takes twice as long, and a validation has none."""
 MOST_STEPS = 10**12
-"""A loop of one's own that names no end has more."""
+"""The most steps of a run that has an end; a user's loop that names none has more."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Ahead:
     """What is left when an epoch begins."""
 
     total: int | None
-    """Steps of the run; None of a loop that names no end."""
+    """Steps of the run; None for a loop that names no end."""
     in_epoch: int
-    """Steps left of this epoch."""
+    """Steps that are left of this epoch."""
     an_epoch: int
-    """Steps of a whole one."""
+    """Steps of a whole epoch."""
 
     @classmethod
     def of(cls, progress: Progress, extent: Extent) -> "Ahead":
@@ -64,7 +64,7 @@ class Estimate:
         self._epoch_ends = self._step + ahead.in_epoch
 
     def stepped(self, step: int) -> None:
-        """That many steps are made."""
+        """Notes that so many steps of the run are made."""
         now = self._clock()
         self._made += 1
         seconds = now - self._since
@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def step(self) -> int:
-        """How many steps are made."""
+        """The number of steps made."""
         return self._step
 
     @property
@@ -99,7 +99,7 @@ class Estimate:
         return self.running > max(2.0, 0.0 if self.is_in_pause else 2 * self._step_seconds)
 
     def seconds_left(self) -> float | None:
-        """Until the run's end; None where no step is measured, or where nobody knows the end."""
+        """Seconds until the run's end; None before a step is measured, or where the end is not known."""
         ahead = self.ahead  # another thread may set it anew
         if not self._made or not ahead or ahead.total is None:
             return None
@@ -114,7 +114,7 @@ class Estimate:
 
 
 def duration(seconds: float) -> str:
-    """As 45 s, 12 min, 3 h 20 min or 2 d 5 h."""
+    """The duration as text: 45 s, 12 min, 3 h 20 min or 2 d 5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

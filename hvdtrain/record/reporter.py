@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 from hvdtrain import files, untrusted
 from hvdtrain.core.progress import Extent, Progress
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import OutputError, StoppedError
 from hvdtrain.record.progress_line import Ahead, Estimate, duration
 from hvdtrain.record.trackers import Trackers
@@ -92,6 +92,21 @@ class Events(Protocol):
         """Ends the file."""
 
 
+@dataclass(frozen=True)
+class Words:
+    """What a line of the log has, where recipes and programs of the user's differ."""
+
+    unit: str
+    loss: str
+    """What it has of the loss; empty: the loss and all metrics, by name."""
+    norm: str
+    """The tag of the gradients' norm in TensorBoard's curves."""
+
+
+OF_RECIPES = Words("img/sec", "Loss: {loss:.4f}", "gradient_norm")
+OF_PROGRAMS = Words("examples/sec", "", "gradient_norm/step")
+
+
 class Reporter:
     """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl, and the trackers."""
 
@@ -104,8 +119,10 @@ class Reporter:
         valid_examples: int = 0,
         screen: Screen | None = None,
         trackers: Trackers | None = None,
+        words: Words = OF_RECIPES,
     ) -> None:
         """Appends to the run's files from `first_step` on. `screen`: where the lines go, and how far training is."""
+        self._words = words
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
         self._trackers = trackers or Trackers()
@@ -142,17 +159,20 @@ class Reporter:
         gradient_norm: float | None = None,
     ) -> None:
         """The steps since the last call: totals over all ranks and the seconds they took. `epoch` counts from 1."""
-        rate = totals.count / seconds
-        values = {"loss": totals.mean_loss, "lr": lr, "examples_per_second": rate}
+        rate, values = totals.count / seconds, {"loss": totals.mean_loss}
+        if not self._words.loss:
+            values |= totals.means
+        for name, value in values.items():
+            self._scalar(f"{name}/step", value, step)
         if gradient_norm is not None:
             values["gradient_norm"] = gradient_norm
-            self._scalar("gradient_norm", gradient_norm, step)
-        self._write("step", step, epoch, **values)
-        self._scalar("loss/step", totals.mean_loss, step)
+            self._scalar(self._words.norm, gradient_norm, step)
         self._scalar("learning_rate", lr, step)
+        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
         self._training.logged(totals.mean_loss, lr, rate)
         if self._screen.display != "bar":
-            self.note(f"{self._where(step, epoch)}, Loss: {totals.mean_loss:.4f}, {self._pace(lr)}img/sec: {rate:.1f}")
+            shown = self._words.loss.format(**values) or _listed(values)
+            self.note(f"{self._where(step, epoch)}, {shown}, {self._pace(lr)}{self._words.unit}: {rate:.1f}")
 
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """The end of an epoch: totals over all ranks."""
@@ -172,6 +192,15 @@ class Reporter:
             self.note(", ".join(f"{split} {name}={means[split][name]:.4f}" for split in splits))
         metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
+        self._draw(lambda events: events.flush())
+
+    def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """The end of an epoch of a program of the user's: what it has reported."""
+        seconds = time.monotonic() - self._epoch_began
+        for name, value in values.items():
+            self._scalar(name, value, step)
+        self.note(f"Epoch: {epoch}{', ' * bool(values)}{_listed(values)} ({seconds:.1f} sec)")
+        self._write("epoch", step, epoch, seconds=seconds, **values)
         self._draw(lambda events: events.flush())
 
     def close(self, state: str = "finished") -> None:
@@ -200,7 +229,7 @@ class Reporter:
             self.note(line)
 
     def _expect(self, progress: Progress, extent: Extent) -> None:
-        if extent.global_batch:  # a loop of one's own may name it only with the epoch's batches
+        if extent.global_batch:  # a loop of the user's may name it only with the epoch's batches
             self._estimate.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
 
     def _where(self, step: int, epoch: int) -> str:
@@ -222,37 +251,6 @@ class Reporter:
             except Exception as error:
                 self._events = None
                 self.note(untrusted.one_line(f"tracker tensorboard ends: {type(error).__name__}: {error}"))
-
-
-class OwnReporter(Reporter):
-    """The log of a loop of one's own, which has metrics of its own."""
-
-    def steps(
-        self,
-        step: int,
-        epoch: int,
-        totals: Totals,
-        lr: float,
-        seconds: float,
-        gradient_norm: float | None = None,
-    ) -> None:
-        rate, values = totals.count / seconds, {"loss": totals.mean_loss, **totals.means}
-        if gradient_norm is not None:
-            values["gradient_norm"] = gradient_norm
-        for name, value in values.items():
-            self._scalar(f"{name}/step", value, step)
-        self._scalar("learning_rate", lr, step)
-        self.note(f"{self._where(step, epoch)}, {_listed(values)}, {self._pace(lr)}examples/sec: {rate:.1f}")
-        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
-
-    def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """The end of an epoch: what it has reported."""
-        seconds = time.monotonic() - self._epoch_began
-        for name, value in values.items():
-            self._scalar(name, value, step)
-        self.note(f"Epoch: {epoch}{', ' * bool(values)}{_listed(values)} ({seconds:.1f} sec)")
-        self._write("epoch", step, epoch, seconds=seconds, **values)
-        self._draw(lambda events: events.flush())
 
 
 def _listed(values: Mapping[str, float]) -> str:

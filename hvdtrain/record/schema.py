@@ -8,16 +8,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import CheckpointError
 from hvdtrain.record.checkpoint import Checkpoint, Count, ShortText, reason_of
 from hvdtrain.untrusted import one_line, quoted
 
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
-"""As of a metric that has no value in some batch."""
+"""A float that may be NaN, as of a metric that has no value in some batch."""
 MOST_METRICS = Field(max_length=1000)
 APART = {"class names", "batch_size", "seed"}
-"""Of what is known of the data, what has a rule of its own."""
+"""The keys of a data description that have a rule of their own."""
 
 
 class Strict(BaseModel):
@@ -55,10 +55,10 @@ class RunMetadata(Strict):
     plateau: PlateauMetadata
     train: TotalsMetadata
     scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
-    """Empty where there is none."""
+    """The loss scaler's state; empty where there is none."""
     optimizer: dict[str, bool | int | AnyFloat | str | None] = {}
     data: dict[ShortText, Count | ShortText | list[str] | None] = {}
-    """What the examples were; see `hvdtrain.datasets.Dataset.contents`."""
+    """A description of the examples; see `hvdtrain.datasets.Dataset.contents`."""
     code: dict[ShortText, ShortText] = {}
     """Digests of the user's modules."""
 
@@ -79,9 +79,9 @@ def check_names(before: Any, now: Mapping[str, Any], step: int) -> None:
 
 
 def news_of(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress) -> str:
-    """A line where the data are others than a checkpoint's, empty where they are not, or it holds none. `progress` is
-    then set to the beginning of its epoch where the training set is another: no position in the order of the old
-    examples holds in that of the new. Raises CheckpointError."""
+    """A line for the log where the data differ from the checkpoint's; empty where they do not, or it
+    describes none. `progress` is then set to the beginning of its epoch where the training set is another: no
+    position in the order of the old examples holds in that of the new. Raises CheckpointError."""
     check_names(before, now, progress.step)
     others = [name for name in now if now[name] != before.get(name, now[name]) and name not in APART]
     if not others:

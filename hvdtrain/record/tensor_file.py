@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 DIRECT = getattr(os, "O_DIRECT", 0)
 """0 on macOS, which has no such flag."""
 BLOCK = 2 << 20
-"""A multiple of all page sizes. Blocks of 256 KiB take half as much processor time again, of 8 MiB more too."""
+"""The bytes of a block, a multiple of all page sizes. Blocks of 256 KiB take half as much processor time
+again, of 8 MiB more too."""
 NAMES = {
     **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16"},
     **{"int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64"},
@@ -66,7 +67,7 @@ def _contents(ordered: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _write(file: int, block: memoryview) -> None:
-    """All of it, through the page cache from where O_DIRECT is refused: a file's last bytes fill no page."""
+    """Writes all of a block; through the page cache where O_DIRECT is refused, as a file's last bytes fill no page."""
     while block:
         try:
             block = block[os.write(file, block) :]
@@ -77,13 +78,13 @@ def _write(file: int, block: memoryview) -> None:
 
 
 def _set_direct(file: int, direct: bool) -> None:
-    """Whether what is written passes by the page cache. Raises OSError where the file system cannot."""
+    """Makes writes bypass the page cache, or not. Raises OSError where the file system cannot."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags | DIRECT if direct else flags & ~DIRECT)
 
 
 def _ordered(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """In the file's order: wide dtypes first, so that each array begins at a multiple of its own width."""
+    """The arrays in the file's order: wide dtypes first, so that each begins at a multiple of its width."""
     if wrong := next((name for name, array in arrays.items() if array.dtype.name not in NAMES), None):
         raise SafetensorError(f"{wrong} is of {arrays[wrong].dtype}, which the format has not")
     return dict(sorted(arrays.items(), key=lambda item: (-RANKS[item[1].dtype.name], item[0].encode())))

@@ -22,11 +22,11 @@ from hvdtrain.record.folder import RunFolder
 LAST_CHECKPOINT = 3.0
 """Seconds for a checkpoint that is being written when an error ends the run, before it is reported."""
 FIRST = 20
-"""Steps to the first checkpoint of a run, and to the second and third: then it is known what one costs."""
+"""Steps to each of the first three checkpoints of a run, after which their cost is known."""
 WARM_UP = 5
-"""Steps that are not measured."""
+"""The first steps, which are not measured."""
 LOGGED_AGAIN = 1.5
-"""Change of the interval that is worth another line of the log."""
+"""The factor by which the interval must change for another line of the log."""
 
 
 class Snapshots(Protocol):
@@ -51,14 +51,15 @@ class Writer:
         self._last: futures.Future[None] | None = None
         self._process = os.getpid()
         self.seconds = 0.0
-        """That the last whole one took, beside training."""
+        """Seconds that the last checkpoint took to be written, beside training."""
 
     @property
     def is_writing(self) -> bool:
         return bool(self._under_way())
 
     def write(self, state: Snapshots, meta: Mapping[str, Any]) -> None:
-        """Copies the state, and begins to write it. Raises OutputError of the one before."""
+        """Copies the state, and begins to write it. Raises OutputError where the checkpoint before could not
+        be written."""
         self.wait()
         made = Checkpoint(state.snapshot(), copy.deepcopy(dict(meta)))
         self._last = self._thread.submit(self._commit, made)
@@ -124,11 +125,11 @@ class Costs:
     _is_beside: bool = False
 
     def pause(self) -> None:
-        """The time until the next step is none of a step's: an epoch begins."""
+        """Leaves the time until the next step out of the measurement, as an epoch begins."""
         self._last = None
 
     def stepped(self, now: float, *, is_writing: bool) -> None:
-        """A step has ended."""
+        """Measures the step that has ended."""
         if self._last is not None and self._skipped >= WARM_UP:
             seconds = now - self._last - self._stalled
             (self.beside if self._is_beside or is_writing else self.alone).add(seconds)
@@ -136,7 +137,8 @@ class Costs:
         self._last, self._stalled, self._is_beside = now, 0.0, is_writing
 
     def written(self, stall: float, write_seconds: float) -> None:
-        """A checkpoint has begun, and has held training up for so long; that before it took `write_seconds`."""
+        """Measures a checkpoint that has begun: training waited `stall` seconds for it, and the one before took
+        `write_seconds` to be written."""
         self.made += 1
         self._stalled += stall
         self._is_beside = True
@@ -230,7 +232,7 @@ class Checkpointing:
         return self.pace.due(step) if self.pace else self._every != "auto" and due(step, self._every)
 
     def pause(self) -> None:
-        """The time until the next step is none of a step's: an epoch begins."""
+        """Leaves the time until the next step out of the measurement, as an epoch begins."""
         if self.pace:
             self.pace.costs.pause()
 

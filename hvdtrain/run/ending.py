@@ -7,36 +7,96 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NoReturn
 
 from hvdtrain import untrusted
+from hvdtrain.core.sharing import FIGURES
 from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
-from hvdtrain.launch import rendezvous, slurm_job
+from hvdtrain.launch import rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
+from hvdtrain.launch.display import print_error, print_warning
+from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
-from hvdtrain.ranks.liveness import print_error, print_warning
-from hvdtrain.ranks.world import World
+from hvdtrain.ranks.liveness import Listener
+from hvdtrain.ranks.messages import Times
+from hvdtrain.ranks.slow import columns, slowest
+from hvdtrain.ranks.world import MOST_RANKS, World
 from hvdtrain.record import folder as folders
 from hvdtrain.record import handover
 from hvdtrain.record.folder import RunFolder
+from hvdtrain.record.journal import Journal
 from hvdtrain.terminal import END_SIGNALS, INTERRUPTED, SCREEN, TIME_LIMIT_SIGNALS
 from hvdtrain.untrusted import program
 
 REPORT_VARIABLE = "HVDTRAIN_REPORT"
-"""off: no report at a run's end."""
+"""The variable that, set to off, turns off the report at a run's end."""
 WITHOUT_REPORT = {REPORT_VARIABLE: "off"}
-"""For the environment of a run that nobody will read about."""
+"""The environment of a run that needs no report."""
 REPORT_SECONDS = 60.0
 LAST_REPORT_SECONDS = 10.0
-"""Of a run that a signal or an error ends: the launcher may not wait."""
+"""Seconds for the report of a run that a signal or an error ends: the launcher may not wait."""
 End = Literal["well", "error", "fault"]
 
 
-def begin(*, insecure: bool) -> World:
-    """The world that the launcher promised, begun. Raises HvdtrainError, which is printed already."""
+class RunListener(Listener):
+    """Prints what the ranks of a run report, and records it in the run folder once there is one."""
+
+    def __init__(self, topology: Topology, journal: Journal) -> None:
+        self.topology, self.journal = topology, journal
+        self.folder: RunFolder | None = None
+        """The run folder, on rank 0 alone."""
+        self._reasons: set[str] = set()
+
+    def error(self, kind: type[HvdtrainError], text: str) -> None:
+        print_error(self.topology, kind, text)
+
+    def warning(self, text: str) -> None:
+        print_warning(self.topology, text)
+
+    def waiting(self, text: Callable[[], str]) -> None:
+        SCREEN.waiting(text)
+
+    def lost(self, reason: str) -> None:
+        if self.folder and reason not in self._reasons:
+            self._reasons.add(reason)
+            self.journal.event("lost", reason)
+        if self.folder:
+            self.folder.write_status("failed", error=reason)
+
+    def found(self, rank: int, host: str, why: str) -> None:
+        step = slurm.step_id(os.environ)
+        handover.write(os.environ, "lost", rank=rank, host=host, why=why, step_id=step)
+
+    def vanished(self) -> None:
+        # srun itself would wait minutes for a dead node before it ends the others' tasks.
+        if step := slurm.step_id(os.environ):
+            slurm.cancel(step)
+
+    def signalled(self, text: str) -> None:
+        if self.folder:
+            with contextlib.suppress(OSError):
+                self.folder.write_status("stopped", error=text)
+
+    def named(self, kind: str, rank: int, text: str) -> None:
+        self.journal.event(kind, text, rank=rank)
+
+    def times(self, times: Mapping[int, Times], hosts: Mapping[int, int]) -> None:
+        if self.journal.is_due("ranks"):
+            shown = sorted(times) if len(times) <= MOST_RANKS else slowest(times, hosts)
+            of_shown = columns(times[rank] for rank in shown)
+            figures = {name: [times[rank].figures.get(name) for rank in shown] for name in FIGURES}
+            self.journal.record("ranks", step=self.journal.step, of=shown, **of_shown, figures=figures)
+
+    def energy(self, totals: Mapping[str, Mapping[str, float]], *, is_last: bool) -> None:
+        if (is_last or self.journal.is_due("energy")) and totals["joules"]:
+            self.journal.record("energy", **totals)
+
+
+def begin(*, insecure: bool) -> "Ending":
+    """This process among the ranks that the launcher promised. Raises HvdtrainError, which is printed already."""
     topology = Topology.alone()
     try:
         topology = discover(os.environ)
@@ -45,8 +105,8 @@ def begin(*, insecure: bool) -> World:
                 f"srun --pty gave this terminal to task 0 of {topology.size} alone, and the others ended; start this "
                 f"with: srun --overlap -n{topology.size}, or for one process the terminal with: srun -n1 --pty."
             )
-        world = World(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
-        world.start()
+        ending = Ending(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
+        ending.world.start()
         if topology.is_rank_0 and is_launcher_shell(arguments_of(1)):
             what = "horovodrun is the first process of this container, so SIGTERM (docker stop) does not reach it"
             print_warning(topology, f"{what}; start the container with --init, or: python -m hvdtrain build.")
@@ -54,12 +114,7 @@ def begin(*, insecure: bool) -> World:
         if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
             print_error(topology, type(error), untrusted.one_line(error))
         raise
-    step = slurm_job.step_id(os.environ)
-    world.liveness.on_found = lambda rank, host, why: handover.write(
-        os.environ, "lost", rank=rank, host=host, why=why, step_id=step
-    )
-    world.liveness.on_vanished = lambda: slurm_job.cancel_step(os.environ)
-    return world
+    return ending
 
 
 def end(code: int) -> NoReturn:
@@ -71,15 +126,26 @@ def end(code: int) -> NoReturn:
 
 
 class Ending:
-    """Around all that a rank does: the farewell at the block's end. An error that a user can meet is reported in one
-    line, and is then `code`; another one is raised again, once the other ranks know of it."""
+    """This process among its ranks, around all that it does. At the block's end it takes leave of the other ranks. An
+    error that a user can meet is reported in one line, with its exit code in `code`; another is raised again."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.topology = world, world.topology
+    def __init__(self, topology: Topology, rendezvous: Rendezvous | None = None, *, insecure: bool = False) -> None:
+        """`rendezvous`, `insecure`: as World's."""
+        self.topology, self.journal = topology, Journal()
+        self._listener = RunListener(topology, self.journal)
+        self.world = World(topology, rendezvous, self._listener, insecure=insecure)
         self.began = False
         """Whether training has begun, after which ranks may fail one by one."""
-        self.folder: RunFolder | None = None
         self.code = 0
+
+    @property
+    def folder(self) -> RunFolder | None:
+        """The run folder, on rank 0, once it is open."""
+        return self._listener.folder
+
+    @folder.setter
+    def folder(self, folder: RunFolder | None) -> None:
+        self._listener.folder = folder
 
     def __enter__(self) -> "Ending":
         return self
@@ -89,8 +155,7 @@ class Ending:
     ) -> bool:
         end: End = "well"
         try:
-            self.world.energy.close()
-            self.world.record_energy()
+            self.world.count_energy()
             if isinstance(error, HvdtrainError):
                 self.code = self._fail(error)
             elif isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -105,7 +170,7 @@ class Ending:
                     self._record(type(error).__name__, str(error), 1)
                     self._ended("failed", f"{type(error).__name__}: {error}")
                 else:
-                    self.world.launch.end("finished" if self.world.launch.is_finished else "stopped")
+                    self.journal.end("finished" if self.journal.is_finished else "stopped")
                 self.world.leave(f"{type(error).__name__}: {error}" if fault else None)
         except BaseException as another:
             self.world.leave(f"{type(another).__name__}: {another}")
@@ -114,29 +179,28 @@ class Ending:
         return bool(self.code)
 
     def begin_another(self) -> None:
-        """This process has trained a run, and trains another one in another folder."""
+        """Ends the run that this process has trained, before it trains another one in another folder."""
         if self.folder:
-            self.world.record_energy()
-            self.world.energy.book.begin()
-            self.world.launch.end("finished" if self.world.launch.is_finished else "stopped")
+            self.world.count_energy(anew=True)
+            self.journal.end("finished" if self.journal.is_finished else "stopped")
             self._let_go("well")
 
     def _let_go(self, end: End) -> None:
-        """Closes the run folder, whose report is written."""
-        self.world.launch.close()
+        """Writes the report, and closes the run folder."""
+        self.journal.close()
         if self.folder:
             write_report(self.folder.path, os.environ, end)
             self.folder.lock.close()  # this process may open the folder again
 
     def _ended(self, state: folders.State, text: str) -> None:
-        """The run's status and the launch's last record."""
+        """Writes the run's status and the launch's last record."""
         if self.folder:
             with contextlib.suppress(OSError):  # the disk may be what failed
                 self.folder.write_status(state, error=text)
-        self.world.launch.end(state, untrusted.one_line(text))
+        self.journal.end(state, untrusted.one_line(text))
 
     def _record(self, kind: str, text: str, code: int, **more: object) -> None:
-        """Why rank 0 ends, for a supervisor."""
+        """Writes why rank 0 ends, for a supervisor."""
         if self.topology.is_rank_0:
             handover.write(os.environ, "error", kind=kind, text=text, code=code, **more)
 
@@ -170,28 +234,27 @@ class Ending:
         if reports_error and not error.reported:
             print_error(topology, type(error), untrusted.one_line(error))
         if isinstance(error, StoppedError):
-            self.world.launch.event("signal", str(error))
+            self.journal.event("signal", str(error))
         if topology.is_rank_0 and isinstance(error, StoppedError):
-            _requeue(self.world)  # before the farewell: srun ends rank 0 as soon as another rank has ended
-        self.world.launch.end(state, untrusted.one_line(error))
+            self._requeue()  # before the farewell: srun ends rank 0 as soon as another rank has ended
+        self.journal.end(state, untrusted.one_line(error))
         if not reports_error:
             self.world.wait_for_rank_0()
         self.world.leave(str(error), error.exit_code)
         return error.exit_code
 
-
-def _requeue(world: World) -> None:
-    """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled. A
-    supervisor does it itself, outside of any container."""
-    job_id = slurm_job.job_id(os.environ) or world.topology.job_id
-    if not job_id or world.stop.signal not in TIME_LIMIT_SIGNALS or handover.is_supervised(os.environ):
-        return
-    if world.stop.too_early:  # else it would be queued again for ever, one step a time
-        message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
-    else:
-        message = slurm_job.requeue(job_id)
-    world.launch.event("requeue", message)
-    print(message, file=sys.stderr, flush=True)
+    def _requeue(self) -> None:
+        """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled. A
+        supervisor does it itself, outside of any container."""
+        job_id = slurm.job_id(os.environ) or self.topology.job_id
+        if not job_id or self.world.stop.signal not in TIME_LIMIT_SIGNALS or handover.is_supervised(os.environ):
+            return
+        if self.world.stop.too_early:  # else it would be queued again for ever, one step a time
+            message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
+        else:
+            message = slurm.requeue(job_id)
+        self.journal.event("requeue", message)
+        print(message, file=sys.stderr, flush=True)
 
 
 def write_report(folder: Path, environ: Mapping[str, str], end: End) -> None:
@@ -220,7 +283,7 @@ def write_report(folder: Path, environ: Mapping[str, str], end: End) -> None:
 
 
 def _report_failure(process: "subprocess.Popen[str]", seconds: float) -> str:
-    """Why it has written none; "" where it has."""
+    """Why the process has written no report; "" where it has."""
     try:
         _, printed = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

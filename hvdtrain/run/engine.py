@@ -7,23 +7,23 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from hvdtrain.engines.horovod_settings import has_timeline
-from hvdtrain.engines.registry import ENGINES, Setup
+from hvdtrain.engines.registry import ENGINES, Setup, has_timeline
 from hvdtrain.errors import AgreementError, HvdtrainError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import agreement, stacks
 from hvdtrain.ranks.world import World
+from hvdtrain.record.journal import Journal
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 
 MISMATCH = "Mismatched"
-"""With this begin Horovod's messages of what its controller refuses: shapes, types, operations that differ."""
+"""How Horovod's messages begin about tensors of the ranks that differ in shape, type or operation."""
 
 
 class Opened(Protocol):
-    """What every framework's engine has."""
+    """The part of an engine that every framework has."""
 
     rank: int
     size: int
@@ -42,7 +42,7 @@ AnEngine = TypeVar("AnEngine", bound=Opened)
 
 
 def setup_of(run: Run) -> Setup:
-    """What the run's engine is opened with."""
+    """The setup with which the run's engine is opened."""
     SCREEN.waiting(f"starting {ENGINES[run.engine].title} with {run.topology.size} ranks")
     timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
     return Setup(run.recipe, run.topology, run.devices, endpoints(run.world), timeline)
@@ -54,7 +54,8 @@ def endpoints(world: World) -> Sequence[Endpoint]:
 
 
 def explained(world: World, engine: Opened, error: Exception) -> HvdtrainError:
-    """What a failure of the collective library means: ranks that gave it tensors that do not match, or a lost rank."""
+    """The error that a failure of the collective library means: ranks gave it tensors that do not match, or
+    one is lost."""
     if MISMATCH in str(error):  # of which each rank gets the error, and the library works on
         with contextlib.suppress(Exception):
             frames = traceback.extract_tb(error.__traceback__)
@@ -68,7 +69,7 @@ def explained(world: World, engine: Opened, error: Exception) -> HvdtrainError:
 
 @contextlib.contextmanager
 def joined(
-    world: World, name: str, engine: AnEngine, rank: int, size: int, values: agreement.Values
+    world: World, journal: Journal, name: str, engine: AnEngine, rank: int, size: int, values: agreement.Values
 ) -> Iterator[AnEngine]:
     """The open engine of that name, which sees `rank` of `size`, until the block ends. Raises HvdtrainError: where the
     launcher promised another world, where the ranks have other `values`, and where the block finds another rank
@@ -77,7 +78,7 @@ def joined(
         agreement.check_world(world.topology, rank, size, ENGINES[name].title)
         world.exchange(engine.sum)
         agreement.check(values, (engine.rank, engine.size), world.topology.host, engine.sum)
-        world.launch.enter("model")
+        journal.enter("model")
         SCREEN.waiting("building the model")
         yield engine
     except Exception as error:

@@ -10,9 +10,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from hvdtrain.core.progress import Extent, Progress, due
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks, Waiting
+from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.record.reporter import Events
 from hvdtrain.record.schema import taken
@@ -130,13 +131,13 @@ class Hooks(Generic[R_co]):
 
     def __init__(self, run: BaseRun, trainer: R_co, extent: Extent) -> None:
         self.run, self.extent = run, extent
-        self.trainer, self.engine, self.launch = trainer, trainer.engine, run.world.launch
+        self.trainer, self.engine, self.journal = trainer, trainer.engine, run.journal
         self._compared = (0, 0)
         """Step and epoch at which replicas were compared last."""
         self.progress = self._begin()
-        self.launch.step, self._made_steps = self.progress.step, False
+        self.journal.step, self._made_steps = self.progress.step, False
         if run.folder:
-            self.launch.record("world", hosts=run.world.hosts())
+            self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.intervals, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
@@ -152,7 +153,7 @@ class Hooks(Generic[R_co]):
 
     def begin_epoch(self) -> None:
         self.checkpointing.pause()
-        self.launch.enter("training" if self._made_steps else "first_step")
+        self.journal.enter("training" if self._made_steps else "first_step")
         self.run.world.expect_steps(True)
         self.clocks.begin_step()
         if self.reporter:
@@ -166,7 +167,7 @@ class Hooks(Generic[R_co]):
         self.checkpointing.stepped()
         if not self._made_steps:
             self._made_steps = True
-            self.launch.enter("training")
+            self.journal.enter("training")
         if self.reporter:
             self.reporter.stepped(progress, extent)
         done = progress.is_done(extent)
@@ -181,16 +182,16 @@ class Hooks(Generic[R_co]):
         if progress.step == 1:
             for line in self.trainer.after_first_step():
                 self.note(line)
-                self.launch.event("note", line)
+                self.journal.event("note", line)
         if last or checkpoint_due:  # before validation and checkpoints, as every rank then holds one model
             self.trainer.average_statistics()
         if checkpoint_due and not last:
             self.write_checkpoint(None)
         if last:
             self.run.world.expect_steps(False)
-            self.launch.enter("validation")
+            self.journal.enter("validation")
         if stopping and not last:
-            with self.launch.within("checkpoint"):
+            with self.journal.within("checkpoint"):
                 self.checkpointing.wait()
             raise self.run.world.stopped(progress.step)
         self.clocks.begin_step()
@@ -203,13 +204,6 @@ class Hooks(Generic[R_co]):
         if done or inside or due(after.epoch, intervals.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
 
-    def settle(self, lr: float) -> None:
-        """What is due after an epoch's last update, where nobody knew that it was the last."""
-        self.run.world.expect_steps(False)
-        self._log(lr)
-        self.trainer.average_statistics()
-        self.launch.enter("validation")
-
     def check_replicas(self) -> None:
         """Raises ReplicaError where the weights differ between devices or ranks, or what the next update follows from
         between ranks."""
@@ -218,7 +212,7 @@ class Hooks(Generic[R_co]):
         values = self._agreed() if self.engine.size > 1 else {}
         agreement.check_replicas(marks[0], values, step, self._ranks, self.run.topology.host, self.engine.sum)
         self._compared = step, self.progress.epoch
-        self.launch.replica_checks += 1
+        self.journal.replica_checks += 1
 
     @property
     def _ranks(self) -> tuple[int, int]:
@@ -247,15 +241,16 @@ class Hooks(Generic[R_co]):
         values = self.run.agreed() | agreement.named("training", extent)
         agreement.check(values, self._ranks, self.run.topology.host, self.engine.sum)
 
+    @takes_long
     def write_checkpoint(self, valid_score: float | None) -> None:
         """Copies the whole state, on rank 0, and begins to write it beside training. Raises OutputError of the
         checkpoint before, which it waits for."""
         state, step = self.trainer.state, self.progress.step
         if self._compared != (step, self.progress.epoch):  # what is resumed from is what all ranks have
             self.check_replicas()
-        self.launch.mark(step, always=True)
-        self.launch.event("checkpoint", f"checkpoint of step {step}", step=step)
-        with self.launch.within("checkpoint"):
+        self.journal.mark(step, always=True)
+        self.journal.event("checkpoint", f"checkpoint of step {step}", step=step)
+        with self.journal.within("checkpoint"):
             news = self.checkpointing.write(step, state, lambda: self._metadata(valid_score))
         if news:
             self.note(news)
@@ -278,9 +273,9 @@ class Hooks(Generic[R_co]):
 
     def finish(self) -> None:
         """Reports that the run has come to its end, its last checkpoint being whole. Raises OutputError."""
-        self.launch.enter("checkpoint")
+        self.journal.enter("checkpoint")
         self.checkpointing.wait()
-        self.launch.enter("end")
+        self.journal.enter("end")
         self.run.finish(self.reporter, self.progress.step, is_over=self.is_over)
 
     def close(self, error: type[BaseException] | None) -> None:
@@ -317,17 +312,17 @@ class Hooks(Generic[R_co]):
 
     def _log(self, lr: float) -> None:
         progress = self.progress
-        self.launch.step = progress.step
+        self.journal.step = progress.step
         totals = self.trainer.totals().over_ranks(self.engine.sum)
         progress.train += totals
         self.run.check_finite(totals, progress.step)
         if self.reporter and totals.count:
             seconds = time.monotonic() - self._logged
             apart = self.run.identity.checkpoint_bytes / BYTES_A_SECOND
-            norm = self.trainer.gradient_norm() if self.launch.is_due("gradient_norm", apart) else None
+            norm = self.trainer.gradient_norm() if self.journal.is_due("gradient_norm", apart) else None
             self.reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm)
         self._logged = time.monotonic()
-        self.launch.mark(progress.step)
+        self.journal.mark(progress.step)
 
 
 class Loop(Hooks[R_co]):

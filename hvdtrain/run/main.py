@@ -29,9 +29,9 @@ from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN
 
 
-def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
+def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
-    topology, framework = world.topology, framework_of(adapter)
+    world, topology, framework = ending.world, ending.topology, framework_of(adapter)
     recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv, adapter)
     if topology.is_rank_0:
         trackers.check(options.tracker)
@@ -46,7 +46,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     SCREEN.waiting(f"preparing the data set {recipe.dataset}")
     world.busy(f"prepares the data set {recipe.dataset}")
-    with world.launch.within("data"):
+    with ending.journal.within("data"):
         dataset = load_dataset(recipe, framework)
     world.busy("")
     replicas = len(own_devices) if engine.replicas else 1
@@ -54,7 +54,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
     plan = plans.make(recipe, local_batches, dataset, networks.of(recipe, framework, dataset))
     connect(world, engine)
     identity = folders.identity_of(plan, framework, dataset.contents())
-    folder, resume = _open_folder(plan, identity, engine.name, options, world)
+    folder, resume = _open_folder(plan, identity, engine.name, options, ending)
     return Run(
         identity,
         recipe,
@@ -63,6 +63,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
         folder,
         resume,
         world,
+        ending.journal,
         recipe,
         dataset,
         plan,
@@ -71,21 +72,21 @@ def prepare(adapter: Adapter, argv: Sequence[str], world: World) -> Run:
 
 
 def _open_folder(
-    plan: Plan, identity: Identity, engine: str, options: Options, world: World
+    plan: Plan, identity: Identity, engine: str, options: Options, ending: Ending
 ) -> tuple[RunFolder | None, ResumePoint]:
-    """Rank 0's run folder and resume point; nothing elsewhere."""
-    if not world.topology.is_rank_0:
+    """On rank 0, the run folder and what the run resumes from; on another rank neither."""
+    if not ending.topology.is_rank_0:
         return None, ResumePoint()
-    folder, resume = folders.open_run(plan, world.topology, identity, options.output, options.resume)
-    record_launch(world, folder, identity.framework, engine, resume, plan.valid_examples)
-    ranks = world.topology.size
+    folder, resume = folders.open_run(plan, ending.topology, identity, options.output, options.resume)
+    record_launch(ending, folder, identity.framework, engine, resume, plan.valid_examples)
+    ranks = ending.topology.size
     fewer = [size for size in range(1, ranks) if plan.size == ranks and plan.may_have(size)]
     handover.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, fewer=fewer)
     return folder, resume
 
 
 def record_launch(
-    world: World,
+    ending: Ending,
     folder: RunFolder,
     framework: Framework,
     engine: str,
@@ -93,63 +94,36 @@ def record_launch(
     valid_examples: int | None = None,
 ) -> None:
     """On rank 0: from now on the folder has the launch's records, and its status where a rank is lost."""
-    launch = world.launch
-    launched = Launched(world.topology, framework, engine, resume.step, valid_examples)
-    launch.open(folder.path, launched.record)
-    threading.Thread(target=record_job, args=(folder.path, launch.record), name="job", daemon=True).start()
+    ending.folder, journal = folder, ending.journal
+    launched = Launched(ending.topology, framework, engine, resume.step, valid_examples)
+    journal.open(folder.path, launched.record)
+    threading.Thread(target=record_job, args=(folder.path, journal.record), name="job", daemon=True).start()
     if resume.checkpoint:
-        launch.event("resume", f"resumes from the checkpoint of step {resume.step}", step=resume.step)
-
-    reported: list[str] = []
-
-    def lost(reason: str) -> None:  # called again where the process is ended by force
-        if reason not in reported:
-            reported.append(reason)
-            launch.event("lost", reason)
-        folder.write_status("failed", error=reason)
-
-    def signalled(text: str) -> None:
-        with contextlib.suppress(OSError):
-            folder.write_status("stopped", error=text)
-
-    world.liveness.on_lost = lost
-    world.stop.on_end = signalled
+        journal.event("resume", f"resumes from the checkpoint of step {resume.step}", step=resume.step)
 
 
 def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dataset:
-    """The recipe's data set; the framework is loaded for one of the user's only. Raises DataError, RecipeError."""
+    """The recipe's data set. The framework is loaded only for a data set of the user's. Raises DataError,
+    RecipeError."""
     if is_path(recipe.dataset):
         of_framework = importlib.import_module(f"hvdtrain.{framework}.examples")
         return of_framework.load(recipe)  # type: ignore[no-any-return]
     recipe = located(recipe)
-    return datasets.load(
-        recipe.dataset,
-        data_dir=recipe.data_dir,
-        cache_dir=recipe.cache_dir,
-        is_by_shard=recipe.shuffle == "shards",
-        decoder=recipe.decoder,
-        seed=recipe.seed,
-        train_crop=recipe.train_crop,
-        valid_resize=recipe.valid_resize,
-        valid_crop=recipe.valid_crop,
-        image_size=recipe.image_size,
-        classes=recipe.classes,
-        examples=recipe.examples,
-    )
+    return datasets.load(recipe.dataset, **{key: getattr(recipe, key) for key in datasets.keys_of(recipe.dataset)})
 
 
 def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
-    """Prepares and trains; the exit code. An error a user can meet is one line on stderr."""
+    """Prepares the run and trains it. Returns the exit code. An error that a user can meet is one line on stderr."""
     try:
-        world = begin(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
+        ending = begin(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
     except HvdtrainError as error:
         SCREEN.close()
         return error.exit_code
-    with contextlib.closing(SCREEN), Ending(world) as ending:
-        run = prepare(adapter, argv, world)
-        ending.began, ending.folder = True, run.folder
-        world.launch.enter("rendezvous")
-        with joined(world, run.framework, run.engine, os.environ):
+    with contextlib.closing(SCREEN), ending:
+        run = prepare(adapter, argv, ending)
+        ending.began = True
+        ending.journal.enter("rendezvous")
+        with joined(ending.world, run.framework, run.engine, os.environ):
             keep_memory(run.recipe.device)
             train(run)
     return ending.code
@@ -162,6 +136,6 @@ def keep_memory(device: str) -> None:
 
 
 def connect(world: World, engine: EngineSpec) -> None:
-    """Where the launcher named no host: the ranks connect before an engine that must know rank 0's address."""
+    """Connects the ranks before an engine that needs rank 0's address, where the launcher has named no host."""
     if engine.needs_address and world.topology.size > 1 and not world.rendezvous:
         world.connect_at(rendezvous.from_host_or_mpi(world.topology, os.environ))

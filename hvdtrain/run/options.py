@@ -15,6 +15,7 @@ from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Layout
 from hvdtrain.core.own_code import MODELS, is_path
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.datasets import DATASETS, keys_of
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError
@@ -65,13 +66,7 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     "channels_last": lambda r, of: r.model != "linear" and of != TENSORFLOW,
     "dataset_args": lambda r, of: is_path(r.dataset),
     "collate": lambda r, of: is_path(r.dataset) and of != TENSORFLOW,
-    "data_dir": lambda r, of: r.dataset in {"cifar100", "imagenet"},
-    **dict.fromkeys(
-        ("cache_dir", "shuffle", "decoder", "train_crop", "valid_resize", "valid_crop"),
-        lambda r, of: r.dataset == "imagenet",
-    ),
-    **dict.fromkeys(("image_size", "classes", "examples"), lambda r, of: r.dataset == "synthetic"),
-    "data_on_device": lambda r, of: r.dataset != "imagenet" and not is_path(r.dataset) and of != TENSORFLOW,
+    "data_on_device": lambda r, of: r.dataset in DATASETS and DATASETS[r.dataset].is_in_memory and of != TENSORFLOW,
     "buffers": lambda r, of: is_path(r.model) and of != TENSORFLOW,
     **dict.fromkeys(("fused_optimizer", "cudnn_benchmark"), lambda r, of: of != TENSORFLOW),
     "compile": lambda r, of: of not in {TENSORFLOW, LIGHTNING},
@@ -168,15 +163,22 @@ def layout_of(
     first = {name for names in groups.values() for name in names}
     others = {title: tuple(name for name in names if name not in first) for title, names in GROUPS.items()}
     engines = [name for name, row in ENGINES.items() if adapter is None or adapter in row.classes]
-    unused = {key for key, is_used in USED_BY.items() if not is_used(recipe, adapter)} - first
+    unused = {key for key, is_used in USED_BY.items() if not is_used(recipe, adapter)}
+    unused = (unused | (of_datasets() - set(keys_of(recipe.dataset)))) - first
     if not any(ENGINES[name].devices for name in engines):
         unused.add("devices")
-    return Layout({**groups, **others}, {*hidden, *unused}, {"engine": f"{{{','.join(('auto', *engines))}}}"})
+    text = f"{', '.join(('auto', *engines))}: {OPTIONS['engine'].description}"
+    return Layout({**groups, **others}, {*hidden, *unused}, {"engine": text})
+
+
+def of_datasets() -> set[str]:
+    """Keys that only data sets read."""
+    return {key for row in DATASETS.values() for key in row.keys} - {"seed"}
 
 
 def _description(layout: Layout) -> str:
     """What the help says above the flags."""
-    unused = [name for names in GROUPS.values() for name in names if name in USED_BY and name in layout.hidden]
+    unused = [name for names in GROUPS.values() for name in names if name in layout.hidden and name not in OPTIONS]
     names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
     return "Defaults are the recipe's values." + (
         f" Not shown, because only other models, data sets or frameworks use them: {names}." if names else ""

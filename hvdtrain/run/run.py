@@ -11,13 +11,14 @@ from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import Intervals
-from hvdtrain.core.totals import Totals, check_finite
+from hvdtrain.core.sharing import Totals, check_finite
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import World
 from hvdtrain.record import trackers
 from hvdtrain.record.folder import Identity, ResumePoint, RunFolder, folder_name
-from hvdtrain.record.reporter import Events, Reporter
+from hvdtrain.record.journal import Journal
+from hvdtrain.record.reporter import OF_PROGRAMS, Events, Reporter
 from hvdtrain.record.trackers import Trackers
 from hvdtrain.terminal import SCREEN
 
@@ -36,6 +37,8 @@ class BaseRun:
     resume: ResumePoint
     """Rank 0's; elsewhere there is no checkpoint."""
     world: World
+    journal: Journal
+    """Rank 0's records of this launch, and every rank's clock."""
     trackers: tuple[str, ...] = field(default=("tensorboard",), kw_only=True)
     """Their names."""
 
@@ -52,7 +55,7 @@ class BaseRun:
             return None
         folder, topology = self.folder.path, self.topology
         curves = events(folder, step + 1) if "tensorboard" in self.trackers else None
-        reporter = self._opened(folder, curves, step, self._start_trackers(folder))
+        reporter = Reporter(folder, curves, step, trackers=self._start_trackers(folder), **self._log())
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = f"{topology.size} ranks, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
         for line in (*self.identity.lines, f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
@@ -94,7 +97,7 @@ class BaseRun:
             )
         elif reporter and self.folder:
             self.folder.write_status("finished", step=step)
-            self.world.launch.is_finished = True
+            self.journal.is_finished = True
             reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
 
     def _start_trackers(self, folder: Path) -> Trackers:
@@ -106,8 +109,9 @@ class BaseRun:
         """What is trained, for the trackers."""
         return {"model": self.identity.model}
 
-    def _opened(self, folder: Path, events: Events | None, step: int, to_trackers: Trackers) -> Reporter:
-        raise NotImplementedError
+    def _log(self) -> dict[str, Any]:
+        """How its log is: more keywords of a Reporter."""
+        return {"words": OF_PROGRAMS}
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,5 @@ class Run(BaseRun):
     def _described(self) -> dict[str, Any]:
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}
 
-    def _opened(self, folder: Path, events: Events | None, step: int, to_trackers: Trackers) -> Reporter:
-        valid = self.plan.valid_examples
-        return Reporter(folder, events, step, valid_examples=valid, screen=SCREEN, trackers=to_trackers)
+    def _log(self) -> dict[str, Any]:
+        return {"valid_examples": self.plan.valid_examples, "screen": SCREEN}

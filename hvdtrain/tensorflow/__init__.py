@@ -3,20 +3,54 @@
 It offers the names of `hvdtrain.keras` too, for code that imports them from here.
 """
 
-import importlib
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from hvdtrain import installed
 
 installed.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
 
+# What TensorFlow 2.21 prints while it is imported, whatever the level.
+BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable the following instructions")
+
+
+@contextlib.contextmanager
+def without_banner() -> Iterator[None]:
+    """Leaves TensorFlow's banner out of what the block, which imports it, writes to stderr: a log that a person can
+    read; and Keras never takes another backend.
+
+    What a crash inside the block prints is lost: TF_CPP_MIN_LOG_LEVEL=0 leaves everything as it is.
+    """
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
+        yield
+        return
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            caught.seek(0)
+            os.write(2, b"".join(line for line in caught if not BANNER.match(line)))
+
 
 def __getattr__(name: str) -> Any:
-    # Imported by name: hvdtrain.keras is the layer above this one.
-    if not name.startswith("__") and hasattr(library := importlib.import_module("hvdtrain.keras"), name):
-        return getattr(library, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hvdtrain import keras  # of the layer above, once a user's program asks for it: see setup.cfg
+
+    try:
+        return getattr(keras, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(importlib.import_module("hvdtrain.keras"))})
+    from hvdtrain import keras
+
+    return sorted({*globals(), *dir(keras)})

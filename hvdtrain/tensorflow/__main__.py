@@ -11,23 +11,21 @@ if __name__ == "__main__":  # before the imports, which take a while
 
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
-from hvdtrain.tensorflow.banner import without_banner
+from hvdtrain.tensorflow import without_banner
 from hvdtrain.terminal import SCREEN
 
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
-    prepared.world.launch.enter("import")
+    prepared.journal.enter("import")
     SCREEN.waiting("importing TensorFlow")
     with without_banner(), terminal.postponed():
         from hvdtrain.run.loop import Loop
-        from hvdtrain.tensorflow.engines.replication import replication_of
-        from hvdtrain.tensorflow.opening import engine_of
-        from hvdtrain.tensorflow.trainer import Trainer
+        from hvdtrain.tensorflow.trainer import Trainer, engine_of
 
-    prepared.world.launch.enter("rendezvous")
+    prepared.journal.enter("rendezvous")
     with engine_of(prepared) as engine:
-        if replication_of(engine).serves:
+        if engine.serves:
             prepared.world.serve_rank_0()
         else:
             Loop(prepared, Trainer(prepared, engine)).train()

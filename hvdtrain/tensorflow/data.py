@@ -12,7 +12,10 @@ from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once
+from hvdtrain.ranks.stacks import READERS, mark_module
 from hvdtrain.tensorflow.examples import Arrays, Examples
+
+mark_module(READERS, __name__)
 
 AHEAD = 2
 
@@ -25,51 +28,53 @@ class Loader:
         self._in_loop = not recipe.workers
         self._readers, self._device = max(1, recipe.workers), device
         self._real = np.float64 if recipe.precision == "float64" else np.float32
-        self._types = (tf.float32, tf.float32) if dataset.classes is None else (tf.uint8, tf.int64)
-        self._structures: dict[int, Any] = {}
-        self._pipelines: dict[int, _Pipeline] = {}
+        x, y = (np.float32, np.float32) if dataset.classes is None else (np.uint8, np.int64)
+        self._pair = np.zeros(0, x), np.zeros(0, y)
+        self._pipelines: dict[int, tuple[Any, _Pipeline]] = {}
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Any]:
         """One batch a request, in order. An error of the reader is raised here."""
-        if isinstance(split, Examples):
-            return self._own(split, requests)
-        if self._in_loop and requests and is_read_at_once(split, len(requests[0][0])):
-            return (self._on_device(*split.read(*request)) for request in requests)
+        if self._in_loop and requests and _is_read_at_once(split, len(requests[0][0])):
+            return (self._on_device(split.read(*request)) for request in requests)
+        return self._read_ahead(split, requests)
+
+    def _read_ahead(self, split: Split, requests: list[Request]) -> Iterator[Any]:
+        if not requests:
+            return
         if id(split) not in self._pipelines:
-            self._pipelines[id(split)] = _Pipeline(split.read, self._types, self._readers, self._device)
-        return self._pipelines[id(split)].batches(requests)
+            self._pipelines[id(split)] = self._pipeline(split, requests[0])
+        structure, pipeline = self._pipelines[id(split)]
+        for leaves in pipeline.batches(requests):
+            yield keras.tree.pack_sequence_as(structure, list(leaves))
 
-    def _own(self, split: Examples, requests: list[Request]) -> Iterator[Any]:
-        if self._in_loop and requests and isinstance(split, Arrays) and split.is_read_at_once(len(requests[0][0])):
-            return (self._gathered(split.read(*request)) for request in requests)
-        return self._piped(split, requests)
+    def _pipeline(self, split: Split, request: Request) -> tuple[Any, "_Pipeline"]:
+        """The structure of the split's batches, and what reads their arrays."""
+        structure: Any = self._pair
+        readers = self._readers
+        if isinstance(split, Examples):
+            split.check_repeatable(*request)
+            structure = split.read(request[0][:1], None)
+            readers = 1  # the random numbers of a sample come from generators that the process has but once
 
-    def _piped(self, split: Examples, requests: list[Request]) -> Iterator[Any]:
-        if requests and id(split) not in self._pipelines:
-            split.check_repeatable(*requests[0])
-            one = self._structures[id(split)] = split.read(requests[0][0][:1], None)
-            types = [array.dtype for array in self._leaves(one)]
+        def read(*request: Any) -> list[np.ndarray]:
+            return self._leaves(split.read(*request))
 
-            def read(*request: Any) -> list[np.ndarray]:
-                return self._leaves(split.read(*request))
-
-            # One reader: the random numbers of a sample come from generators that the process has but once.
-            self._pipelines[id(split)] = _Pipeline(read, types, 1, self._device)
-        for leaves in self._pipelines[id(split)].batches(requests) if requests else ():
-            yield keras.tree.pack_sequence_as(self._structures[id(split)], list(leaves))
+        types = [array.dtype for array in self._leaves(structure)]
+        return structure, _Pipeline(read, types, readers, self._device)
 
     def _leaves(self, batch: Any) -> list[np.ndarray]:
         arrays = map(np.asarray, keras.tree.flatten(batch))
-        return [array.astype(self._real) if array.dtype.kind == "f" else array for array in arrays]
+        return [array.astype(self._real, copy=False) if array.dtype.kind == "f" else array for array in arrays]
 
-    def _gathered(self, batch: Any) -> Any:
+    def _on_device(self, batch: Any) -> Any:
         with tf.device(self._device):
             tensors = [tf.constant(array) for array in self._leaves(batch)]
         return keras.tree.pack_sequence_as(batch, tensors)
 
-    def _on_device(self, x: np.ndarray, y: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
-        with tf.device(self._device):
-            return tf.constant(x), tf.constant(y)
+
+def _is_read_at_once(split: Split, batch: int) -> bool:
+    """Whether so many examples of the split are read sooner than a thread is woken to read them ahead."""
+    return split.is_read_at_once(batch) if isinstance(split, Arrays) else is_read_at_once(split, batch)
 
 
 class _Pipeline:

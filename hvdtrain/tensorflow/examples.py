@@ -26,8 +26,11 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.datasets.base import SMALL
 from hvdtrain.errors import DataError
-from hvdtrain.tensorflow.banner import without_banner
+from hvdtrain.ranks.stacks import READERS, mark_module
+from hvdtrain.tensorflow import without_banner
 from hvdtrain.untrusted import one_line
+
+mark_module(READERS, __name__)
 
 with without_banner():  # it may be the first of TensorFlow
     import keras

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from hvdtrain.core import imports
+from hvdtrain.core import own_code
+from hvdtrain.core.network import EXAMPLES, counted_examples
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import HvdtrainError, PlanError
-from hvdtrain.tensorflow.banner import without_banner
+from hvdtrain.tensorflow import without_banner
 
 with without_banner():  # it may be the first of TensorFlow
     import tensorflow as tf
@@ -20,8 +19,6 @@ with without_banner():  # it may be the first of TensorFlow
     from hvdtrain.tensorflow.objective import Objective
 
 CPU = "/CPU:0"
-EXAMPLES = 2
-"""BatchNorm has no variance of one value."""
 
 
 def count(recipe: Recipe, dataset: Dataset) -> int:
@@ -30,7 +27,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
 
     Counted in the graph of two examples of the training set, which computes nothing. Raises HvdtrainError.
     """
-    request = np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
+    request = counted_examples(dataset)
     batch = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
     model, objective = models.build(recipe, dataset, LocalEngine(CPU)), Objective(recipe, dataset)
     try:
@@ -38,7 +35,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     except HvdtrainError:
         raise
     except Exception as error:
-        raise PlanError(f"{recipe.step or recipe.model}: {imports.reason(error)}") from error
+        raise PlanError(f"{recipe.step or recipe.model}: {own_code.reason(error)}") from error
 
 
 def of_graph(function: Callable[[Any], Any], batch: Any) -> int:

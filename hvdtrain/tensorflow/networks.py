@@ -1,17 +1,17 @@
-"""Networks that a recipe names by an import path: keras.applications' and the user's own."""
+"""Networks that a recipe names: by an import path keras.applications' and the user's own, and Inception-v3."""
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core import imports, own_code
+from hvdtrain.core import own_code
 from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
-from hvdtrain.tensorflow.banner import without_banner
+from hvdtrain.tensorflow import without_banner
 
 with without_banner():  # it may be the first of TensorFlow
     import keras
@@ -28,6 +28,8 @@ POLICIES = {
 }
 SEED = "seed_generator_state"
 """Keras's name of what a layer with random numbers counts in."""
+AUXILIARY_AT = "mixed7"
+"""Keras's name for the last layer of 17 x 17 of its Inception-v3, which torchvision calls Mixed_6e."""
 
 
 def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
@@ -37,15 +39,15 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     the user does not name have the same names each time. Raises RecipeError, in one line, where there is none.
     """
     path = own_code.network_path(recipe.model, "tensorflow")
-    make = imports.load(path, "model")
-    arguments = {**_of_library(recipe, path, dataset), **imports.expanded(recipe.model_args, "model_args")}
-    imports.check_arguments(make, path, "model", **arguments)
+    make = own_code.load(path, "model")
+    arguments = {**_of_library(recipe, path, dataset), **own_code.expanded(recipe.model_args, "model_args")}
+    own_code.check_arguments(make, path, "model", **arguments)
     set_precision(recipe.precision)
     keras.utils.set_random_seed(recipe.seed % 2**32)
     try:
         model = make(**arguments)
     except Exception as error:
-        raise RecipeError(f"model {path}: {imports.reason(error, make)}") from error
+        raise RecipeError(f"model {path}: {own_code.reason(error, make)}") from error
     if not isinstance(model, keras.Model):
         raise RecipeError(f"model {path} must return a keras.Model, got a {type(model).__name__}.")
     for name in ("train_step", "compute_loss") if not recipe.step else ():
@@ -69,8 +71,6 @@ def count(recipe: Recipe, dataset: Dataset) -> Network:
         model = build(recipe, dataset)
     keras.utils.clear_session(free_memory=False)  # else Keras would make the weights later, and count names on
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
-    if not parameters:
-        raise RecipeError(f"model {recipe.model} has no parameters to train.")
     return Network(parameters, any(True for _ in batch_norms(model)))
 
 
@@ -153,4 +153,41 @@ def _build_by_sample(model: keras.Model, recipe: Recipe, dataset: Dataset) -> No
     try:
         model(keras.tree.map_structure(spec, batch[0]))
     except Exception as error:
-        raise RecipeError(f"model {recipe.model}, called with a sample's x: {imports.reason(error)}") from error
+        raise RecipeError(f"model {recipe.model}, called with a sample's x: {own_code.reason(error)}") from error
+
+
+class InceptionOutputs(NamedTuple):
+    """What Inception-v3 gives in training, named as torchvision names it."""
+
+    logits: Any
+    aux_logits: Any
+
+
+class InceptionV3(keras.Model):
+    """Inception-v3 with its auxiliary classifier, which keras.applications leaves out: only training asks for it."""
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        out = super().call(inputs, training=training, mask=mask)
+        return out if training else out.logits
+
+
+def inception_v3(classes: int = 1000, aux_logits: bool = True) -> keras.Model:
+    """Szegedy et al. 2015, arXiv:1512.00567, as keras.applications has it, which draws its weights: images [n, height,
+    width, 3], of at least 299 pixels each way, -> logits [n, classes]; in training InceptionOutputs.
+
+    The auxiliary classifier is torchvision's: of 17 x 17 x 768 a mean, a convolution 1 x 1 to 128, one 5 x 5 to 768,
+    each with BatchNorm and ReLU, and a linear layer.
+    """
+    body = keras.applications.InceptionV3(include_top=False, weights=None, input_shape=(None, None, 3))
+    x = keras.layers.GlobalAveragePooling2D(name="avg_pool")(body.output)
+    logits = keras.layers.Dense(classes, name="predictions")(x)
+    if not aux_logits:
+        return keras.Model(body.input, logits, name="inception_v3")
+    x = keras.layers.AveragePooling2D(5, 3, name="aux_pool")(body.get_layer(AUXILIARY_AT).output)
+    for number, (filters, side) in enumerate(((128, 1), (768, 5))):
+        x = keras.layers.Conv2D(filters, side, use_bias=False, name=f"aux_conv{number}")(x)
+        x = keras.layers.BatchNormalization(scale=False, name=f"aux_bn{number}")(x)
+        x = keras.layers.ReLU(name=f"aux_relu{number}")(x)
+    x = keras.layers.GlobalAveragePooling2D(name="aux_avg_pool")(x)
+    auxiliary = keras.layers.Dense(classes, name="aux_predictions")(x)
+    return InceptionV3(body.input, InceptionOutputs(logits, auxiliary), name="inception_v3")

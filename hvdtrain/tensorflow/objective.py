@@ -4,22 +4,33 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.core import imports, own_code
+from hvdtrain.core import own_code
+from hvdtrain.core.examples import shape_text
 from hvdtrain.core.own_code import AUXILIARY
 from hvdtrain.core.recipe import Recipe, is_path
-from hvdtrain.core.totals import of_halves
+from hvdtrain.core.sharing import of_halves
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.examples import Examples
-from hvdtrain.tensorflow.inception import InceptionOutputs
-from hvdtrain.tensorflow.meter import Metric, Seen
+from hvdtrain.tensorflow.networks import InceptionOutputs
 from hvdtrain.untrusted import printable
+
+Metric = tuple[tf.Tensor, tf.Tensor]
+"""A sum, and how many were added up."""
+
+
+class Seen(NamedTuple):
+    """A batch's mean loss, how many examples it has, and its metrics."""
+
+    loss: tf.Tensor
+    count: tf.Tensor
+    metrics: dict[str, Metric]
 
 
 def cross_entropy(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -69,9 +80,11 @@ class Objective:
         self._recipe, self._dataset = recipe, dataset
         self._as_is = isinstance(dataset.train, Examples)
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
-        self._step = imports.load(recipe.step, "step") if recipe.step else None
+        self.name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
+        """What messages call the step or the loss."""
+        self._step = own_code.load(recipe.step, "step") if recipe.step else None
         self._own_loss = _own_loss(recipe.loss, global_batch) if recipe.loss and is_path(recipe.loss) else None
-        self._metrics = {name: imports.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
+        self._metrics = {name: own_code.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
         self._unchecked = {True, False}
         """Of training and validation those whose labels are to be looked at."""
         self._outputs = 0
@@ -80,7 +93,8 @@ class Objective:
         """Raises DataError for labels of a data set of the user's that the model has no output for, before a graph
         makes NaN of them: on a CPU in every batch, on a GPU, for which the host waits, in the first."""
         is_due = self._as_is and self._recipe.loss == "cross_entropy" and training in self._unchecked
-        for x, y in map(self._pair, batches if is_due else ()):
+        for batch in batches if is_due else ():
+            x, y = own_code.pair(self._recipe, batch)
             if tf.is_tensor(y) and y.dtype.is_integer and len(y):
                 if "GPU" in y.device:
                     self._unchecked.discard(training)
@@ -92,30 +106,30 @@ class Objective:
         reported. Raises RecipeError where the user's code returns anything else than it should."""
         count = examples_in(batch)
         if self._step:
-            loss, metrics = self._of_step(self._step(InMode(model, training), batch))
+            loss, metrics = own_code.of_step(self.name, self._step(InMode(model, training), batch), _is_pair)
         else:
-            x, y = self._pair(batch)
+            x, y = own_code.pair(self._recipe, batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
         loss, counted = self._checked(loss)
         loss = mean = self._regularized(loss, model, counted)
         if counted is not None:
             metrics, mean = {**metrics, "loss": (loss, counted)}, loss / tf.cast(count, loss.dtype)
-        sums = {name: self._sum(name, of, count) for name, of in metrics.items()}
+        sums = {name: _summed(name, of, count) for name, of in metrics.items()}
         return loss, Seen(mean, tf.cast(count, tf.float64), sums)
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         """What the model gives for a batch in inference; of a step its loss."""
         if self._step:
             return self.measure(model, batch, training=False)[0]
-        return model(self.inputs(self._pair(batch)[0]), training=False)
+        return model(self.inputs(own_code.pair(self._recipe, batch)[0]), training=False)
 
     def notes(self, model: keras.Model, batch: Any) -> list[str]:
         """That the user's loss is no mean over examples, as the halves of a training batch show, where it can be
         halved. The model's state stays."""
         if not self._own_loss:
             return []
-        x, y = self._pair(batch)
+        x, y = own_code.pair(self._recipe, batch)
         out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=False))
 
         def measured(part: slice) -> Any:
@@ -146,33 +160,15 @@ class Objective:
         mean, std = (tf.constant(of, self._real) for of in (self._dataset.mean, self._dataset.std))
         return (tf.cast(x, self._real) / 255 - mean) / std
 
-    def _pair(self, batch: Any) -> tuple[Any, Any]:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            held = f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
-            raise RecipeError(
-                f"a sample of {self._recipe.dataset} must be a pair (x, y), got {held}; return a pair, or give a step."
-            )
-        return batch[0], batch[1]
-
     def _wide(self, out: Any) -> Any:
         wide = tf.cast(out, self._real) if out.dtype.is_floating else out
         if (mask := _mask(out)) is not None:
             wide._keras_mask = mask
         return wide
 
-    def _of_step(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
-        if not isinstance(out, tuple) or _is_pair(out):
-            return out, {}
-        if len(out) != 2 or not isinstance(out[1], Mapping) or "loss" in out[1]:
-            raise RecipeError(
-                f"step {self._recipe.step} must return a loss, or (loss, metrics) with a dict of metrics, none of them "
-                "called loss."
-            )
-        return out
-
     def _loss(self, out: Any, y: Any, training: bool) -> Any:
         if self._own_loss:
-            return self._of_own_loss(self._own_loss, out, y)
+            return self._own_loss(out, y)
         name = self._recipe.loss or ("mse" if y.dtype.is_floating else "cross_entropy")
         if isinstance(out, InceptionOutputs):
             loss, auxiliary = (self._named(name, one, y, training) for one in out)
@@ -182,14 +178,14 @@ class Objective:
     def _named(self, name: str, out: Any, y: Any, training: bool) -> Any:
         if not tf.is_tensor(out) or not tf.is_tensor(y):
             raise RecipeError(
-                f"loss {name} needs one tensor from the model and one as y, got {_shape(out)} and {_shape(y)}; give a "
-                "loss of your own, or a step."
+                f"loss {name} needs one tensor from the model and one as y, got {shape_text(out)} and {shape_text(y)}; "
+                "give a loss of your own, or a step."
             )
         wanted = out.shape[:-1] if name == "cross_entropy" and not y.dtype.is_floating else out.shape
         if not wanted.is_compatible_with(y.shape):
             raise RecipeError(
-                f"loss {name} needs outputs and targets that match, got {_shape(out)} and {_shape(y)}; reshape one in "
-                "the model or in the data set, and give labels as int64."
+                f"loss {name} needs outputs and targets that match, got {shape_text(out)} and {shape_text(y)}; "
+                "reshape one in the model or in the data set, and give labels as int64."
             )
         if name == "cross_entropy":
             if (classes := self._dataset.classes) and self._recipe.model not in own_code.MODELS:
@@ -202,17 +198,6 @@ class Objective:
         losses = tf.reduce_mean(losses, range(mask.shape.rank, losses.shape.rank))
         return tf.reduce_sum(tf.where(mask, losses, 0)), tf.math.count_nonzero(mask)
 
-    def _of_own_loss(self, loss: Callable[[Any, Any], Any], out: Any, y: Any) -> Any:
-        try:
-            return loss(out, y)
-        except RecipeError:
-            raise
-        except Exception as error:
-            raise RecipeError(
-                f"loss {self._recipe.loss} of outputs {_shape(out)} and targets {_shape(y)}: {imports.reason(error)} "
-                "It is called as loss(out, y), and as loss(y_true, y_pred) where its arguments have Keras's names."
-            ) from error
-
     def _measured(self, out: Any, y: Any, count: Any) -> dict[str, Any]:
         metrics = {name: metric(out, y) for name, metric in self._metrics.items()}
         if self._recipe.loss in {None, "cross_entropy"} and y.shape.rank == 1 and not y.dtype.is_floating:
@@ -222,24 +207,21 @@ class Objective:
 
     def _checked(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
         """The loss, or its sum, and the count of that."""
-        key = "step" if self._step else "loss"
-        name = getattr(self._recipe, key) or "of the data set"
         total, counted = loss if _is_pair(loss) else (loss, None)
         if not tf.is_tensor(total) or total.shape.rank != 0 or not total.dtype.is_floating:
-            raise RecipeError(
-                f"{key} {name} must give one number, the mean over the batch's examples, or (sum, count), got "
-                f"{_shape(loss)}."
-            )
+            raise own_code.no_number(self.name, shape_text(loss))
         return tf.cast(total, self._real), None if counted is None else tf.cast(counted, self._real)
 
-    def _sum(self, name: str, of: Any, count: Any) -> Metric:
-        if isinstance(of, tuple | list) and len(of) == 2:
-            return tf.cast(of[0], tf.float64), tf.cast(of[1], tf.float64)
-        if tf.is_tensor(of) and of.shape.is_compatible_with([count if isinstance(count, int) else None]):
-            return tf.reduce_sum(tf.cast(of, tf.float64)), tf.cast(count, tf.float64)
-        raise RecipeError(
-            f"metric {name} must give a value for each of the examples of a batch, or (sum, count), got {_shape(of)}."
-        )
+
+def _summed(name: str, of: Any, count: Any) -> Metric:
+    """The metric of a batch of so many examples. Raises RecipeError."""
+    if isinstance(of, tuple | list) and len(of) == 2:
+        return tf.cast(of[0], tf.float64), tf.cast(of[1], tf.float64)
+    if tf.is_tensor(of) and of.shape.is_compatible_with([count if isinstance(count, int) else None]):
+        return tf.reduce_sum(tf.cast(of, tf.float64)), tf.cast(count, tf.float64)
+    raise RecipeError(
+        f"metric {name} must give a value for each of the examples of a batch, or (sum, count), got {shape_text(of)}."
+    )
 
 
 def examples_in(batch: Any) -> Any:
@@ -257,10 +239,27 @@ def _outputs(model: keras.Model, x: Any) -> int:
 
 
 def _own_loss(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
-    """The callable as loss(out, y), one of Keras's turned round."""
-    found: Any = imports.load(path, "loss")
+    """The callable as loss(out, y), one of Keras's turned round. Called, it raises RecipeError for its errors."""
+    loss = _by_position(path, global_batch)
+
+    def explained(out: Any, y: Any) -> Any:
+        try:
+            return loss(out, y)
+        except RecipeError:
+            raise
+        except Exception as error:
+            raise RecipeError(
+                f"loss {path} of outputs {shape_text(out)} and targets {shape_text(y)}: {own_code.reason(error)} "
+                "It is called as loss(out, y), and as loss(y_true, y_pred) where its arguments have Keras's names."
+            ) from error
+
+    return explained
+
+
+def _by_position(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
+    found: Any = own_code.load(path, "loss")
     if inspect.isclass(found) and issubclass(found, keras.losses.Loss):
-        imports.check_arguments(found, path, "loss")
+        own_code.check_arguments(found, path, "loss")
         found = found()
     if isinstance(found, keras.losses.Loss):
         return functools.partial(_of_keras, found, global_batch)
@@ -295,13 +294,3 @@ def _is_pair(loss: Any) -> bool:
     if not isinstance(loss, tuple) or len(loss) != 2:
         return False
     return isinstance(loss[1], int | float) or (tf.is_tensor(loss[1]) and loss[1].shape.rank == 0)
-
-
-def _shape(value: Any) -> str:
-    if tf.is_tensor(value):
-        return f"shape {value.shape.as_list()}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shape(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "(" + ", ".join(map(_shape, value)) + ")"
-    return f"a {type(value).__name__}"

@@ -1,18 +1,20 @@
-"""The recipe's optimizer: the same updates as in hvdtrain.torch, or the Keras optimizer of an import path."""
+"""The recipe's optimizer: the same updates as in hvdtrain.torch, or the Keras optimizer of an import path.
 
+Also clipping, and the loss scale of float16.
+"""
+
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.core import imports, optimizers
+from hvdtrain.core import optimizers
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
-from hvdtrain.tensorflow.sgd import SGD, times, zeros_like
-from hvdtrain.tensorflow.variables import add, put, subtract
-from hvdtrain.untrusted import one_line
+from hvdtrain.tensorflow.engines import add, put, subtract
 
 Tensors = list[tf.Tensor]
 INSTEAD = {
@@ -24,18 +26,7 @@ INSTEAD = {
 """What a recipe has in place of what Keras's optimizers may have."""
 
 
-class Optimizer(Protocol):
-    """Updates its variables. `state` names what it keeps: SLOT for a list beside the variables, or one for all."""
-
-    @property
-    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
-        """The live variables."""
-
-    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
-        """One update of every variable, within a graph; `lr` is a scalar."""
-
-
-def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> Optimizer:
+def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> "Optimizer":
     """The recipe's optimizer of these weights, its state as before the first update. Raises RecipeError."""
     if odd := [each.path for each in weights if getattr(each, "overwrite_with_gradient", False)]:
         raise RecipeError(
@@ -45,14 +36,39 @@ def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> Optimizer:
     if recipe.optimizer not in optimizers.NAMED:
         return KerasOptimizer(recipe, weights)
     variables = [weight.value for weight in weights]
-    match settings := optimizers.settings(recipe):
-        case optimizers.Lamb() as lamb:
-            return LAMB(lamb, variables)
-        case optimizers.Lars() as lars:
-            return LARS(lars, variables)
-        case optimizers.Adam() as adam:
-            return Adam(adam, variables, is_decay_apart=recipe.optimizer == "adamw")
-    return SGD(settings, variables)
+    return KINDS[recipe.optimizer](optimizers.settings(recipe), variables)
+
+
+class SGD:
+    """g += weight_decay * w; m = momentum * m + g; w -= lr * (m, or g + momentum * m after Nesterov).
+
+    The LR stands outside the momentum, as in torch.optim.SGD and unlike in keras.optimizers.SGD: a change of the LR
+    acts on the whole update.
+    """
+
+    def __init__(self, settings: Any, variables: list[tf.Variable]) -> None:
+        self._settings, self._variables = settings, variables
+        self.momentum = zeros_like(variables) if settings.momentum else []
+
+    @property
+    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
+        return {"momentum": self.momentum} if self.momentum else {}
+
+    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
+        decay = self._settings.weight_decay
+        for variable, given, momentum in itertools.zip_longest(self._variables, gradients, self.momentum):
+            gradient = given + decay * variable if decay else given
+            if momentum is None:
+                subtract(variable, times(lr, gradient))
+                continue
+            tf.raw_ops.ResourceApplyMomentum(
+                var=variable.handle,
+                accum=momentum.handle,
+                lr=tf.cast(lr, gradient.dtype),
+                grad=gradient,
+                momentum=tf.constant(self._settings.momentum, gradient.dtype),
+                use_nesterov=self._settings.nesterov,
+            )
 
 
 class Moments:
@@ -136,23 +152,26 @@ class LARS(SGD):
         return _ratio(s.trust_coefficient * of_variable, below, is_at_0) * (gradient + s.weight_decay * variable)
 
 
+KINDS: dict[str, Callable[[Any, list[tf.Variable]], "Optimizer"]] = {
+    "sgd": SGD,
+    "adam": functools.partial(Adam, is_decay_apart=False),
+    "adamw": functools.partial(Adam, is_decay_apart=True),
+    "lamb": LAMB,
+    "lars": LARS,
+}
+"""The classes of `hvdtrain.core.optimizers.NAMED`."""
+
+
 class KerasOptimizer:
     """The Keras optimizer that an import path names."""
 
     def __init__(self, recipe: Recipe, weights: Sequence[keras.Variable]) -> None:
-        kind = imports.load(recipe.optimizer, "optimizer")
+        def made(kind: Callable[..., Any]) -> Any:
+            return kind(learning_rate=recipe.base_lr, **recipe.optimizer_args)
+
+        base = keras.optimizers.Optimizer
         self._weights = list(weights)
-        try:
-            self._optimizer = kind(learning_rate=recipe.base_lr, **recipe.optimizer_args)
-        except (TypeError, ValueError) as error:
-            text = f"{one_line(error)}.{imports.taken(error, kind)}"
-            raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
-        if not isinstance(self._optimizer, keras.optimizers.Optimizer):
-            raise RecipeError(
-                f"optimizer {recipe.optimizer} must return a keras.optimizers.Optimizer, got "
-                f"{type(self._optimizer).__name__}."
-            )
-        own = self._optimizer
+        self._optimizer = own = optimizers.imported(recipe, made, base, "keras.optimizers.Optimizer")
         scales = own.loss_scale_factor or isinstance(own, keras.optimizers.LossScaleOptimizer)
         is_scheduled = not isinstance(own._learning_rate, keras.Variable)
         has = (is_scheduled, own.use_ema, own.gradient_accumulation_steps, scales)
@@ -181,6 +200,11 @@ class KerasOptimizer:
         self._optimizer.apply(gradients, self._weights)
 
 
+Optimizer = SGD | Adam | LAMB | KerasOptimizer
+"""What updates its variables: `descend` takes gradients and the LR, a scalar, within a graph. `state` has the live
+variables that it keeps, by name: a list beside the weights, or one for all."""
+
+
 def _joined(weight: keras.Variable) -> str:
     return weight.path.replace("/", "_")
 
@@ -192,3 +216,64 @@ def _is_adapted(settings: optimizers.Lamb | optimizers.Lars, variable: tf.Variab
 
 def _ratio(above: tf.Tensor, below: tf.Tensor, is_one: tf.Tensor) -> tf.Tensor:
     return tf.where(is_one, tf.ones_like(above), above / below)
+
+
+def times(lr: tf.Tensor, update: tf.Tensor) -> tf.Tensor:
+    """The update, times the LR in its type."""
+    return tf.cast(lr, update.dtype) * update
+
+
+def zeros_like(variables: list[tf.Variable]) -> list[tf.Variable]:
+    """A variable of zeros for each."""
+    return [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in variables]
+
+
+def clipped(gradients: Tensors, norm: float) -> Tensors:
+    """The gradients, scaled down so that their common norm is at most `norm` (torch.nn.utils.clip_grad_norm_)."""
+    total = norm_of(gradients)
+    factor = tf.minimum(norm / (total + 1e-6), tf.ones((), total.dtype))
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+
+
+def norm_of(gradients: Tensors) -> tf.Tensor:
+    """Their common norm, in the widest of their types."""
+    widest = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.size)
+    return tf.linalg.global_norm([tf.cast(gradient, widest) for gradient in gradients])
+
+
+class Scaler:
+    """The dynamic loss scale of float16 (torch.amp.GradScaler's rule and numbers); 1 where it is not `enabled`."""
+
+    GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = tf.Variable(2.0**16 if enabled else 1.0, trainable=False)
+        self._steps = tf.Variable(tf.zeros((), tf.int64), trainable=False)  # GPUs hold no 32-bit integers
+
+    def unscaled(self, gradients: Tensors) -> Tensors:
+        """The gradients of the loss itself."""
+        return [gradient / tf.cast(self.scale, gradient.dtype) for gradient in gradients]
+
+    def update(self, finite: tf.Tensor) -> None:
+        """Halves the scale after gradients that were not `finite`, doubles it after a long row of finite ones."""
+        grown = finite & (self._steps + 1 >= self.INTERVAL)
+        put(self._steps, tf.where(finite & ~grown, self._steps + 1, tf.zeros_like(self._steps)))
+        put(self.scale, self.scale * tf.where(finite, tf.where(grown, self.GROWTH, 1.0), self.BACKOFF))
+
+    def state_dict(self) -> dict[str, Any]:
+        """With GradScaler's keys; empty where it is not enabled."""
+        if not self.enabled:
+            return {}
+        return {
+            "scale": float(self.scale.numpy()),
+            "growth_factor": self.GROWTH,
+            "backoff_factor": self.BACKOFF,
+            "growth_interval": self.INTERVAL,
+            "_growth_tracker": int(self._steps.numpy()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.enabled:
+            self.scale.assign(state["scale"])
+            self._steps.assign(state["_growth_tracker"])

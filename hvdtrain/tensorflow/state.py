@@ -11,21 +11,19 @@ import tensorflow as tf
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
-from hvdtrain.tensorflow import hidden
-from hvdtrain.tensorflow.engines.replication import Replication
-from hvdtrain.tensorflow.optimizers import Optimizer
-from hvdtrain.tensorflow.sgd import Scaler
-from hvdtrain.tensorflow.variables import add, put
+from hvdtrain.tensorflow import models
+from hvdtrain.tensorflow.engines import Engine, add, put
+from hvdtrain.tensorflow.optimizers import Optimizer, Scaler
 from hvdtrain.untrusted import one_line
 
 
 class Ema:
     """The average e = decay e + (1 - decay) w of every weight; it begins as the weights themselves."""
 
-    def __init__(self, weights: list[tf.Variable], decay: float, replication: Replication) -> None:
-        self._weights, self._weight, self._replication = weights, 1 - decay, replication
+    def __init__(self, weights: list[tf.Variable], decay: float, engine: Engine) -> None:
+        self._weights, self._weight, self._engine = weights, 1 - decay, engine
         self.averages = [tf.Variable(tf.convert_to_tensor(weight), trainable=False) for weight in weights]
-        self._swap = replication.replicate(self._swap_own)
+        self._swap = engine.replicate(self._swap_own)
 
     def update(self) -> None:
         """Follows the weights, after an update of them. Within a graph."""
@@ -43,12 +41,12 @@ class Ema:
 
     def _exchange(self) -> None:
         """Between two steps: what was requested before is computed first."""
-        self._replication.copies(self._weights[0])
-        self._swap([()] * self._replication.replicas)
-        self._replication.copies(self._weights[0])
+        self._engine.copies(self._weights[0])
+        self._swap([()] * self._engine.replicas)
+        self._engine.copies(self._weights[0])
 
     def _swap_own(self) -> None:
-        self._replication.keep(self._swap_all, [])
+        self._engine.keep(self._swap_all, [])
 
     def _swap_all(self, _: list[tf.Tensor]) -> None:
         for average, weight in zip(self.averages, self._weights, strict=True):
@@ -81,7 +79,7 @@ class Copies:
 def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
     """Every variable of the state by name: `model.LAYER.NAME`, a layer's tf.Variables too, `SLOT.LAYER.NAME` as in
     momentum.LAYER.NAME, `ema.LAYER.NAME`; what an optimizer keeps once for all by that name alone."""
-    weights = {weight.path: weight.value for weight in model.weights} | hidden.variables(model)
+    weights = {weight.path: weight.value for weight in model.weights} | models.held_variables(model)
     state = {f"model.{_name(path)}": each for path, each in weights.items()}
     names = [_name(weight.path) for weight in model.trainable_weights]
     for slot, kept in {**optimizer.state, **({"ema": ema.averages} if ema else {})}.items():
@@ -102,7 +100,7 @@ class State:
     def __init__(self, model: keras.Model, optimizer: Optimizer, scaler: Scaler, ema: Ema | None = None) -> None:
         self.tensors = variables(model, optimizer, ema)
         self.scaler: Any = scaler
-        self._constants = hidden.constants(model)
+        self._constants = models.held_constants(model)
         self._copies = Copies()
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:

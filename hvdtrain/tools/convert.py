@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
-import tyro
 
 from hvdtrain import files
 from hvdtrain.core import flags, network, optimizers, own_code
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.flags import Flag
 from hvdtrain.core.network import LIBRARIES
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import CheckpointError, OutputError, RecipeError
 from hvdtrain.record import checkpoint
 from hvdtrain.record import folder as folders
@@ -25,17 +26,17 @@ from hvdtrain.untrusted import one_line, printable
 Framework = Literal["torch", "tensorflow"]
 Named = tuple[str, np.ndarray]
 
-ONLY: dict[str, dict[str, bool | str]] = {
-    "torch": {"compile": True, "data_on_device": True, "compression": "bf16"},
-    "tensorflow": {"xla": True},
+ONLY: dict[str, list[tuple[str, bool | str]]] = {
+    "torch": [("compile", True), ("data_on_device", True)],
+    "tensorflow": [("xla", True)],
 }
-"""Values of a recipe's keys that one framework alone has."""
+"""Keys of a recipe, with the values that one framework alone has."""
 # By number of axes: PyTorch's order of a kernel's axes to TensorFlow's, and back.
 TO_TENSORFLOW = {2: (1, 0), 4: (2, 3, 1, 0)}
 TO_TORCH = {2: (1, 0), 4: (3, 2, 0, 1)}
 NORM = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
 KERNEL = {"weight": "kernel", "bias": "bias"}
-STEP, MOMENT = "step", "exp_avg"  # Adam's and LAMB's: PyTorch keeps a step beside each moment, TensorFlow one for all
+STEP = "step"  # PyTorch keeps one beside each parameter, TensorFlow one for all
 BATCHES = "num_batches_tracked"  # PyTorch counts them, and with a fixed momentum reads them nowhere
 ALONE = "linear"  # TensorFlow's name for the layer that is PyTorch's whole model, and nameless there
 
@@ -44,9 +45,9 @@ ALONE = "linear"  # TensorFlow's name for the layer that is PyTorch's whole mode
 class Options:
     """Turns a run's newest checkpoint into one that the other framework continues from."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="run folder, as runs/digits/2026-11-20_15-33-02")]
-    to: Annotated[Framework, tyro.conf.arg(help="the framework to convert to")]
-    output: Annotated[Path | None, tyro.conf.arg(help="new run folder; left out: RUN-torch or RUN-tensorflow")] = None
+    run: Annotated[Path, Flag(help="run folder, as runs/digits/2026-11-20_15-33-02", is_positional=True)]
+    to: Annotated[Framework, Flag("the framework to convert to")]
+    output: Annotated[Path | None, Flag("new run folder; left out: RUN-torch or RUN-tensorflow")] = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,8 +64,9 @@ def main(argv: Sequence[str]) -> int:
         raise OutputError(f"{target} is a link, which may lead elsewhere; remove it, or give --output.")
     with Status(f"converting step {state.meta['step']} for {options.to}"):
         recipe = _recipe(options.run, state, options.to)
-        only = ONLY[state.meta["framework"]].items()
-        left_out = {key: value for key, value in only if getattr(recipe, key) == value}
+        left_out = {key: value for key, value in ONLY[state.meta["framework"]] if getattr(recipe, key) == value}
+        if not _can_compress(recipe.compression, options.to):
+            left_out["compression"] = recipe.compression
         recipe = recipe.model_copy(update={key: Recipe.model_fields[key].default for key in left_out})
         of_target = converted(state, options.to)
         _check_arrays(state.arrays if options.to == "tensorflow" else of_target.arrays, recipe)
@@ -75,6 +77,12 @@ def main(argv: Sequence[str]) -> int:
     command = ["python", "-m", f"hvdtrain.{options.to}", str(target / "recipe.yaml"), "--output", str(target)]
     print(f"continue with: {shlex.join(command)}")
     return 0
+
+
+def _can_compress(compression: str, framework: Framework) -> bool:
+    """Whether an engine of the framework has it."""
+    engines = (engine for engine in ENGINES.values() if framework in engine.classes)
+    return any(compression in engine.compressions for engine in engines)
 
 
 def _recipe(source: Path, state: Checkpoint, to: Framework) -> Recipe:
@@ -114,10 +122,11 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
     """Raises CheckpointError where arrays by PyTorch's names are not those of the recipe's network and optimizer."""
     bias = arrays.get("model.fc.bias")
     trained, statistics = network.weights(recipe.model, 0 if bias is None else bias.size)
-    slots = ["model", *optimizers.settings(recipe).slots, *(["ema"] if recipe.ema_decay else [])]
+    optimizer = optimizers.settings(recipe)
+    slots = ["model", *optimizer.slots, *(["ema"] if recipe.ema_decay else [])]
     wanted = {f"{slot}.{name}": shape for slot in slots for name, shape in trained.items()}
     wanted |= {f"model.{name}": shape for name, shape in statistics.items()}
-    wanted |= {f"{STEP}.{name}": () for name in trained if MOMENT in slots}
+    wanted |= {f"{STEP}.{name}": () for name in trained if optimizer.has_step}
     found = {name: array.shape for name, array in arrays.items()}
     for name in [*wanted, *found]:
         if found.get(name) != wanted.get(name):
@@ -164,13 +173,15 @@ def _one_step(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
 
 def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
     leaves = {theirs: ours for ours, theirs in (NORM | KERNEL).items()} | {"gamma": "weight", "beta": "bias"}
+    slots = (name.partition(".")[0] for name in arrays if not name.startswith(("model.", "ema.")) and name != STEP)
+    beside = next(slots, "model") if STEP in arrays else ""
     for name, array in arrays.items():
         if name == STEP:
             continue
         kind, module, leaf = _split(name)
         prefix = f"{kind}." if module == ALONE else f"{kind}.{module}."
         yield prefix + leaves[leaf], _turned(array, TO_TORCH)
-        if kind == MOMENT:
+        if kind == beside:
             yield f"{STEP}{prefix.removeprefix(kind)}{leaves[leaf]}", arrays[STEP]
         if leaf == "moving_mean":
             yield prefix + BATCHES, np.array(step, np.int64)

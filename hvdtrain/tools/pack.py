@@ -22,7 +22,6 @@ from typing import Annotated, Literal, NamedTuple
 import google_crc32c
 import numpy as np
 import pydantic
-import tyro
 import xxhash
 from numpy.typing import NDArray
 from PIL import Image
@@ -30,12 +29,12 @@ from pydantic import Field
 
 from hvdtrain import datasets, files
 from hvdtrain.core import flags
+from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import expanding
+from hvdtrain.datasets import packed as shards
 from hvdtrain.datasets.imagenet import Encoded, opened, rgb, together
-from hvdtrain.datasets.packed import shards
 from hvdtrain.errors import DataError, OutputError
-from hvdtrain.terminal import Status
-from hvdtrain.tools.rank_status import hidden
+from hvdtrain.terminal import Status, hidden
 from hvdtrain.untrusted import printable
 
 THREADS = 16  # more than processors: a parallel file system is waited for
@@ -52,22 +51,14 @@ MASK_DELTA = 0xA282EAD8
 class Options:
     """Packs an ImageNet-style folder, or the images that index files name, into shards to train from."""
 
-    source: Annotated[
-        Path, expanding("SOURCE"), tyro.conf.Positional, tyro.conf.arg(help="a data_dir of the data set imagenet")
-    ]
-    dest: Annotated[
-        Path, expanding("DEST"), tyro.conf.Positional, tyro.conf.arg(help="new folder of the shards: a data_dir too")
-    ]
-    format: Annotated[Name, tyro.conf.arg(help="tar shards as webdataset's, or TFRecord files")] = "webdataset"
-    shard_mb: Annotated[int, Field(ge=1), tyro.conf.arg(help="MiB a shard is filled to")] = 512
-    shards: Annotated[int | None, Field(ge=1), tyro.conf.arg(help="instead of shard-mb: number of training shards")] = (
-        None
-    )
-    resize: Annotated[
-        int | None, Field(ge=1), tyro.conf.arg(help="shorter side to shrink larger images to, pixels")
-    ] = None
-    quality: Annotated[int, Field(ge=1, le=95), tyro.conf.arg(help="of the JPEGs that resize makes, 1 to 95")] = 90
-    seed: Annotated[int, Field(ge=0), tyro.conf.arg(help="of the order in which the images are packed")] = 0
+    source: Annotated[Path, expanding("SOURCE"), Flag(help="a data_dir of the data set imagenet", is_positional=True)]
+    dest: Annotated[Path, expanding("DEST"), Flag(help="new folder of the shards: a data_dir too", is_positional=True)]
+    format: Annotated[Name, Flag("tar shards as webdataset's, or TFRecord files")] = "webdataset"
+    shard_mb: Annotated[int, Field(ge=1), Flag("MiB a shard is filled to")] = 512
+    shards: Annotated[int | None, Field(ge=1), Flag("instead of shard-mb: number of training shards")] = None
+    resize: Annotated[int | None, Field(ge=1), Flag("shorter side to shrink larger images to, pixels")] = None
+    quality: Annotated[int, Field(ge=1, le=95), Flag("of the JPEGs that resize makes, 1 to 95")] = 90
+    seed: Annotated[int, Field(ge=0), Flag("of the order in which the images are packed")] = 0
 
 
 class Sample(NamedTuple):

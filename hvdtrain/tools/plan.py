@@ -19,7 +19,8 @@ from hvdtrain.core.network import Network
 from hvdtrain.core.own_code import is_path
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.recipe import Recipe, located
-from hvdtrain.datasets.base import Dataset
+from hvdtrain.datasets import DATASETS, Dataset, keys_of
+from hvdtrain.datasets.base import default_data_dir
 from hvdtrain.errors import DataError, HvdtrainError, RecipeError
 from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import OPTIONS, parse_flags, usage
@@ -27,9 +28,6 @@ from hvdtrain.untrusted import one_line, printable
 
 PROG = "python -m hvdtrain plan"
 Number = Annotated[int, Field(gt=0, le=10**9)]
-SIZES = {"cifar100": (50_000, 10_000, 100), "imagenet": (1_281_167, 50_000, 1000)}
-"""Training examples, validation examples, classes. ImageNet's are ILSVRC 2012's (Russakovsky et al. 2015,
-arXiv:1409.0575, table 2)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +103,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Recipe, Options]:
     )
     options = Options(**{key: given.pop(key) for key in OWN if key in given})
     of_recipe = {key: value for key, value in given.items() if key not in OPTIONS}
-    if options.examples and recipes.load(name, of_recipe).dataset == "synthetic":
+    if options.examples and "examples" in keys_of(recipes.load(name, of_recipe).dataset):
         of_recipe["examples"] = options.examples
     return recipes.load(name, of_recipe), options
 
@@ -128,13 +126,13 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
     # Neither copied to this node nor decoded.
     recipe = located(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}))
     if why := missing(recipe.dataset, recipe.data_dir):
-        dataset = _published(recipe.dataset, recipe.train_crop)
-        train, valid, classes = SIZES[recipe.dataset]
-        sizes = "" if options.examples else f"{train:,} examples to train, {valid:,} to validate, "
-        notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{classes:,} classes"]
+        dataset = _published(recipe)
+        counts = f"{len(dataset.train):,} examples to train, {len(dataset.valid):,} to validate, "
+        sizes = "" if options.examples else counts
+        notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{dataset.classes:,} classes"]
     else:
         dataset = load_dataset(recipe, framework)
-    if options.examples and recipe.dataset != "synthetic":
+    if options.examples and "examples" not in keys_of(recipe.dataset):
         train_split = Blank(options.examples, dataset.sample_shape)
         dataset = dataclasses.replace(dataset, train=train_split, shards=(), items=())
     if options.valid_examples:
@@ -153,17 +151,14 @@ def _network(recipe: Recipe, framework: Framework, dataset: Dataset) -> tuple[Ne
 
 
 def missing(name: str, data_dir: Path | None) -> str:
-    """Why the files of a set of SIZES cannot be read; nothing where they can be looked for, or are in the package."""
-    if name not in SIZES:
+    """Why the files of a published set cannot be read; nothing where they can be looked for, or are in the package."""
+    if name not in DATASETS or not DATASETS[name].published:
         return ""
     if data_dir is not None:
         return "" if _is_here(data_dir) else f"{data_dir} is not here"
-    if name == "imagenet":
+    if not (folder := DATASETS[name].downloaded_to):
         return "no --data-dir is given"
-    from hvdtrain.datasets.cifar100 import FOLDER
-    from hvdtrain.datasets.download import default_data_dir
-
-    return "" if _is_here(default_data_dir() / FOLDER) else "not downloaded yet"
+    return "" if _is_here(default_data_dir() / folder) else "not downloaded yet"
 
 
 def _is_here(path: Path) -> bool:
@@ -171,9 +166,11 @@ def _is_here(path: Path) -> bool:
     return os.access(path, os.F_OK)
 
 
-def _published(name: str, train_crop: int) -> Dataset:
-    """A set of SIZES without its files."""
-    train, valid, classes = SIZES[name]
-    side = train_crop if name == "imagenet" else 32
+def _published(recipe: Recipe) -> Dataset:
+    """A published set without its files."""
+    row = DATASETS[recipe.dataset]
+    assert row.published
+    train, valid, classes = row.published
+    side = getattr(recipe, row.side) if isinstance(row.side, str) else row.side
     shape = (side, side, 3)
-    return Dataset(name, Blank(train, shape), Blank(valid, shape), classes, shape, (0.5,) * 3, (0.5,) * 3)
+    return Dataset(recipe.dataset, Blank(train, shape), Blank(valid, shape), classes, shape, (0.5,) * 3, (0.5,) * 3)

@@ -1,4 +1,4 @@
-"""The PyTorch adapter: `python -m hvdtrain.torch RECIPE [flags]`, and for a loop of one's own `hvdtrain.torch.join`."""
+"""The PyTorch adapter: `python -m hvdtrain.torch RECIPE [flags]`, and for a loop of yours `hvdtrain.torch.join`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +9,14 @@ installed.refuse("numpy", "torch", "horovod", "mpi4py")
 __all__ = ["join"]
 
 if TYPE_CHECKING:
-    from hvdtrain.torch.own.world import join
+    from hvdtrain.torch.user_loop.world import join
 
 
 def __getattr__(name: str) -> Any:
     """`join`, loaded at its first use: a recipe's run loads PyTorch only once its input is checked."""
     if name != "join":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hvdtrain.torch.own import world
+    from hvdtrain.torch.user_loop import world
 
     return world.join
 

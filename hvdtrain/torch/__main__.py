@@ -16,14 +16,13 @@ from hvdtrain.terminal import SCREEN
 
 def train(prepared: Run) -> None:
     """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
-    prepared.world.launch.enter("import")
+    prepared.journal.enter("import")
     SCREEN.waiting("importing PyTorch")
     with terminal.postponed():
         from hvdtrain.run.loop import Loop
-        from hvdtrain.torch.opening import engine_of
-        from hvdtrain.torch.trainer import Trainer
+        from hvdtrain.torch.trainer import Trainer, engine_of
 
-    prepared.world.launch.enter("rendezvous")
+    prepared.journal.enter("rendezvous")
     with engine_of(prepared) as engine:
         Loop(prepared, Trainer(prepared, engine)).train()
 

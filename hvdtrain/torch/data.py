@@ -17,11 +17,13 @@ from torch.utils.data import Dataset as TorchDataset
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import Arrays, is_read_at_once
 from hvdtrain.datasets.cifar100 import FIXED_BITS, PIXELS, SIDE, Cifar, placements
-from hvdtrain.datasets.synthetic import Synthetic
+from hvdtrain.datasets.small import Synthetic
 from hvdtrain.errors import DataError, RecipeError
-from hvdtrain.ranks.stacks import Workers
+from hvdtrain.ranks.stacks import READERS, Workers, mark_module
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Batch
+
+mark_module(READERS, __name__)
 
 if TYPE_CHECKING:
     from hvdtrain.core.progress import Request
@@ -32,18 +34,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Loader:
-    """Reads requests of a split into pairs (x, y) on the device: images normalised, NCHW.
-
-    Examples:
-        >>> import numpy as np
-        >>> from hvdtrain import datasets
-        >>> from hvdtrain.core import recipe
-        >>> digits = datasets.load("digits")
-        >>> loader = Loader(recipe.load("digits"), digits, torch.device("cpu"))
-        >>> x, y = next(loader.batches(digits.valid, [(np.arange(4), None)]))  # the first four samples
-        >>> x.shape, y.shape
-        (torch.Size([4, 3, 8, 8]), torch.Size([4]))
-    """
+    """Reads requests of a split into pairs (x, y) on the device: images normalised, NCHW."""
 
     def __init__(self, recipe: "ReadSettings", dataset: Dataset, device: torch.device) -> None:
         self.recipe, self.dataset, self.device = recipe, dataset, device

@@ -10,36 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hvdtrain.core import examples, imports
+from hvdtrain.core import examples, own_code
 from hvdtrain.datasets import Dataset
+from hvdtrain.ranks.stacks import READERS, mark_module
+
+mark_module(READERS, __name__)
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
 
 
 def load(recipe: "Recipe") -> Dataset:
-    """The recipe's own data set. Raises RecipeError and DataError, in one line, for what it cannot be read as.
-
-    Examples:
-        >>> from hvdtrain.core import recipe
-        >>> load(recipe.load("unet.yaml")).train  # which names cells.data:Cells  # doctest: +SKIP
-    """
+    """The recipe's own data set. Raises RecipeError and DataError, in one line, for what it cannot be read as."""
     collate = default_collate
     if recipe.collate:
-        collate = imports.load(recipe.collate, "collate")
-        imports.check_arguments(collate, recipe.collate, "collate", [])
+        collate = own_code.load(recipe.collate, "collate")
+        own_code.check_arguments(collate, recipe.collate, "collate", [])
     return examples.load(recipe, "map-style data sets", lambda split, name: Examples(split, name, collate))
 
 
 class Examples(examples.Examples):
-    """A map-style data set as a split of `hvdtrain.datasets`, whose batches are what `collate` makes.
-
-    Examples:
-        >>> import numpy as np
-        >>> squares = TensorDataset(torch.arange(4), torch.arange(4) ** 2)
-        >>> Examples(squares).read(np.array([3, 1]), None)
-        [tensor([3, 1]), tensor([9, 1])]
-    """
+    """A map-style data set as a split of `hvdtrain.datasets`, whose batches are what `collate` makes."""
 
     iterable = IterableDataset
     sources = "random, numpy.random or torch"

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvdtrain.core import imports
+from hvdtrain.core import own_code
+from hvdtrain.core.network import EXAMPLES, counted_examples
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.torch import models, networks, optimizers, state
@@ -18,9 +18,6 @@ from hvdtrain.torch.objective import Objective
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
 
-EXAMPLES = 2
-"""BatchNorm has no variance of one value."""
-
 
 def count(recipe: "Recipe", dataset: Dataset) -> int:
     """FLOPs of one example forward, in training: convolutions, matrix products and attention; a multiply-add is 2. Of
@@ -28,20 +25,11 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
 
     Counted for two examples of the training set: on the device "meta", which computes nothing; on the CPU where the
     code needs numbers. Raises HvdtrainError where it fails there too.
-
-    Examples:
-        >>> from hvdtrain import datasets
-        >>> from hvdtrain.core.recipe import load
-        >>> recipe = load("digits", {"model": "torchvision:resnet18"})
-        >>> count(recipe, datasets.load("digits"))
-        9754624
     """
     cpu = torch.device("cpu")
     objective = Objective(recipe)
     objective.classes = dataset.classes
-    indices = np.arange(EXAMPLES) % len(dataset.train)
-    draws = np.zeros((EXAMPLES, dataset.draws), np.float32)
-    batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [(indices, draws)]))
+    batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [counted_examples(dataset)]))
     data = objective.inputs(batch)
     try:
         model = networks.without_memory(recipe, dataset.classes)
@@ -51,7 +39,7 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
         try:
             flops, out = _counted(recipe, objective, networks.build(recipe, dataset.classes), data)
         except Exception as error:
-            raise PlanError(f"{recipe.step or recipe.model}: {imports.reason(error)}") from error
+            raise PlanError(f"{recipe.step or recipe.model}: {own_code.reason(error)}") from error
     objective.check_outputs(out)
     return flops
 

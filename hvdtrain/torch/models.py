@@ -26,12 +26,6 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
 
     linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, 3, height, width] -> logits [n, classes].
     Any other: see `hvdtrain.torch.networks`. Raises RecipeError.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> build(load("linear"), None, LocalEngine(torch.device("cpu")))
-        Linear(in_features=1, out_features=1, bias=True)
     """
     torch.manual_seed(recipe.seed)
     if recipe.model == "linear":
@@ -62,15 +56,7 @@ def _known(recipe: "Recipe", classes: int | None) -> int:
 
 
 def training_mode(model: nn.Module, recipe: "Recipe") -> None:
-    """Training mode, but for BatchNorm where its statistics are frozen.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> model = nn.Sequential(nn.BatchNorm2d(8))
-        >>> training_mode(model, load("digits", {"batch_norm": "frozen"}))
-        >>> model.training, model[0].training
-        (True, False)
-    """
+    """Training mode, but for BatchNorm where its statistics are frozen."""
     model.train()
     if recipe.batch_norm == "frozen":
         for module in model.modules():
@@ -80,14 +66,7 @@ def training_mode(model: nn.Module, recipe: "Recipe") -> None:
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
     """The same model, whose BatchNorm layers, and layers of classes derived of them, normalise by the statistics of the
-    global batch. Nothing else of a layer changes. Raises RecipeError where a layer cannot be changed so.
-
-    Examples:
-        >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> model = with_sync_batch_norm(nn.Sequential(nn.BatchNorm2d(8)), LocalEngine(torch.device("cpu")))
-        >>> isinstance(model[0], SyncBatchNorm), isinstance(model[0], nn.BatchNorm2d)
-        (True, True)
-    """
+    global batch. Nothing else of a layer changes. Raises RecipeError where a layer cannot be changed so."""
     kinds: dict[type, type] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -106,12 +85,6 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     Horovod's own and PyTorch's work on GPUs only; this one works wherever the engine does. Pickled, a layer is of its
     own class again.
-
-    Examples:
-        >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> norm = with_sync_batch_norm(nn.BatchNorm2d(3), LocalEngine(torch.device("cpu")))
-        >>> norm(torch.randn(4, 3, 8, 8)).shape
-        torch.Size([4, 3, 8, 8])
     """
 
     engine: Engine
@@ -221,24 +194,14 @@ def _channels(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def average_statistics(model: nn.Module, engine: Engine) -> None:
     """Sets BatchNorm's running statistics to the mean over the ranks, and other buffers to rank 0's, so that all ranks
-    hold one model.
-
-    Examples:
-        >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> average_statistics(nn.BatchNorm2d(3), LocalEngine(torch.device("cpu")))  # every rank calls it
-    """
+    hold one model."""
     share_buffers(model, engine, "rank_0")
     _average([buffer for buffer in _statistics(model) if buffer.is_floating_point()], engine)
 
 
 def share_buffers(model: nn.Module, engine: Engine, how: Literal["average", "rank_0"]) -> None:
     """Gives all ranks one value of the buffers that are no BatchNorm's: their mean over the ranks, where they are
-    fractions, or rank 0's. Every rank calls it.
-
-    Examples:
-        >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> share_buffers(nn.Linear(1, 1), LocalEngine(torch.device("cpu")), "average")
-    """
+    fractions, or rank 0's. Every rank calls it."""
     others = own_buffers(model)
     if engine.size == 1 or not others:
         return
@@ -249,12 +212,7 @@ def share_buffers(model: nn.Module, engine: Engine, how: Literal["average", "ran
 
 
 def own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are no BatchNorm's, by name.
-
-    Examples:
-        >>> own_buffers(nn.BatchNorm2d(3))
-        {}
-    """
+    """The buffers that are no BatchNorm's, by name."""
     ours = {id(buffer) for buffer in _statistics(model)}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
 
@@ -275,26 +233,12 @@ def _average(buffers: list[torch.Tensor], engine: Engine) -> None:
 
 
 def fingerprint(model: nn.Module, with_statistics: bool) -> int:
-    """64 bits that change when any bit of the weights does (and of BatchNorm's statistics, where asked).
-
-    Examples:
-        >>> model = nn.Linear(2, 1)
-        >>> before = fingerprint(model, with_statistics=False)
-        >>> _ = model.bias.data.add_(1e-3)
-        >>> fingerprint(model, with_statistics=False) == before
-        False
-    """
+    """64 bits that change when any bit of the weights does (and of BatchNorm's statistics, where asked)."""
     return _fingerprint([*model.parameters(), *(_statistics(model) if with_statistics else ())])
 
 
 def unlike_buffers(model: nn.Module, engine: Engine) -> list[str]:
-    """The names of those buffers that are no BatchNorm's and differ between ranks. Every rank calls it.
-
-    Examples:
-        >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> unlike_buffers(nn.Linear(1, 1), LocalEngine(torch.device("cpu")))
-        []
-    """
+    """The names of those buffers that are no BatchNorm's and differ between ranks. Every rank calls it."""
     named = own_buffers(model)
     if engine.size == 1 or not named:
         return []

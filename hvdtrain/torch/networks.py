@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.core import imports, own_code
+from hvdtrain.core import own_code
 from hvdtrain.core.network import Network
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
@@ -30,11 +30,6 @@ def build(recipe: "Recipe", classes: int | None) -> nn.Module:
     """The network that the recipe names, on the CPU, its weights drawn from the recipe's seed alone.
 
     Raises RecipeError, in one line, where there is none.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> build(load("digits", {"model": "torch.nn:Linear", "model_args": {"in_features": 8, "out_features": 2}}), 10)
-        Linear(in_features=8, out_features=2, bias=True)
     """
     return _made(recipe, _maker(recipe, classes))
 
@@ -43,7 +38,7 @@ def _maker(recipe: "Recipe", classes: int | None) -> functools.partial[Any]:
     """What makes the network; its module is imported. Raises RecipeError."""
     path = own_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
-    arguments = imports.expanded(recipe.model_args, "model_args")
+    arguments = own_code.expanded(recipe.model_args, "model_args")
     given: tuple[Any, ...] = ()
     if library in LIBRARIES:
         if name in INITIALIZED:
@@ -52,8 +47,8 @@ def _maker(recipe: "Recipe", classes: int | None) -> functools.partial[Any]:
             arguments = {"num_classes": classes, **arguments}
         make, given = _of_library(library), (name,)
     else:
-        make = imports.load(path, "model")
-    imports.check_arguments(make, path, "model", *given, **arguments)
+        make = own_code.load(path, "model")
+    own_code.check_arguments(make, path, "model", *given, **arguments)
     return functools.partial(make, *given, **arguments)
 
 
@@ -65,7 +60,7 @@ def _made(recipe: "Recipe", make: functools.partial[Any]) -> nn.Module:
     try:
         model = make()
     except Exception as error:
-        raise RecipeError(f"model {path}: {imports.reason(error, make.func)}") from error
+        raise RecipeError(f"model {path}: {own_code.reason(error, make.func)}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model {path} must return a torch.nn.Module, got a {type(model).__name__}.")
     check_kept(model)
@@ -73,29 +68,14 @@ def _made(recipe: "Recipe", make: functools.partial[Any]) -> nn.Module:
 
 
 def count(recipe: "Recipe", dataset: Dataset) -> Network:
-    """What a plan must know of the recipe's network. Raises RecipeError.
-
-    Examples:
-        >>> from hvdtrain import datasets
-        >>> from hvdtrain.core.recipe import load
-        >>> count(load("digits", {"model": "torchvision:resnet18"}), datasets.load("digits"))
-        Network(parameters=11181642, has_batch_norm=True, flops=None)
-    """
+    """What a plan must know of the recipe's network. Raises RecipeError."""
     model = without_memory(recipe, dataset.classes)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    if not parameters:
-        raise RecipeError(f"model {recipe.model} has no parameters to train.")
     return Network(parameters, any(isinstance(module, BATCH_NORMS) for module in model.modules()))
 
 
 def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
-    """The network on the device "meta"; where its code computes with its weights, on the CPU.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> without_memory(load("digits", {"model": "vgg16"}), 10).classifier[0].weight.device
-        device(type='meta')
-    """
+    """The network on the device "meta"; where its code computes with its weights, on the CPU."""
     make = _maker(recipe, classes)  # a tensor of its module, which is imported here, lies on the CPU
     with contextlib.suppress(RecipeError), torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # weights that it loads
@@ -105,7 +85,7 @@ def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
 
 def _of_library(library: str) -> Any:
     try:
-        return imports.load(LIBRARIES[library], "model")
+        return own_code.load(LIBRARIES[library], "model")
     except RecipeError:
         extra = "timm" if library == "timm" else "torch"
         raise RecipeError(f"model {library}:... needs {library}; install it: pip install hvdtrain[{extra}]") from None

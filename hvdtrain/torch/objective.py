@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hvdtrain.core import imports, own_code
+from hvdtrain.core import own_code
 from hvdtrain.core.own_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
-from hvdtrain.core.totals import of_halves
+from hvdtrain.core.sharing import of_halves
 from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 
 if TYPE_CHECKING:
@@ -28,12 +28,7 @@ Metric = tuple[torch.Tensor, torch.Tensor | int]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of a data set of the user's: whatever its `collate` makes of so many samples.
-
-    Examples:
-        >>> Batch({"tokens": torch.zeros(8, 16)}, count=8).count
-        8
-    """
+    """A batch of a data set of the user's: whatever its `collate` makes of so many samples."""
 
     data: Any
     count: int
@@ -42,12 +37,7 @@ class Batch:
 @dataclass(frozen=True)
 class Seen:
     """A batch's mean loss and metrics, on the device and without gradient; `count` examples. The metric `loss` is the
-    loss's sum and count, where it gives them.
-
-    Examples:
-        >>> Seen(torch.tensor(0.5), count=8, metrics={"acc1": (torch.tensor(6), 8)}).metrics["acc1"]
-        (tensor(6), 8)
-    """
+    loss's sum and count, where it gives them."""
 
     loss: torch.Tensor
     count: int
@@ -55,28 +45,14 @@ class Seen:
 
 
 def call(network: Any, x: Any) -> Any:
-    """The network's outputs: called as network(**x) for a mapping, network(*x) for a tuple or list, else network(x).
-
-    Examples:
-        >>> call(lambda a, b: a + b, {"a": 1, "b": 2}), call(lambda a, b: a + b, (1, 2)), call(abs, -3)
-        (3, 3, 3)
-    """
+    """The network's outputs: called as network(**x) for a mapping, network(*x) for a tuple or list, else network(x)."""
     if isinstance(x, Mapping):
         return network(**x)
     return network(*x) if isinstance(x, tuple | list) else network(x)
 
 
 class Objective:
-    """A recipe's loss and metrics.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> objective = Objective(load("linear"))
-        >>> batch = torch.ones(4, 1), torch.zeros(4, 1)
-        >>> loss, seen = objective.measure(objective.forward(torch.nn.Identity(), objective.inputs(batch)), batch)
-        >>> loss, seen.count, seen.metrics
-        (tensor(1.), 4, {})
-    """
+    """A recipe's loss and metrics."""
 
     def __init__(self, recipe: "Recipe") -> None:
         """Raises RecipeError where code that the recipe names cannot be imported."""
@@ -114,19 +90,14 @@ class Objective:
         data = batch.data if isinstance(batch, Batch) else batch
         if self._step:
             return data
-        if not isinstance(data, tuple | list) or len(data) != 2:
-            held = f"{len(data)} values" if isinstance(data, tuple | list) else f"a {type(data).__name__}"
-            raise RecipeError(
-                f"a sample of {self._recipe.dataset} must be a pair (x, y), got {held}; return a pair, or give a step."
-            )
-        return data[0]
+        return own_code.pair(self._recipe, data)[0]
 
     def measure(self, out: Any, batch: Any, training: bool = False) -> tuple[torch.Tensor, Seen]:
         """The mean loss over the batch's examples, or its sum where it gives that and a count, with its gradient, and
         what is to be reported. Raises RecipeError where the user's code returns anything else than it should."""
         data, count = (batch.data, batch.count) if isinstance(batch, Batch) else (batch, len(batch[1]))
         if self._step:
-            loss, metrics = self._of_step(out)
+            loss, metrics = own_code.of_step(self._name, out, _is_pair)
         else:
             loss, metrics = self._loss(out, data[1], training), self._measured(out, data[1])
         if _is_pair(loss):
@@ -146,15 +117,6 @@ class Objective:
         with Watched(self._name, "return (sum, count)") as watched:
             out = self._step(model, batch)
         self.notes += watched.notes
-        return out
-
-    def _of_step(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
-        if not isinstance(out, tuple) or _is_pair(out):
-            return out, {}
-        if len(out) != 2 or not isinstance(out[1], Mapping) or "loss" in out[1]:
-            raise RecipeError(
-                f"{self._name} must return a loss, or (loss, metrics) with a dict of metrics, none of them called loss."
-            )
         return out
 
     def _loss(self, out: Any, y: Any, training: bool) -> Any:
@@ -230,8 +192,7 @@ class Objective:
     def _check(self, loss: Any, training: bool) -> None:
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
             got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            rule = "one number, the mean over the batch's examples, or (sum, count)"
-            raise RecipeError(f"{self._name} must give {rule}, got {got}.")
+            raise own_code.no_number(self._name, got)
         if training and not loss.requires_grad:
             raise RecipeError(
                 f"{self._name} gives a loss without gradient; compute it of the model's outputs, without detach(), "
@@ -277,7 +238,7 @@ def _explained(what: str, passes: Callable[[Exception], bool] = lambda error: Fa
     except Exception as error:
         if isinstance(error, HvdtrainError) or passes(error):
             raise
-        raise ProgramError(f"{what}: {imports.reason(error)}") from error
+        raise ProgramError(f"{what}: {own_code.reason(error)}") from error
 
 
 def _counted(loss: Any, out: torch.Tensor, y: torch.Tensor) -> Any:
@@ -308,23 +269,16 @@ def _is_number(value: Any) -> bool:
 
 def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
     """What the path names, which takes so many arguments."""
-    function: Any = imports.load(path, key)
+    function: Any = own_code.load(path, key)
     if inspect.isclass(function) and issubclass(function, nn.Module):  # as torch.nn:SmoothL1Loss
-        with imports.explained(path, key, (TypeError,)):
+        with own_code.explained(path, key, (TypeError,)):
             function = function()
-    imports.check_arguments(function, path, key, *given)
+    own_code.check_arguments(function, path, key, *given)
     return function  # type: ignore[no-any-return]
 
 
 class Watched(TorchFunctionMode):
-    """Within it PyTorch's losses of classes that are no mean over examples are noted.
-
-    Examples:
-        >>> with Watched("loss mine", "return (sum, count)") as watched:
-        ...     loss = F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, -100]))
-        >>> len(watched.notes)
-        1
-    """
+    """Within it PyTorch's losses of classes that are no mean over examples are noted."""
 
     def __init__(self, whose: str, remedy: str) -> None:
         super().__init__()

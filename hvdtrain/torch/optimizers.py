@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvdtrain.core import imports, optimizers
+from hvdtrain.core import optimizers
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import state
-from hvdtrain.untrusted import one_line
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
@@ -21,46 +20,26 @@ Tensors = list[torch.Tensor]
 
 def make(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.Optimizer:
     """The recipe's optimizer of all parameters. A named one has its state already, as before the first update: all
-    ranks then hold the same names. Raises RecipeError.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> make(load("digits"), nn.Linear(2, 1), lr=0.05, fused=False).defaults["momentum"]
-        0.9
-    """
+    ranks then hold the same names. Raises RecipeError."""
     if recipe.optimizer not in optimizers.NAMED:
         return _imported(recipe, model, lr)
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD if recipe.compile else SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "lamb": LAMB,
-        "lars": LARS,
-    }
-    arguments = optimizers.settings(recipe).model_dump()
-    if recipe.optimizer in optimizers.FUSED:
+    settings = optimizers.settings(recipe)
+    arguments = settings.model_dump()
+    if settings.is_fused:
         arguments["fused"] = fused or None
-    if recipe.optimizer in {"adam", "adamw"}:
+    if settings.is_fused and settings.has_step:
         arguments["capturable"] = fused and next(model.parameters()).is_cuda
-    optimizer = kinds[recipe.optimizer](model.parameters(), lr=lr, **arguments)
-    if "momentum" in arguments:
-        state.start_momentum(optimizer, "momentum" if recipe.optimizer == "lars" else "momentum_buffer")
-    else:
-        state.start_moments(optimizer)
+    kind = torch.optim.SGD if recipe.optimizer == "sgd" and recipe.compile else KINDS[recipe.optimizer]
+    optimizer = kind(model.parameters(), lr=lr, **arguments)
+    state.start(optimizer, settings.slots, settings.has_step)
     return optimizer
 
 
 def _imported(recipe: "Recipe", model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    kind = imports.load(recipe.optimizer, "optimizer")
-    try:
-        optimizer = kind(model.parameters(), lr=lr, **recipe.optimizer_args)
-    except (TypeError, ValueError) as error:
-        text = f"{one_line(error)}.{imports.taken(error, kind)}"
-        raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RecipeError(
-            f"optimizer {recipe.optimizer} must return a torch.optim.Optimizer, got {type(optimizer).__name__}."
-        )
+    def made(kind: Callable[..., Any]) -> Any:
+        return kind(model.parameters(), lr=lr, **recipe.optimizer_args)
+
+    optimizer: torch.optim.Optimizer = optimizers.imported(recipe, made, torch.optim.Optimizer, "torch.optim.Optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         raise RecipeError(
@@ -82,12 +61,7 @@ def _keep_compiler_out() -> None:
 
 
 class SGD(torch.optim.SGD):
-    """PyTorch's own, without its marks for PyTorch's compiler.
-
-    Examples:
-        >>> optimizer = SGD(nn.Linear(2, 1).parameters(), lr=0.1)
-        >>> optimizer.zero_grad()
-    """
+    """PyTorch's own, without its marks for PyTorch's compiler."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         _keep_compiler_out()
@@ -244,3 +218,13 @@ class LARS(_Layerwise):
             torch._foreach_mul_(velocities, momentum)
             torch._foreach_add_(velocities, updates)
         torch._foreach_sub_(weights, velocities or updates)
+
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "lamb": LAMB,
+    "lars": LARS,
+}
+"""The classes of `hvdtrain.core.optimizers.NAMED`."""

@@ -48,12 +48,7 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut: [n, channels, h, w] -> [n, 4 width, h / stride, w / stride].
-
-    Examples:
-        >>> Bottleneck(64, 16, stride=2)(torch.zeros(1, 64, 8, 8)).shape
-        torch.Size([1, 64, 4, 4])
-    """
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut: [n, channels, h, w] -> [n, 4 width, h / stride, w / stride]."""
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import torch
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.torch import resumable
 from hvdtrain.torch.ema import Ema
-from hvdtrain.torch.engines.buckets import distinct
+from hvdtrain.torch.engines import distinct
 
 if TYPE_CHECKING:
     from hvdtrain.record.checkpoint import Checkpoint, Layout
@@ -60,21 +60,19 @@ def _slots(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
             yield f"{'momentum' if is_momentum else slot}.{name}", value
 
 
-def start_momentum(optimizer: torch.optim.Optimizer, slot: str = "momentum_buffer") -> None:
-    """Momentum of 0 for every parameter, which is what SGD starts from: all ranks then hold the same names."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else []:
-            optimizer.state[parameter][slot] = torch.zeros_like(parameter)
-
-
-def start_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Step 0 and moments of 0 for every parameter, which is what Adam and LAMB start from."""
+def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool) -> None:
+    """Gives every parameter slots of 0, and step 0, as before the first update: all ranks then hold the same names."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = [
-        {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(each), "exp_avg_sq": torch.zeros_like(each)}
-        for each in parameters
-    ]
-    _set(optimizer, dict(enumerate(state)))
+    state: list[dict[str, Any]] = [{"step": torch.tensor(0.0)} if has_step else {} for _ in parameters]
+    for each, held in zip(parameters, state, strict=True):
+        held |= {_name_of_torch(optimizer, slot): torch.zeros_like(each) for slot in slots}
+    if slots or has_step:
+        _set(optimizer, dict(enumerate(state)))
+
+
+def _name_of_torch(optimizer: torch.optim.Optimizer, slot: str) -> str:
+    """The optimizer's own name of a checkpoint's slot."""
+    return "momentum_buffer" if isinstance(optimizer, torch.optim.SGD) and slot == "momentum" else slot
 
 
 def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
@@ -149,7 +147,7 @@ class State:
                 raise CheckpointError(
                     f"the checkpoint holds {key}, but the model has no {name}; give another --output."
                 )
-            slot = "momentum_buffer" if isinstance(optimizer, torch.optim.SGD) and kind == "momentum" else kind
+            slot = _name_of_torch(optimizer, kind)
             state[parameters[name]][slot] = _zeros(parameters[name], key, layout[key]) if key in layout else values[key]
         order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         _set(optimizer, {index: state[each] for index, each in enumerate(order) if state.get(each)})

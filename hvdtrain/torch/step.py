@@ -1,5 +1,8 @@
 """One update of the weights, plain, compiled or as one CUDA graph. Needs PyTorch and NumPy, and no more."""
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -7,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvdtrain.errors import RecipeError
-from hvdtrain.torch import compiling, optimizers
+from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.torch import optimizers
+from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.engines.counts import Counts
 from hvdtrain.torch.objective import Objective, Seen
+from hvdtrain.torch.resnet import ResNet
 from hvdtrain.torch.state import lr_ratios, set_lr
 
 if TYPE_CHECKING:
     from hvdtrain.core.recipe import Recipe
+
 
 DTYPES = {
     "float32": torch.float32,
@@ -28,55 +33,127 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Phase = Callable[[str], AbstractContextManager[Any]]
+WARM_STEPS = 3
+"""Updates before the capture: cuDNN and Triton time their kernels in these, which a capture forbids."""
+
+Tensors = tuple[torch.Tensor, ...]
+Work = Callable[[], list[Any]]
+Recorder = Callable[[Work], tuple[Callable[[], object], list[Any]]]
 
 
 def unwatched(name: str) -> AbstractContextManager[None]:
-    """A phase of a step that is not measured.
-
-    Examples:
-        >>> with unwatched("forward"):
-        ...     pass
-    """
+    """A phase of a step that is not measured."""
     return NOTHING
 
 
 def autocast(recipe: "Recipe", device: torch.device) -> AbstractContextManager[Any]:
-    """Mixed precision where the recipe says so.
-
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> with autocast(load("digits", {"precision": "bfloat16"}), torch.device("cpu")):
-        ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
-        torch.bfloat16
-    """
+    """Mixed precision where the recipe says so."""
     mixed = recipe.precision in {"bfloat16", "float16"}
     return torch.autocast(device.type, DTYPES[recipe.precision]) if mixed else NOTHING
 
 
 def norm_of(parameters: Iterable[torch.Tensor]) -> float | None:
-    """The common norm of the parameters' gradients; None where there is none, as after zero_grad().
-
-    Examples:
-        >>> weight = torch.zeros(2, requires_grad=True)
-        >>> (3 * weight[0] + 4 * weight[1]).backward()
-        >>> norm_of([weight])
-        5.0
-    """
+    """The common norm of the parameters' gradients; None where there is none, as after zero_grad()."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     return float(nn.utils.get_total_norm(gradients)) if gradients else None
 
 
-class Step:
-    """One rank's updates: its network, optimizer and loss scale, and the way from micro-batches to new weights.
+def check_compiler(device: torch.device) -> None:
+    """Raises EngineUnavailable where what torch.compile needs for the device is missing."""
+    on_gpu = device.type == "cuda"
+    if on_gpu and not importlib.util.find_spec("triton"):
+        raise EngineUnavailable("compile needs Triton for a GPU; pip install triton, or drop compile.")
+    name, usual = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
+    wanted = [os.environ[name]] if name in os.environ else usual
+    if not any(map(shutil.which, wanted)):
+        raise EngineUnavailable(
+            f"compile needs a compiler, and {wanted[0]} is not in PATH; apt-get install g++, or set {name}, or drop "
+            "compile."
+        )
 
-    Examples:
-        >>> from hvdtrain.core.recipe import load
-        >>> from hvdtrain.torch.engines.local import LocalEngine
-        >>> step = Step(load("linear"), LocalEngine(torch.device("cpu")), nn.Linear(1, 1), lr=0.1)
-        >>> seen = step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)  # one micro-batch
-        >>> [(each.loss.dim(), each.count) for each in seen]
-        [(0, 8)]
+
+def compile_training(model: nn.Module, in_blocks: bool) -> None:
+    """Compiles the model's forward and backward in training mode; evaluation stays as it is.
+
+    A compiled backward hands over all its gradients at its end. `in_blocks`, for an engine that sends gradients while
+    backward runs, compiles a ResNet's blocks one by one where most of the parameters are.
     """
+    for module in _blocks(model) if in_blocks else [model]:
+        module.forward = _in_training(module)
+
+
+def _blocks(model: Any) -> Iterable[nn.Module]:
+    if not isinstance(model, ResNet):
+        return [model]
+    return [model.layer1, model.layer2, *model.layer3, *model.layer4]
+
+
+def _in_training(module: nn.Module) -> Callable[..., Any]:
+    plain = module.forward
+    compiled = torch.compile(plain, dynamic=False)
+
+    def forward(*x: Any, **named: Any) -> Any:
+        return (compiled if module.training else plain)(*x, **named)
+
+    return forward
+
+
+def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Any]]:
+    """The work's kernels as a CUDA graph to replay, and the tensors that a replay leaves its results in."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+    return graph.replay, results
+
+
+class Captured:
+    """An update of static shapes whose kernels are recorded once and then started together.
+
+    `update` maps micro-batches [(x, y), …] to their results. The first WARM_STEPS updates are ordinary ones. A call
+    overwrites what the one before returned.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[list[Any]], list[Any]],
+        device: torch.device,
+        record: Recorder = record_cuda_graph,
+    ) -> None:
+        self._update, self._record, self._warm = update, record, 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # The same tensors from the first step on: a capture must run nothing that would be compiled anew.
+        self._inputs: list[Tensors] = []
+        self._results: list[Any] = []
+        self._replay: Callable[[], object] | None = None
+
+    def __call__(self, micro_batches: list[Any]) -> list[Any]:
+        self._inputs = self._inputs or [tuple(tensor.clone() for tensor in each) for each in micro_batches]
+        for own, given in zip(self._inputs, micro_batches, strict=True):
+            for kept, new in zip(own, given, strict=True):
+                kept.copy_(new)
+        if self._warm < WARM_STEPS:
+            self._warm += 1
+            return self._beside()
+        if not self._replay:
+            self._replay, self._results = self._record(lambda: self._update(self._inputs))
+        self._replay()
+        return self._results
+
+    def _beside(self) -> list[Any]:
+        # Off the default stream: autograd comes back to the stream that it first ran on, and no capture may wait for
+        # the default one (PyTorch's CUDA semantics, whole-network capture).
+        if not self._stream:
+            return self._update(self._inputs)
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            results = self._update(self._inputs)
+        current.wait_stream(self._stream)
+        return results
+
+
+class Step:
+    """One rank's updates: its network, optimizer and loss scale, and the way from micro-batches to new weights."""
 
     def __init__(
         self,
@@ -87,7 +164,7 @@ class Step:
         weight: Callable[[int], float] = lambda examples: 1.0,
         phase: Phase = unwatched,
         in_one: bool = False,
-        record: compiling.Recorder | None = None,
+        record: Recorder | None = None,
     ) -> None:
         """`weight` of a micro-batch of so many examples in the mean over all ranks. `phase` goes around each phase of
         a step. `in_one`: one process with one device, which may compile the network as one. `record` makes a graph of
@@ -97,8 +174,8 @@ class Step:
         """
         self.recipe, self.engine, self.model, self._weight, self._phase = recipe, engine, model, weight, phase
         if recipe.compile:
-            compiling.check_compiler(engine.device)
-            compiling.compile_training(model, in_blocks=not in_one)
+            check_compiler(engine.device)
+            compile_training(model, in_blocks=not in_one)
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.objective = Objective(recipe)
@@ -113,7 +190,7 @@ class Step:
         """The update of this rank's micro-batches; of each what is to be reported: where the update is a graph, the
         same tensors in every call, with new values."""
         if record:
-            self.update = compiling.Captured(self._update, engine.device, record)
+            self.update = Captured(self._update, engine.device, record)
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(group["lr"], device=engine.device)  # a number would be recorded as it is
 

@@ -1,9 +1,10 @@
-"""PyTorch's part of a run on one rank: model, updates, data and validation."""
+"""PyTorch's part of a run on one rank: its engine, model, updates, data and validation."""
 
 import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -11,20 +12,25 @@ from typing import Any, Literal
 import torch
 
 from hvdtrain import files
+from hvdtrain.core import optimizers
+from hvdtrain.core.own_code import MODELS, is_path
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.sharing import Totals, check_names
+from hvdtrain.engines import registry
+from hvdtrain.engines.registry import Setup
 from hvdtrain.ranks import agreement
+from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.record.reporter import Events
+from hvdtrain.run import engine as engines
 from hvdtrain.run.run import Run
-from hvdtrain.torch import devices, models
-from hvdtrain.torch.compiling import record_cuda_graph
+from hvdtrain.torch import models
 from hvdtrain.torch.data import Loader
-from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.meter import Meter
-from hvdtrain.torch.opening import is_one_graph
+from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import State, lr_groups
-from hvdtrain.torch.step import Step, autocast, norm_of, unwatched
+from hvdtrain.torch.step import Step, autocast, norm_of, record_cuda_graph, unwatched
 
 Buffers = Literal["local", "average", "rank_0"]
 REMEDY = 'give buffers: average or rank_0 (world.run: buffers="average")'
@@ -44,14 +50,14 @@ class Replica:
         engine: Engine,
         model: torch.nn.Module,
         state: State,
-        meter: Meter,
+        meter: "Meter | None" = None,
         *,
         same_statistics: bool = False,
         buffers: Buffers = "local",
     ) -> None:
         """`same_statistics`: whether the ranks' BatchNorm has the same statistics in every step. `buffers`: what
         becomes of the other buffers after each update."""
-        self.engine, self.model, self.state, self.meter = engine, model, state, meter
+        self.engine, self.model, self.state, self.meter = engine, model, state, meter or Meter(engine.device)
         self._same_statistics, self._buffers = same_statistics, buffers
         self.notes: list[str] = []
         """What the first step's loss has shown, for the log."""
@@ -83,7 +89,7 @@ class Replica:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
 
     def settings(self) -> dict[str, Any]:
-        return devices.settings()
+        return process_settings()
 
 
 class Trainer(Replica):
@@ -114,7 +120,6 @@ class Trainer(Replica):
             engine,
             model,
             state,
-            Meter(engine.device),
             same_statistics=recipe.batch_norm != "local",
             buffers=recipe.buffers,
         )
@@ -132,7 +137,7 @@ class Trainer(Replica):
             yield batch
 
     def update(self, batch: list[Any], lr: float, step: int) -> None:
-        devices.seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
+        seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
         self.step.set_lr(lr)
         for seen in self.step.update(batch):
             self.meter.add(seen)
@@ -148,6 +153,7 @@ class Trainer(Replica):
         groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
         return [*([f"LR of the optimizer's groups: {groups}"] if groups else []), *super().after_first_step()]
 
+    @takes_long
     def validate(self) -> Totals:
         """Totals of this rank's part: no example twice or padded."""
         self.model.eval()
@@ -252,3 +258,66 @@ def table(phases: dict[str, float], step: float, how: str) -> list[str]:
     """Lines of a table of milliseconds and per cent."""
     rows = [*phases.items(), ("step", step)]
     return [f"{'phase':10}{'ms':>9}{'%':>7}  ({how})", *(f"{n:10}{ms:9.2f}{100 * ms / step:7.1f}" for n, ms in rows)]
+
+
+class Meter:
+    """Sums of loss, examples and metrics, kept on the device so that a step waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._names: list[str] | None = None
+        self._loss, self._count = self._zero(), 0
+        self._metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, seen: Seen) -> None:
+        """A batch. Raises RecipeError where its metrics have other names than those before it."""
+        names = sorted(seen.metrics)
+        if self._names is None:
+            self._names = names
+            self._metrics = {name: (self._zero(), self._zero()) for name in names}
+        check_names(names, self._names)
+        self._loss.add_(seen.loss, alpha=seen.count)
+        self._count += seen.count
+        for name, pair in seen.metrics.items():
+            for total, of_batch in zip(self._metrics[name], pair, strict=True):
+                total.add_(of_batch)
+
+    def take(self) -> Totals:
+        """The sums so far; they start again at 0."""
+        sums = [self._loss, *(total for pair in self._metrics.values() for total in pair)]
+        loss, *rest = torch.stack(sums).tolist()
+        totals = Totals.of(self._metrics, [loss, self._count, *rest])
+        self._count = 0
+        for total in sums:
+            total.zero_()
+        return totals
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+
+def engine_of(run: Run) -> AbstractContextManager[Engine]:
+    """The run's engine, of the world that the launcher promised, until the block ends. Raises HvdtrainError, also where
+    another rank is lost within the block."""
+    engine = open_engine(run)
+    return engines.joined(run.world, run.journal, run.engine, engine, engine.rank, engine.size, run.given())
+
+
+def open_engine(run: Run) -> Engine:
+    """The engine of the run, joined with the other ranks and bound to its device."""
+    return opened(run.engine, engines.setup_of(run))
+
+
+def opened(name: str, setup: Setup) -> Engine:
+    """The engine of that name, joined with the other ranks and bound to its device."""
+    take_threads(setup.topology)
+    engine: Engine = registry.load(name, "torch").open(setup)
+    return engine
+
+
+def is_one_graph(recipe: Recipe, engine: str, device: torch.device) -> bool:
+    """Whether the whole update is one CUDA graph: not with a loss scale, phases to be measured apart, or
+    an optimizer whose kernels no graph is known to hold."""
+    whole = engine == "local" and device.type == "cuda" and recipe.compile and recipe.optimizer in optimizers.fused()
+    ours = recipe.model in MODELS and not is_path(recipe.dataset)  # the user's code may do what no capture can hold
+    return whole and ours and recipe.precision != "float16" and not recipe.profile

@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from hvdtrain import datasets
+from hvdtrain.datasets.base import default_data_dir
 from hvdtrain.datasets.cifar100 import FOLDER
-from hvdtrain.datasets.download import default_data_dir
 from labtools.style import COLOURS, Look
 
 Rule = Literal["none", "sqrt", "linear"]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import datasets
-from hvdtrain.core.sharding import Epoch
+from hvdtrain.core.progress import Epoch
 from labtools.worker import tell
 
 BASE_LR, BASE_BATCH = 0.1, 50

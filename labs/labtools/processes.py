@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import LabError
-from hvdtrain.launch import pmi, rendezvous
+from hvdtrain.launch import rendezvous
+from hvdtrain.launch.topology import prefixes
 from labtools.admission import Listener
 
 START = 90.0  # seconds for the ranks to connect: each loads a framework, and a laptop's cores are few
@@ -172,7 +173,7 @@ def _host_for(client: Path) -> str:
 
 def _beside_engine(given: tuple[Any, ...]) -> None:
     """On an engine: runs a process beside it, without the engine's MPI variables, until that ends."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(pmi.PREFIXES)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes())}
     subprocess.run(_command("engine"), input=pickle.dumps(given), env=_environment(kept), check=True)
 
 

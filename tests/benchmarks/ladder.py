@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-import tyro
 
 from hvdtrain import cli, terminal
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.flags import Flag
 from hvdtrain.errors import EngineUnavailable, RecipeError
-from hvdtrain.terminal import Status
+from hvdtrain.terminal import Show, Status, hidden
 from hvdtrain.tools.bench import measure
-from hvdtrain.tools.rank_status import Show, hidden
 from hvdtrain.untrusted import quoted
 
 RUNG = Path(__file__).with_name("ladder_rung.py")
@@ -50,12 +49,10 @@ Found = dict[str, Any]
 class Options(measure.Kept):
     """Measures every rung of the ladder on one GPU, and trains cifar100:fast to its end."""
 
-    data: Annotated[Path, tyro.conf.arg(help="folder that holds cifar-100-python")]
-    device: Annotated[Literal["cuda", "cpu"], tyro.conf.arg(help="cpu: a trial of the program, tiny")] = "cuda"
-    seconds: Annotated[float, tyro.conf.arg(help="for everything")] = 470.0
-    rungs: Annotated[str, tyro.conf.arg(help="some of them, by comma; fast is also trained", metavar="NAME,NAME")] = (
-        ",".join(RUNGS)
-    )
+    data: Annotated[Path, Flag("folder that holds cifar-100-python")]
+    device: Annotated[Literal["cuda", "cpu"], Flag("cpu: a trial of the program, tiny")] = "cuda"
+    seconds: Annotated[float, Flag("for everything")] = 470.0
+    rungs: Annotated[str, Flag("some of them, by comma; fast is also trained", metavar="NAME,NAME")] = ",".join(RUNGS)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,10 +28,10 @@ from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Split, cifar100
 from hvdtrain.tools.bench import measure
-from hvdtrain.torch import compiling, models, resnet
+from hvdtrain.torch import models, resnet
 from hvdtrain.torch.data import AHEAD, Loader
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.step import Pair, Step, autocast
+from hvdtrain.torch.step import WARM_STEPS, Pair, Step, autocast, record_cuda_graph
 
 TARGET = 0.75
 WINDOW_SECONDS = 0.7
@@ -141,10 +141,10 @@ class Rung:
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         engine = LocalEngine(device)
         self.model = models.build(self.recipe, dataset.classes, engine)
-        record = compiling.record_cuda_graph if graph else None
+        record = record_cuda_graph if graph else None
         self.step = Step(self.recipe, engine, self.model, self.plan.peak_lr, in_one=True, record=record)
         self.loader = Loader(self.recipe, dataset, device)
-        self.first_steps = min(self.plan.steps_per_epoch, compiling.WARM_STEPS + 2)
+        self.first_steps = min(self.plan.steps_per_epoch, WARM_STEPS + 2)
 
     def windows(self) -> Found:
         """Rates with the data pipeline, and the median rate of one batch again and again, interleaved with them."""

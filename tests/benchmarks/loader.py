@@ -11,33 +11,41 @@ in the system's memory after the first round, so that no disk is measured. Where
 the shards too, on the processor.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import benchmark
 import numpy as np
 import pydantic
-import tyro
 from PIL import Image
 from pydantic import Field
 
-from hvdtrain import cli, terminal
 from hvdtrain.core import flags
-from hvdtrain.datasets.packed import shards
-from hvdtrain.errors import EngineUnavailable, RecipeError
-from hvdtrain.terminal import Status
+from hvdtrain.core import recipe as recipes
+from hvdtrain.core.flags import Flag
+from hvdtrain.core.progress import Request
+from hvdtrain.datasets import DRAWS
+from hvdtrain.datasets import packed as shards
+from hvdtrain.errors import EngineUnavailable, HvdtrainError, RecipeError
+from hvdtrain.launch.topology import discover
+from hvdtrain.run.main import load_dataset
+from hvdtrain.terminal import Show
 from hvdtrain.tools import pack
 from hvdtrain.tools.bench import measure, ranks
 
-RANK = Path(__file__).with_name("loader_rank.py")
 GENERATED = 256
 CLASSES = 4
 SIZE = (500, 375)
+Epoch = Callable[[], Iterable[Any]]
+"""A pass over the images, in batches."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 """Seconds: processor time is counted in these."""
 
@@ -46,37 +54,38 @@ TICK = 1 / os.sysconf("SC_CLK_TCK")
 class Options(measure.Kept):
     """Measures images a second and core of hvdtrain's readers beside torchvision's loader."""
 
-    data_dir: Annotated[
-        Path | None, tyro.conf.arg(help="folders train/<class> and val/<class>; left out: generated images")
-    ] = None
-    packed: Annotated[Path | None, tyro.conf.arg(help="the same set packed; left out: packed for this run")] = None
-    workers: Annotated[int, Field(ge=0, le=1024), tyro.conf.arg(help="reader processes; 0 is one thread")] = 2
-    batch_size: Annotated[measure.Count, tyro.conf.arg(help="images a batch")] = 64
-    pictures: Annotated[measure.Count, tyro.conf.arg(help="images a round, at most all")] = 1024
-    crop: Annotated[int, Field(ge=1, le=4096), tyro.conf.arg(help="side of a training image, pixels")] = 224
-    rounds: Annotated[measure.Count, tyro.conf.arg(help="passes of each, interleaved, after one to warm up")] = 5
+    data_dir: Annotated[Path | None, Flag("folders train/<class> and val/<class>; left out: generated images")] = None
+    packed: Annotated[Path | None, Flag("the same set packed; left out: packed for this run")] = None
+    workers: Annotated[int, Field(ge=0, le=1024), Flag("reader processes; 0 is one thread")] = 2
+    batch_size: Annotated[measure.Count, Flag("images a batch")] = 64
+    pictures: Annotated[measure.Count, Flag("images a round, at most all")] = 1024
+    crop: Annotated[int, Field(ge=1, le=4096), Flag("side of a training image, pixels")] = 224
+    rounds: Annotated[measure.Count, Flag("passes of each, interleaved, after one to warm up")] = 5
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures in a process of its own; the exit code. Raises HvdtrainError."""
     options = flags.parse(Options, "python tests/benchmarks/loader.py", argv)
     _check(options)
-    with tempfile.TemporaryDirectory() as scratch, Status("loader") as status:
-        results = _measured(options, Path(scratch), status)
-    results["data"] = str(options.data_dir or f"generated, {SIZE[0]} x {SIZE[1]}")
-    answer(results, options.data_dir is None).conclude(options)
-    return 0
+
+    def measuring(show: Show) -> measure.Answer:
+        with tempfile.TemporaryDirectory() as scratch:
+            results = _measured(options, Path(scratch), show)
+        results["data"] = str(options.data_dir or f"generated, {SIZE[0]} x {SIZE[1]}")
+        return answer(results, options.data_dir is None)
+
+    return measure.run("loader", measuring, options)
 
 
-def _measured(options: Options, scratch: Path, status: Status) -> dict[str, Any]:
+def _measured(options: Options, scratch: Path, show: Show) -> dict[str, Any]:
     """What the process that reads found. Raises HvdtrainError."""
-    status.update(f"generating {GENERATED} images")
+    show(f"generating {GENERATED} images")
     folder = options.data_dir or generated(scratch / "images")
     packed = options.packed or scratch / "packed"
     if not options.packed:
-        pack.pack(pack.Options(folder, packed), status.update)
+        pack.pack(pack.Options(folder, packed), show)
     numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
-    return ranks.launch([str(RANK), *map(str, (folder, packed, *numbers))], "local", 1, show=status.update)
+    return ranks.launch([__file__, benchmark.RANK, *map(str, (folder, packed, *numbers))], "local", 1, show=show)
 
 
 def _check(options: Options) -> None:
@@ -138,7 +147,104 @@ def answer(results: dict[str, Any], is_generated: bool) -> measure.Answer:
     return measure.Answer("loader", measure.table(header, rows), sentence, results, draw)
 
 
+def rank(folder: str, packed: str, *numbers: str) -> None:
+    """The process that reads: hvdtrain's readers and torchvision's, interleaved."""
+    try:
+        with ranks.showing(discover({})) as show:
+            _measure(show, Path(folder), Path(packed), *map(int, numbers))
+    except HvdtrainError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _measure(
+    show: Show, folder: Path, packed: Path, workers: int, batch: int, images: int, crop: int, rounds: int
+) -> None:
+    """Measures and keeps the figures."""
+    import torch
+
+    torch.set_num_threads(1)
+    loaders: dict[str, dict[str, Any]] = {"shards": {"data_dir": packed}, "folder": {"data_dir": folder}}
+    with contextlib.suppress(ImportError):
+        import nvidia.dali  # noqa: F401
+
+        loaders["DALI"] = {"data_dir": packed, "decoder": "dali"}
+    epochs = {name: ours(keys, workers, batch, images, crop) for name, keys in loaders.items()}
+    epochs["torchvision"] = torchvisions(folder, workers, batch, images, crop)
+    clock: dict[str, list[float]] = {name: [] for name in epochs}
+
+    def measured(name: str) -> Callable[[], float]:
+        def once() -> float:
+            began, used = time.perf_counter(), processor_seconds()
+            count = sum(len(y) for _, y in epochs[name]())
+            clock[name].append(count / (time.perf_counter() - began))
+            return count / max(processor_seconds() - used, TICK)
+
+        return once
+
+    contenders: dict[str, Callable[[], float]] = {name: measured(name) for name in epochs}
+    found = measure.interleaved(contenders, rounds, show=show)
+    ratios = {
+        name: [one / theirs for one, theirs in zip(found[name], found["torchvision"], strict=True)] for name in loaders
+    }
+    results = {
+        "images_per_core_second": found,
+        "images_per_second": {name: values[-rounds:] for name, values in clock.items()},
+        "ratios": ratios,
+        "cores": len(os.sched_getaffinity(0)),
+        "workers": workers,
+        "batch_size": batch,
+        "crop": crop,
+    }
+    ranks.keep(results)
+
+
+def ours(where: dict[str, Any], workers: int, batch: int, images: int, crop: int) -> Epoch:
+    """hvdtrain's pass over so many images, in an order and with crops drawn anew each time."""
+    import torch
+
+    from hvdtrain.torch.data import Loader
+
+    recipe = recipes.load("imagenet", {**where, "workers": workers, "batch_size": batch, "train_crop": crop})
+    dataset = load_dataset(recipe)
+    loader, random = Loader(recipe, dataset, torch.device("cpu")), np.random.default_rng(0)
+
+    def epoch() -> Iterable[Any]:
+        order = random.permutation(len(dataset.train))[:images]
+        batches = np.split(order, range(batch, len(order), batch))
+        requests: list[Request] = [
+            (samples, random.random((len(samples), DRAWS), dtype=np.float32)) for samples in batches
+        ]
+        return loader.batches(dataset.train, requests)
+
+    return epoch
+
+
+def torchvisions(folder: Path, workers: int, batch: int, images: int, crop: int) -> Epoch:
+    """Torchvision's, as its ImageNet reference has it."""
+    import torch
+    from torch.utils.data import DataLoader
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    from hvdtrain.datasets.imagenet import MEAN, STD
+
+    steps = [
+        transforms.RandomResizedCrop(crop),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(MEAN, STD),
+    ]
+    dataset = ImageFolder(str(folder / "train"), transforms.Compose(steps))
+    order: list[int] = []
+    loader = DataLoader(dataset, batch, sampler=order, num_workers=workers, persistent_workers=workers > 0)
+
+    def epoch() -> Iterable[Any]:
+        order[:] = torch.randperm(len(dataset))[:images].tolist()
+        return loader
+
+    return epoch
+
+
 if __name__ == "__main__":
-    terminal.listen()
-    cli.COMMANDS["loader"] = ("__main__", "")  # errors and Ctrl-C are one line, as of every command
-    sys.exit(cli.main(["loader", *sys.argv[1:]]))
+    benchmark.start("loader", rank)

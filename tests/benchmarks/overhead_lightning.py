@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from overhead_loops import Driver, StepOthers
+from overhead import Driver, StepOthers
 from torch import nn
 
 from hvdtrain.lightning.environment import RankEnvironment
-from hvdtrain.lightning.train import quiet
+from hvdtrain.lightning.recipe import quiet
 from hvdtrain.run.run import Run
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]

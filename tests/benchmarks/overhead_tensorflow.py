@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import benchmark
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
-import overhead_loops
+import overhead
 import tensorflow as tf
 
 from hvdtrain.core.progress import Request
@@ -24,13 +25,12 @@ from hvdtrain.tensorflow.data import Loader
 from hvdtrain.tensorflow.engines.local import LocalEngine
 from hvdtrain.tensorflow.examples import Arrays, Examples
 from hvdtrain.tensorflow.objective import Objective
-from hvdtrain.tensorflow.opening import open_engine
-from hvdtrain.tensorflow.trainer import Trainer
+from hvdtrain.tensorflow.trainer import Trainer, open_engine
 
 CPU = "/CPU:0"
 
 
-def hand_written(run: Run) -> overhead_loops.Steps:
+def hand_written(run: Run) -> benchmark.Steps:
     """The bare loop."""
     model = models.build(run.recipe, run.dataset, LocalEngine(CPU))
     objective = Objective(run.recipe, run.dataset)
@@ -84,13 +84,11 @@ def _own(run: Run) -> Iterator[Any]:
         yield from loader.batches(split, requests)
 
 
-def loops(run: Run) -> overhead_loops.Loops:
+def loops(run: Run) -> overhead.Loops:
     """Both loops over one engine."""
     engine = open_engine(run)
-    return overhead_loops.Loops(
-        overhead_loops.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close
-    )
+    return overhead.Loops(benchmark.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close)
 
 
 if __name__ == "__main__":
-    overhead_loops.main("tensorflow", loops, sys.argv[1:])
+    overhead.rank("tensorflow", loops, sys.argv[1:])

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import benchmark
 import numpy as np
-import overhead_loops
+import overhead
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -31,8 +32,7 @@ from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Objective
-from hvdtrain.torch.opening import open_engine
-from hvdtrain.torch.trainer import Trainer
+from hvdtrain.torch.trainer import Trainer, open_engine
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _optimizer(recipe: Recipe, model: nn.Module, lr: float) -> torch.optim.Optim
     )
 
 
-def hand_written(run: Run) -> overhead_loops.Steps:
+def hand_written(run: Run) -> benchmark.Steps:
     """The bare loop."""
     of_recipe = training(run)
     join = _ddp if run.engine == "ddp" else _horovod
@@ -145,7 +145,7 @@ def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module,
     return nn.parallel.DistributedDataParallel(model), optimizer
 
 
-def loops(run: Run) -> overhead_loops.Loops:
+def loops(run: Run) -> overhead.Loops:
     """All loops over one engine."""
     engine = open_engine(run)
     driver = None
@@ -154,10 +154,10 @@ def loops(run: Run) -> overhead_loops.Loops:
 
         of_recipe = training(run)
         driver = driver_of(run, of_recipe.model, of_recipe.optimizer, of_recipe.batches, of_recipe.loss)
-    return overhead_loops.Loops(
-        overhead_loops.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
+    return overhead.Loops(
+        benchmark.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
     )
 
 
 if __name__ == "__main__":
-    overhead_loops.main("torch", loops, sys.argv[1:])
+    overhead.rank("torch", loops, sys.argv[1:])

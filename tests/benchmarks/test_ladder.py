@@ -87,19 +87,13 @@ def test_it_climbs_on_a_bare_machine(bare, tmp_path):
     assert "trained 2 epochs: validation accuracy " in ended.stdout
 
 
-def test_a_rungs_line():
+def test_a_rungs_lines():
     (line,) = ladder.row("bs256", {**RATES, "one_batch": 12000.0}, MACHINE)
     assert line.split() == ["bs256", "10,000", "±10%", "12,000", "3.2", "10.0%"]
-
-
-def test_a_rung_of_a_long_name_fits_80_columns():
     label = ladder.labelled(ladder.RUNGS[-2], ["compile", "graph"])
     above, line = ladder.row(label, {**RATES, "one_batch": 12000.0}, MACHINE)
     assert above == f"{ladder.RUNGS[-2]} (without compile and graph)"
     assert max(map(len, (above, line, ladder.ROW.format(*ladder.TITLES)))) <= 80
-
-
-def test_a_failed_rungs_line():
     found = {"error": "torch.OutOfMemoryError: CUDA out of memory."}
     (line,) = ladder.row(ladder.labelled("bs256", ["graph"]), found, MACHINE)
     assert line == "bs256 (without graph) failed: torch.OutOfMemoryError: CUDA out of memory."
@@ -119,23 +113,16 @@ def test_a_trainings_lines(epochs, more, last):
     assert ladder.answer({"rungs": {"bs256": RATES, "fast": found}}).table[-1] == last
 
 
-def children(results_of):
-    """Instead of a rung's process: what it would have found, by rung and by what it does without."""
+def climbed(monkeypatch, results_of, seconds=470.0, rungs=ladder.RUNGS):
+    """The rungs that were started, and what each was to do without; they find what `results_of` gives."""
     requested = []
 
     def started(options, name, without, limit):
         requested.append((name, without))
-        if name == "machine":
-            return MACHINE
-        return dict(results_of(name, without, limit))
+        return MACHINE if name == "machine" else dict(results_of(name, without, limit))
 
-    return requested, started
-
-
-def climbed(monkeypatch, results_of, seconds=470.0, rungs=None):
-    requested, started = children(results_of)
     monkeypatch.setattr(ladder, "started", started)
-    ladder.climb(SimpleNamespace(rungs=",".join(rungs or ladder.RUNGS), seconds=seconds))
+    ladder.climb(SimpleNamespace(rungs=",".join(rungs), seconds=seconds))
     return requested[1:]
 
 

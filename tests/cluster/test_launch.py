@@ -1,11 +1,11 @@
-"""Every launcher on a SLURM of four nodes: the right ranks, the same losses to the bit, wrong plugins refused."""
+"""Every launcher on a SLURM of four nodes: right ranks and keys, the same losses to the bit, wrong plugins refused."""
 
 import sys
 from dataclasses import dataclass
 
 import pytest
 from cluster import ENVIRONMENTS, losses
-from paths import SUPPORT
+from paths import REPOSITORY, SUPPORT
 from ranks import left_by, once
 
 # What differs from another case in a name alone, or whose two parts others hold.
@@ -15,9 +15,11 @@ SLOW = (
     "bit[torch-horovodrun mpi",
     "bit[torch-mpiexec",
     "bit[torch-srun without MPI",
+    "bit[lightning",
+    "endpoint[mpi",
+    "endpoint[horovodrun mpi",
     "ddp-torchrun",
     "multiworker-torchrun",
-    "strategy horovod-srun",
     "Horovod without MPI under",
 )
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -190,3 +192,39 @@ def test_ranks_reach_one_another_though_docker0_has_one_address_on_all_nodes(clu
         for node in ("nid003", "nid004"):
             cluster("exec", node, "ip", "link", "delete", "docker0")
     assert ended.out.count("sum tensor([2.])") == 2
+
+
+# How the ranks come by one key: from a home that all nodes see, through munge where they see none.
+FOUR = ("srun", "-N2", "-n4", "--mpi=pmix")
+HOMES = {
+    "one home for all nodes": "mkdir -p home && HOME=$PWD/home",
+    "a home of each node's own": "mkdir -p /tmp/home && HOME=/tmp/home",
+    "no home": "HOME=/none",
+}
+
+
+@pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
+def test_the_ranks_of_two_nodes_join(cluster, tmp_path_factory, home):
+    folder = tmp_path_factory.mktemp("ranks", numbered=True)
+    program = f"{home} XDG_CONFIG_HOME= exec {sys.executable} {ENDPOINT} {folder}"
+    ended = cluster.run(*FOUR, "bash", "-c", program).good()
+    assert ended.err == ""
+    ranks = left_by(4, folder)
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
+
+
+def test_without_home_and_munge_a_run_is_refused(cluster):
+    program = f"HOME=/none XDG_CONFIG_HOME= PATH=/none exec {sys.executable} -m hvdtrain.torch linear"
+    ended = cluster.run(*FOUR, "bash", "-c", program)
+    assert ended.code == 2
+    assert all("no key of this user's (/none: no such home), and munge does not answer" in line for line in ended.lines)
+    assert [line.partition(":")[0] for line in sorted(ended.lines)] == [
+        "WorldError (rank 0 on nid001)",
+        "WorldError (rank 2 on nid002)",
+    ]
+
+
+def test_munge_itself(cluster):
+    tests = (sys.executable, "-m", "pytest", "-q", "-k", "munge_carries", "tests/launch/test_keys.py")
+    ended = cluster.run("exec", "nid001", *tests, cwd=REPOSITORY).good()
+    assert "2 passed" in ended.out

@@ -1,5 +1,6 @@
 """The job scripts kept under slurm/, as they stand, on a SLURM of each site's shape; what --check finds, SLURM does."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.job_check import check
 from hvdtrain.tools.slurm.sites import SITES
 
-# Of each launcher and shape of node one site.
+# Of each launcher one site, whose ranks take two cores a minute to start.
 SLOW = (
     "[juwels-booster-",
     "[jean-zay-srun",
@@ -23,8 +24,10 @@ SLOW = (
     "[piz-daint-srun",
     "[alpha-srun",
     "[cori-gpu",
+    "[perlmutter-",
     "same_losses_at_every_site",
     "[alpha]",
+    "[capella]",
 )
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -87,19 +90,25 @@ def shape(name: str) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def job_of(tmp_path_factory) -> Callable[[str, str], Job]:
+def site(tmp_path_factory):
+    """site("alpha"): a cluster of that site's shape, brought up once."""
+    with contextlib.ExitStack() as stack:
+        yield once(lambda name: stack.enter_context(minicluster(tmp_path_factory.mktemp(name), *shape(name))))
+
+
+@pytest.fixture(scope="module")
+def job_of(site) -> Callable[[str, str], Job]:
     """job_of("alpha", "torchrun"): the end of that script's job on its site; each is submitted once."""
 
     @once
     def of(name: str, launcher: str) -> Job:
-        folder = tmp_path_factory.mktemp(name)
+        cluster = site(name)
         script = REPOSITORY / "slurm" / name / f"{launcher}.sbatch"
         if launcher == "srun --mpi=pmix":
-            script = folder / "pmix.sbatch"
+            script = cluster.folder / "pmix.sbatch"
             kept = (REPOSITORY / "slurm" / name / "srun.sbatch").read_text()
             script.write_text(render(SITES[name], Options(nodes=2, mpi="pmix"), command_of(kept)))
-        with minicluster(folder, *shape(name)) as cluster:
-            return over(cluster, submit(cluster, script))
+        return over(cluster, submit(cluster, script))
 
     return of
 
@@ -153,9 +162,8 @@ def test_a_node_is_told_its_place_among_the_workers(job_of, name):
 
 
 @pytest.fixture(scope="module")
-def generic(tmp_path_factory):
-    with minicluster(tmp_path_factory.mktemp("generic"), *shape("generic")) as cluster:
-        yield cluster
+def generic(site):
+    return site("generic")
 
 
 @pytest.fixture(scope="module")

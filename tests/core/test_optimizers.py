@@ -179,3 +179,25 @@ def test_a_keras_optimizer_goes_with_plain_variables(engine):
         "optimizer keras.optimizers:Nadam is Keras's, which goes with engine horovod or local, "
         f"got {engine}; take a named one."
     )
+
+
+class Lion(optimizers.Settings):
+    """One slot, which Adam has by the same name, and no step."""
+
+    @property
+    def slots(self):
+        return ("exp_avg",)
+
+
+def test_another_row_is_found_everywhere(monkeypatch):
+    monkeypatch.setitem(optimizers.NAMED, "lion", Lion)
+    lion = made(optimizer="lion", weight_decay=0.1)
+    assert optimizers.settings(lion).model_dump() == {"weight_decay": 0.1}
+    assert optimizers.identity(lion) == "optimizer lion"
+    assert planned(optimizer="lion").checkpoint_bytes == 2 * planned().checkpoint_bytes
+    message = refusal(RecipeError, recipe.validate, {**KEYS, "optimizer": "loin"})
+    assert message.startswith("optimizer must be sgd, adam, adamw, lamb, lars, lion, or an import path")
+    assert message.endswith("Did you mean lion?")
+    assert "fused_optimizer goes with optimizer sgd, adam, adamw, got lion" in refusal(
+        RecipeError, recipe.validate, {**KEYS, "optimizer": "lion", "fused_optimizer": True}
+    )

@@ -1,13 +1,14 @@
-"""How far a run has come, through a checkpoint and at its ends; what each rank reads next."""
+"""How far a run has come, and what each rank reads next: one sample order for every number of ranks."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 
-from hvdtrain.core.progress import Progress, due, train_requests, valid_requests
-from hvdtrain.core.schedule import Plateau
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.plan import Plateau
+from hvdtrain.core.progress import Epoch, Progress, due, shard, train_requests, valid_requests
+from hvdtrain.core.sharing import Totals
 from hvdtrain.datasets import DRAWS
 
 
@@ -99,3 +100,132 @@ def test_validation_reads_every_example_once(make_plan, size):
 def test_due():
     assert [step for step in range(1, 8) if due(step, 3)] == [3, 6]
     assert not due(3, None)
+
+
+RANKS = [1, 2, 3, 4, 8]
+BATCH = 24  # every number in RANKS divides it
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize(("examples", "epoch"), [(24, 0), (100, 1), (1437, 7)])
+def test_the_ranks_batches_joined_are_the_batch_of_one_rank(size, examples, epoch):
+    order = Epoch.of(examples, seed=3, epoch=epoch, draws=2)
+    for start in range(0, examples - BATCH + 1, BATCH):
+        batches = [order.local_batch(start, BATCH, rank, size) for rank in range(size)]
+        assert [len(batch) for batch in batches] == [BATCH // size] * size
+        np.testing.assert_array_equal(np.concatenate(batches), order.local_batch(start, BATCH, 0, 1))
+
+
+@pytest.mark.parametrize(("batch", "size", "lengths"), [(100, 8, [12, 13] * 4), (7, 3, [2, 2, 3]), (4, 4, [1] * 4)])
+def test_uneven_batches_differ_by_one_and_leave_nothing_out(batch, size, lengths):
+    order = Epoch.of(200, seed=3, epoch=0, draws=1)
+    batches = [order.local_batch(100, batch, rank, size) for rank in range(size)]
+    assert [len(batch) for batch in batches] == lengths
+    np.testing.assert_array_equal(np.concatenate(batches), order.local_batch(100, batch, 0, 1))
+
+
+def test_an_epoch_is_a_permutation_and_draws_lie_in_the_unit_interval():
+    epoch = Epoch.of(1000, seed=1, epoch=2, draws=8)
+    assert sorted(epoch.order) == list(range(1000))
+    assert (epoch.draws.shape, epoch.draws.dtype) == ((1000, 8), np.float32)
+    assert 0 <= epoch.draws.min() < 0.01
+    assert 0.99 < epoch.draws.max() < 1
+
+
+def test_an_items_examples_stay_together_and_share_their_draws():
+    items = (5, 5, 5, 3)
+    epoch = Epoch.by_item(items, seed=1, epoch=2, draws=3)
+    firsts, which = np.cumsum([0, *items]), np.repeat(range(4), items)
+    runs = np.split(epoch.order, np.flatnonzero(np.diff(which[epoch.order])) + 1)
+    assert sorted(run.tolist() for run in runs) == [list(range(a, b)) for a, b in itertools.pairwise(firsts)]
+    assert len(np.unique(epoch.draws, axis=0)) == len(np.unique(np.c_[which, epoch.draws], axis=0)) == 4
+    orders = {tuple(Epoch.by_item(items, seed=1, epoch=each, draws=0).order) for each in range(9)}
+    assert len(orders) > 4
+
+
+def test_order_and_draws_depend_on_seed_and_epoch_alone():
+    one, again = (Epoch.of(50, seed=1, epoch=2, draws=3) for _ in range(2))
+    np.testing.assert_array_equal(one.order, again.order)
+    np.testing.assert_array_equal(one.draws, again.draws)
+    for seed, epoch in [(2, 2), (1, 3), (2, 1)]:
+        other = Epoch.of(50, seed, epoch, draws=3)
+        assert (one.order != other.order).any()
+        assert (one.draws != other.draws).any()
+
+
+def test_order_and_draws_do_not_change_from_version_to_version():
+    # A run may continue under a newer version: what it saw, it must not see again.
+    epoch = Epoch.of(10, seed=0, epoch=0, draws=1)
+    assert epoch.order.tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
+    assert epoch.draws[0] == np.float32(0.8897822)
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize(("first", "second"), [(24, 48), (48, 24), (24, 120)])
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_going_on_with_another_batch_sees_each_remaining_sample_once(size, first, second, steps):
+    examples, offset = 480, steps * first
+    before = Epoch.of(examples, 9, 4, 1)
+    seen = [before.local_batch(start, first, rank, 4) for start in range(0, offset, first) for rank in range(4)]
+    after = Epoch.of(examples, 9, 4, 1)
+    starts = range(offset, examples - second + 1, second)
+    seen += [after.local_batch(start, second, rank, size) for start in starts for rank in range(size)]
+    everything = np.concatenate(seen)
+    left_out = (examples - offset) % second
+    assert len(everything) == len(set(everything.tolist())) == examples - left_out
+    np.testing.assert_array_equal(everything, before.order[: examples - left_out])
+
+
+@pytest.mark.parametrize("size", [*RANKS, 7, 1000])
+@pytest.mark.parametrize("examples", [1, 7, 8, 360, 1000])
+def test_validation_shards_partition(examples, size):
+    shards = [shard(examples, rank, size) for rank in range(size)]
+    assert np.concatenate(shards).tolist() == list(range(examples))
+    lengths = [len(shard) for shard in shards]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_shard_among_a_million_ranks():
+    assert shard(1_281_167, 999_999, 1_000_000).tolist() == [1_281_165, 1_281_166]
+
+
+SHARDS = (700, 701, 3, 650, 699, 702, 400, 145)
+
+
+def by_shard(seed=1, epoch=2, size=3, batch=30):
+    return Epoch.by_shard(SHARDS, seed, epoch, 2, batch, size)
+
+
+@pytest.mark.parametrize(("batch", "size"), [(30, 1), (30, 3), (64, 4), (31, 3), (4000, 8)])
+def test_by_shard_each_rank_reads_a_run_of_its_own(batch, size):
+    """As many examples as the others to one, no example twice, and few shards."""
+    epoch, steps = by_shard(size=size, batch=batch), 4000 // batch
+    assert sorted(epoch.order) == list(range(4000))
+    shard_of = np.repeat(np.arange(len(SHARDS)), SHARDS)
+    read = []
+    for rank in range(size):
+        batches = [epoch.local_batch(k * batch, batch, rank, size) for k in range(steps)]
+        assert {len(batch) for batch in batches} == {batch * (rank + 1) // size - batch * rank // size}
+        read.append(set(np.concatenate(batches).tolist()))
+    assert sum(map(len, read)) == len(set.union(*read)) == steps * batch
+    readers = sum(len({shard_of[k] for k in mine}) for mine in read)
+    assert readers <= len(SHARDS) + size - 1
+
+
+def test_by_shard_a_window_is_mixed_and_no_more(monkeypatch):
+    monkeypatch.setattr("hvdtrain.core.progress.WINDOW", 100)
+    epoch = Epoch.by_shard((1000,), 0, 0, 1, 50, 2)
+    for rank in range(2):
+        mine = np.concatenate([epoch.local_batch(start, 50, rank, 2) for start in range(0, 1000, 50)]) - 500 * rank
+        assert (mine // 100).tolist() == sorted(mine // 100)
+        assert abs(np.corrcoef(mine % 100, np.arange(500) % 100)[0, 1]) < 0.15
+
+
+def test_by_shard_order_depends_on_seed_and_epoch():
+    one, again = by_shard(), by_shard()
+    np.testing.assert_array_equal(one.order, again.order)
+    np.testing.assert_array_equal(one.draws, Epoch.of(4000, 1, 2, 2).draws)
+    for other in (by_shard(seed=2), by_shard(epoch=3)):
+        assert (one.order != other.order).mean() > 0.9
+    shard_of = np.repeat(np.arange(len(SHARDS)), SHARDS)
+    assert len({shard_of[by_shard(epoch=epoch).order[0]] for epoch in range(12)}) > 3

@@ -7,7 +7,7 @@ from choices import choice
 from refusals import refusal
 from ruamel.yaml import YAML
 
-from hvdtrain.core import compatibility, flags, imports, recipe
+from hvdtrain.core import compatibility, flags, own_code, recipe
 from hvdtrain.core.recipe import Recipe, dump, load, nearest, validate
 from hvdtrain.errors import RecipeError
 
@@ -215,18 +215,12 @@ def test_a_recipe_cannot_be_changed():
 VALUES = {
     "fraction of an epoch": ({"epochs": 1.5}, "epochs must be a whole number, got 1.5."),
     "number in quotes": ({"epochs": "3"}, "epochs must be a whole number, got '3'."),
-    "true is no number": ({"epochs": True}, "epochs must be a whole number, got True."),
-    "nothing": ({"epochs": None}, "epochs must be a whole number, got None."),
     "no epochs": ({"epochs": 0}, "epochs must be greater than 0, got 0."),
-    "negative epochs": ({"epochs": -1}, "epochs must be greater than 0, got -1."),
     "no batch": ({"batch_size": 0}, "batch_size must be greater than 0, got 0."),
-    "negative batch": ({"batch_size": -8}, "batch_size must be greater than 0, got -8."),
     "no size": ({"image_size": 0}, "image_size must be greater than 0, got 0."),
     "text for LR": ({"base_lr": "fast"}, "base_lr must be a number, got 'fast'."),
     "LR of 0": ({"base_lr": 0}, "base_lr must be greater than 0, got 0."),
-    "negative LR": ({"base_lr": -0.1}, "base_lr must be greater than 0, got -0.1."),
     "NaN": ({"base_lr": float("nan")}, "base_lr must be a finite number, got nan."),
-    "infinite": ({"base_lr": float("inf")}, "base_lr must be a finite number, got inf."),
     "momentum of 1": ({"momentum": 1.0}, "momentum must be less than 1, got 1.0."),
     "negative momentum": ({"momentum": -0.5}, "momentum must be at least 0, got -0.5."),
     "negative seed": ({"seed": -1}, "seed must be at least 0, got -1."),
@@ -243,14 +237,12 @@ VALUES = {
     "number for a path": ({"data_dir": 3}, "data_dir must be a path, got 3."),
     "misspelt key": ({"epocs": 3}, "unknown key 'epocs'. Did you mean epochs?"),
     "the field's word for a key": ({"learning_rate": 3}, "unknown key 'learning_rate'. Did you mean base_lr?"),
-    "key like no other": ({"zzz": 3}, "unknown key 'zzz'."),
     "key that is a number": ({3: 4}, "unknown key '3'."),
     "figure that is none": ({"expected": {"valid_acc1": "high"}}, "each of expected must be a number, got 'high'."),
     "endless figure": (
         {"expected": {"valid_acc1": float("inf")}},
         "each of expected must be a finite number, got inf.",
     ),
-    "figure without a name": ({"expected": {1: 0.5}}, "each of expected must be text, got 1."),
     "name that no terminal shows": (
         {"expected": {"acc\x1b": 0.5}},
         "a name must have up to 4096 characters, all printable, got 'acc\\x1b'.",
@@ -281,8 +273,6 @@ CONTRADICTIONS = {
         "lr_schedule step needs lr_milestones, the epochs at which the LR drops.",
     ),
     "milestones falling": ({"lr_milestones": [3, 2]}, "lr_milestones must rise, got [3, 2]."),
-    "milestone twice": ({"lr_milestones": [2, 2]}, "lr_milestones must rise, got [2, 2]."),
-    "Nesterov without momentum": ({"nesterov": True}, "nesterov needs momentum above 0, got momentum=0."),
     "line through images": (
         {"dataset": "digits"},
         "model linear cannot learn dataset digits: linear goes with linear only.",
@@ -340,10 +330,9 @@ def test_a_missing_key_says_what_it_means(key):
     assert message == f"{key} is missing: {Recipe.model_fields[key].description}."
 
 
-RECIPES = "Recipes: cifar100, cscs, digits, imagenet, linear, synthetic; or give a file ending in .yaml."
+RECIPES = f"Recipes: {', '.join(recipe.known())}; or give a file ending in .yaml."
 NAMES = {
     "misspelt recipe": ("lineer", f"unknown recipe 'lineer'. Did you mean linear? {RECIPES}"),
-    "recipe like no other": ("xyz", f"unknown recipe 'xyz'. {RECIPES}"),
     "path out of the folder": ("../recipes/linear", f"unknown recipe '../recipes/linear'. {RECIPES}"),
     "misspelt entry": (
         "linear:fullbatch",
@@ -373,7 +362,6 @@ FILES = {
     "empty": ("", "mine.yaml must hold named entries (name: keys), got None."),
     "a list": ("- a\n", "mine.yaml must hold named entries (name: keys), got ['a']."),
     "empty entry": ("default:\n", "entry default of mine.yaml must map keys to values, got None."),
-    "entry that is a number": ("default: 3\n", "entry default of mine.yaml must map keys to values, got 3."),
     "only an entry named 1": ("1: {}\n", "recipe mine.yaml has no entry 'default'. Entries: 1."),
     "extends a number": (
         "default:\n  extends: 3\n",
@@ -488,7 +476,7 @@ def test_arguments_are_read_as_yaml_1_2_and_a_tilde_is_the_home(mine, monkeypatc
     loaded = load(mine(text))
     assert loaded.data_dir == Path("/home/ada/cells")
     assert loaded.model_args == {"a": 10, "b": "12:30", "c": None, "d": "~/x", "e": "no"}
-    assert imports.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"
+    assert own_code.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"
 
 
 @pytest.mark.parametrize("written", ["$SCRATCH", "${SCRATCH}", "~"])
@@ -526,4 +514,4 @@ def test_a_variable_that_is_not_set_is_one_ranks_own_fault(mine, monkeypatch, va
     assert (str(refused.value), refused.value.everywhere) == (f"cache_dir {rule}", False)
     message = refusal(RecipeError, load, mine("default:\n  extends: $NO_SUCH/a.yaml\n"))
     assert message == f"recipe file $NO_SUCH/a.yaml {rule}"
-    assert refusal(RecipeError, imports.expanded, {"a": ["$NO_SUCH"]}, "model_args") == f"model_args a {rule}"
+    assert refusal(RecipeError, own_code.expanded, {"a": ["$NO_SUCH"]}, "model_args") == f"model_args a {rule}"

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from hvdtrain.core.plan import Plateau, Schedule, peak_lr
 from hvdtrain.core.recipe import load
-from hvdtrain.core.schedule import Plateau, Schedule, peak_lr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ import pytest
 from refusals import refusal
 
 from hvdtrain import datasets
-from hvdtrain.errors import DataError
+from hvdtrain.core import recipe
+from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.run.options import layout_of
+from hvdtrain.tools import plan
 
 SMALL = {"image_size": 8, "classes": 5, "examples": 300}
 IN_MEMORY = ["linear", "digits", "synthetic"]
@@ -210,3 +213,18 @@ def test_no_reader_imports_a_framework(python):
         "print(*sorted({'torch', 'tensorflow', 'horovod', 'mpi4py', 'lightning'} & set(sys.modules)))"
     )
     assert python("-c", code).stdout == "\n"
+
+
+def test_another_row_is_found_everywhere(tmp_path, monkeypatch, capsys):
+    row = datasets.Row("hvdtrain.datasets.small:digits", ("data_dir",), False, (4_000, 500, 7), side="train_crop")
+    monkeypatch.setitem(datasets.DATASETS, "stars", row)
+    chosen = recipe.load("digits", {"dataset": "stars"})
+    assert len(datasets.load("stars", seed=1).train) == 1437
+    assert "data_dir" not in layout_of(chosen, "torch").hidden
+    assert {"train_crop", "data_on_device"} <= set(layout_of(chosen, "torch").hidden)
+    assert refusal(RecipeError, recipe.load, "digits", {"dataset": "starz"}).endswith("Did you mean stars?")
+    assert "data set in memory, stars is" in refusal(
+        RecipeError, recipe.load, "digits", {"dataset": "stars", "data_on_device": True}
+    )
+    assert plan.main(["digits", "--dataset", "stars", "--train-crop", "16", "--data-dir", str(tmp_path / "no")]) == 0
+    assert "4,000 examples to train, 500 to validate, 7 classes" in capsys.readouterr().out

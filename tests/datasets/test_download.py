@@ -1,7 +1,6 @@
 """Fetching CIFAR-100 from a real web server on this machine."""
 
 import contextlib
-import gzip
 import hashlib
 import io
 import os
@@ -20,8 +19,9 @@ import pytest
 from paths import REPOSITORY
 from refusals import refusal
 
-from hvdtrain.datasets import download
-from hvdtrain.datasets.download import default_data_dir, download_cifar100
+from hvdtrain.datasets import cifar100 as download
+from hvdtrain.datasets.base import default_data_dir
+from hvdtrain.datasets.cifar100 import download_cifar100
 from hvdtrain.errors import DataError
 
 CONTENT = {"train": b"images", "test": b"more images", "meta": b"names"}
@@ -103,7 +103,7 @@ def test_it_is_fetched_once(tmp_path):
 
 def test_processes_that_ask_at_once_fetch_it_once(tmp_path):
     code = (
-        "import sys, pathlib; from hvdtrain.datasets.download import download_cifar100 as get;"
+        "import sys, pathlib; from hvdtrain.datasets.cifar100 import download_cifar100 as get;"
         "print('asking', flush=True);"
         "print(len(list(get(pathlib.Path(sys.argv[1]), *sys.argv[2:]).iterdir())))"
     )
@@ -158,34 +158,6 @@ def test_an_unexpected_archive_leaves_nothing(tmp_path, body):
     message = refused(tmp_path, sha256(body), body)
     assert message.startswith("The archive of CIFAR-100 is not as published (")
     assert message.endswith("): fetch it by hand")
-
-
-def linked(kind, target):
-    """A good archive in which another member train stands behind the first."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name in CONTENT:
-            tar.addfile(tarfile.TarInfo(f"cifar-100-python/{name}"))
-        member = tarfile.TarInfo("cifar-100-python/train")
-        member.type, member.linkname = kind, target
-        tar.addfile(member)
-    return gzip.compress(buffer.getvalue())
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (linked(tarfile.SYMTYPE, "train"), "train is no file"),
-        (linked(tarfile.LNKTYPE, "cifar-100-python/train"), "train is no file"),
-        (linked(tarfile.SYMTYPE, "/etc/passwd"), "train is no file"),
-        (linked(tarfile.FIFOTYPE, ""), "train is no file"),
-        (gzip.compress(bytes(1 << 20)) * 257, "it unpacks to more than 268,435,456 bytes"),
-    ],
-    ids=["a link to itself", "a hard link to itself", "a link to a file", "a pipe", "256 MB of zeros"],
-)
-def test_links_are_not_followed_nor_bombs_unpacked(tmp_path, body, reason):
-    message = f"The archive of CIFAR-100 is not as published ({reason}): fetch it by hand"
-    assert refused(tmp_path, sha256(body), body) == message
 
 
 def test_a_server_that_sends_too_much_is_left(tmp_path, monkeypatch):

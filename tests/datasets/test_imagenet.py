@@ -473,7 +473,7 @@ def test_what_is_not_read_is_counted_by_kind(tree):
     assert dataset.left_out == f"30 of 42 files left out: {kinds}"
 
 
-@pytest.mark.parametrize("target", ["..", "../..", "../n02/back", "/", "."])
+@pytest.mark.parametrize("target", ["..", "../n02/back", "/"])
 def test_links_in_a_circle_are_followed_once(tree, target):
     (tree / "train" / "n02" / "back").symlink_to("../n01")
     (tree / "train" / "n01" / "round").symlink_to(target)
@@ -546,23 +546,6 @@ def test_a_jpeg_ends_at_its_end(tree, content):
     assert split.read(np.array([1]), None)[0].shape == (1, 40, 40, 3)
 
 
-FORGED = {
-    "scans alone": b"\xff\xda" * 51,
-    "of length 0": b"\xff\xda\0\0" * 51 + b"\xff",
-    "truncated": b"\xff\xe0\xff" + b"\xff\xda" * 51,
-    "many segments": b"\xff\xe0\0\x02" * 10**5 + b"\xff\xda" * 51,
-    "many bytes of FF": b"\xff" * 10**5 + b"\xff\xda" * 51,
-}
-
-
-@pytest.mark.parametrize("tail", FORGED.values(), ids=FORGED)
-def test_a_forged_jpeg_ends_in_a_line(tree, tail):
-    split = datasets.load("imagenet", data_dir=tree, **SIZES).valid
-    path = split.path(1)
-    path.write_bytes(b"\xff\xd8" + tail)
-    assert refusal(DataError, split.read, np.array([1]), None).startswith(f"{path} cannot be read as an image (")
-
-
 @pytest.mark.parametrize("mode", ["F", "I"])
 def test_an_image_whose_white_is_not_known_is_refused(tree, mode):
     """Pillow would clip at 255: floats up to 1 would be black."""
@@ -602,14 +585,6 @@ def cifar(root):
     lay(root, *(f"{split}/{c}/{k:04}.png" for split in ("train", "test") for c in ("cat", "dog") for k in range(3)))
 
 
-def kaggle_classes(root):
-    lay(
-        root,
-        *(f"train/{c}/{k}.jpg" for c in ("cat", "big dog") for k in range(12)),
-        *(f"test/{k}.jpg" for k in range(3)),
-    )
-
-
 def kaggle_flat(root):
     lay(root, *(f"train/{c}.{k}.jpg" for c in ("cat", "dog") for k in range(12)), *(f"test1/{k}.jpg" for k in range(3)))
 
@@ -621,46 +596,19 @@ def food(root):
         lay(root, f"meta/{split}.txt", content="".join(f"{name}\n" for name in names).encode())
 
 
-def eurosat(root):
-    lay(root, *(f"{c}/{c}_{k}.tif" for c in ("Forest", "River") for k in range(12)))
-
-
-def imagenette_of_fastai(root):
-    lay(root, *(f"{split}/{n}/{n}_{k}.JPEG" for split in ("train", "val") for n in WNIDS for k in range(2)))
-    lay(root, "noisy_imagenette.csv", content=b"path\n")
-
-
-def shared_store(root):
-    lay(root, *(f"store/{k}.jpg" for k in range(8)))
-    for split, first in (("train", 0), ("val", 4)):
-        for k in range(first, first + 4):
-            link = root / split / ("even", "odd")[k % 2] / f"{k}.jpg"
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(root / "store" / f"{k}.jpg")
-
-
 def oxford_pets(root):
     lay(root, *(f"images/{c}_{k}.jpg" for c in ("Abyssinian", "great_pyrenees") for k in range(12)))
     lay(root, "images/Abyssinian_100.mat", content=b"MATLAB")
     lay(root, "annotations/trimaps/Abyssinian_1.png", "annotations/list.txt")
 
 
-def class_folders_with_folders(root):
-    lay(root, *(f"{split}/{c}/{w}/{k}.jpg" for split in ("train", "val") for c in "ab" for w in "xy" for k in range(2)))
-
-
 LAYOUTS = {  # what lays it out, how many refusals show the command that makes it readable, images to train, to validate
     "ImageNet with a flat val": (imagenet_with_flat_val, None),
     "Tiny ImageNet": (tiny_imagenet, (1, 12, 6)),
     "CIFAR folders": (cifar, (1, 6, 6)),
-    "Kaggle's train of classes": (kaggle_classes, (1, 20, 4)),
     "Kaggle's flat train": (kaggle_flat, (2, 20, 4)),
     "Food-101 with lists": (food, (2, 6, 6)),
-    "EuroSAT": (eurosat, (2, 20, 4)),
-    "Imagenette": (imagenette_of_fastai, (0, 6, 6)),
-    "links to a shared store": (shared_store, (0, 4, 4)),
     "Oxford pets": (oxford_pets, (3, 20, 4)),
-    "class folders with folders": (class_folders_with_folders, (0, 8, 8)),
 }
 
 

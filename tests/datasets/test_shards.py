@@ -22,7 +22,8 @@ from hvdtrain import cli, datasets
 from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
 from hvdtrain.core.progress import Progress, train_requests
-from hvdtrain.datasets.packed import cache, shards
+from hvdtrain.datasets import packed as cache
+from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.tools import pack
 
@@ -63,7 +64,7 @@ def test_the_digest_is_of_the_images_wherever_and_however_they_are_packed(packed
     pack.pack(pack.Options(tree, tmp_path / "otherwise", format="tfrecord", shards=2, seed=5))
     assert load(tmp_path / "otherwise").contents() == dataset.contents()
     assert dataset.contents()["class names"] == ["n01", "n02"]
-    lists = {load(packed, is_by_shard=True).train.digest(), dataset.train.digest(), dataset.valid.digest()}
+    lists = {load(packed, shuffle="shards").train.digest(), dataset.train.digest(), dataset.valid.digest()}
     path = tree / "train" / "n01" / "n01_0.JPEG"
     path.write_bytes(path.read_bytes() + b"\0")
     pack.pack(pack.Options(tree, tmp_path / "changed"))
@@ -177,7 +178,7 @@ def test_too_many_shards_for_the_system(packed, monkeypatch):
 
 
 def test_by_shard_samples_are_numbered_as_they_lie(packed):
-    dataset, usual = load(packed, is_by_shard=True), load(packed)
+    dataset, usual = load(packed, shuffle="shards"), load(packed)
     assert (dataset.shards, usual.shards) == ((4, 4, 4, 4), ())
     offsets = list(zip(dataset.train.entries["shard"], dataset.train.entries["offset"], strict=True))
     assert offsets == sorted(offsets)
@@ -192,7 +193,7 @@ def test_by_shard_each_shard_is_read_ahead_as_it_is_begun(packed, monkeypatch):
     advised = []
     advise = lambda file, offset, size, advice: advised.append((os.readlink(f"/proc/self/fd/{file}")[-5], offset, size))  # noqa: E731, PTH115
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    split = load(packed, is_by_shard=True).train
+    split = load(packed, shuffle="shards").train
     for indices in ([0, 1], [3, 2], [5, 2], [7, 6], [0, 1]):
         split.read(np.array(indices), None)
     assert advised == [("0", 0, 0), ("1", 0, 0), ("0", 0, 0)]
@@ -204,7 +205,7 @@ def test_by_shard_each_shard_is_read_ahead_as_it_is_begun(packed, monkeypatch):
 def test_by_shard_ranks_take_equal_steps_and_no_image_twice(packed, size, global_batch):
     keys = {"data_dir": packed, "shuffle": "shards", "batch_norm": "frozen", "batch_size_per_rank": None}
     chosen = recipe.load("imagenet", {**keys, "batch_size": global_batch})
-    dataset = load(packed, is_by_shard=True)
+    dataset = load(packed, shuffle="shards")
     plan = plans.make(chosen, size, dataset, network.of(chosen, "torch", dataset))
     all_requests = [train_requests(plan, Progress(epoch=2), rank) for rank in range(size)]
     assert {starts for starts, _ in all_requests} == {range(0, 16 - global_batch + 1, global_batch)}
@@ -222,7 +223,7 @@ def test_the_plan_of_a_packed_set(packed, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"is_by_shard": True}, "shuffle shards needs a packed data_dir: python -m hvdtrain pack {tree} DEST"),
+        ({"shuffle": "shards"}, "shuffle shards needs a packed data_dir: python -m hvdtrain pack {tree} DEST"),
         ({"cache_dir": Path("/dev/shm")}, "cache_dir needs a packed data_dir: python -m hvdtrain pack {tree} DEST"),
     ],
     ids=["shuffle", "cache"],

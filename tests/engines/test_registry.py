@@ -1,12 +1,17 @@
-"""Engines by name: who has them, what they refuse, which devices they take; before any framework is loaded."""
+"""Engines by name: who has them, what they refuse, which devices they take, before any framework is loaded; Horovod's
+settings."""
+
+import dataclasses
+import functools
 
 import pytest
 from choices import choice
 from refusals import refusal
 
-from hvdtrain.core import compatibility, recipe
+from hvdtrain.core import compatibility, recipe, settings
 from hvdtrain.engines import registry
 from hvdtrain.errors import DeviceError, RecipeError
+from hvdtrain.launch.devices import visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_what_an_engine_has_not_is_refused(engine, keys, message):
 
 
 @pytest.mark.parametrize("name", registry.ENGINES)
-@pytest.mark.parametrize("of", ["linear", "digits", "cifar100", "imagenet"])
+@pytest.mark.parametrize("of", recipe.known())
 def test_every_engine_takes_the_shipped_recipes(name, of):
     for adapter in registry.ENGINES[name].classes:
         compatibility.check(choice(name, adapter, recipe.load(of)), {})
@@ -152,3 +157,70 @@ TOO_FEW = {
 @pytest.mark.parametrize(("wanted", "message"), TOO_FEW.values(), ids=TOO_FEW)
 def test_devices_that_are_not_there_are_refused(wanted, message):
     assert refusal(DeviceError, check_devices, *wanted) == message
+
+
+def test_another_compression_is_found_everywhere(monkeypatch, make_plan):
+    monkeypatch.setitem(settings.COMPRESSIONS, "fp8", settings.Compression("float8_e5m2", 1, ("ddp",)))
+    assert "fp8" in registry.ENGINES["ddp"].compressions
+    chosen = recipe.load("linear").model_copy(update={"compression": "fp8"})
+    message = "compression must be one of none, fp16, fp64 with engine horovod, got fp8."
+    assert refusal(RecipeError, compatibility.check, choice("horovod", recipe=chosen), {}) == message
+    plan = make_plan("linear")
+    assert dataclasses.replace(plan, recipe=chosen).gradient_bytes == plan.parameters
+
+
+ONE_HOST = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": ""}
+TWO_HOSTS = {**ONE_HOST, "LOCAL_WORLD_SIZE": "2"}
+GPUS = {**TWO_HOSTS, "CUDA_VISIBLE_DEVICES": "0,1"}
+
+SETTINGS = {
+    "one host": ({}, ONE_HOST, {"HOROVOD_CYCLE_TIME": "0.5"}),
+    "one host, the user's": ({}, {**ONE_HOST, "HOROVOD_CYCLE_TIME": "3"}, {"HOROVOD_CYCLE_TIME": "3"}),
+    "two hosts": ({}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "10"}),
+    "two hosts, the recipe's": ({"cycle_time_ms": 2.5}, TWO_HOSTS, {"HOROVOD_CYCLE_TIME": "2.5"}),
+    "two hosts, the user's": (
+        {},
+        {**TWO_HOSTS, "HOROVOD_CYCLE_TIME": "3"},
+        {"HOROVOD_CYCLE_TIME": "3"},
+    ),
+    "two hosts, autotune finds out": ({"autotune": True}, TWO_HOSTS, {"HOROVOD_AUTOTUNE": "1"}),
+    "GPUs": ({}, GPUS, {}),
+    "GPUs that are not used": ({"device": "cpu"}, GPUS, {"HOROVOD_CYCLE_TIME": "10"}),
+    "fusion": (
+        {"fusion_threshold_mb": 2},
+        ONE_HOST,
+        {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20), "HOROVOD_CYCLE_TIME": "0.5"},
+    ),
+}
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """What the driver of every host shows."""
+    monkeypatch.setattr(registry, "visible_gpus", functools.partial(visible_gpus, count=lambda path: 2))
+
+
+@pytest.mark.parametrize(("keys", "environ", "wanted"), SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.usefixtures("two_gpus")
+def test_horovods_variables(keys, environ, wanted):
+    assert registry.horovod_variables(recipe.load("linear", keys), environ) == wanted
+
+
+MIB = 2**20
+FUSION_BYTES = {
+    "one host": ({}, ONE_HOST, 2 * MIB),
+    "two hosts": ({}, TWO_HOSTS, 2 * MIB),
+    "the recipe's": ({"fusion_threshold_mb": 3}, TWO_HOSTS, 3 * MIB),
+    "each alone": ({"fusion_threshold_mb": 0}, ONE_HOST, 0),
+    "the user's": ({}, {**ONE_HOST, "HOROVOD_FUSION_THRESHOLD": "1000"}, 1000),
+    "found by autotune": ({"autotune": True}, TWO_HOSTS, None),
+    "Adasum": ({"reduction": "adasum"}, TWO_HOSTS, None),
+    "GPUs": ({}, GPUS, None),
+    "GPUs of one host": ({}, {**GPUS, **ONE_HOST, "CUDA_VISIBLE_DEVICES": "0"}, None),
+}
+
+
+@pytest.mark.parametrize(("keys", "environ", "wanted"), FUSION_BYTES.values(), ids=FUSION_BYTES.keys())
+@pytest.mark.usefixtures("two_gpus")
+def test_what_is_communicated_together(keys, environ, wanted):
+    assert registry.fusion_bytes(recipe.load("linear", keys), environ) == wanted

@@ -9,7 +9,7 @@ import numpy as np
 import paths
 import pytest
 
-from hvdtrain.core.sharding import Epoch
+from hvdtrain.core.progress import Epoch
 from labtools import batches
 from labtools.batches import History, Setting
 

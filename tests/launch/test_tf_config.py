@@ -9,7 +9,7 @@ from refusals import refusal
 
 from hvdtrain.core import compatibility, recipe
 from hvdtrain.errors import RecipeError
-from hvdtrain.launch import rendezvous, tf_config
+from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import Endpoint, own_endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks.peers import Peer, endpoints_of
@@ -24,23 +24,23 @@ WORKERS = ["10.0.0.1:12000", "10.0.0.1:12010", "10.0.0.2:12000", "10.0.0.2:12020
 
 
 def test_every_rank_is_a_worker():
-    given = tf_config.of(tf_config.workers(ENDPOINTS), "worker", 2)
+    given = rendezvous.of(rendezvous.workers(ENDPOINTS), "worker", 2)
     assert json.loads(given) == {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "index": 2}}
 
 
 def test_one_rank_alone_is_no_cluster():
-    assert tf_config.workers(ENDPOINTS[:1]) == {}
+    assert rendezvous.workers(ENDPOINTS[:1]) == {}
 
 
 def test_the_first_rank_of_a_host_has_a_server_and_the_first_of_all_leads():
-    assert tf_config.servers(ENDPOINTS) == [0, 2]
+    assert rendezvous.servers(ENDPOINTS) == [0, 2]
     cluster = {"chief": ["10.0.0.1:12002"], "worker": WORKERS, "ps": ["10.0.0.1:12001", "10.0.0.2:12001"]}
-    assert tf_config.with_servers(ENDPOINTS) == cluster
+    assert rendezvous.with_servers(ENDPOINTS) == cluster
 
 
 def test_hosts_of_one_name_are_distinguished_by_their_addresses():
     alike = [Endpoint("localhost", 0, 0, "10.0.0.1", 1), Endpoint("localhost", 0, 0, "10.0.0.2", 1)]
-    assert tf_config.servers(alike) == [0, 1]
+    assert rendezvous.servers(alike) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_hosts_of_one_name_are_distinguished_by_their_addresses():
     ],
 )
 def test_grpc_asks_no_proxy_for_the_ranks(environ, expected):
-    assert tf_config.no_proxy(ENDPOINTS, environ) == {"no_grpc_proxy": expected}
+    assert rendezvous.no_proxy(ENDPOINTS, environ) == {"no_grpc_proxy": expected}
 
 
 def test_the_log_shows_who_is_where():
-    assert tf_config.placement(ENDPOINTS) == [
+    assert rendezvous.placement(ENDPOINTS) == [
         "host        a: workers 0, 1; parameter server 0",
         "host        b: workers 2, 3; parameter server 1",
     ]

@@ -30,8 +30,13 @@ from environments import (
 from paths import DUMPS, REPOSITORY
 from refusals import refusal
 
-from hvdtrain.errors import TopologyError
-from hvdtrain.launch.topology import LAUNCHERS, Topology, discover
+from hvdtrain.errors import TopologyError, WorldError
+from hvdtrain.launch import keys, mpi, rendezvous
+from hvdtrain.launch import topology as topologies
+from hvdtrain.launch.devices import threads
+from hvdtrain.launch.display import display_of
+from hvdtrain.launch.topology import LAUNCHERS, Launcher, Topology, discover, prefixes
+from hvdtrain.ranks.agreement import check_world
 
 TOPOLOGIES = {  # environment: rank, size, local rank, local size, node, launcher, job
     "laptop": ("HOME=/home/alice", (0, 1, 0, 1, 0, "alone", None)),
@@ -358,3 +363,36 @@ def test_a_launcher_of_this_machine(launcher, live, tmp_path):
     topologies = sorted((json.loads(path.read_text()) for path in tmp_path.iterdir()), key=lambda at: at["rank"])
     expected = [Topology(rank, 2, rank, 2, node, socket.gethostname(), launcher, None) for rank in range(2)]
     assert topologies == [dataclasses.asdict(topology) for topology in expected]
+
+
+def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
+    row = Launcher(
+        *("jsrun", "jsrun", ("JSM_RANK",), "JSM_RANK", "JSM_SIZE", "JSM_LOCAL_RANK", "JSM_LOCAL_SIZE"),
+        remedy="ask IBM",
+        mpi="openmpi",
+        launch="JSM_JOB",
+        prefixes=("JSM_",),
+        programs=("jsrun",),
+        daemons=("jsmd",),
+        rewrites_output=True,
+        needs_rendezvous=True,
+        cpus_of="host",
+    )
+    monkeypatch.setattr(topologies, "LAUNCHERS", (row, *LAUNCHERS))
+    environ = environment("JSM_RANK=1 JSM_SIZE=2 JSM_LOCAL_RANK=1 JSM_LOCAL_SIZE=2 JSM_JOB=7 SLURM_CPUS_PER_TASK=4")
+    at = discover(environ, "nid1")
+    assert at == Topology(1, 2, 1, 2, None, "nid1", "jsrun", None)
+    with pytest.raises(WorldError, match=r"jsrun promised rank 1 of 2 .*; ask IBM\.$"):
+        check_world(at, 0, 1)
+    assert keys.source({}, dataclasses.replace(at, size=4)) == "MPI, which carries one"
+    shared = rendezvous.from_host_or_mpi(at, environ)
+    assert shared != rendezvous.from_host_or_mpi(at, {**environ, "JSM_JOB": "8"})
+    assert mpi.uses_gloo(at, "torch", environ)
+    assert threads(8, 8, at, environ, quota=8) == 2
+    assert "JSM_" in prefixes()
+    for pid, parent, name in ((100, 101, "python"), (101, 1, "jsmd")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1")
+        (tmp_path / str(pid) / "cmdline").write_text(f"{name}\0")
+    assert display_of("alone", True, {}, 100, tmp_path) == "file"
+    assert display_of("jsrun", True, {}, 100, tmp_path) == "file"

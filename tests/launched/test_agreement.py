@@ -1,13 +1,15 @@
-"""One global batch on 1, 2 and 4 ranks gives one curve; and each feature gives what one process gives."""
+"""One global batch on 1, 2 and 4 ranks gives one curve; each feature gives what one process gives; and a run that is
+resumed ends as one that was not."""
 
 import socket
 
 import numpy as np
 import pytest
-from ranks import FRAMEWORKS, NEEDS
-from worlds import NETWORKS, alone, furthest, having, of_kind, on
+from ranks import FRAMEWORKS, NEEDS, programs
+from small import WHOLE
+from worlds import NETWORKS, RESUMED, SYNC, World, alone, furthest, having, of_kind, on
 
-from hvdtrain.datasets import linear
+from hvdtrain import datasets
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
@@ -24,6 +26,11 @@ SLOW = (
     "tensorflow-gloo-2",
     "more",
     "readers_beside",
+    "resnet50_itself",
+    "torch-mpi-2-resumed",
+    "torch-ddp-2-resumed",
+    "tensorflow-alone-1-resumed",
+    "tensorflow-mpi-2-resumed",
 )
 SEVERAL = ["gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"]
 on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -39,7 +46,7 @@ def test_the_line_has_one_curve(world, framework, launch):
 
 @pytest.mark.parametrize(("framework", "launch"), on("alone-1", *SEVERAL))
 def test_the_line_is_the_least_squares_one(world, framework, launch):
-    points = linear.load(0).train
+    points = datasets.load("linear").train
     expected = np.polyfit(points.x[:, 0], points.y[:, 0], 1)
     for rank in world(launch, framework).of("line"):
         assert rank["line"] == pytest.approx(expected, abs=1e-2)
@@ -47,7 +54,7 @@ def test_the_line_is_the_least_squares_one(world, framework, launch):
 
 
 @pytest.mark.parametrize(
-    ("framework", "launch"), on("mpi-2", "mpi-2-more", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4")
+    ("framework", "launch"), on("mpi-2", "mpi-2-more", "gloo-2", "ddp-2", "ddp-2-more", "mpi-4", "gloo-4", "ddp-4")
 )
 def test_all_ranks_end_with_one_state_to_the_bit(world, framework, launch):
     for run in world(launch, framework).results["trainings"][0]:
@@ -66,7 +73,7 @@ CURVES = {
 
 @pytest.mark.parametrize(
     ("framework", "launch", "run"),
-    [param for launch in (*SEVERAL, "mpi-2-more") for run in NETWORKS for param in having(launch, run)],
+    [param for launch in (*SEVERAL, "mpi-2-more", "ddp-2-more") for run in NETWORKS for param in having(launch, run)],
 )
 def test_resnet50_has_one_curve(world, framework, launch, run):
     steps, limit = CURVES[run]
@@ -91,7 +98,7 @@ SAME = {
     "channels last curve": ("nesterov curve", 1e-4),
     "xla": ("short", 1e-5),
 }
-COMPARED = ("alone-1", "alone-1-more", "mpi-2", "mpi-2-more", "ddp-2", "mpi-4", "ddp-4")
+COMPARED = ("alone-1", "alone-1-more", "mpi-2", "mpi-2-more", "ddp-2", "ddp-2-more", "mpi-4", "ddp-4")
 
 
 @pytest.mark.parametrize(
@@ -111,9 +118,9 @@ def test_ddp_and_horovod_add_to_the_same_bit(world, ranks, run):
 
 
 @torch_alone
-@pytest.mark.parametrize("run", ["compressed bf16", "compressed float16"])
-def test_ddp_compresses(world, run):
-    assert 0 < furthest(world("ddp-2").losses(run), world("alone-1").losses("short")) < 2e-2
+@pytest.mark.parametrize(("launch", "run"), [("ddp-2", "compressed bf16"), ("ddp-2-more", "compressed float16")])
+def test_ddp_compresses(world, launch, run):
+    assert 0 < furthest(world(launch).losses(run), world("alone-1").losses("short")) < 2e-2
 
 
 @on_both
@@ -194,3 +201,29 @@ def test_no_process_holds_both_frameworks(world, framework):
     for run in ranks.results["trainings"][0]:
         for rank in ranks.of(run):
             assert {"torch", "tensorflow"} & set(rank["modules"]) == {framework}
+
+
+@pytest.mark.parametrize(("framework", "launch"), on("alone-1-resumed", "mpi-2-resumed", "ddp-2-resumed"))
+def test_with_each_optimizer_a_resumed_run_ends_with_the_same_state(world, framework, launch):
+    ranks = world(launch, framework).results["resumed_states"]
+    for case in RESUMED[framework]["cases"]:
+        whole = ranks[0][case][0]
+        assert all(rank[case] == [whole, whole] for rank in ranks), case
+    assert len({rank[0] for rank in ranks[0].values()}) == len(ranks[0])
+
+
+@on_both
+def test_resnet50_itself_has_one_curve(framework, tmp_path):
+    """For which all other tests that train take a smaller network."""
+    exact = [*SYNC, "--base-lr", "1e-3", "--max-steps", "2", "--precision", "float64"]
+    curves = []
+    for launcher, ranks in (("alone", 1), ("mpi", 2)):
+        folder = tmp_path / launcher
+        given = {"trainings": {"given": {"curve": [*exact, "--output", str(folder / "curve")]}}}
+        results = programs(framework, launcher, ranks, folder, given, **{WHOLE: "1"})
+        world = World(ranks, folder, results)
+        assert len({rank["state"] for rank in world.of("curve")}) == 1
+        assert {rank["parameters"] for rank in world.of("curve")} == {23_528_522}
+        curves.append(world.losses("curve"))
+    assert len(curves[0]) == 2
+    assert furthest(*curves) < 1e-12

@@ -10,6 +10,7 @@ from images import write_tree
 from paths import SUPPORT
 from ranks import NEEDS, needs_lightning, run
 
+SLOW = ("lightning_ddp",)
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), NEEDS["torch"]]
 
 PROGRAM = SUPPORT / "disagreeing.py"

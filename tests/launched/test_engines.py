@@ -34,7 +34,7 @@ def expected(framework, size):
     }
 
 
-SLOW = ("tensorflow-mpi-4", "gloo-4", "ddp-4", "torch-mpi-4", "gloo-1", "ddp-1", "tensorflow-gloo-2", "torch-mpi-3")
+SLOW = ("tensorflow-mpi-4", "gloo-4", "ddp-4", "torch-mpi-4", "gloo-1", "ddp-1", "tensorflow-gloo-2", "mpi-3")
 LAUNCHES = ("mpi-1", "gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-3", "mpi-4", "gloo-4", "ddp-4")
 
 

@@ -29,6 +29,12 @@ SLOW = (
     "while all wait for another",
     "C code holds",
     "all are suspended",
+    "over a collective library",
+    "killed, on another host",
+    "library waits for ever",
+    "an endless loop on rank 0",
+    "others are awaited",
+    "alone on its host",
 )
 QUICK = {"HEARTBEAT": 0.2, "SILENCE": 10, "GRACE": 1, "CHECKPOINT": 1.5, "FAREWELL": 4}
 CONTINUE = "The same command continues from the last checkpoint."
@@ -250,7 +256,7 @@ def test_an_error_of_ours_reaches_all_in_one_line(start):
 @pytest.mark.parametrize("launcher", ["srun", "horovodrun"])
 def test_all_stop_at_one_step_whoever_was_signalled(launcher, start, tmp_path):
     steps = set()
-    for number in range(6):
+    for number in range(4):
         pause = 0.023 * number
         ended = start(4, launcher=launcher, orders=[[5 + number, number % 4, USR2, pause]])
         assert ended["codes"] == [140] * 4, ended
@@ -264,7 +270,7 @@ def test_all_stop_at_one_step_whoever_was_signalled(launcher, start, tmp_path):
         assert ended["err"][1:] == [""] * 3
         assert status(tmp_path)["state"] == "stopped"
         steps.add(ended["steps"][0])
-    assert len(steps) > 3
+    assert len(steps) > 2
 
 
 def test_all_are_signalled_at_once_and_again(start):

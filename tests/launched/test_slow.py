@@ -134,7 +134,7 @@ LIGHTNING_LOOP = """
 from lightning.pytorch import LightningModule, Trainer
 
 import hvdtrain.lightning as hl
-from hvdtrain.lightning.train import quiet
+from hvdtrain.lightning.recipe import quiet
 
 
 class Module(LightningModule):

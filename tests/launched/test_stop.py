@@ -32,6 +32,7 @@ SLOW = (
     "tensorflow-gloo",
     "tensorflow-mpi-1",
     "alone_stops_in_order[torch-1]",
+    "alone_stops_in_order[torch-12]",
     "closed_stops_in_order[gloo]",
     "[mpi]",
 )

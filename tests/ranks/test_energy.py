@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import energy, messages
 from hvdtrain.ranks.energy import Book, EnergyWatch, gpu_counters, node_counters
-from hvdtrain.ranks.liveness import Liveness
+from hvdtrain.ranks.liveness import Listener, Liveness
 from hvdtrain.ranks.peers import Peers
 
 KWH = 3.6e6
@@ -162,15 +162,16 @@ def test_what_several_ranks_see_counts_once_a_node():
     }  # fmt: skip
 
 
-def watch(tmp_path, rank=0, local_rank=0):
+def watch(tmp_path, rank=0, local_rank=0, listener=None):
     topology = Topology(rank, 4, local_rank, 2, rank // 2, "node1", "srun", None)
-    return EnergyWatch(Liveness(Peers(topology)), "node1-0", {}, tmp_path)
+    return EnergyWatch(Liveness(Peers(topology), listener or Listener()), "node1-0", {}, tmp_path)
 
 
 def test_the_last_reading_is_made_at_the_end(tmp_path, monkeypatch):
     pm_counters(tmp_path, 0)
-    own, totals = watch(tmp_path), []
-    own.on_reading = lambda: totals.append(own.book.totals())
+    totals, listener = [], Listener()
+    listener.energy = lambda found, is_last: totals.append(found)
+    own = watch(tmp_path, listener=listener)
     made = energy.node_counters
     ready = []
     monkeypatch.setattr(energy, "node_counters", lambda *given: ready.append(made(*given)) or ready[0])

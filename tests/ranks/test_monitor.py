@@ -15,6 +15,7 @@ from many_ranks import Fakes, world_of
 from hvdtrain.ranks import messages, network, slow, timeouts
 from hvdtrain.ranks.stacks import Process
 from hvdtrain.ranks.world import World
+from hvdtrain.run.ending import Ending
 
 MANY, PATIENCE = 1000, 120.0
 PROGRAM = Path(many_ranks.__file__)
@@ -71,7 +72,7 @@ def test_of_a_thousand_ranks_each_learns_what_it_needs_and_the_lost_one_is_named
     assert (fakes.messages["all_ready"], fakes.messages["busy"]) == (MANY - 1, MANY - 1)
     assert sum(fakes.bytes.values()) < 500 * MANY  # it was a hundred bytes for each two of them
     compared = []
-    rank_0.slow.on_times = compared.append
+    rank_0.listener.times = lambda times, hosts: compared.append(times)
     rank_0.slow.reported(0, many_ranks.TIMES)
     for peer in fakes.peers.connections:
         peer.send(many_ranks.TIMES)
@@ -147,8 +148,8 @@ FROM_RANK = [
 FROM_RANK_0 = [messages.StackRequest(), messages.ProcessRequest(rank=0, process=PROCESS)]
 WATCHES = {
     "slow": ("step_begins", "step_ended", "reported"),
-    "_stuck": ("look", "answered", "seen", "own", "look_at", "step_made", "expect_steps", "forgive"),
-    "energy": ("reported",),
+    "_stuck": ("look", "answered", "seen", "own", "step_made", "expect_steps", "forgive"),
+    "_energy": ("reported",),
 }
 
 
@@ -163,7 +164,8 @@ def test_a_fault_in_any_diagnostic_ends_nothing_and_blames_nobody(worlds, monkey
         for watch, names in WATCHES.items():
             for name in names:
                 monkeypatch.setattr(getattr(world, watch), name, fails)
-        monkeypatch.setattr(world.energy.book, "totals", fails)
+        monkeypatch.setattr(world._energy.book, "totals", fails)
+    monkeypatch.setattr("hvdtrain.ranks.monitor.look_at", fails)
     engine = many_ranks.Engine()
     for _ in range(3):
         for world in both:
@@ -172,7 +174,7 @@ def test_a_fault_in_any_diagnostic_ends_nothing_and_blames_nobody(worlds, monkey
             clocks.begin_step()
             clocks.end_step()
             world.expect_steps(True)
-            world.record_energy()
+            world.count_energy()
         for message in FROM_RANK:
             both[1].peers.send(message)
         for message in FROM_RANK_0:
@@ -205,7 +207,7 @@ def test_a_fault_in_any_diagnostic_ends_nothing_and_blames_nobody(worlds, monkey
 def test_a_fault_where_connections_are_counted_loses_no_step(monkeypatch, capsys):
     monkeypatch.setattr(network, "connections", fails)
     monkeypatch.setattr(timeouts, "TIMES", 0.0)
-    world = World(many_ranks.topology(0, 2))
+    world = Ending(many_ranks.topology(0, 2)).world
     clocks = slow.Clocks(many_ranks.Engine(), world.slow)
     for _ in range(3 * slow.STEPS):
         world.slow._measured = -1.0
@@ -231,9 +233,9 @@ HANGS = """
 import sys, time
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import timeouts
-from hvdtrain.ranks.world import World
+from hvdtrain.run.ending import Ending
 timeouts.GRACE = 0.2
-world = World(Topology.alone("nid1"))
+world = Ending(Topology.alone("nid1")).world
 def flush():
     raise TypeError("encoding of hostname failed")
 world.peers.flush = flush

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hvdtrain.ranks.signals import SignalWatcher
+from hvdtrain.ranks.stop import SignalWatcher
 from hvdtrain.terminal import STOP_SIGNALS, TIME_LIMIT_SIGNALS
 
 

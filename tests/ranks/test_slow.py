@@ -13,6 +13,13 @@ from hvdtrain.ranks.messages import Times, Traffic
 from hvdtrain.ranks.network import DELAYED_ACK, Counters
 from hvdtrain.ranks.peers import Peer, Peers
 from hvdtrain.ranks.slow import OF, SAMPLED, STEPS, Clocks, Others, SlowWatch, slow_networks, slow_ranks
+from hvdtrain.record.journal import Journal
+from hvdtrain.run.ending import RunListener
+
+
+def liveness(peers):
+    """Of those ranks, which report to a run."""
+    return Liveness(peers, RunListener(peers.topology, Journal()))
 
 
 def times(*ranks):
@@ -95,7 +102,7 @@ class Watch:
     """A watch on rank 0 of two, and what it printed."""
 
     def __init__(self, capsys):
-        self.watch = SlowWatch(Liveness(Peers(Topology(0, 2, 0, 2, 0, "nid1", "srun", None))))
+        self.watch = SlowWatch(liveness(Peers(Topology(0, 2, 0, 2, 0, "nid1", "srun", None))))
         self.capsys = capsys
 
     def compare(self, *ranks):
@@ -119,7 +126,7 @@ def test_it_is_named_once_when_it_stays_slow(capsys):
 def test_a_slow_network_is_named_with_its_rank_and_host(capsys):
     peers = Peers(Topology(0, 3, 0, 1, 0, "nid1", "srun", None))
     peers.connections = [Peer(None, 0, 0, rank, Endpoint(f"nid{rank + 1}", rank, 0)) for rank in (1, 2)]
-    watch = SlowWatch(Liveness(peers))
+    watch = SlowWatch(liveness(peers))
     for _ in range(OF):
         for rank, each in ring(slow=2, waiting=0.5).items():
             watch.reported(rank, each)
@@ -133,7 +140,7 @@ def test_a_host_is_its_first_rank():
     peers = Peers(Topology(0, 4, 0, 2, 0, "nid1", "srun", None))
     endpoints = [Endpoint("nid1", 0, 1), Endpoint("nid2", 1, 0), Endpoint("nid2", 1, 1)]
     peers.connections = [Peer(None, 0, 0, rank, endpoint) for rank, endpoint in enumerate(endpoints, 1)]
-    assert SlowWatch(Liveness(peers)).hosts() == {0: 0, 1: 0, 2: 2, 3: 2}
+    assert SlowWatch(liveness(peers)).hosts() == {0: 0, 1: 0, 2: 2, 3: 2}
 
 
 def test_noise_is_no_alarm(capsys):
@@ -154,7 +161,8 @@ class Clocked:
     def __init__(self, monkeypatch, *, waited=0.0):
         self.now, self.waited, self.read_count, self.sent = 1000.0, waited, 0, []
         monkeypatch.setattr("time.monotonic", lambda: self.now)
-        self.watch = SlowWatch(Liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
+        monkeypatch.setattr("hvdtrain.ranks.slow.FIGURES", {})
+        self.watch = SlowWatch(liveness(Peers(Topology(1, 2, 1, 2, 0, "nid1", "srun", None))))
         self.watch.peers.send = self.sent.append
         self.clocks = Clocks(self, self.watch)
 

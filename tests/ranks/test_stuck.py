@@ -12,14 +12,32 @@ import time
 
 import pytest
 
-from hvdtrain.engines.waiting import Frame, is_long, operation_of, place_of, reads
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import messages, stacks, timeouts
 from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peer, Peers
-from hvdtrain.ranks.stacks import Process, Stacks, described, is_users, last_of, observed
+from hvdtrain.ranks.stacks import (
+    AVERAGING,
+    Frame,
+    Process,
+    Stacks,
+    described,
+    is_long,
+    is_operation,
+    is_users,
+    last_of,
+    mark_module,
+    observed,
+    operation_of,
+    place_of,
+    reads,
+    takes_long,
+    waits_for_ranks,
+)
 from hvdtrain.ranks.stuck import StuckWatch, keeping_others_waiting
+from hvdtrain.record.journal import Journal
+from hvdtrain.run.ending import RunListener
 
 IN, MAYBE, OUT, SILENT = "collective", "framework", "outside", "silent"
 KEEPING = {
@@ -49,15 +67,20 @@ BACKWARD = Frame("torch.autograd.graph", "_engine_run_backward", LIBRARY, 7)
 EXECUTE = Frame("tensorflow.python.eager.execute", "quick_execute", LIBRARY, 7)
 NEXT = Frame("tensorflow.python.data.ops.iterator_ops", "__next__", LIBRARY, 7)
 GATHER = Frame("torch.distributed.distributed_c10d", "all_gather", LIBRARY, 1)
+
+
+@waits_for_ranks
+@is_operation
+@takes_long
+def marked():
+    """Named in no table."""
+
+
+mark_module(AVERAGING, f"{__name__}.averaging")
+MARKED = Frame(__name__, "marked", OURS)
 STACKS = {  # the innermost frame first
+    "ours, in a function that says so": ([MARKED, MAIN], IN),
     "Horovod": ([SYNCHRONIZE, MAIN], IN),
-    "Horovod, in our pause": (
-        [
-            Frame("hvdtrain.torch.engines.horovod", "wait", OURS),
-            Frame("hvdtrain.torch.engines.buckets", "finish", OURS),
-        ],
-        IN,
-    ),
     "torch.distributed": ([GATHER, MAIN], IN),
     "DistributedDataParallel's backward": ([BACKWARD, Frame("torch._tensor", "backward", LIBRARY), MAIN], MAYBE),
     "the user's backward": ([STEP, BACKWARD, MAIN], OUT),
@@ -86,9 +109,9 @@ def test_the_users_line_is_shown():
 
 
 def test_what_may_take_long_and_what_reads():
-    assert is_long([SYNCHRONIZE, Frame("hvdtrain.run.loop", "write_checkpoint", OURS)])
+    assert is_long([SYNCHRONIZE, MARKED])
     assert not is_long([STEP, MAIN])
-    assert reads([Frame("hvdtrain.datasets.packed.shards", "read", OURS)])
+    assert reads([Frame("hvdtrain.datasets.packed", "read", OURS)])
     assert not reads([STEP, MAIN])
 
 
@@ -167,7 +190,7 @@ class Clock:
         peers = Peers(Topology(0, 3, 0, 3, 0, "nid1", "srun", None))
         self.monkeypatch = monkeypatch
         self.capsys, self.now, self.places, self.long = capsys, 1000.0, {1: IN, 2: IN}, False
-        self.watch = StuckWatch(Liveness(peers), Endpoint("nid1", 0, 0))
+        self.watch = StuckWatch(Liveness(peers, RunListener(peers.topology, Journal())), Endpoint("nid1", 0, 0))
         self.sockets = []
         for rank in (1, 2):
             self.sockets += socket.socketpair()
@@ -367,9 +390,8 @@ def test_a_rank_that_computes_is_waited_for_whatever_the_others_wait_in(clock):
 
 
 OPERATIONS = {
-    "sum": ([Frame("horovod.torch.mpi_ops", "poll", LIBRARY), Frame("hvdtrain.torch.engines.horovod", "sum", OURS)]),
-    "gradients": ([SYNCHRONIZE, Frame("hvdtrain.torch.engines.buckets", "finish", OURS), MAIN]),
-    "_sum": ([EXECUTE, Frame("hvdtrain.keras.callbacks", "_sum", OURS), MAIN]),
+    "marked": ([Frame("horovod.torch.mpi_ops", "poll", LIBRARY), MARKED]),
+    "gradients": ([SYNCHRONIZE, Frame(f"{__name__}.averaging", "finish", OURS), MAIN]),
     "": ([GATHER, MAIN]),
 }
 

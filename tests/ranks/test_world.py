@@ -111,7 +111,7 @@ def test_the_environment_is_as_before():
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGUSR1, 0)])
 def test_an_end_is_recorded_before_a_launcher_kills(number, times):
     world, texts = World(Topology.alone()), []
-    world.liveness.in_steps, world.stop.on_end = True, texts.append
+    world.liveness.in_steps, world.listener.signalled = True, texts.append
     with world.liveness.changed:
         world.stop.signalled(number, 0.0)
         world.stop.signalled(number, 1.0)
@@ -123,7 +123,7 @@ def test_an_end_is_recorded_before_a_launcher_kills(number, times):
 @pytest.mark.parametrize(("code", "state"), [(1, "failed"), (130, "stopped")])
 def test_ctrl_c_at_another_rank_is_a_stop(code, state, tmp_path, monkeypatch):
     monkeypatch.setattr("hvdtrain.run.ending.write_report", lambda *_: None)
-    with Ending(World(Topology.alone())) as ending:
+    with Ending(Topology.alone()) as ending:
         ending.folder = hold(tmp_path)
         raise AbortedError("rank 1 on nid1 failed: interrupted", code)
     assert ending.code == code

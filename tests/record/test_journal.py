@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.record import journal
-from hvdtrain.record.journal import NAME, Launch
+from hvdtrain.record.journal import NAME, Journal
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def open_launch(tmp_path):
     """`open_launch()`: a launch whose records go into tmp_path."""
 
     def make():
-        launch = Launch(0.0)
+        launch = Journal(0.0)
         launch.open(tmp_path, lambda age: {"kind": "launch"})
         return launch
 
@@ -28,7 +28,7 @@ def written(folder):
 def test_the_phases_add_up_to_the_clock(monkeypatch):
     now = [50.0]
     monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    launch = Launch(1.0)
+    launch = Journal(1.0)
     launch.enter("import")
     now[0] += 2
     with launch.within("data"):
@@ -63,7 +63,7 @@ def test_a_killed_launchs_unfinished_line_stays_apart(open_launch, tmp_path):
 def test_records_that_come_again_are_a_hundredth_of_the_time_apart(open_launch, monkeypatch):
     launch = open_launch()
     now = 0.0
-    monkeypatch.setattr(Launch, "clock", property(lambda self: now))
+    monkeypatch.setattr(Journal, "clock", property(lambda self: now))
     due = []
     for now in range(100_000):
         due += [now] if launch.is_due("ranks") else []
@@ -73,7 +73,7 @@ def test_records_that_come_again_are_a_hundredth_of_the_time_apart(open_launch, 
 
 
 def test_without_a_file_nothing_is_kept():
-    launch = Launch()
+    launch = Journal()
     launch.event("slow", "text")
     launch.mark(1, always=True)
     launch.end("finished")
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_ends_no_run(open_launch, tmp_path, kind):
 
 
 def test_a_second_run_of_a_process_begins_anew(open_launch, tmp_path):
-    launch = Launch(100.0)
+    launch = Journal(100.0)
     launch.open(tmp_path, lambda age: {"kind": "launch", "age": age})
     launch.end("finished")
     launch.open(tmp_path, lambda age: {"kind": "launch", "age": age})
@@ -111,3 +111,25 @@ def test_a_second_run_of_a_process_begins_anew(open_launch, tmp_path):
 
 def test_the_age_of_this_process():
     assert 0 < journal.process_age() < 10_000
+
+
+JOBS = {  # what squeue prints: the record
+    "a job": ("80|90.5", {"submit": 80.0, "start": 90.5}),
+    "no start yet": ("80|N/A", None),
+    "no answer": ("", None),
+}
+
+
+@pytest.mark.parametrize(("printed", "times"), JOBS.values(), ids=JOBS)
+def test_what_slurm_says_of_the_job_is_recorded_and_its_script_kept(printed, times, tmp_path, monkeypatch):
+    for name, does in (("squeue", f'echo "{printed}"'), ("scontrol", 'printf "%s\\377" "$*"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "22")
+    records = []
+    journal.record_job(tmp_path, lambda kind, **values: records.append((kind, values)))
+    assert records == ([("job", times)] if times else [])
+    kept = tmp_path / journal.JOB_SCRIPT
+    assert kept.read_text() == "write batch_script 22 -\ufffd"
+    assert kept.stat().st_mode & 0o777 == 0o600

@@ -14,11 +14,10 @@ import pytest
 from event_files import scalars
 from tensorboardX import SummaryWriter
 
-from hvdtrain.core.progress import OwnSampling, Progress
-from hvdtrain.core.sharding import shard
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.progress import OwnSampling, Progress, shard
+from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import OutputError
-from hvdtrain.record.reporter import OwnReporter, Reporter
+from hvdtrain.record.reporter import OF_PROGRAMS, Reporter
 
 PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
 VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
@@ -148,7 +147,7 @@ def test_a_gradient_norm_is_written_where_it_is_known(reporter, tmp_path):
 
 
 def test_the_log_of_a_loop_of_ones_own(tmp_path, capsys):
-    log = OwnReporter(tmp_path, writer(tmp_path, 0), 0)
+    log = Reporter(tmp_path, writer(tmp_path, 0), 0, words=OF_PROGRAMS)
     log.begin_epoch(Progress(), OwnSampling(0, 0, 1))  # what they are is known with the batches
     log.stepped(Progress(1, 0, 10), OwnSampling(10, 100, 1, epochs=sys.maxsize))
     log.steps(1, 1, PASSED, 0.1, 2.0)

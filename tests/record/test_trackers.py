@@ -16,7 +16,7 @@ import pytest
 import warm
 from ranks import SMALL, cold_command, held, needs_torch, run, started, wait_for_step, wait_until
 
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
 from hvdtrain.record import journal, trackers
 from hvdtrain.record.reporter import Reporter

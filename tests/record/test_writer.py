@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.core.progress import OwnSampling, Progress
 from hvdtrain.core.settings import OwnIntervals
-from hvdtrain.core.totals import Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import DivergedError, OutputError, StoppedError
 from hvdtrain.files import read_json
 from hvdtrain.launch.topology import Topology
@@ -18,6 +18,7 @@ from hvdtrain.ranks.world import World
 from hvdtrain.record import checkpoint
 from hvdtrain.record.checkpoint import ARRAYS, META, Checkpoint, commit, committed, newest
 from hvdtrain.record.folder import hold
+from hvdtrain.record.journal import Journal
 from hvdtrain.record.writer import Checkpointing, Writer
 from hvdtrain.run.loop import Hooks
 
@@ -197,6 +198,7 @@ def hooks(folder):
         resume=SimpleNamespace(checkpoint=None),
         reporter=lambda *_: None,
         world=StoppingWorld(Topology.alone()),
+        journal=Journal(),
         devices=(),
         topology=SimpleNamespace(host="here"),
         check_finite=lambda *_: None,

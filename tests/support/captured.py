@@ -3,6 +3,11 @@
 import contextlib
 import gc
 import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.run import main as runs
@@ -15,3 +20,27 @@ def captured(adapter: str, argv: list[str], train: Any) -> dict[str, Any]:
         code = runs.main(adapter, argv, train)
     gc.collect()  # the run folder is locked as long as its run lives
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def each_seed(became: Callable[[str, int, Path, int], Any], rank: int) -> None:
+    """What `became(way, seed, folder, left)` gives for each of `seeds` in FOLDER/given.json, in FOLDER/rank-R.json."""
+    own = Path(sys.argv[1])
+    given = json.loads((own / "given.json").read_text())
+    gc.freeze()  # each run ends with a collection, which need not look at what was imported
+    results = {}
+    for seed in given["seeds"]:
+        results[str(seed)] = became(given["way"], seed, own / f"{given['way']}-{seed}", given["left"])
+        (own / f"rank-{rank}.json").write_text(json.dumps(results))
+
+
+def trained_or_refused(trained: Any, way: str, seed: int, folder: Path, left: int) -> Any:
+    """What `trained` gives, begun a second time where the signal `left` has stopped it; or what refused it."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            if left:
+                with contextlib.suppress(SystemExit):
+                    trained(way, seed, folder, left)
+            return trained(way, seed, folder)
+    except (SystemExit, Exception) as error:
+        return f"{type(error).__name__}: {error}: {said.getvalue().strip().rpartition(os.linesep)[2]}"

@@ -144,7 +144,7 @@ def lightning(folder: Path, ddp: bool = False) -> dict[str, str]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from hvdtrain.lightning import RankDDPStrategy
-    from hvdtrain.lightning.train import quiet
+    from hvdtrain.lightning.recipe import quiet
 
     class Line(LightningModule):
         def __init__(self, width: int, lr: float) -> None:
@@ -222,8 +222,7 @@ def recipe(folder: Path) -> dict[str, str]:
 
     from hvdtrain.ranks import agreement
     from hvdtrain.run.loop import Loop
-    from hvdtrain.torch.opening import open_engine
-    from hvdtrain.torch.trainer import Trainer
+    from hvdtrain.torch.trainer import Trainer, open_engine
 
     def train(run: Any) -> None:
         engine = open_engine(run)

@@ -38,18 +38,28 @@ def state(folder: Path) -> str:
 
 def killed_stopped_and_resumed(kind: str, folder: Path, killed: Case, stopped: Case) -> Ended:
     """A rank of the one is killed inside an epoch, of the other signalled to stop; how both ended that resumed."""
-    ended = trained(kind, "mpi", 2, folder, {"killed": {**killed, "at": 9, "signal": signal.SIGKILL}})
+    kill(kind, folder, killed)
+    stop(kind, folder, stopped)
+    ended = trained(kind, "mpi", 2, folder, {"killed": killed, "stopped": stopped}).good()
+    assert "resuming from step 8" in ended.out, ended.out
+    return ended
+
+
+def kill(kind: str, folder: Path, case: Case) -> None:
+    """SIGKILL for its last rank inside an epoch."""
+    ended = trained(kind, "mpi", 2, folder, {"killed": {**case, "at": 9, "signal": signal.SIGKILL}})
     assert ended.code != 0
     assert any("rank 1 on " in line and "ended without a message" in line for line in ended.lines), ended.err
     assert position(folder / "killed") == (8, 1, 16), position(folder / "killed")
-    ended = trained(kind, "mpi", 2, folder, {"stopped": {**stopped, "at": 9, "signal": signal.SIGTERM}}, **held(9))
+
+
+def stop(kind: str, folder: Path, case: Case) -> None:
+    """SIGTERM for its last rank inside an epoch."""
+    ended = trained(kind, "mpi", 2, folder, {"stopped": {**case, "at": 9, "signal": signal.SIGTERM}}, **held(9))
     assert ended.code == 128 + signal.SIGTERM, ended.err
     assert any("SIGTERM: stopped after step" in line for line in ended.lines), ended.err
     assert position(folder / "stopped") == (11, 1, 40), position(folder / "stopped")
     assert state(folder / "stopped") == "stopped", state(folder / "stopped")
-    ended = trained(kind, "mpi", 2, folder, {"killed": killed, "stopped": stopped}).good()
-    assert "resuming from step 8" in ended.out, ended.out
-    return ended
 
 
 def check_that_a_hang_is_named(kind: str, folder: Path, case: Case) -> None:

@@ -40,265 +40,53 @@ RECIPES = [
 SCRIPTS = [path.read_bytes() for path in sorted((HERE / "slurm").rglob("*.sh"))]
 SCALING = b'{"batch": 16, "cores": 2, "ranks_per_node": 2, "weak": {"1": [1.0, 1.01], "2": [1.05], "4": [1.2]}}'
 NUMBERS = [
-    "0",
-    "1",
-    "-1",
-    "2",
-    "100",
-    "0.5",
-    "1e9",
-    "1e-9",
-    "1e400",
-    "nan",
-    "inf",
-    "9" * 30,
-    "9" * 4000,
-    "9" * 5000,
-    "0x1f",
-]
-NUMBERS += [
-    "1e",
-    "1_0",
-    "07",
-    "0o7",
-    "1:30",
-    "٣",
-    "²",
-    "",
-    "-",
-    "+5",
-    " 7",
-    "None",
-    "true",
-    str(2**63),
-    str(2**64),
+    "0", "1", "-1", "2", "100", "0.5", "1e9", "1e-9", "1e400", "nan", "inf", "9" * 30, "9" * 4000, "9" * 5000,
+    "0x1f", "1e", "1_0", "07", "0o7", "1:30", "٣", "²", "", "-", "+5", " 7", "None", "true", str(2**63), str(2**64),
     "1,2",
-]
+]  # fmt: skip
 WORDS = [
-    "a",
-    "digits",
-    "linear",
-    "a b",
-    "é",
-    "\x1b[31m",
-    "\0",
-    "\udcff",
-    "\u2028",
-    "x" * 300,
-    "x" * 5000,
-    "..",
-    "/",
-    "~",
-    "\n",
-]
-WORDS += [
-    "/dev/zero",
-    "/dev/null",
-    "/proc/self/mem",
-    ".",
-    "[bold]",
-    "{}",
-    "%s",
-    "$(id)",
-    "'",
-    '"',
-    "\\",
-    "--",
-    "-",
-    "-x",
-    "=",
-    ":",
-]
+    "a", "digits", "linear", "a b", "é", "\x1b[31m", "\x00", "\udcff", "\u2028", "x" * 300, "x" * 5000, "..", "/",
+    "~", "\n", "/dev/zero", "/dev/null", "/proc/self/mem", ".", "[bold]", "{}", "%s", "$(id)", "'", '"', "\\", "--",
+    "-", "-x", "=", ":",
+]  # fmt: skip
 YAML = [
-    "default:\n",
-    " ",
-    "\n",
-    "- ",
-    "? ",
-    ": ",
-    "{",
-    "}",
-    "[",
-    "]",
-    ",",
-    "&a ",
-    "*a",
-    "<<: ",
-    "!!int ",
-    "!!float ",
-    "!!bool ",
-]
-YAML += [
-    "!!set ",
-    "!!omap ",
-    "!!binary ",
-    "!!timestamp ",
-    "!!python/name:os.system ",
-    "!x ",
-    "|\n",
-    ">\n",
-    "---\n",
-    "...\n",
-    "#",
-    "'",
-]
-YAML += [
-    '"',
-    "%YAML 1.1\n",
-    "%TAG ! x\n",
-    "2024-13-01",
-    "extends: ",
-    "fuzz.yaml",
-    "fuzz.yaml:a",
-    "linear",
-    "model: linear\n",
-]
+    "default:\n", " ", "\n", "- ", "? ", ": ", "{", "}", "[", "]", ",", "&a ", "*a", "<<: ", "!!int ", "!!float ",
+    "!!bool ", "!!set ", "!!omap ", "!!binary ", "!!timestamp ", "!!python/name:os.system ", "!x ", "|\n", ">\n",
+    "---\n", "...\n", "#", "'", '"', "%YAML 1.1\n", "%TAG ! x\n", "2024-13-01", "extends: ", "fuzz.yaml",
+    "fuzz.yaml:a", "linear", "model: linear\n",
+]  # fmt: skip
 BASH = [
-    "#!/bin/bash\n",
-    "#SBATCH --nodes=",
-    "#SBATCH --ntasks-per-node=",
-    "#SBATCH --gres=gpu:",
-    "#SBATCH ",
-    "# SBATCH -",
-    "srun ",
-]
-BASH += [
-    "python -m hvdtrain.torch x ",
-    "torchrun ",
-    "-n ",
-    "\n",
-    "\n",
-    "\n",
-    '"',
-    "'",
-    "\\",
-    "\\\n",
-    "<<EOF\n",
-    "EOF\n",
-    "<<'A'\n",
-    "A\n",
-]
-BASH += [
-    "$(",
-    "$((",
-    ")",
-    "))",
-    "(",
-    "|",
-    ";",
-    "&&",
-    ">",
-    "<",
-    "<<<",
-    "# c",
-    "MASTER_PORT=",
-    "--rdzv-endpoint=",
-    "$SLURM_JOB_ID",
-]
-BASH += [
-    "${SLURM_JOB_ID: -4}",
-    "tail -c 5",
-    "RANK=0",
-    "$SLURM_PROCID",
-    "CUDA_VISIBLE_DEVICES=",
-    "\r\n",
-    "\x0c",
-    "\t",
-    " ",
-]
+    "#!/bin/bash\n", "#SBATCH --nodes=", "#SBATCH --ntasks-per-node=", "#SBATCH --gres=gpu:", "#SBATCH ",
+    "# SBATCH -", "srun ", "python -m hvdtrain.torch x ", "torchrun ", "-n ", "\n", "\n", "\n", '"', "'", "\\",
+    "\\\n", "<<EOF\n", "EOF\n", "<<'A'\n", "A\n", "$(", "$((", ")", "))", "(", "|", ";", "&&", ">", "<", "<<<",
+    "# c", "MASTER_PORT=", "--rdzv-endpoint=", "$SLURM_JOB_ID", "${SLURM_JOB_ID: -4}", "tail -c 5", "RANK=0",
+    "$SLURM_PROCID", "CUDA_VISIBLE_DEVICES=", "\r\n", "\x0c", "\t", " ",
+]  # fmt: skip
 NODES = [
-    "nid",
-    "[",
-    "]",
-    ",",
-    "-",
-    "001-004",
-    "0-99999999",
-    "1-99999",
-    "7",
-    "(x999999)",
-    "1(x999999)",
-    "2(x3)",
-    "1",
-    "i",
-    "[1-9]",
-    "٣",
-]
+    "nid", "[", "]", ",", "-", "001-004", "0-99999999", "1-99999", "7", "(x999999)", "1(x999999)", "2(x3)", "1",
+    "i", "[1-9]", "٣",
+]  # fmt: skip
 JSON = [
-    "{",
-    "}",
-    "[",
-    "]",
-    ",",
-    ":",
-    '"',
-    "null",
-    "NaN",
-    "1e999",
-    "9" * 5000,
-    '"version"',
-    '"rank"',
-    '"seconds"',
-    '"ranks"',
-    "1",
-    '""',
-]
+    "{", "}", "[", "]", ",", ":", '"', "null", "NaN", "1e999", "9" * 5000, '"version"', '"rank"', '"seconds"',
+    '"ranks"', "1", '""',
+]  # fmt: skip
 VALUES = [10**30, 10**5000, -1, 0, 1, 64, 1.5, 1e308, float("nan"), None, True, b"x", *WORDS, *NUMBERS, (1, 2)]
 LINEAR = recipe.load("linear")
-FLAGS = {
-    "run": [
-        "--epochs",
-        "--batch-size",
-        "--classes",
-        "--image-size",
-        "--examples",
-        "--base-lr",
-        "--lr-milestones",
-        "--seed",
-        "--model",
-    ],
-    "slurm": [
-        "--site",
-        "--nodes",
-        "--time",
-        "--account",
-        "--job-name",
-        "--gpus-per-node",
-        "--cpus-per-task",
-        "--mpi",
-        "--check",
-    ],
-    "predict": [
-        "--point",
-        "--ranks",
-        "--fixed-seconds",
-        "--examples",
-        "--batch",
-        "--step-seconds",
-        "--gradient-mb",
-        "--link-gbit",
-    ],
+KNOWN = {
+    "run": (
+        "--epochs --batch-size --classes --image-size --examples --base-lr --lr-milestones --seed --model "
+        "--data-dir --max-steps --accumulation-steps --warmup-epochs --workers --nesterov --dataset"
+    ),
+    "slurm": (
+        "--site --nodes --time --account --job-name --gpus-per-node --cpus-per-task --mpi --check --launcher "
+        "--list --partition --reservation --"
+    ),
+    "predict": (
+        "--point --ranks --fixed-seconds --examples --batch --step-seconds --gradient-mb --link-gbit "
+        "--ranks-per-node --cores --overlap --fusion-mb --latency-us --node-gbit --json --from"
+    ),
 }
-FLAGS["run"] += [
-    "--data-dir",
-    "--max-steps",
-    "--accumulation-steps",
-    "--warmup-epochs",
-    "--workers",
-    "--nesterov",
-    "--dataset",
-]
-FLAGS["slurm"] += ["--launcher", "--list", "--partition", "--reservation", "--"]
-FLAGS["predict"] += [
-    "--ranks-per-node",
-    "--cores",
-    "--overlap",
-    "--fusion-mb",
-    "--latency-us",
-    "--node-gbit",
-    "--json",
-    "--from",
-]
+FLAGS = {name: flags.split() for name, flags in KNOWN.items()}
 VARIABLES = {
     name for row in topology.LAUNCHERS for name in (*row.signs, row.rank, row.size, row.local_rank, row.local_size)
 }

@@ -25,7 +25,7 @@ from hvdtrain.errors import HvdtrainError, LabError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.record import checkpoint, handover, reporter
 from hvdtrain.record.folder import hold, identity_of, model_identity, open_run, resume_point
-from hvdtrain.record.journal import Launch
+from hvdtrain.record.journal import Journal
 from hvdtrain.record.trackers import process as tracker
 from hvdtrain.tools import convert, predict, report, supervise, watch
 from hvdtrain.tools import plan as dry_run
@@ -235,7 +235,7 @@ def read_output(scene: Scene) -> None:
 
 def train(folder) -> None:
     """The files that a run writes."""
-    launch = Launch(0.0)
+    launch = Journal(0.0)
     launch.open(folder.path, lambda age: {"kind": "launch", "age": age})
     launch.end("finished")
     launch.close()

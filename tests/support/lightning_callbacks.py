@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvdtrain.lightning as hl
-from hvdtrain.lightning.train import quiet
+from hvdtrain.lightning.recipe import quiet
 
 FAILING = (3, 8, 13)
 """In the first epoch, after the first validation, and behind what callbacks have changed; an epoch has 4 steps."""

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 import hvdtrain.lightning as hl
-from hvdtrain.lightning.train import quiet
+from hvdtrain.lightning.recipe import quiet
 from hvdtrain.ranks import timeouts
 
 EXAMPLES = 50

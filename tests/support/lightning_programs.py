@@ -33,14 +33,13 @@ from hvdtrain.lightning import (
     UnpaddedSampler,
     mean_loss,
 )
-from hvdtrain.lightning.module import RecipeModule
+from hvdtrain.lightning.recipe import RecipeModule, fit, quiet
 from hvdtrain.lightning.strategy import gather
-from hvdtrain.lightning.train import fit, quiet
 from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
-from hvdtrain.torch.engines.buckets import Averager
-from hvdtrain.torch.opening import open_engine
+from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.trainer import Trainer as TorchTrainer
+from hvdtrain.torch.trainer import open_engine
 
 CLASSES = 3
 STRATEGIES: dict[str, Any] = {"horovod": lambda: "horovod", "ddp": RankDDPStrategy}
@@ -59,7 +58,7 @@ def _trained(name: str, argv: list[str]) -> dict[str, Any]:
 
 
 def _lightning(run: runs.Run) -> None:
-    """As hvdtrain.lightning.train does, but the ranks stay joined for the next run."""
+    """As hvdtrain.lightning.recipe does, but the ranks stay joined for the next run."""
     engine = open_engine(run)
     run.world.exchange(engine.sum)
     with quiet():

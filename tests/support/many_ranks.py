@@ -21,6 +21,7 @@ from hvdtrain.ranks.admission import Handshake, allow_files
 from hvdtrain.ranks.peers import Peer, Peers
 from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.world import World
+from hvdtrain.run.ending import Ending
 
 KEY, TOKEN, PORTS, ON_A_HOST = bytes(32), "22.0", range(9_851, 9_859), 8
 TRAFFIC = (messages.Traffic(own="10.0.0.1", other="10.0.0.2", size=1e6, busy=0.01),)
@@ -34,8 +35,8 @@ def topology(rank: int, size: int) -> Topology:
 
 
 def world_of(rank: int, size: int) -> World:
-    """That rank's world, begun."""
-    world = World(topology(rank, size), Rendezvous("127.0.0.1", PORTS, TOKEN, KEY))
+    """That rank's world, begun, with a run's listener."""
+    world = Ending(topology(rank, size), Rendezvous("127.0.0.1", PORTS, TOKEN, KEY)).world
     world.start()
     return world
 

@@ -1,33 +1,27 @@
 """Odd Keras models, optimizers and trainings, made from a seed, by plain Keras and in each way of hvdtrain's.
 
 `python odd_keras.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "fit", "tolerant" or "recipe"), the `seeds`,
-and `resumed`: whether each is left after a random epoch and started again. What became of each seed goes to
+and `left`: 1 where each is left after a random epoch and started again. What became of each seed goes to
 FOLDER/rank-R.json: every weight of the trained model, or what refused it.
 
 A batch is the whole set, in whatever order: one process and N ranks then see the same examples in each step.
 """
 
-import gc
-import json
-import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from captured import captured
+from captured import captured, each_seed
 from keras import layers, ops
 from odd_keras_kinds import oddities
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras import fault_tolerance
-from hvdtrain.launch.topology import discover
 from hvdtrain.run.loop import Loop
-from hvdtrain.tensorflow import opening
-from hvdtrain.tensorflow.trainer import Trainer
+from hvdtrain.tensorflow.trainer import Trainer, open_engine
 
 EXAMPLES, STEPS, LR = 12, 4, 0.05
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "Nadam", "Ftrl", "Adadelta", "Adafactor")
@@ -234,7 +228,7 @@ def disturb(model: keras.Model) -> None:
 
 
 def with_tensorflow(run: Any) -> keras.Model:
-    engine = opening.open_engine(run)  # and leaves it open for the next
+    engine = open_engine(run)  # and leaves it open for the next
     run.world.exchange(engine.sum)
     trainer = Trainer(run, engine)
     Loop(run, trainer).train()
@@ -263,10 +257,10 @@ class Ended(Exception):
     """How a recipe's run ended."""
 
 
-def became(way: str, seed: int, folder: Path, left: int | None) -> Any:
+def became(way: str, seed: int, folder: Path, left: int) -> Any:
     keras.utils.clear_session()
     try:
-        model = globals()[way](seed, folder / f"{way}-{seed}", left)
+        model = globals()[way](seed, folder, random.Random(seed).randint(1, STEPS - 1) if left else None)
     except (SystemExit, Exception) as error:
         return f"{type(error).__name__}: {error}"
     named = {weight.path.removeprefix("late/"): np.asarray(weight).tolist() for weight in model.weights}
@@ -274,13 +268,6 @@ def became(way: str, seed: int, folder: Path, left: int | None) -> Any:
 
 
 if __name__ == "__main__":
-    own = Path(sys.argv[1])
-    given = json.loads((own / "given.json").read_text())
     keras.config.set_floatx("float64")
     hvd.init()
-    gc.freeze()
-    results = {}
-    for seed in given["seeds"]:
-        left = random.Random(seed).randint(1, STEPS - 1) if given["resumed"] else None
-        results[str(seed)] = became(given["way"], seed, own, left)
-    (own / f"rank-{discover(os.environ).rank}.json").write_text(json.dumps(results))
+    each_seed(became, hvd.rank())

@@ -7,13 +7,9 @@ FOLDER/rank-R.json: the weights, the history and what evaluate gives, or what re
 Plain Keras reads the order that GlobalBatches reads, which it looks up.
 """
 
-import contextlib
-import gc
-import io
-import json
 import os
 import random
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ import horovod.tensorflow
 import keras
 import numpy as np
 import tensorflow as tf
+from captured import each_seed, trained_or_refused
 from keras import callbacks, layers
 from odd_keras_kinds import CALLBACKS, OTHERS, fits
 
@@ -237,29 +234,9 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     return {"weights": weights, "logs": {"epochs": history.epoch, **logs}}
 
 
-def became(way: str, seed: int, folder: Path, left: int) -> Any:
-    """Weights and logs, or what refused it."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            if left:
-                with contextlib.suppress(SystemExit):
-                    trained(way, seed, folder, left)
-            return trained(way, seed, folder)
-    except (SystemExit, Exception) as error:
-        return f"{type(error).__name__}: {error}: {said.getvalue().strip().rpartition(os.linesep)[2]}"
-
-
 if __name__ == "__main__":
-    own = Path(sys.argv[1])
-    given = json.loads((own / "given.json").read_text())
     keras.config.set_floatx("float64")
     hvd.init()
     horovod.tensorflow.shutdown = lambda: None  # by what is refused or stopped: a process cannot begin it a second time
     ORDER = order_of_epochs() if hvd.size() == 1 else []
-    gc.freeze()
-    results = {}
-    for seed in given["seeds"]:
-        folder = own / f"{given['way']}-{seed}"
-        results[str(seed)] = became(given["way"], seed, folder, given["left"])
-        (own / f"rank-{hvd.rank()}.json").write_text(json.dumps(results))
+    each_seed(partial(trained_or_refused, trained), hvd.rank())

@@ -7,20 +7,17 @@ What became of each seed goes to FOLDER/rank-R.json: the weights and what was lo
 Plain Lightning reads the order that GlobalBatches reads, which it looks up.
 """
 
-import contextlib
-import gc
-import io
-import json
 import os
 import random
-import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import horovod.torch
 import torch
+from captured import each_seed, trained_or_refused
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from odd_lightning_kinds import CALLBACKS, FLAGS, OTHERS, oddities
@@ -30,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvdtrain.lightning as hl
 from hvdtrain.core.progress import Progress
-from hvdtrain.lightning.train import quiet
+from hvdtrain.lightning.recipe import quiet
 
 EXAMPLES, BATCH, EPOCHS = 26, 8, 4
 STEPS = EXAMPLES // BATCH
@@ -252,29 +249,14 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     return {"weights": weights, "logs": logged.found}
 
 
-def became(way: str, seed: int, folder: Path, left: int) -> Any:
-    """Weights and logs, or what refused it."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if left:
-                with contextlib.suppress(SystemExit):
-                    trained(way, seed, folder, left)
-            return trained(way, seed, folder)
-    except (SystemExit, Exception) as error:
-        return f"{type(error).__name__}: {error}: {said.getvalue().strip().rpartition(os.linesep)[2]}"
+def quietly(*given: Any) -> dict[str, Any]:
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trained(*given)
 
 
 if __name__ == "__main__":
-    own = Path(sys.argv[1])
-    given = json.loads((own / "given.json").read_text())
     torch.set_default_dtype(torch.float64)
     horovod.torch.shutdown = lambda: None  # by what is refused or stopped: a process cannot begin it a second time
     ORDER = order_of_epochs()
-    gc.freeze()
-    results = {}
-    for seed in given["seeds"]:
-        folder = own / f"{given['way']}-{seed}"
-        results[str(seed)] = became(given["way"], seed, folder, given["left"])
-        (own / f"rank-{hl.RankEnvironment().global_rank()}.json").write_text(json.dumps(results))
+    each_seed(partial(trained_or_refused, quietly), hl.RankEnvironment().global_rank())

@@ -1,14 +1,13 @@
 """Odd little models and trainings, made from a seed, by plain PyTorch and in each way of hvdtrain's.
 
-`python odd_programs.py torch FOLDER`: FOLDER/given.json holds the `way` ("plain", "recipe" or "loop"), the `engine` and
-`seeds`, and `resumed`: whether each is left at a random step and started again. What became of each seed goes to
-FOLDER/rank-R.json: every tensor of the trained model, or what refused it.
+`python odd_programs.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "recipe" or "loop") and engine, as in
+"loop ddp", the `seeds`, and `left`: 1 where each is left at a random step and started again. What became of each seed
+goes to FOLDER/rank-R.json: every tensor of the trained model, or what refused it.
 
 A batch is the whole set, in whatever order: one process and N ranks then see the same examples in each step.
 """
 
 import contextlib
-import gc
 import json
 import os
 import random
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from captured import captured
+from captured import captured, each_seed
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -26,8 +25,7 @@ import hvdtrain.torch as ht
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
 from hvdtrain.run.loop import Loop
-from hvdtrain.torch import opening
-from hvdtrain.torch.trainer import Trainer
+from hvdtrain.torch.trainer import Trainer, open_engine
 
 EXAMPLES, STEPS, LR = 12, 4, 0.05
 ODDITIES = (
@@ -336,7 +334,7 @@ def lightning(seed: int, folder: Path, left: int | None) -> Net:
             made.append(self)
 
     def train(run: Any) -> Net:
-        engine = opening.open_engine(run)
+        engine = open_engine(run)
         run.world.exchange(engine.sum)
         with_lightning.RecipeModule = Kept
         with with_lightning.quiet():
@@ -348,7 +346,7 @@ def lightning(seed: int, folder: Path, left: int | None) -> Net:
 
 def with_torch(run: Any) -> Net:
     """Trains a recipe's run with our own loop."""
-    engine = opening.open_engine(run)  # and leaves it open for the next
+    engine = open_engine(run)  # and leaves it open for the next
     run.world.exchange(engine.sum)
     trainer = Trainer(run, engine)
     Loop(run, trainer).train()
@@ -423,9 +421,11 @@ class Ended(Exception):
     """How a recipe's run ended."""
 
 
-def became(way: str, seed: int, folder: Path, left: int | None) -> Any:
+def became(way: str, seed: int, folder: Path, left: int) -> Any:
     try:
-        model = globals()[way](seed, folder / f"{way}-{seed}", left)
+        model = globals()[way.partition(" ")[0]](
+            seed, folder, random.Random(seed).randint(1, STEPS - 1) if left else None
+        )
     except (HvdtrainError, Ended, SystemExit, Exception) as error:
         return f"{type(error).__name__}: {error}"
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -436,16 +436,7 @@ def became(way: str, seed: int, folder: Path, left: int | None) -> Any:
 
 
 if __name__ == "__main__":
-    own = Path(sys.argv[2])
-    given = json.loads((own / "given.json").read_text())
-    ENGINE = given["engine"]
-    gc.freeze()  # each run ends with a collection, which need not look at what was imported
-    with ht.join(ENGINE, "cpu") if given["way"] == "loop" else contextlib.nullcontext() as world:
+    way, ENGINE = json.loads(Path(sys.argv[1], "given.json").read_text())["way"].split()
+    with ht.join(ENGINE, "cpu") if way == "loop" else contextlib.nullcontext() as world:
         WORLDS.append(world)
-        results = {
-            str(seed): became(
-                given["way"], seed, own, random.Random(seed).randint(1, STEPS - 1) if given["resumed"] else None
-            )
-            for seed in given["seeds"]
-        }
-    (own / f"rank-{discover(os.environ).rank}.json").write_text(json.dumps(results))
+        each_seed(became, discover(os.environ).rank)

@@ -5,12 +5,15 @@ framework's own (torch_programs.py, tensorflow_programs.py). What they return on
 Without a folder it trains what it reads, a JSON list of arguments a line, and answers each with a line.
 """
 
+import contextlib
 import gc
 import hashlib
 import importlib
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ from captured import captured
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
-from hvdtrain.ranks.world import World, variables
+from hvdtrain.ranks.world import variables
 from hvdtrain.run import main as runs
+from hvdtrain.run.ending import Ending
 from hvdtrain.run.loop import Loop
 
 FRAMEWORK = sys.argv[1]
@@ -32,7 +36,7 @@ results: dict[str, Any] = {}
 
 def prepared(argv: list[str]) -> Any:
     """A loop ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
-    run = runs.prepare(FRAMEWORK, argv, World(discover(os.environ)))
+    run = runs.prepare(FRAMEWORK, argv, Ending(discover(os.environ)))
     os.environ.update(variables(run.world, FRAMEWORK, os.environ))
     return Loop(run, framework.Trainer(run, framework.open_engine(run)))
 
@@ -79,6 +83,56 @@ def trainings(given: dict[str, list[str]]) -> dict[str, Any]:
     return results
 
 
+def recipes(given: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Whole runs by name, one after the other in one process group: exit code, stdout and stderr."""
+    return {name: recipe(**one) for name, one in given.items()}
+
+
+def recipe(argv: list[str], folder: str = ".", adapter: str = FRAMEWORK, kill: int | None = None) -> dict[str, Any]:
+    """`python -m hvdtrain.ADAPTER ARGV` in that folder; SIGKILL ends every rank at the step `kill`."""
+
+    def train(run: runs.Run) -> None:
+        engine = framework.open_engine(run)  # which stays open for the next
+        run.world.exchange(engine.sum)
+        if adapter == "lightning":
+            from hvdtrain.lightning.recipe import fit, quiet
+
+            with quiet():
+                fit(run, engine)
+            return
+        trainer = framework.Trainer(run, engine)
+        update = trainer.update
+
+        def killed_or_updated(batch: Any, lr: float, step: int) -> None:
+            if step == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            update(batch, lr, step)
+
+        trainer.update = killed_or_updated
+        Loop(run, trainer).train()
+
+    with inside(folder):
+        return captured(adapter, argv, train)
+
+
+@contextlib.contextmanager
+def inside(folder: str) -> Iterator[None]:
+    """The folder as the current one; modules that are imported from it are forgotten at the end."""
+    if folder == ".":
+        yield
+        return
+    before, paths = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path[:] = paths
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", "") or "").startswith(folder):
+                del sys.modules[name]
+
+
 def resumed_states(cases: dict[str, list[str]], folder: str, engine: str = "auto") -> dict[str, list[str]]:
     """By case the digests of the state after 15 updates: of one run, and of one that was resumed after 7."""
     results: dict[str, list[str]] = {}
@@ -93,6 +147,21 @@ def resumed_states(cases: dict[str, list[str]], folder: str, engine: str = "auto
             if steps == "15":
                 results.setdefault(name, []).append(ended)
     return results
+
+
+def initial(given: dict[str, list[str]]) -> None:
+    """Leaves a checkpoint of step 0 of each run."""
+    for argv in given.values():
+        prepared(argv).write_checkpoint(None)
+
+
+def logits(argv: list[str]) -> list[list[float]]:
+    """What the run's newest checkpoint answers to its first validation images."""
+    trainer = prepared(argv).trainer
+    x, _ = next(trainer.loader.batches(trainer.dataset.valid, [(np.arange(32), None)]))
+    if FRAMEWORK == "tensorflow":
+        return trainer.model(trainer.step.objective.inputs(x), training=False).numpy().tolist()
+    return trainer.model.eval()(x).detach().numpy().tolist()
 
 
 def redone(argv: list[str], step: int) -> str:
@@ -184,7 +253,7 @@ def serve() -> None:
 def run_all(folder: Path) -> None:
     rank = discover(os.environ).rank
     for name, given in json.loads((folder / "given.json").read_text()).items():
-        program = globals().get(name) or getattr(framework, name)
+        program = getattr(framework, name, None) or globals()[name]
         results[name] = program(**given)
     write(rank)
 

@@ -279,10 +279,12 @@ class Trainer:
 def of_ranks(
     framework: str, launcher: str, ranks: int, folder: Path, given: dict[str, Any], program: Path, **more: Any
 ) -> list[dict[str, Any]]:
-    """What each rank of `python PROGRAM FRAMEWORK FOLDER` has left in FOLDER, for the values that it found there."""
+    """What each rank of `python PROGRAM FRAMEWORK FOLDER` has left in FOLDER, for the values that it found there; what
+    was printed is in FOLDER/out."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given, default=str))
-    run(launcher, ranks, warm.command(framework, program, framework, folder), **more).good()
+    ended = run(launcher, ranks, warm.command(framework, program, framework, folder), **more).good()
+    (folder / "out").write_text(ended.out)
     return left_by(ranks, folder)
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.plan import Plan
-from hvdtrain.core.schedule import Schedule, peak_lr
+from hvdtrain.core.plan import Plan, Schedule, peak_lr
 
 BEGAN = 1_764_000_000.0  # 2025-11-24, 16:00 UTC
 PHASES = ("start", "import", "rendezvous", "data", "first_step", "training", "validation", "checkpoint", "end")

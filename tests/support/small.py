@@ -41,16 +41,15 @@ def shrink(framework: str) -> None:
     if WHOLE in os.environ:
         return
     if framework.startswith("tensorflow"):
-        from hvdtrain.tensorflow import models
+        from hvdtrain.tensorflow import resnet
 
-        models.STAGES = SMALL_STAGES
+        resnet.BLOCKS = tuple(SMALL_BLOCKS.values())
     else:
         from hvdtrain.torch import resnet
 
         resnet.BLOCKS = SMALL_BLOCKS
 
 
-SMALL_STAGES = ((2, 64, 1), (1, 128, 2))
 SMALL_BLOCKS = {"layer1": 2, "layer2": 1}
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow_programs import horovod
 
-from hvdtrain.core.totals import Totals
-from hvdtrain.tensorflow.engines.clock import Clock
-from hvdtrain.tensorflow.meter import GradientNorm, Meter, Seen
+from hvdtrain.core.sharing import Totals
+from hvdtrain.tensorflow.engines import Clock
+from hvdtrain.tensorflow.objective import Seen
+from hvdtrain.tensorflow.step import GradientNorm, Meter
 
 NOW = np.zeros(())
 """What the system's clock reads."""

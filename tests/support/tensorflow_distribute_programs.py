@@ -14,14 +14,13 @@ import tensorflow as tf
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import discover
-from hvdtrain.ranks.world import World, joined
+from hvdtrain.ranks.world import joined
 from hvdtrain.run import main as runs
+from hvdtrain.run.ending import Ending
 from hvdtrain.run.loop import Loop
-from hvdtrain.tensorflow import data, variables
-from hvdtrain.tensorflow.engines import Engine, distribute
-from hvdtrain.tensorflow.engines.replication import replication_of
-from hvdtrain.tensorflow.opening import open_engine
-from hvdtrain.tensorflow.trainer import Trainer
+from hvdtrain.tensorflow import data
+from hvdtrain.tensorflow.engines import Engine, add, distribute, put, subtract
+from hvdtrain.tensorflow.trainer import Trainer, open_engine
 
 
 def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[str, Any]:
@@ -33,28 +32,29 @@ def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[st
 def of_engine(name: str, chosen: dict[str, list[str]], folder: Path) -> dict[str, Any]:
     engine_name, _, devices = name.partition(" ")
     flags = ["--engine", engine_name, *(["--devices", devices] if devices else [])]
-    with run_of(["linear", *flags, "--output", str(folder / "first")]) as run:
+    with run_of(["linear", *flags, "--output", str(folder / "first")]) as (run, ending):
         engine = open_engine(run)
-        if replication_of(engine).serves:
+        if engine.serves:
             run.world.serve_rank_0()
-            return {"served": replication_of(engine).world}
+            return {"served": engine.world}
         results: dict[str, Any] = {"verbs": verbs(engine)}
         for title, argv in chosen.items():
-            prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], run.world)
+            prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], ending)
             results[title] = PROGRAMS.get(title, trained)(prepared, engine)
     return results
 
 
 @contextlib.contextmanager
-def run_of(argv: list[str]) -> Iterator[runs.Run]:
-    """A run whose ranks are ready, as `run.main` makes it."""
+def run_of(argv: list[str]) -> Iterator[tuple[runs.Run, Ending]]:
+    """A run whose ranks are ready, as `run.main` makes it, and this process among them."""
     topology = discover(os.environ)
-    world = World(topology, rendezvous.from_launcher(topology, os.environ))
+    ending = Ending(topology, rendezvous.from_launcher(topology, os.environ))
+    world = ending.world
     world.start()
     try:
-        run = runs.prepare("tensorflow", argv, world)
+        run = runs.prepare("tensorflow", argv, ending)
         with joined(world, "tensorflow", run.engine, os.environ):
-            yield run
+            yield run, ending
     except BaseException as error:
         world.leave(f"{type(error).__name__}: {error}")
         raise
@@ -75,7 +75,7 @@ def trained(run: runs.Run, engine: Engine) -> dict[str, Any]:
     else:
         training.train()
     trainer = training.trainer
-    copies = zip(*map(trainer.replication.copies, trainer.state.tensors.values()), strict=True)
+    copies = zip(*map(trainer.engine.copies, trainer.state.tensors.values()), strict=True)
     states = [hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in copy)).hexdigest() for copy in copies]
     return {"line": training.fitted_line(), "states": states}
 
@@ -89,7 +89,7 @@ def overflow(run: runs.Run, engine: Engine) -> list[Any]:
         *micro_batches, (x, y) = own
         micro_batches.append((x * (1e30 if step == 1 and engine.rank == engine.size - 1 else 1), y))
         trainer.update(micro_batches, 0.01, step)
-        weight = [copy.numpy().item() for copy in trainer.replication.copies(trainer.weights[0])]
+        weight = [copy.numpy().item() for copy in trainer.engine.copies(trainer.weights[0])]
         seen.append([weight, trainer.state.scaler.state_dict()["scale"]])
     return seen
 
@@ -97,7 +97,7 @@ def overflow(run: runs.Run, engine: Engine) -> list[Any]:
 def parted(run: runs.Run, engine: Engine) -> str:
     """What is printed once one bit of the last replica's weights has changed."""
     training = training_of(run, engine)
-    weight = training.trainer.replication.copies(training.trainer.weights[0])[-1]
+    weight = training.trainer.engine.copies(training.trainer.weights[0])[-1]
     bits = weight.numpy()
     bits.view(np.int32)[0] ^= engine.rank == engine.size - 1
     weight.assign(bits)
@@ -122,9 +122,8 @@ def verbs(engine: Engine) -> dict[str, Any]:
         "sum of another shape": np.arange(7.0),
     }
     results: dict[str, Any] = {name: engine.sum(array).tolist() for name, array in arrays.items()}
-    replication = replication_of(engine)
-    results["world"] = [*replication.world, replication.replicas]
-    with replication.scope():
+    results["world"] = [*engine.world, engine.replicas]
+    with engine.scope():
         kept = {
             "scalar": tf.Variable(rank + 7, trainable=False),
             "counts": tf.Variable(tf.fill((3,), tf.constant(2**53 + 1 + rank, tf.int64)), trainable=False),
@@ -142,8 +141,7 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
     By copy of the variables: the sum of the numbers and the gradient of the replicas' own x sum, by the own one in a
     sum; the weight that the combined numbers x factor were subtracted from; and the numbers that were kept.
     """
-    replication = replication_of(engine)
-    with replication.scope():
+    with engine.scope():
         results = {
             name: tf.Variable(0.0, dtype=tf.float64, trainable=False) for name in ("sum", "gradient", "weight", "kept")
         }
@@ -153,17 +151,17 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
             tape.watch(own)
             total = engine.sum_tensor(own)
             loss = total * tf.stop_gradient(own)
-        variables.put(results["sum"], total)
-        variables.put(results["gradient"], tape.gradient(loss, own))
-        replication.update(lambda combined: variables.subtract(results["weight"], combined[0]), [own * factor])
-        replication.keep(lambda tensors: variables.add(results["kept"], tensors[0]), [own])
+        put(results["sum"], total)
+        put(results["gradient"], tape.gradient(loss, own))
+        engine.update(lambda combined: subtract(results["weight"], combined[0]), [own * factor])
+        engine.keep(lambda tensors: add(results["kept"], tensors[0]), [own])
 
-    on_all = replication.replicate(step)
-    first = 1 + engine.rank * replication.replicas
-    inputs = [(tf.constant(float(first + index), tf.float64),) for index in range(replication.replicas)]
+    on_all = engine.replicate(step)
+    first = 1 + engine.rank * engine.replicas
+    inputs = [(tf.constant(float(first + index), tf.float64),) for index in range(engine.replicas)]
     for factor in (1.0, 10.0):
         on_all(inputs, tf.constant(factor, tf.float64))
-    return {name: [float(copy) for copy in replication.copies(variable)] for name, variable in results.items()}
+    return {name: [float(copy) for copy in engine.copies(variable)] for name, variable in results.items()}
 
 
 def evened() -> list[Any]:

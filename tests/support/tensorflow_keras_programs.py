@@ -1,8 +1,4 @@
-"""What test_tensorflow_keras.py starts on every rank: `python tensorflow_keras_programs.py FOLDER`.
-
-FOLDER/given.json holds programs of this module by name, with the values to call them with; what they return on
-rank R goes to FOLDER/rank-R.json. On one rank alone a case is plain Keras on the batch of RANKS ranks.
-"""
+"""Keras's part of programs.py. On one rank alone a case is plain Keras on the batch of RANKS ranks."""
 
 import json
 import sys
@@ -645,12 +641,3 @@ def saved(folder: str) -> dict[str, Any]:
 def modules() -> list[str]:
     """The frameworks that this process holds."""
     return sorted({"torch", "tensorflow", "horovod"} & {name.partition(".")[0] for name in sys.modules})
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    results = {
-        name: globals()[name](**given) for name, given in json.loads((folder / "given.json").read_text()).items()
-    }
-    (folder / f"rank-{RANK}.json").write_text(json.dumps(results))
-    ours.shutdown()

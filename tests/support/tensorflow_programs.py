@@ -12,20 +12,17 @@ import optimizer_reference as reference
 import tensorflow as tf
 
 from hvdtrain import datasets
-from hvdtrain.core import imports
+from hvdtrain.core import own_code
 from hvdtrain.core.optimizers import settings
 from hvdtrain.core.recipe import load
 from hvdtrain.run.options import parse_run
-from hvdtrain.tensorflow import models, optimizers, sgd
+from hvdtrain.tensorflow import models, optimizers, resnet
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.engines.local import LocalEngine
-from hvdtrain.tensorflow.engines.replication import OneReplica
-from hvdtrain.tensorflow.events import EventWriter
 from hvdtrain.tensorflow.objective import NAMED, cross_entropy
-from hvdtrain.tensorflow.opening import open_engine  # noqa: F401
 from hvdtrain.tensorflow.state import Ema
-from hvdtrain.tensorflow.trainer import Trainer
+from hvdtrain.tensorflow.trainer import EventWriter, Trainer, open_engine  # noqa: F401
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
@@ -127,7 +124,7 @@ def batch_norm(recipes: dict[str, dict[str, Any]], values: dict[str, Any]) -> di
 
 def normalised(engine: Engine, overrides: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     recipe = load("digits", overrides)
-    layer = models._norm(recipe, engine)("bn", "ones")
+    layer = resnet.BatchNorm("bn", recipe, engine)
     real = tf.float64 if recipe.precision == "float64" else tf.float32
     x, g = (np.split(np.array(values[name]), engine.size, 1)[engine.rank] for name in ("x", "g"))
     layer.build(x.shape[1:])
@@ -159,7 +156,7 @@ def sgd_steps(options: dict[str, dict[str, Any]], start: list[float], gradients:
     results: dict[str, Any] = {}
     for name, chosen in options.items():
         variable = tf.Variable(start, dtype=tf.float64)
-        optimizer = sgd.SGD(settings(load("linear", chosen)), [variable])
+        optimizer = optimizers.SGD(settings(load("linear", chosen)), [variable])
         descend = tf.function(optimizer.descend, autograph=False)
         results[name] = []
         for gradient, lr in zip(gradients, lrs, strict=True):
@@ -176,7 +173,7 @@ def optimizer_steps(cases: list[str]) -> dict[str, Any]:
             weights = [keras.Variable(start, dtype=precision, name=name) for name, start in reference.START.items()]
             variables = [weight.value for weight in weights]
             optimizer = optimizers.make(load("linear", reference.CASES[case]), weights)
-            ema = Ema(variables, reference.EMA_DECAY, OneReplica(local()))
+            ema = Ema(variables, reference.EMA_DECAY, local())
 
             @functools.partial(tf.function, autograph=False)
             def update(gradients: list[tf.Tensor], lr: tf.Tensor, optimizer: Any = optimizer, ema: Ema = ema) -> None:
@@ -200,12 +197,12 @@ def optimizer_steps(cases: list[str]) -> dict[str, Any]:
 def clipping(gradients: list[list[float]], norms: list[float]) -> list[list[list[float]]]:
     """For each norm the clipped gradients."""
     tensors = [tf.constant(gradient, tf.float64) for gradient in gradients]
-    return [[clipped.numpy().tolist() for clipped in sgd.clipped(tensors, norm)] for norm in norms]
+    return [[clipped.numpy().tolist() for clipped in optimizers.clipped(tensors, norm)] for norm in norms]
 
 
 def scaling(finite: list[bool], interval: int) -> dict[str, Any]:
     """The scaler's state at first, and scale and steps without an overflow after each update."""
-    scaler = sgd.Scaler(enabled=True)
+    scaler = optimizers.Scaler(enabled=True)
     first = scaler.state_dict()
     scaler.INTERVAL = interval
     results = []
@@ -213,7 +210,7 @@ def scaling(finite: list[bool], interval: int) -> dict[str, Any]:
         scaler.update(tf.constant(was_finite))
         state = scaler.state_dict()
         results.append([state["scale"], state["_growth_tracker"]])
-    another = sgd.Scaler(enabled=True)
+    another = optimizers.Scaler(enabled=True)
     another.load_state_dict(scaler.state_dict())
     kept = another.state_dict()
     return {"first": first, "then": results, "kept": [kept["scale"], kept["_growth_tracker"]]}
@@ -254,26 +251,30 @@ def fingerprints() -> dict[str, dict[str, Any]]:
     return results
 
 
-WHOLE = models.STAGES
+WHOLE = resnet.BLOCKS
 
 
 @contextlib.contextmanager
 def whole_networks() -> Iterator[None]:
     """ResNet50 as it is, until the end of the block."""
-    small, models.STAGES = models.STAGES, WHOLE
+    small, resnet.BLOCKS = resnet.BLOCKS, WHOLE
     yield
-    models.STAGES = small
+    resnet.BLOCKS = small
 
 
 @whole_networks()
 def networks(classes: list[int]) -> dict[str, Any]:
     """Trainable parameters for each number of classes; of the last one each weight's shape, standard deviation and
     largest value; and the sides of the maps that the stems leave and that the network ends with."""
+
+    def of(stem: str, number: int) -> keras.Model:
+        return resnet.ResNet(number, load("digits", {"stem": stem}), local()).model()
+
     results: dict[str, Any] = {"trainable": [], "maps": []}
     for number in classes:
-        model = models.resnet50(number, "imagenet")
+        model = of("imagenet", number)
         results["trainable"].append(sum(int(np.prod(weight.shape)) for weight in model.trainable_weights))
-    of_stem = {"cifar": models.resnet50(10, "cifar"), "imagenet": model}
+    of_stem = {"cifar": of("cifar", 10), "imagenet": model}
     arrays = {weight.path: weight.numpy() for weight in model.weights}
     results["weights"] = {
         name: [array.shape, float(array.std()), float(np.abs(array).max())] for name, array in arrays.items()
@@ -335,11 +336,11 @@ def plain_fits(cases: dict[str, list[str]]) -> dict[str, list[float]]:
     found = {}
     for name, argv in cases.items():
         chosen = parse_run("", argv, "tensorflow")[0]
-        (x, y), _ = imports.load(chosen.dataset, "dataset")()
+        (x, y), _ = own_code.load(chosen.dataset, "dataset")()
         keras.utils.set_random_seed(chosen.seed)
-        model = imports.load(chosen.model, "model")(**chosen.model_args)
+        model = own_code.load(chosen.model, "model")(**chosen.model_args)
         named = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        loss = imports.load(chosen.loss, "loss") if ":" in chosen.loss else named
+        loss = own_code.load(chosen.loss, "loss") if ":" in chosen.loss else named
         model.compile(keras.optimizers.SGD(chosen.base_lr, momentum=chosen.momentum), loss)
         fitted = model.fit(x, y, batch_size=len(x), epochs=chosen.epochs, shuffle=False, verbose=0)
         found[name] = fitted.history["loss"]

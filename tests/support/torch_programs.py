@@ -14,8 +14,10 @@ from hvdtrain.torch import models
 from hvdtrain.torch.__main__ import train  # noqa: F401
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.opening import open_engine  # noqa: F401
-from hvdtrain.torch.trainer import Trainer
+from hvdtrain.torch.trainer import (
+    Trainer,
+    open_engine,  # noqa: F401
+)
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:

@@ -19,10 +19,9 @@ KINDS = {
     "hvdtrain": ["hvdtrain.run.main", "hvdtrain.tools.doctor.gather", "hvdtrain.tools.plan", "hvdtrain.tools.slurm"],
     "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.trainer"],
     "tensorflow": ["hvdtrain.tensorflow", "horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.trainer"],
-    "lightning": ["hvdtrain.lightning.train"],
+    "lightning": ["hvdtrain.lightning.recipe"],
 }
 KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]
-KINDS["tensorflow_distribute"] = KINDS["tensorflow"]
 SIZE = 4  # bytes of a number on the socket
 SERVER_GONE = 70
 TAG = "HVDTRAIN_TEST_TAG"
@@ -39,6 +38,7 @@ def command(kind: str, *argv: object) -> list[str]:
 
     from ranks import clean_environ
 
+    kind = kind.partition("_")[0]  # tensorflow_keras has what TensorFlow has
     if kind not in _servers:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
         with (folder / "log").open("w") as log:

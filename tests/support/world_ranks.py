@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.engines import registry, waiting
+from hvdtrain.engines import registry
 from hvdtrain.errors import DataError
 from hvdtrain.ranks import timeouts
+from hvdtrain.ranks.stacks import COLLECTIVES
 from hvdtrain.run import main as runs
 
 LIMIT = 280
@@ -164,7 +165,7 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     own = {name: spec[name].get(str(rank)) for name in ("environs", "delay", "argv", "reads", "idles") if name in spec}
     os.environ.update({**environment(spec, rank), **spec.get("environ", {}), **(own.get("environs") or {})})
     vars(timeouts).update(spec.get("constants", {}))
-    waiting.COLLECTIVES += (("__main__", "sum"),)
+    COLLECTIVES.add(("__main__", "sum"))
     time.sleep(own.get("delay") or 0)
     argv = own.get("argv") or ["linear", "--output", str(folder / "run")]
     runs.World.wait_until_ready = noted(runs.World.wait_until_ready, folder / f"wait-{rank}")  # type: ignore[method-assign]

@@ -104,8 +104,9 @@ def furthest(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.max(np.abs(ours - theirs) / np.abs(theirs)))
 
 
-LINES = ["line", "short", "micro-batches", "clipped", "clipped micro-batches", "compressed", "bfloat16"]
-ON_FOUR = [*LINES, "line a rank"]
+FIRST_LINES = ["line", "short", "micro-batches", "clipped"]
+OTHER_LINES = ["clipped micro-batches", "compressed", "bfloat16"]
+ON_FOUR = [*FIRST_LINES, *OTHER_LINES, "line a rank"]
 EXACT_NETWORKS = ["sync float64 curve", "frozen float64 curve"]
 NETWORKS = ["sync curve", "frozen curve", *EXACT_NETWORKS]
 
@@ -133,9 +134,14 @@ GRADIENTS: dict[str, Any] = {
 }
 ON_TWO = ["line", "short", "micro-batches", "clipped", "float16", "adasum"]
 # For slow tests alone.
-MORE_ON_TWO = [
-    "workers", "few to validate", "inside", "frozen float64 curve", "clipped micro-batches", "compressed", "bfloat16",
-    "float16 clipped",
+MORE_ON_TWO = ["workers", "few to validate", "inside", "frozen float64 curve", *OTHER_LINES, "float16 clipped"]
+
+ALONE = [
+    *FIRST_LINES, "float16", "nesterov curve", "unfused curve", "split curve", "frozen curve", "sync float64 curve",
+]  # fmt: skip
+MORE_ALONE = [
+    *OTHER_LINES, "float16 clipped", "channels last curve", "split micro-batches curve", "sync curve",
+    "frozen float64 curve",
 ]  # fmt: skip
 
 OPTIMIZED = {
@@ -192,22 +198,8 @@ CLASSES = [10, 100, 1000]  # of every shipped recipe's network
 
 LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
     "torch": {
-        "alone-1": (
-            [
-                *LINES,
-                "float16",
-                "float16 clipped",
-                "nesterov curve",
-                "unfused curve",
-                "channels last curve",
-                "split curve",
-                "split micro-batches curve",
-                "frozen curve",
-                *EXACT_NETWORKS,
-            ],
-            {"local_verbs": {}},
-        ),
-        "alone-1-more": (["sync curve"], {}),
+        "alone-1": (ALONE, {"local_verbs": {}}),
+        "alone-1-more": (MORE_ALONE, {}),
         "alone-1-resumed": ([], {"resumed_states": RESUMED["torch"]}),
         "mpi-1": ([], {}),
         "gloo-1": (["line"], {}),
@@ -234,16 +226,14 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         "mpi-4": ([*ON_FOUR, "sync curve"], {}),
         "gloo-4": (["line", "sync curve"], {}),
         "ddp-1": (["line", "micro-batches"], {}),
-        "ddp-2": (
-            [*LINES, "compressed bf16", "compressed float16", "few to validate", *EXACT_NETWORKS],
-            DDP_ABANDONED,
-        ),
+        "ddp-2": ([*FIRST_LINES, "compressed bf16", "few to validate", "sync float64 curve"], DDP_ABANDONED),
+        "ddp-2-more": ([*OTHER_LINES, "compressed float16", "frozen float64 curve"], {}),
         "ddp-2-resumed": (["short"], {"resumed_states": {**RESUMED["torch"], "engine": "ddp"}}),
         "ddp-4": ([*ON_FOUR, "sync curve"], {}),
     },
     "tensorflow": {
         "alone-1": (
-            ["line", "short", "micro-batches", "clipped", "float16", "xla"],
+            ["line", "short", "clipped"],
             {
                 "local_verbs": {},
                 "batch_norm": BATCH_NORM,
@@ -258,12 +248,13 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
             },
         ),
         "alone-1-more": (
-            ["clipped micro-batches", "compressed", "bfloat16", "float16 clipped", *EXACT_NETWORKS],
-            {"networks": {"classes": CLASSES}},
+            ["micro-batches", "xla", *OTHER_LINES, "float16", "float16 clipped", *EXACT_NETWORKS],
+            {},
         ),
+        "alone-1-networks": ([], {"networks": {"classes": CLASSES}}),
         "alone-1-resumed": ([], {"resumed_states": RESUMED["tensorflow"]}),
-        "mpi-2": (ON_TWO, {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
-        "mpi-2-more": ([*MORE_ON_TWO, "sync float64 curve"], {}),
+        "mpi-2": (["line", "short", "clipped", "adasum"], {"batch_norm": BATCH_NORM, **SMALL_FLOATS}),
+        "mpi-2-more": (["micro-batches", "float16", *MORE_ON_TWO, "sync float64 curve"], {}),
         "mpi-2-resumed": ([], {"resumed_states": RESUMED["tensorflow"]}),
         "gloo-2": (["line"], OVER_GLOO),
         "mpi-4": (ON_FOUR, {}),

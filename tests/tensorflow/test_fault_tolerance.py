@@ -2,27 +2,21 @@
 
 import numpy as np
 import pytest
-from fault_tolerance import check_that_a_hang_is_named, digests, killed_stopped_and_resumed, position, state, trained
+from fault_tolerance import check_that_a_hang_is_named, digests, kill, position, state, stop, trained
 from ranks import needs_tensorflow
 from worlds import losses, of_kind
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(400), needs_tensorflow]
 
-SLOW = ("hangs", "one_rank_and_two")
+SLOW = ("hangs", "one_rank_and_two", "killed]")  # make test kills and resumes under Lightning, and stops under Keras
 KILLED = {"dropout": 0.3, "others": "swapped"}
 STOPPED = {"dropout": 0.3, "warm": True, "others": "restored"}
-UNDISTURBED = {"plain": {}, "killed": KILLED, "stopped": STOPPED}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The runs of two ranks that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("runs")
-    trained("tensorflow", "mpi", 2, folder, UNDISTURBED).good()
-    return folder
-
-
-def test_one_rank_and_two_train_alike(folder, tmp_path):
+def test_one_rank_and_two_train_alike(tmp_path):
+    folder = tmp_path / "two"
+    folder.mkdir()
+    trained("tensorflow", "mpi", 2, folder, {"plain": {}}).good()
     of_ranks = digests(folder)
     assert of_ranks[0] == of_ranks[1]
     trained("tensorflow", "alone", 1, tmp_path, {"alone": {}}).good()
@@ -35,12 +29,17 @@ def test_one_rank_and_two_train_alike(folder, tmp_path):
     assert state(folder / "plain") == "finished"
 
 
-def test_killed_or_stopped_inside_an_epoch_it_resumes_to_the_same_bits(folder, tmp_path):
-    ended = killed_stopped_and_resumed("tensorflow", tmp_path, KILLED, STOPPED)
-    assert "ran out of data" not in ended.err
-    for found, expected in zip(digests(tmp_path), digests(folder), strict=True):
-        assert found == {name: expected[name] for name in ("killed", "stopped")}
-    np.testing.assert_allclose(losses(tmp_path / "killed"), losses(folder / "killed"), rtol=1e-12)
+@pytest.mark.parametrize(("cut_short", "case"), [(kill, KILLED), (stop, STOPPED)], ids=["killed", "stopped"])
+def test_cut_short_inside_an_epoch_it_resumes_to_the_same_bits(tmp_path_factory, cut_short, case):
+    whole, cut = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cut")
+    cases = {"killed" if cut_short is kill else "stopped": case}
+    trained("tensorflow", "mpi", 2, whole, cases).good()
+    cut_short("tensorflow", cut, case)
+    ended = trained("tensorflow", "mpi", 2, cut, cases).good()
+    assert "resuming from step " in ended.out and "ran out of data" not in ended.err
+    assert digests(cut) == digests(whole)
+    (name,) = cases
+    np.testing.assert_allclose(losses(cut / name), losses(whole / name), rtol=1e-12)
 
 
 def test_a_rank_that_hangs_is_named(tmp_path):

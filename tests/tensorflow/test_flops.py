@@ -57,9 +57,9 @@ found["inception_v3 flops"] = network.with_flops(plain, chosen, "tensorflow", da
 
 import numpy as np
 import tensorflow as tf
-from hvdtrain.tensorflow import inception, objective
+from hvdtrain.tensorflow import networks, objective
 logits, labels = tf.random.normal((6, 5), seed=1), tf.range(6) % 5
-out = inception.InceptionOutputs(logits, 2 * logits)
+out = networks.InceptionOutputs(logits, 2 * logits)
 chosen = recipe.load("synthetic:tiny")
 cost = objective.Objective(chosen, load_dataset(chosen))
 model = lambda x, training: out if training else out.logits

@@ -22,9 +22,9 @@ from hvdtrain.torch import models  # noqa: E402
 @pytest.fixture
 def results(world):
     """What a program returned in one process."""
-    return lambda program: world("alone-1-more" if program == "networks" else "alone-1", "tensorflow").results[program][
-        0
-    ]
+    return lambda program: world("alone-1-networks" if program == "networks" else "alone-1", "tensorflow").results[
+        program
+    ][0]
 
 
 def wide(values):

@@ -1,20 +1,18 @@
 """Odd Keras models, optimizers and trainings: what plain Keras makes of them on one process is what every way of ours
 makes of them, on one and two ranks, and once more where they are left or killed and resumed, or refuses."""
 
-import json
 import signal
 
 import numpy as np
 import pytest
-import warm
 from odd_keras_kinds import CALLBACKS, FITS, ODDITIES, OF_RANK, OTHERS, REFUSED, SPARSE, UNRESUMED, fits, oddities
 from odd_launches import Programs, check_alike, check_weights
 from paths import SUPPORT
-from ranks import left_by, needs_horovod, needs_tensorflow, once, run, train
+from ranks import needs_horovod, needs_tensorflow, train
 
 pytestmark = [pytest.mark.launched, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("more", "-tolerant", "[tolerant-1", "recipe", "refused", "[fit-2-0", "stopped", "killed")
+SLOW = ("trains", "fits", "recipe", "refused", "stopped", "killed")  # all: what test_keras.py is too coarse for
 FIRST = [27, 35, 101, 171, 320]
 """Which have most oddities."""
 SEEDS = {"first": FIRST, "more": [seed for seed in range(len(ODDITIES) + 20) if seed not in FIRST]}
@@ -23,29 +21,17 @@ LIMITS = {"float32": 1e-6, "plain sgd": 1e-6}
 
 
 @pytest.fixture(scope="module")
-def became(tmp_path_factory):
-    """`became("fit", 2, "first", False)`: by seed, what became of it on each rank."""
-
-    @once
-    def of(way, ranks, seeds, resumed):
-        folder = tmp_path_factory.mktemp(way)
-        chosen = SEEDS.get(seeds, seeds)
-        if way == "recipe" and seeds in SEEDS:
-            chosen = [seed for seed in chosen if not oddities(seed) & {*REFUSED, SPARSE}]
-        (folder / "given.json").write_text(json.dumps({"way": way, "seeds": chosen, "resumed": resumed}))
-        run(
-            "alone" if ranks == 1 else "mpi", ranks, warm.command("tensorflow", SUPPORT / "odd_keras.py", folder)
-        ).good()
-        return left_by(ranks, folder)
-
-    return of
+def models(tmp_path_factory):
+    return Programs("tensorflow", "odd_keras.py", tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("way", "ranks", "resumed"), [("fit", 2, False), ("tolerant", 1, True), ("recipe", 2, True)])
-def test_it_trains_as_plain_keras_does(became, way, ranks, resumed, seeds):
-    (theirs,) = became("plain", 1, seeds, False)
-    for ours in became(way, ranks, seeds, resumed):
+@pytest.mark.parametrize(("way", "ranks", "left"), [("fit", 2, 0), ("tolerant", 1, 1), ("recipe", 2, 1)])
+def test_it_trains_as_plain_keras_does(models, way, ranks, left, seeds):
+    (theirs,) = models.of_ranks("plain", 1, tuple(SEEDS[seeds]))
+    refused = {*REFUSED, SPARSE} if way == "recipe" else set()
+    chosen = tuple(seed for seed in SEEDS[seeds] if not oddities(seed) & refused)
+    for ours in models.of_ranks(way, ranks, chosen, left):
         assert ours
         for seed in ours:
             has = oddities(int(seed))
@@ -57,8 +43,8 @@ def test_it_trains_as_plain_keras_does(became, way, ranks, resumed, seeds):
 
 
 @pytest.mark.parametrize("oddity", sorted(REFUSED.keys() - {"train_step"}))
-def test_a_recipe_refuses_what_it_has_a_key_of_its_own_for(became, oddity):
-    (found,) = became("recipe", 1, (ODDITIES.index(oddity),), False)
+def test_a_recipe_refuses_what_it_has_a_key_of_its_own_for(models, oddity):
+    (found,) = models.of_ranks("recipe", 1, (ODDITIES.index(oddity),))
     assert f" has {REFUSED[oddity]} of its own, which no recipe runs; drop it, and give " in next(iter(found.values()))
 
 

@@ -17,6 +17,8 @@ STEPPED, TOKENS = f"{CELLS}:stepped", f"{CELLS}:tokens"
 NETS, DATA, COSTS = "keras_cells.nets:", "keras_cells.data:", "keras_cells.costs:"
 LATE = ["--model", f"{NETS}Late", "--dataset", f"{DATA}dicts"]
 CONSTRAINED = "constraints on weights of two types"
+ADAPTED = [CELLS, "--model", f"{NETS}adapted", "--batch-norm", "local", "--buffers", "rank_0", "--model-args"]
+BY_VARIABLE = "a variable that Keras counts no weight"
 RUNS = {
     "arrays": [CELLS],
     "source": [CELLS, "--dataset", f"{DATA}source", "--loss", f"{COSTS}loss"],
@@ -36,11 +38,24 @@ RUNS = {
         "--batch-norm", "local", "--accumulation-steps", "2",
     ],
     CONSTRAINED: [TOKENS, "--model", f"{NETS}constrained"],
+    "a layer adapted to the data": [*ADAPTED, "how=norm"],
+    BY_VARIABLE: [*ADAPTED, "how=variable"],
 }  # fmt: skip
-MORE = ("items in float64", "a step", "a step with a frozen layer", "sum and count", "source")
-"""For slow tests alone."""
-SLOW = ("killed", "-4]", *(f"[{name}-" for name in MORE), "Keras's own loss", "what_a_recipe_says_beside", "a class of")
+FIRST = ("arrays", "items", "masks, in micro-batches", "a step's sum and count", BY_VARIABLE)
+"""Each way that data, losses and state are given once; all others, at seconds of tracing each, are slow."""
+MORE = tuple(name for name in RUNS if name not in FIRST)
+SLOW = (
+    "killed", "-4]", "of-4]", *(f"[{name}-" for name in MORE), "[more]", "Keras's own loss", "a class of",
+    "what_a_recipe_says_beside", "their own loss", "mirrored", "adamw",
+)  # fmt: skip
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
+PLAIN = {"first": ["masks, in micro-batches"], "more": ["an ignored class", "a sum", CONSTRAINED]}
+"""What plain Keras's fit trains too."""
+REFUSED = {
+    "bins": "the ranks differ in discretization/bin_boundaries: rank 1 on ",
+    "number": "of the same examples and weights the model computes something else on rank 1 on ",
+}
+"""Of what a layer has adapted to each rank's own data, by kind."""
 DROPPED = [CELLS, *LATE, "--model-args", "rate=0.5", "--batch-norm", "local", "--checkpoint-every-steps", "2"]
 DROPPED += ["--epochs", "3"]
 
@@ -54,9 +69,17 @@ def begun(tmp_path_factory):
     def of(ranks, more):
         folder = tmp_path_factory.mktemp(f"own-{ranks}")
         chosen = [name for name in RUNS if (name in MORE) == more]
-        given = {name: [*RUNS[name], "--output", str(folder / name)] for name in chosen}
-        results = programs("tensorflow", LAUNCHES[ranks], ranks, folder, {"trainings": {"given": given}}, cwd=SUPPORT)
-        return folder, results["trainings"]
+        runs = {name: [*RUNS[name], "--output", str(folder / name)] for name in chosen}
+        given = {}
+        if not more and ranks == 2:
+            again = [*RUNS[BY_VARIABLE], "--output", str(folder / "again")]
+            runs |= {"one epoch": [*again, "--epochs", "1"], "again": again}
+            refused = {how: [*ADAPTED, f"how={how}", "--output", str(folder / how)] for how in REFUSED}
+            given = {"recipes": {"given": {how: {"argv": argv} for how, argv in refused.items()}}}
+        if ranks == 1:
+            given = {"plain_fits": {"cases": {name: RUNS[name] for name in PLAIN["more" if more else "first"]}}}
+        given = {"trainings": {"given": runs}, **given}
+        return folder, programs("tensorflow", LAUNCHES[ranks], ranks, folder, given, cwd=SUPPORT)
 
     return lambda ranks, run="arrays": of(ranks, run in MORE)
 
@@ -72,38 +95,26 @@ def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
     for mine, other in zip(of_kind("epoch", alone), of_kind("epoch", together), strict=True):
         for key in mine.keys() - {"kind", "seconds"}:
             assert other[key] == pytest.approx(mine[key], rel=1e-5), key
-    assert len({rank[name]["state"] for rank in begun(ranks, name)[1]}) == 1
+    assert len({rank[name]["state"] for rank in begun(ranks, name)[1]["trainings"]}) == 1
 
 
-def test_masks_sums_and_constraints_are_kerass(begun, tmp_path):
-    chosen = {name: RUNS[name] for name in ("masks, in micro-batches", "an ignored class", "a sum", CONSTRAINED)}
-    given = {"plain_fits": {"cases": chosen}}
-    (plain,) = programs("tensorflow", "alone", 1, tmp_path, given, cwd=SUPPORT)["plain_fits"]
-    for name in chosen:
-        np.testing.assert_allclose(losses(begun(1)[0] / name), plain[name], rtol=1e-5, err_msg=name)
-
-
-ADAPTED = {
-    "norm": "",
-    "variable": "",
-    "bins": "the ranks differ in discretization/bin_boundaries: rank 1 on ",
-    "number": "of the same examples and weights the model computes something else on rank 1 on ",
-}
+@pytest.mark.parametrize("which", PLAIN)
+def test_masks_sums_and_constraints_are_kerass(begun, which):
+    for name in PLAIN[which]:
+        folder, results = begun(1, name)
+        np.testing.assert_allclose(losses(folder / name), results["plain_fits"][0][name], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("how", ADAPTED)
-def test_what_no_weight_holds_is_rank_0s_or_refused(how, tmp_path):
-    argv = [CELLS, "--model", f"{NETS}adapted", "--model-args", f"how={how}", "--batch-norm", "local"]
-    argv += ["--buffers", "rank_0", "--output"]
-    ended = train("tensorflow", "mpi", 2, *argv, tmp_path / "two", cwd=SUPPORT)
-    assert ADAPTED[how] in ended.err, ended.err
-    if not ADAPTED[how]:
-        train("tensorflow", "alone", 1, *argv, tmp_path / "one", cwd=SUPPORT).good()
-        np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6)
-        for epochs in (1, 2):
-            train("tensorflow", "mpi", 2, *argv, tmp_path / "again", "--epochs", epochs, cwd=SUPPORT).good()
-        assert arrays(tmp_path / "again") == arrays(tmp_path / "two")
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_layers_have_adapted_to_each_ranks_own_data_is_refused(begun, how):
+    assert REFUSED[how] in begun(2)[1]["recipes"][0][how]["err"]
+
+
+@pytest.mark.launched
+def test_a_variable_that_is_no_weight_is_resumed(begun):
+    folder = begun(2)[0]
+    assert arrays(folder / "again") == arrays(folder / BY_VARIABLE)
 
 
 @pytest.mark.launched
@@ -237,7 +248,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_named(train_alone, loss):
 
 # Mistakes.
 
-X, Y = "shape [16, 3]", "shape [16]"
+X, Y = "float32 [16, 3]", "int64 [16]"
 LABELLED = ["--dataset", f"{DATA}labelled", "--dataset-args"]
 OF_LABELLED = f"DataError: model {NETS}norms gives 3 outputs, dataset {DATA}labelled has label"
 BAD = {
@@ -258,7 +269,7 @@ BAD = {
     "triples": (["--dataset", f"{DATA}triples"], "must be a pair (x, y), got 3 values; return a pair, or give a step."),
     "no numbers": (["--dataset", f"{DATA}texts"], "a sample must hold numbers and arrays, got a NoneType."),
     "a damaged file": (["--dataset", f"{DATA}damaged"], "OSError: no file "),
-    "a loss per example": (["--loss", f"{COSTS}vector"], "batch's examples, or (sum, count), got shape [16]."),
+    "a loss per example": (["--loss", f"{COSTS}vector"], "batch's examples, or (sum, count), got float32 [16]."),
     "a loss of Python's": (["--loss", f"{COSTS}plain"], "must give one number, the mean over the batch's examples, "),
     "a loss without gradient": (["--loss", f"{COSTS}without_gradient"], "gives a loss without gradient; "),
     "arguments turned round": (["--loss", f"{COSTS}turned"], f"of outputs {X} and targets {Y}: "),
@@ -289,6 +300,13 @@ BAD = {
     ),
     "shared variables": (["--engine", "central"], f"model {NETS}norms cannot be with engine central: "),
 }  # fmt: skip
+
+
+LIKE_OTHERS = BAD.keys() - {
+    "no such name", "a BatchNorm of their own", "its own generator", "triples", "a loss per example", "labels from 1",
+    "a metric per batch", "a collective in XLA", "float8", "shared variables",
+}  # fmt: skip
+SLOW += tuple(f"line[{name}]" for name in LIKE_OTHERS)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 pytestmark = needs_torch
 
 from hvdtrain.errors import RecipeError  # noqa: E402
-from hvdtrain.torch.engines.buckets import Averager, distinct, flat, grouped, in_bytes  # noqa: E402
-from hvdtrain.torch.own.gradients import LoopAverager  # noqa: E402
+from hvdtrain.torch.averaging import Averager, LoopAverager, grouped  # noqa: E402
+from hvdtrain.torch.engines import distinct, flat, in_bytes  # noqa: E402
 
 GROUPS = {
     "all together": ([3, 2, 1], 6, [[1, 2, 3]]),

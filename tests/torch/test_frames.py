@@ -1,5 +1,6 @@
 """How far it is from the command line to an update."""
 
+from itertools import pairwise
 from pathlib import Path
 
 from ranks import needs_torch
@@ -8,7 +9,7 @@ import hvdtrain
 
 pytestmark = needs_torch
 
-FRAMES = 7
+FRAMES, CLIMBS = 7, 4
 PROGRAM = """
 import runpy, sys, traceback
 from hvdtrain.torch.optimizers import SGD
@@ -34,3 +35,6 @@ def test_few_frames_of_ours_lie_between_the_command_and_an_update(python):
     ours = [(Path(file).relative_to(house), name) for file, name in frames if Path(file).is_relative_to(house)]
     assert ours[-1] == (Path("torch/__main__.py"), "<module>")
     assert len(ours) <= FRAMES, ours
+    rooms = [path.parts[0] for path, _ in reversed(ours)]
+    climbs = [pair for pair in pairwise(rooms) if pair == ("run", "torch")]  # from a layer to one above it
+    assert len(climbs) <= CLIMBS, rooms

@@ -21,12 +21,13 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
 from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
-from hvdtrain.torch import compiling, data, models, resnet, trainer  # noqa: E402
+from hvdtrain.torch import data, models, resnet, trainer  # noqa: E402
+from hvdtrain.torch import step as stepping  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.objective import Objective  # noqa: E402
-from hvdtrain.torch.opening import is_one_graph  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
+from hvdtrain.torch.trainer import is_one_graph  # noqa: E402
 
 SLOW = (
     "a_compiled_run",
@@ -206,7 +207,7 @@ INTERLEAVED = ["fc", "backward", "layer4", "backward", "layer3", "backward", "la
 )
 def test_gradients_of_a_network_compiled_in_blocks_leave_while_backward_runs(small, in_blocks, order):
     model = models.resnet50(10, "cifar").train()
-    compiling.compile_training(model, in_blocks)
+    stepping.compile_training(model, in_blocks)
     names = {"conv1": "stem", "bn1": "stem"}
     for name, parameter in model.named_parameters():
         layer = name.partition(".")[0]
@@ -247,7 +248,7 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
     tape = Tape()
     losses, state = steps(keys)
     recorded_losses, recorded_state = steps(keys, record=tape)
-    assert (tape.recorded, tape.replayed) == (1, 6 - compiling.WARM_STEPS)
+    assert (tape.recorded, tape.replayed) == (1, 6 - stepping.WARM_STEPS)
     # The graph's LR is a float32.
     np.testing.assert_allclose(recorded_losses, losses, rtol=1e-5)
     for name, tensor in state.items():
@@ -282,10 +283,10 @@ def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream(mo
     monkeypatch.setattr(torch.cuda, "stream", block)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph("graph"))
     monkeypatch.setattr(torch.cuda, "graph", block)
-    captured = compiling.Captured(lambda micro_batches: log.append("update") or micro_batches, torch.device("cuda"))
+    captured = stepping.Captured(lambda micro_batches: log.append("update") or micro_batches, torch.device("cuda"))
     results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
     warm = ["another waits for the default", "on another", "update", "end", "the default waits for another"]
-    assert log == [*warm * compiling.WARM_STEPS, "into graph", "update", "end", "replay graph", "replay graph"]
+    assert log == [*warm * stepping.WARM_STEPS, "into graph", "update", "end", "replay graph", "replay graph"]
     assert results == [0, 1, 2, 3, 4]
 
 
@@ -326,10 +327,10 @@ COMPILERS = {
 @pytest.mark.parametrize("case", COMPILERS)
 def test_a_missing_compiler_is_reported(monkeypatch, case):
     device, environ, has_triton, message = COMPILERS[case]
-    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: has_triton or None)
+    monkeypatch.setattr(stepping.importlib.util, "find_spec", lambda name: has_triton or None)
     for name, value in environ.items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
-    assert refusal(EngineUnavailable, compiling.check_compiler, torch.device(device)) == message
+    assert refusal(EngineUnavailable, stepping.check_compiler, torch.device(device)) == message
 
 
 def smoothed(logits, label, smoothing):

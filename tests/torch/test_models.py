@@ -148,7 +148,7 @@ def test_momentum_of_zero_starts_as_torchs_sgd_does(options):
     ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
     started, plain = (torch.optim.SGD(m.parameters(), lr=0.1, **options) for m in (ours, theirs))
-    state.start_momentum(started)
+    state.start(started, ["momentum"] if options["momentum"] else [], has_step=False)
     for _ in range(4):
         x = torch.randn(8, 5)
         for model, optimizer in ((ours, started), (theirs, plain)):

@@ -9,7 +9,7 @@ from ranks import clean_environ, needs_torch
 pytestmark = needs_torch
 
 FILE = '''
-from hvdtrain.torch import devices
+from hvdtrain.torch.engines import take_device
 
 
 class IdleEngine:
@@ -22,7 +22,7 @@ class IdleEngine:
 
     @classmethod
     def open(cls, setup):
-        return cls(devices.take(setup))
+        return cls(take_device(setup))
 
     def broadcast(self, tensors, metadata):
         return metadata

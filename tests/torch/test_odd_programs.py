@@ -5,18 +5,22 @@ import json
 
 import numpy as np
 import pytest
-import warm
+from odd_launches import Programs
 from odd_programs import ODDITIES, ONLY_LOOPS, REFUSED, oddities
 from paths import SUPPORT
-from ranks import NEEDS, left_by, once, run, train
+from ranks import NEEDS, train
 
 pytestmark = [pytest.mark.launched, NEEDS["torch"], pytest.mark.timeout(900)]
 
-SLOW = ("more", "[recipe-ddp", "[lightning-", "bits", "[torch-ddp-16", "[lightning", "[loop-local", "[lazy", "[average")
+SLOW = (
+    "more", "[recipe-ddp", "[recipe-horovod", "[lightning-", "bits", "[torch-ddp-1", "[lightning", "[loop-local",
+    "[loop-ddp", "[lazy", "[average",
+)  # fmt: skip
 ALL = [seed for seed in range(len(ODDITIES) + 60) if not oddities(seed) & REFUSED]
 FIRST = []
 for each in sorted(ALL, key=lambda seed: -len(oddities(seed))):  # few that have each oddity at least once
-    if not oddities(each) <= set().union(*map(oddities, FIRST)):
+    # Compiling takes every rank as long as all others.
+    if "compiled" not in oddities(each) and not oddities(each) <= set().union(*map(oddities, FIRST)):
         FIRST.append(each)
 SEEDS = {"first": FIRST, "more": [seed for seed in ALL if seed not in FIRST]}
 LIMITS = {"bfloat16": 1e-2, "float32": 1e-6}
@@ -26,18 +30,12 @@ LIMITS = {"bfloat16": 1e-2, "float32": 1e-6}
 @pytest.fixture(scope="module")
 def became(tmp_path_factory):
     """`became("loop", "ddp", 2, "first", False)`: by seed, what became of it on each rank."""
+    programs = Programs("torch", "odd_programs.py", tmp_path_factory.mktemp)
 
-    @once
     def of(way, engine, ranks, seeds, resumed):
-        folder = tmp_path_factory.mktemp(f"{way}-{engine}")
-        chosen = SEEDS.get(seeds, seeds)
-        if way in {"recipe", "lightning"}:
-            chosen = [seed for seed in chosen if not oddities(seed) & ONLY_LOOPS]
-        given = {"way": way, "engine": engine, "seeds": chosen, "resumed": resumed}
-        (folder / "given.json").write_text(json.dumps(given))
-        command = warm.command("torch", SUPPORT / "odd_programs.py", "torch", folder)
-        run("alone" if ranks == 1 else "mpi", ranks, command).good()
-        return left_by(ranks, folder)
+        left_out = ONLY_LOOPS if way in {"recipe", "lightning"} else set()
+        chosen = tuple(seed for seed in SEEDS.get(seeds, seeds) if not oddities(seed) & left_out)
+        return programs.of_ranks(f"{way} {engine}", ranks, chosen, int(resumed))
 
     return of
 

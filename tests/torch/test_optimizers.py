@@ -1,4 +1,5 @@
-"""The optimizers against the papers' formulas in NumPy, their state, averaged weights, and what is refused of yours."""
+"""The optimizers against the papers' formulas in NumPy, their state and its copies, averaged weights, the norm of the
+gradients, and what is refused of yours."""
 
 from unittest.mock import MagicMock
 
@@ -17,7 +18,7 @@ from hvdtrain.record.checkpoint import Checkpoint  # noqa: E402
 from hvdtrain.torch import optimizers  # noqa: E402
 from hvdtrain.torch.ema import Ema  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
-from hvdtrain.torch.state import State  # noqa: E402
+from hvdtrain.torch.state import Copies, State  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
 from hvdtrain.torch.trainer import Trainer  # noqa: E402
 
@@ -222,3 +223,69 @@ def test_each_rank_draws_its_own_dropout():
         return torch.rand(()).item()
 
     assert drawn(0) == drawn(0) != drawn(1)
+
+
+NORMS = {  # of the averaged gradients, before they are clipped, in every precision
+    "plain": {},
+    "clipped": {"clip_norm": 0.01},
+    "two micro-batches": {"accumulation_steps": 2},
+    "float16": {"precision": "float16"},
+    "float16, an optimizer that takes the scale": {"precision": "float16", "fused_optimizer": True},
+    "float16, clipped": {"precision": "float16", "clip_norm": 0.01},
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_the_norm_is_that_of_the_losss_gradient(case):
+    chosen = recipe.load("linear", {"momentum": 0.5, **NORMS[case]})
+    model = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.0)
+    step = Step(chosen, LocalEngine(torch.device("cpu")), model, lr=0.1)
+    assert step.gradient_norm() is None
+    x = torch.full((8, 1), 0.25)  # float16 overflows with more
+    step([(x, 0 * x)] * chosen.accumulation_steps, lr=0.1)  # the loss (w x + b)^2 / 2 or (w x + b)^2
+    factor = step.gradient_norm() / (0.25 * 1.0625**0.5)
+    assert factor == pytest.approx(round(factor), rel=2e-3)
+    assert round(factor) in {1, 2}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    images = torch.arange(2 * 3 * 4 * 4.0).reshape(2, 3, 4, 4)
+    return {
+        "weight": torch.nn.Parameter(torch.randn(3, 2)),
+        "float64": torch.randn(4, dtype=torch.float64),
+        "step": torch.tensor(7),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+        "channels last": images.to(memory_format=torch.channels_last),
+        "a part": images[:, 1],
+        "expanded": torch.ones(1).expand(5),
+    }
+
+
+def test_copies_are_equal_and_stay_when_the_tensors_change():
+    copies, live = Copies(), tensors()
+    wanted = {name: tensor.detach().numpy().copy() for name, tensor in live.items()}
+    found = copies.of(live)
+    with torch.no_grad():
+        for name in ("weight", "float64", "step", "a part"):
+            live[name].zero_()
+    assert found.keys() == wanted.keys()
+    for name, array in found.items():
+        assert array.dtype == wanted[name].dtype, name
+        np.testing.assert_array_equal(array, wanted[name], err_msg=name)
+    assert found["channels last"].strides == live["channels last"].numpy().strides  # the copy moves no number
+
+
+def test_the_memory_of_copies_is_taken_once():
+    copies, live = Copies(), tensors()
+    first = {name: array.ctypes.data for name, array in copies.of(live).items()}
+    again = {name: array.ctypes.data for name, array in copies.of(live).items()}
+    assert again == first
+    del live["step"]
+    live["float64"] = torch.ones(9)
+    found = copies.of(live)
+    assert found.keys() == live.keys()
+    np.testing.assert_array_equal(found["float64"], np.ones(9, np.float32))

@@ -181,7 +181,7 @@ def test_batch_norms_that_see_their_own_rank_alone_are_named():
 
     from hvdtrain.torch.engines.local import LocalEngine
     from hvdtrain.torch.models import with_sync_batch_norm
-    from hvdtrain.torch.own.notes import of_batch_norms
+    from hvdtrain.torch.user_loop.program import of_batch_norms
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm3d(2, track_running_stats=False))
     assert of_batch_norms(nn.Linear(1, 1)) is None
@@ -205,7 +205,7 @@ def test_a_schedulers_state_survives_json():
 
 
 def test_the_best_checkpoint_has_the_lowest_loss_unless_it_is_told():
-    from hvdtrain.torch.own.order import score
+    from hvdtrain.torch.user_loop.run import score
 
     values = {"train_loss": 1.0, "valid_loss": 2.0, "accuracy": 3.0}
     told = [(None, None), ("accuracy", None), (None, "accuracy")]
@@ -217,11 +217,11 @@ def made(lr=0.1, scheduler=None, groups=1, **more):
     """What a program gives of its optimizer and scheduler."""
     import torch
 
-    from hvdtrain.torch.own.settings import given
+    from hvdtrain.torch.resumable import given_settings
 
     parameters = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(groups)]
     optimizer = torch.optim.AdamW(parameters, lr=lr, **more)
-    return given([optimizer], [scheduler(optimizer)] if scheduler else [])
+    return given_settings([optimizer], [scheduler(optimizer)] if scheduler else [])
 
 
 def warmed_up(optimizer, steps=30):
@@ -263,10 +263,10 @@ GIVES = "the program gives {}, this run began with {} and keeps its own; for ano
     ids=["lr", "lr under a scheduler", "a scheduler changes it", "a cycle", "of a scheduler's part", "groups"],
 )  # fmt: skip
 def test_other_settings_than_the_runs_first_are_named(now, began, kinds, values):
-    from hvdtrain.torch.own.settings import difference
+    from hvdtrain.torch.resumable import changed_settings
 
-    assert difference(made(**now), made(**began)) == (f"{kinds}: {GIVES.format(*values)}" if kinds else None)
-    assert difference(made(**now), {}) is None
+    assert changed_settings(made(**now), made(**began)) == (f"{kinds}: {GIVES.format(*values)}" if kinds else "")
+    assert changed_settings(made(**now), {}) == ""
 
 
 @pytest.mark.parametrize("name", ["OwnEngineSettings", "OwnIntervals"])

@@ -26,7 +26,7 @@ MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Trackers that are processes, and the module that each needs. Its extra has the tracker's name."""
 CLOSE_SECONDS = 10.0
 STOP_SECONDS = 3.0
-"""For a run that a signal or an error ends: the launcher may not wait."""
+"""Seconds for the trackers of a run that a signal or an error ends: the launcher may not wait."""
 QUEUE_BYTES = 1 << 20
 
 
@@ -124,7 +124,7 @@ class _Process:
         self._dropped = 0
 
     def send(self, record: Mapping[str, Any]) -> None:
-        """Hands a record over, or drops it where the process lags behind."""
+        """Gives the process a record, or drops it where the process lags behind."""
         if self._flush():
             self._drop()
         else:
@@ -132,12 +132,12 @@ class _Process:
             self._flush()
 
     def end(self, state: str) -> None:
-        """Has the process end its run."""
+        """Makes the process end its run."""
         self._unsent += json.dumps({"state": state}).encode() + b"\n"
         self._flush()
 
     def wait(self, deadline: float, seconds: float) -> None:
-        """Waits for its end, and ends it at the deadline."""
+        """Waits until the process ends, and kills it at the deadline."""
         while self._process.poll() is None and time.monotonic() < deadline:
             self._flush()
             time.sleep(0.02)
@@ -158,14 +158,14 @@ class _Process:
             pipe.close()
 
     def lines(self) -> list[str]:
-        """What it reported since the last call."""
+        """The lines that the process has reported since the last call."""
         if not self._process.stdout or not self._process.stdout.closed:
             self._read()
         lines, self._lines = self._lines, []
         return lines
 
     def _flush(self) -> bytes:
-        """Writes what the pipe takes; the rest."""
+        """Writes as much as the pipe takes, and returns the rest."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._to, self._unsent) :]

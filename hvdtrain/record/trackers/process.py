@@ -20,7 +20,7 @@ from hvdtrain.terminal import STOP_SIGNALS
 from hvdtrain.untrusted import one_line
 
 LAST_SECONDS = 30
-"""After the training's end, whoever ended it."""
+"""Seconds that a tracker has after the training's end."""
 SAVE_SECONDS = 1.0
 
 
@@ -32,9 +32,9 @@ class Start:
     project: str
     metadata: Mapping[str, Any]
     run_id: str | None
-    """Of the run to continue; None begins a new one."""
+    """The id of the run to continue; None begins a new one."""
     note: Callable[[str], None]
-    """Writes a line of the training's log."""
+    """A function that writes a line into the training's log."""
 
 
 class Tracker(Protocol):

@@ -1,12 +1,27 @@
 """Engines: one collective library each, behind the same few methods."""
 
-from typing import Protocol
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
+from tensorflow.python.framework import config
 
 from hvdtrain.engines.registry import Setup
+from hvdtrain.launch.devices import gpu_index, threads
+from hvdtrain.launch.topology import Topology
 from hvdtrain.run import loop
 
+# AutoGraph would only cost time: what depends on a tensor says so with tf.cond.
+graph = functools.partial(tf.function, autograph=False)
+
+Inputs = tuple[Any, ...]
+"""What one replica computes on: a micro-batch, in validation with its weight."""
+Change = Callable[[list[tf.Tensor]], None]
 LOST = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,
 )  # fmt: skip
@@ -14,26 +29,148 @@ LOST = (
 
 
 class Engine(loop.Engine, Protocol):
-    """What training needs of a collective library.
+    """What training needs of a collective library, and how a step runs on the replicas of the model that a rank has.
 
-    Every rank calls the same methods in the same order; `combine` and `sum_tensor` inside a graph.
+    Every rank calls the same methods in the same order. Every replica calls `combine`, `sum_tensor`, `update` and
+    `keep`, inside a graph that `replicate` made. An engine has one replica with plain variables, unless it overrides
+    what differs.
     """
 
     device: str
     """Where this rank's batches are put."""
+    replicas: int = 1
+    """How many replicas this rank has; each reads a local batch of the plan's."""
+    serves: bool = False
+    """Whether this rank only computes what rank 0 requests, and has no loop of its own."""
+    strategy: Any = None
+    """The strategy of tf.distribute that keeps the variables; None where they are plain ones."""
 
     @classmethod
     def open(cls, setup: Setup) -> "Engine":
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The ranks' tensors, combined as the recipe's reduction says. Each is communicated once it is ready."""
+        """The replicas' tensors, combined as the recipe's reduction says. Each is communicated once it is ready."""
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The sum of the ranks' tensors."""
+        """The sum of the replicas' tensors."""
 
     def is_lost(self, error: Exception) -> bool:
         """Whether the error means that another rank is lost."""
 
     def close(self) -> None:
         """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """Rank and size as the library has them."""
+        return self.rank, self.size
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context in which all variables are made."""
+        return self.strategy.scope() if self.strategy else contextlib.nullcontext()  # type: ignore[no-any-return]
+
+    def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
+        """`on_all(inputs, *same)`: a graph of step(*inputs[i], *same) on every replica i of this rank.
+        `relaxed`: the sizes of batches vary."""
+        compiled = graph(step, reduce_retracing=relaxed)
+
+        def on_all(inputs: Sequence[Inputs], *same: tf.Tensor) -> None:
+            compiled(*inputs[0], *same)
+
+        return on_all
+
+    def copies(self, variable: tf.Variable) -> Sequence[tf.Variable]:
+        """Each replica's copy of a variable, once all that was requested is computed; one where they share it."""
+        return (variable,)
+
+    def update(self, change: Change, tensors: list[tf.Tensor]) -> None:
+        """Calls `change` with the combined tensors: once for every copy of the variables that it changes."""
+        change(self.combine(tensors))
+
+    def keep(self, change: Change, tensors: list[tf.Tensor]) -> None:
+        """Calls `change` with the replica's tensors; where replicas share their variables, once, with the mean."""
+        change(tensors)
+
+
+class Clock:
+    """Seconds from when this rank has all of its tensors until all of the ranks' combined ones are there, added up.
+
+    Only the clock waits for the last tensor: each is communicated once it is ready, while backward computes others.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._seconds = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all steps that were requested, once they are computed."""
+        # Variable.numpy() takes four times as long.
+        handle = self._seconds.handle
+        return float(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy())
+
+    def around(self, combine: Callable[[Any], list[Any]], tensors: Sequence[Any]) -> list[Any]:
+        """What `combine` makes of the tensors, while its time is measured; None among them is left out. Inside a graph,
+        or eagerly."""
+        began = _time_after(tensors)
+        combined = combine(tensors)
+        # The system's clock, which may be set back.
+        self._seconds.assign_add(tf.maximum(_time_after(combined) - began, 0.0))
+        return combined
+
+
+def _time_after(tensors: Sequence[Any]) -> tf.Tensor:
+    with tf.device("/CPU:0"), tf.control_dependencies([tensor for tensor in tensors if tensor is not None]):
+        return tf.timestamp()
+
+
+# Inside a graph, on the calling replica alone: under tf.distribute it has a copy of each variable, and a variable's own
+# `assign` would require an aggregation first.
+
+
+def put(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Sets the replica's copy of the variable to the value."""
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+
+def add(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Adds the value to the replica's copy of the variable."""
+    tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=value)
+
+
+def subtract(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Subtracts the value from the replica's copy of the variable."""
+    tf.raw_ops.AssignSubVariableOp(resource=variable.handle, value=value)
+
+
+def take_device(setup: Setup, *, gpu_operations: bool = True) -> str:
+    """The rank's own device, which it is bound to; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
+    gpus = tf.config.list_physical_devices("GPU")
+    index = gpu_index(setup.settings.device, len(gpus), setup.topology, gpu_operations)
+    if index is None:
+        tf.config.set_visible_devices([], "GPU")
+        return "/CPU:0"
+    tf.config.set_visible_devices(gpus[index], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return "/GPU:0"
+
+
+def process_settings() -> dict[str, Any]:
+    """How TensorFlow computes in this process, beside what the environment says."""
+    return {
+        "TensorFloat-32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        "op determinism": config.is_op_determinism_enabled(),
+        "floatx": keras.config.floatx(),
+        "dtype policy": keras.config.dtype_policy().name,
+        "image data format": keras.config.image_data_format(),
+    }
+
+
+def take_threads(topology: Topology) -> None:
+    """Computes with the rank's share of the host's processors."""
+    count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, topology, os.environ)
+    requested = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
+    if count or requested.isdecimal():
+        with contextlib.suppress(RuntimeError):  # in a notebook TensorFlow may have begun: it keeps its threads then
+            tf.config.threading.set_intra_op_parallelism_threads(count or int(requested))

@@ -1,37 +1,30 @@
-"""What the engines over a tf.distribute strategy with replicas share: variables of the strategy, steps on all
-replicas, and their all-reduce."""
+"""tf.distribute's strategies with replicas behind the engine's methods: what they share, and those of one process."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.core.settings import EngineSettings
+from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import DeviceError
-from hvdtrain.tensorflow.engines.replication import Inputs, Replication, graph
+from hvdtrain.tensorflow.engines import Change, Inputs, graph
+from hvdtrain.tensorflow.engines.local import LocalEngine
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 
 
-class Distributed(Replication):
-    """See `Engine` and `Replication` for the methods. Every replica has its own copy of each variable."""
-
-    rank = 0
-    size = 1
-    device = "/CPU:0"
-    notes: tuple[str, ...] = ()
+class Distributed(LocalEngine):
+    """An engine whose replicas each have a copy of every variable of its strategy; see `Engine` for the methods."""
 
     def __init__(self, settings: EngineSettings, strategy: tf.distribute.Strategy, replicas: int) -> None:
+        super().__init__("/CPU:0")
         self.strategy, self.replicas = strategy, replicas
         self._widened = settings.compression == "fp64"
 
     @property
-    def waited(self) -> float | None:
-        return None
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return self.strategy.scope()  # type: ignore[no-any-return]
+    def world(self) -> tuple[int, int]:
+        return self.rank, self.strategy.num_replicas_in_sync // self.replicas
 
     def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
         @graph
@@ -55,12 +48,6 @@ class Distributed(Replication):
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._reduced(SUM, tensor)
 
-    def is_lost(self, error: Exception) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
     def _reduced(self, how: tf.distribute.ReduceOp, tensors: Any) -> Any:
         # TensorFlow reduces to where a tensor lies, which an argument of a graph does not say: its copy does.
         placed = tf.nest.map_structure(tf.identity, tensors)
@@ -76,6 +63,41 @@ class Distributed(Replication):
         return self.strategy.experimental_distribute_values_from_function(
             lambda context: tensors[context.replica_id_in_sync_group]
         )
+
+
+class MirroredEngine(Distributed):
+    """One process with a replica on each device: MirroredStrategy. GPUs add over NCCL, logical CPUs in memory."""
+
+    def __init__(self, settings: EngineSettings, devices: Sequence[str]) -> None:
+        super().__init__(settings, tf.distribute.MirroredStrategy(take(devices)), len(devices))
+
+    @classmethod
+    def open(cls, setup: Setup) -> "MirroredEngine":
+        return cls(setup.settings, setup.devices)
+
+
+class CentralEngine(Distributed):
+    """One process with a replica on each device, all on the same variables, which lie on the CPU or on the only GPU:
+    CentralStorageStrategy."""
+
+    def __init__(self, settings: EngineSettings, devices: Sequence[str]) -> None:
+        strategy = tf.distribute.experimental.CentralStorageStrategy(take(devices))
+        super().__init__(settings, strategy, len(devices))
+
+    @classmethod
+    def open(cls, setup: Setup) -> "CentralEngine":
+        return cls(setup.settings, setup.devices)
+
+    def update(self, change: Change, tensors: list[tf.Tensor]) -> None:
+        self._once(change, self.combine(tensors))
+
+    def keep(self, change: Change, tensors: list[tf.Tensor]) -> None:
+        self._once(change, self._reduced(MEAN, tensors) if tensors else [])
+
+    def _once(self, change: Change, tensors: list[tf.Tensor]) -> None:
+        # The replicas' parts of the graph are made one after the other, and in that order they use a variable.
+        if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 0:
+            change(tensors)
 
 
 def take(devices: Sequence[str]) -> list[str]:

@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
-from hvdtrain.engines import horovod_settings
-from hvdtrain.engines.registry import Setup
+from hvdtrain.engines.registry import Setup, horovod_variables
 from hvdtrain.launch import mpi
-from hvdtrain.tensorflow import devices
-from hvdtrain.tensorflow.engines.clock import Clock
+from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.tensorflow.engines import Clock, Engine, take_device
 
 try:
     import horovod.tensorflow as hvd
@@ -41,14 +40,14 @@ class Widened(hvd.Compression.none):
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp64": Widened}
 
 
-class HorovodEngine:
+class HorovodEngine(Engine):
     """Ranks joined by Horovod; see `Engine` for the methods."""
 
     notes: tuple[str, ...] = ()
 
     def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
         # Horovod's core reads these from the process environment when it starts, and nowhere else.
-        os.environ.update(horovod_settings.variables(settings, os.environ))
+        os.environ.update(horovod_variables(settings, os.environ))
         hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
         compatibility.check_adasum(settings, self.size, hvd.mpi_enabled())
@@ -60,7 +59,7 @@ class HorovodEngine:
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.settings, setup.timeline)
-        engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
+        engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
         return engine
 
     @property
@@ -77,6 +76,7 @@ class HorovodEngine:
     def waited(self) -> float:
         return self.clock.seconds
 
+    @is_operation
     def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         if variables:
             hvd.broadcast_variables(list(variables.values()), root_rank=0)
@@ -85,6 +85,7 @@ class HorovodEngine:
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return self.clock.around(self._combine, tensors)
 
+    @is_operation
     def sum(self, array: np.ndarray) -> np.ndarray:
         # A tensor on the host whatever the device: NCCL has nothing to do with a handful of numbers.
         with tf.device("/CPU:0"):

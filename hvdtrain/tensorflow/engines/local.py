@@ -6,23 +6,26 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.engines.registry import Setup
-from hvdtrain.tensorflow import devices
+from hvdtrain.tensorflow.engines import Engine, take_device
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """One rank alone; see `Engine` for the methods."""
 
     rank = 0
     size = 1
     notes: tuple[str, ...] = ()
-    waited = None
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     @classmethod
     def open(cls, setup: Setup) -> "LocalEngine":
-        return cls(devices.take(setup))
+        return cls(take_device(setup))
+
+    @property
+    def waited(self) -> float | None:
+        return None
 
     def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         return metadata
@@ -36,7 +39,7 @@ class LocalEngine:
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor
 
-    def is_lost(self, error: tf.errors.OpError) -> bool:
+    def is_lost(self, error: Exception) -> bool:
         return False
 
     def close(self) -> None:

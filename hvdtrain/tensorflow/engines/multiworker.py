@@ -11,14 +11,12 @@ import tensorflow as tf
 from hvdtrain.core import sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
-from hvdtrain.launch import tf_config
+from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
-from hvdtrain.tensorflow import devices
-from hvdtrain.tensorflow.engines import LOST
-from hvdtrain.tensorflow.engines.clock import Clock
+from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.tensorflow.engines import LOST, Clock, graph, take_device
 from hvdtrain.tensorflow.engines.distribute import SUM, Distributed
-from hvdtrain.tensorflow.engines.replication import graph
 
 Implementation = tf.distribute.experimental.CommunicationImplementation
 
@@ -29,10 +27,10 @@ class MultiWorkerEngine(Distributed):
     def __init__(
         self, settings: EngineSettings, topology: Topology, endpoints: Sequence[Endpoint], device: str
     ) -> None:
-        cluster = tf_config.workers(endpoints)
-        os.environ.update(tf_config.no_proxy(endpoints, os.environ))
+        cluster = rendezvous.workers(endpoints)
+        os.environ.update(rendezvous.no_proxy(endpoints, os.environ))
         # The strategy reads it from the process environment, and nowhere else.
-        os.environ["TF_CONFIG"] = tf_config.of(cluster, "worker", topology.rank) if cluster else "{}"
+        os.environ["TF_CONFIG"] = rendezvous.of(cluster, "worker", topology.rank) if cluster else "{}"
         implementation = Implementation.NCCL if "GPU" in device else Implementation.RING
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         super().__init__(settings, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
@@ -43,11 +41,7 @@ class MultiWorkerEngine(Distributed):
 
     @classmethod
     def open(cls, setup: Setup) -> "MultiWorkerEngine":
-        return cls(setup.settings, setup.topology, setup.endpoints, devices.take(setup))
-
-    @property
-    def world(self) -> tuple[int, int]:
-        return self.rank, self.strategy.num_replicas_in_sync
+        return cls(setup.settings, setup.topology, setup.endpoints, take_device(setup))
 
     @property
     def waited(self) -> float:
@@ -56,6 +50,7 @@ class MultiWorkerEngine(Distributed):
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return self._clock.around(super().combine, tensors)
 
+    @is_operation
     def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         held = [variable.numpy() for variable in variables.values()]
         own = b"".join(array.tobytes() for array in held) if self.rank == 0 else b""
@@ -65,6 +60,7 @@ class MultiWorkerEngine(Distributed):
             offset += array.nbytes
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
+    @is_operation
     def sum(self, array: np.ndarray) -> np.ndarray:
         return self._summed(tf.constant(array)).numpy()  # type: ignore[no-any-return]
 

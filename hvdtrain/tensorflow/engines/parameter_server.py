@@ -4,51 +4,45 @@ other, and every worker changes the variables on the parameter servers without w
 import collections
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain import processors
 from hvdtrain.engines.registry import Setup
-from hvdtrain.launch import tf_config
+from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
-from hvdtrain.tensorflow import devices
-from hvdtrain.tensorflow.engines import LOST
-from hvdtrain.tensorflow.engines.replication import Inputs, Replication, graph
+from hvdtrain.tensorflow.engines import LOST, Inputs, graph, take_device
+from hvdtrain.tensorflow.engines.local import LocalEngine
 
 BEHIND = 2
 """Batches that wait for each worker while it computes."""
 
 
-class ParameterServerEngine(Replication):
+class ParameterServerEngine(LocalEngine):
     """Every rank is a worker, the first of a host also a parameter server, rank 0 also the chief.
 
-    See `Engine` and `Replication` for the methods. An update is one worker's; the loop on rank 0 sees a world of one.
+    See `Engine` for the methods. An update is one worker's; the loop on rank 0 sees a world of one.
     """
 
-    rank = 0
-    size = 1
-    waited = None
-
     def __init__(self, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
-        self.topology, self.device, self.serves = topology, device, not topology.is_rank_0
-        self.notes = tuple(tf_config.placement(endpoints))
-        cluster = tf_config.with_servers(endpoints)
-        os.environ.update(tf_config.no_proxy(endpoints, os.environ))
+        super().__init__(device)
+        self.topology, self.serves = topology, not topology.is_rank_0
+        self.notes = tuple(rendezvous.placement(endpoints))
+        cluster = rendezvous.with_servers(endpoints)
+        os.environ.update(rendezvous.no_proxy(endpoints, os.environ))
         self._servers = [self._server(cluster, "worker", topology.rank)]
-        if topology.rank in tf_config.servers(endpoints):
-            self._servers.append(self._server(cluster, "ps", tf_config.servers(endpoints).index(topology.rank)))
+        if topology.rank in rendezvous.servers(endpoints):
+            self._servers.append(self._server(cluster, "ps", rendezvous.servers(endpoints).index(topology.rank)))
         if topology.is_rank_0:
             self._lead(cluster)
 
     @classmethod
     def open(cls, setup: Setup) -> "ParameterServerEngine":
-        return cls(setup.topology, setup.endpoints, devices.take(setup))
+        return cls(setup.topology, setup.endpoints, take_device(setup))
 
-    def _server(self, cluster: tf_config.Cluster, job: str, index: int) -> tf.distribute.Server:
+    def _server(self, cluster: rendezvous.Cluster, job: str, index: int) -> tf.distribute.Server:
         # A step that waits for another task holds a thread: with too few of them they would wait for each other.
         options = tf.compat.v1.ConfigProto(
             inter_op_parallelism_threads=max(processors.count(), self.topology.size + 1),
@@ -56,12 +50,12 @@ class ParameterServerEngine(Replication):
         )
         return tf.distribute.Server(cluster, job_name=job, task_index=index, config=options, protocol="grpc")
 
-    def _lead(self, cluster: tf_config.Cluster) -> None:
+    def _lead(self, cluster: rendezvous.Cluster) -> None:
         # The resolver reads it from the process environment, and nowhere else.
-        os.environ["TF_CONFIG"] = tf_config.of(cluster, "chief", 0)
+        os.environ["TF_CONFIG"] = rendezvous.of(cluster, "chief", 0)
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
-        self._strategy = tf.distribute.ParameterServerStrategy(resolver)
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
+        self.strategy = tf.distribute.ParameterServerStrategy(resolver)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         self._scheduled: collections.deque[Any] = collections.deque()
 
     @property
@@ -70,9 +64,6 @@ class ParameterServerEngine(Replication):
         if self.serves:
             return self.topology.rank, self.topology.size
         return 0, sum("/job:worker/" in device.name for device in tf.config.list_logical_devices("CPU"))
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return self._strategy.scope()  # type: ignore[no-any-return]
 
     def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
         compiled = graph(step, reduce_retracing=relaxed)
@@ -89,20 +80,5 @@ class ParameterServerEngine(Replication):
         self._scheduled.clear()
         return (variable,)
 
-    def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return tensors
-
-    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
-        return metadata
-
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        return tensor
-
     def is_lost(self, error: Exception) -> bool:
         return isinstance(error, LOST)
-
-    def close(self) -> None:
-        pass

@@ -2,36 +2,49 @@
 
 Algorithm bandwidth is bytes / seconds; bus bandwidth is that times 2 (N - 1) / N for N ranks: what a perfect ring draws
 from its slowest link, whatever N. Source: nccl-tests, doc/PERFORMANCE.md.
+
+`python -m hvdtrain.tools.bench.allreduce`, with the same flags, is one rank of it: Horovod and torch.distributed in the
+same process, interleaved.
 """
 
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
-import tyro
 from pydantic import Field
 
 from hvdtrain.core import flags
-from hvdtrain.errors import EngineUnavailable, RecipeError
-from hvdtrain.launch.topology import discover
-from hvdtrain.terminal import Status
+from hvdtrain.core.flags import Flag
+from hvdtrain.errors import EngineUnavailable, HvdtrainError, RecipeError, WorldError
+from hvdtrain.launch import rendezvous
+from hvdtrain.launch.devices import gpu_index
+from hvdtrain.launch.display import print_error
+from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.ranks.world import World, joined
+from hvdtrain.run.ending import end
+from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import measure, ranks
-from hvdtrain.tools.rank_status import Show
-from hvdtrain.untrusted import quoted
+from hvdtrain.untrusted import one_line, quoted
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.axes import Axes
 
-WORKER = "hvdtrain.tools.bench.workers.torch_allreduce"
+RANK = "hvdtrain.tools.bench.allreduce"
 MB = 10**6
 MOST_MB = 4096
 WAYS = {"MPI": "--mpi", "Gloo": "--gloo"}
+MOST_REPEATS = 20
+SECONDS = 0.5  # of one measurement, where a single allreduce does not take longer
 
 Found = dict[str, dict[int, list[float]]]
 """Library -> bytes -> seconds of one allreduce, one figure a round."""
+Reduce = Callable[["torch.Tensor"], object]
+"""Adds a tensor over all ranks, in place, and waits until that is done."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -39,14 +52,10 @@ class Options(measure.Kept):
     """Measures allreduce of Horovod and of torch.distributed. Under srun, mpirun or torchrun each rank calls it; alone,
     it starts ranks on this machine, over MPI and over Gloo."""
 
-    sizes: Annotated[str, tyro.conf.arg(help="megabytes (10^6 bytes) of float32, smallest first")] = (
-        "0.004,0.1,1,10,100"
-    )
-    ranks: Annotated[
-        measure.RankCount, Field(ge=2), tyro.conf.arg(help="ranks on this machine, where no launcher started it")
-    ] = 2
-    rounds: Annotated[measure.Count, tyro.conf.arg(help="measurements of each library and size, interleaved")] = 5
-    device: Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="where the tensors lie")] = "auto"
+    sizes: Annotated[str, Flag("megabytes (10^6 bytes) of float32, smallest first")] = "0.004,0.1,1,10,100"
+    ranks: Annotated[measure.RankCount, Field(ge=2), Flag("ranks on this machine, where no launcher started it")] = 2
+    rounds: Annotated[measure.Count, Flag("measurements of each library and size, interleaved")] = 5
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("where the tensors lie")] = "auto"
 
     @property
     def byte_sizes(self) -> list[int]:
@@ -67,13 +76,13 @@ def main(argv: Sequence[str]) -> int:
     """Measures; the exit code. Raises HvdtrainError."""
     options = parse(argv)
     if discover(os.environ).size > 1:
-        ranks.become([WORKER, *argv])
-    with Status("bench allreduce") as status:
-        found = _over_both(options, argv, status.update)
-    if not found:
-        return 1
-    answer(found, options.ranks).conclude(options)
-    return 0
+        ranks.become([RANK, *argv])
+
+    def measuring(show: Show) -> measure.Answer | None:
+        found = _over_both(options, argv, show)
+        return answer(found, options.ranks) if found else None
+
+    return measure.run("bench allreduce", measuring, options)
 
 
 def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
@@ -82,7 +91,7 @@ def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
     ways = dict(WAYS)
     for number in range(options.rounds):
         for way, flag in list(ways.items()) if number % 2 == 0 else reversed(list(ways.items())):
-            program = ["-m", WORKER, *argv, "--rounds", "1"]
+            program = ["-m", RANK, *argv, "--rounds", "1"]
 
             def in_round(text: str, title: str = f"round {number + 1} of {options.rounds}, over {way}") -> None:
                 show(f"{title}: {text}")
@@ -143,13 +152,113 @@ def _fastest_at(found: Found, size: int) -> str:
 
 def draw(axes: "Axes", found: Mapping[str, Mapping[int, Sequence[float]]], ranks: int) -> None:
     """Bus bandwidth over size, a curve for each library with its spread."""
-    for (library, sizes), marker in zip(found.items(), "osD^v", strict=False):
-        rates = [measure.spread([bus_bandwidth(n, t, ranks) / MB for t in times]) for n, times in sizes.items()]
-        middle = [rate.median for rate in rates]
-        reach = [[rate.median - rate.low for rate in rates], [rate.high - rate.median for rate in rates]]
-        axes.errorbar([n / MB for n in sizes], middle, yerr=reach, marker=marker, capsize=3, label=library)
-    axes.set_xscale("log")
+    rates = {
+        library: {n / MB: [bus_bandwidth(n, t, ranks) / MB for t in times] for n, times in sizes.items()}
+        for library, sizes in found.items()
+    }
+    measure.curves(axes, rates)
     axes.set_yscale("log")
     axes.set(xlabel="Size / MB", ylabel="Bus bandwidth / (MB/s)", title=f"Allreduce over {ranks} ranks")
-    axes.grid(alpha=0.3)
-    axes.legend()
+
+
+def rank(argv: Sequence[str]) -> int:
+    """Measures with all ranks; rank 0 prints the result, or leaves it to the process that started the ranks."""
+    topology = discover(os.environ)
+    world = World(topology, rendezvous.from_launcher(topology, os.environ))
+    world.start()
+    try:
+        options = parse(argv)
+        if not world.rendezvous:
+            world.connect_at(rendezvous.from_host_or_mpi(topology, os.environ))
+        with ranks.showing(topology) as show, joined(world, "torch", "horovod", os.environ):
+            found = _measure(options, topology, show)
+    except HvdtrainError as error:
+        if topology.is_rank_0:
+            print_error(topology, type(error), one_line(error))
+        world.leave(str(error), error.exit_code)
+        return error.exit_code
+    world.leave()
+    if topology.is_rank_0 and not ranks.keep(found):
+        answer(found, topology.size).conclude(options)
+    return 0
+
+
+def _measure(options: Options, topology: Topology, show: Show) -> Found:
+    import torch
+    import torch.distributed as dist
+
+    reducers, device = _reducers(options, topology)
+    found: Found = {}
+    for size in options.byte_sizes:
+        tensor = torch.zeros(size // 4, device=device)  # zeros stay zeros, whatever is added how often
+        timed = {name: functools.partial(_seconds, reduce, tensor) for name, reduce in reducers.items()}
+        of_size = functools.partial(_show_with, show, f"{size / MB:.4g} MB")
+        for name, values in measure.interleaved(timed, options.rounds, show=of_size).items():
+            found.setdefault(name, {})[size] = values
+    dist.destroy_process_group()
+    return found
+
+
+def _show_with(show: Show, size: str, title: str) -> None:
+    show(f"{title}, {size}")
+
+
+def _reducers(options: Options, topology: Topology) -> "tuple[dict[str, Reduce], torch.device]":
+    """Every library's way to add, proved right once, and where their tensors lie."""
+    import horovod.torch as hvd
+    import torch
+    import torch.distributed as dist
+
+    hvd.init()
+    if hvd.size() != topology.size:
+        raise WorldError(
+            f"{topology.launcher} started {topology.size} ranks, but Horovod reports {hvd.size()}; python -m hvdtrain "
+            "doctor in this step shows why."
+        )
+    over_gpus = bool(hvd.nccl_built()) and dist.is_nccl_available()
+    index = gpu_index(options.device, torch.cuda.device_count(), topology, over_gpus)
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    if index is not None:
+        torch.cuda.set_device(index)
+    backend = "gloo" if index is None else "nccl"
+    dist.init_process_group(backend, rank=topology.rank, world_size=topology.size)
+    controller = "NCCL" if index is not None else "MPI" if hvd.mpi_enabled() else "Gloo"
+    reducers: dict[str, Reduce] = {
+        f"Horovod over {controller}": lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum, name="bench"),
+        f"torch.distributed ({backend})": dist.all_reduce,
+    }
+    for name, reduce in reducers.items():
+        ones = torch.ones(1000, device=device)
+        reduce(ones)
+        if not bool((ones == topology.size).all()):
+            raise WorldError(f"{name} adds {topology.size} ones to {ones[0].item():g}; do not train with it.")
+    return reducers, device
+
+
+def _seconds(reduce: Reduce, tensor: "torch.Tensor") -> float:
+    """Of one allreduce, averaged over repeats and ranks."""
+    first = _average(reduce, _timed(reduce, tensor, 1), tensor)
+    repeats = max(1, min(MOST_REPEATS, int(SECONDS / first)))
+    return _average(reduce, _timed(reduce, tensor, repeats), tensor)
+
+
+def _timed(reduce: Reduce, tensor: "torch.Tensor", repeats: int) -> float:
+    import torch
+
+    began = time.perf_counter()
+    for _ in range(repeats):
+        reduce(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats
+
+
+def _average(reduce: Reduce, value: float, tensor: "torch.Tensor") -> float:
+    """Over all ranks; they have all come when any of them continues."""
+    both = tensor.new_tensor([value, 1.0])
+    reduce(both)
+    return float(both[0] / both[1])
+
+
+if __name__ == "__main__":
+    end(rank(sys.argv[1:]))

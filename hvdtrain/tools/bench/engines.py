@@ -6,29 +6,27 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-import tyro
 
-from hvdtrain import errors, processors
+from hvdtrain import processors
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
+from hvdtrain.core.flags import Flag
 from hvdtrain.engines.registry import ENGINES
+from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
 from hvdtrain.launch.devices import visible_gpus
-from hvdtrain.record import journal
+from hvdtrain.record import reader
 from hvdtrain.run.ending import WITHOUT_REPORT
-from hvdtrain.terminal import Status
-from hvdtrain.tools.bench import measure
-from hvdtrain.tools.rank_status import Show
-from hvdtrain.untrusted import printable
+from hvdtrain.terminal import Show
+from hvdtrain.tools.bench import measure, ranks
 
 WARM_UP = 3  # steps
 MOST_BYTES = 2**28  # of a run's metrics
@@ -39,12 +37,12 @@ class Options(measure.Kept):
     """Measures every engine's step time, each in runs of its own."""
 
     framework: Annotated[
-        Literal["torch", "tensorflow"] | None, tyro.conf.arg(help="whose engines; left out: all that are installed")
+        Literal["torch", "tensorflow"] | None, Flag("whose engines; left out: all that are installed")
     ] = None
-    recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "digits"
-    ranks: Annotated[measure.RankCount, tyro.conf.arg(help="ranks on this machine, or devices of one process")] = 2
-    rounds: Annotated[measure.Count, tyro.conf.arg(help="runs of each engine, interleaved")] = 6
-    steps: Annotated[measure.Count, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
+    recipe: Annotated[str, Flag("recipe to take the steps from")] = "digits"
+    ranks: Annotated[measure.RankCount, Flag("ranks on this machine, or devices of one process")] = 2
+    rounds: Annotated[measure.Count, Flag("runs of each engine, interleaved")] = 6
+    steps: Annotated[measure.Count, Flag("steps of a run, besides its warm-up")] = 10
 
 
 @dataclass(frozen=True)
@@ -60,18 +58,13 @@ class Contender:
         return ENGINES[self.engine].launcher or "python"
 
     def command(self, gpus: int, run_flags: Sequence[str]) -> list[str]:
-        """What a user would type."""
-        beside = Path(sys.executable).parent
-        module = ["-m", f"hvdtrain.{self.adapter}", *run_flags, "--engine", self.engine]
+        """What a user would type. Raises EngineUnavailable."""
         engine = ENGINES[self.engine]
+        command = [*ranks.launcher(engine.launcher, self.ranks), "-m", f"hvdtrain.{self.adapter}", *run_flags]
+        command += ["--engine", self.engine]
         if engine.devices and not engine.gpus_only and not gpus:
-            module += ["--devices", ",".join(["cpu"] * self.ranks)]
-        match self.launcher:
-            case "horovodrun":
-                return [str(beside / "horovodrun"), "-np", str(self.ranks), sys.executable, *module]
-            case "torchrun":
-                return [str(beside / "torchrun"), "--standalone", "--nproc-per-node", str(self.ranks), *module]
-        return [sys.executable, *module]
+            command += ["--devices", ",".join(["cpu"] * self.ranks)]
+        return command
 
 
 @dataclass(frozen=True)
@@ -101,20 +94,31 @@ def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
 
 def run(contender: Contender, recipe: str, steps: int) -> Measured:
     """One run of so many steps; the median of those after the warm-up."""
-    gpus, cpus = visible_gpus(os.environ), processors.count()
     processes = contender.ranks if contender.launcher != "python" else 1
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [recipe, "--max-steps", str(steps + WARM_UP), "--log-every-steps", "1", "--output", f"{folder}/run"]
+    environ = {"OMP_NUM_THREADS": str(max(1, processors.count() // processes)), **os.environ}
+    flags = [recipe, "--max-steps", str(steps + WARM_UP), "--log-every-steps", "1"]
+    try:
+        return trained(contender.command(visible_gpus(os.environ), flags), environ)
+    except EngineUnavailable as error:
+        return Measured([], reason=f"EngineUnavailable: {error}")
+
+
+def trained(command: Sequence[str], environ: Mapping[str, str], beside: Path | None = None) -> Measured:
+    """Runs the command, with a new folder as its output, and reads its steps from there.
+
+    The folder is temporary; it is made in `beside`, which the ranks' hosts share, where given.
+    """
+    with tempfile.TemporaryDirectory(dir=beside, prefix="bench-") as folder:
         done = subprocess.run(
-            contender.command(gpus, flags),
-            env={"OMP_NUM_THREADS": str(max(1, cpus // processes)), **os.environ, **WITHOUT_REPORT},
+            [*command, "--output", f"{folder}/run"],
+            env={**environ, **WITHOUT_REPORT},
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
         )
         if done.returncode:
-            return Measured([], reason=reason(done.stdout + done.stderr))
+            return Measured([], reason=ranks.reason(done.stdout + done.stderr))
         return read(Path(folder, "run"))
 
 
@@ -125,29 +129,16 @@ def read(folder: Path) -> Measured:
         lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
         rates = [float(line["examples_per_second"]) for line in lines if line["kind"] == "step"]
         seconds = statistics.median(batch / rate for rate in rates[WARM_UP:])
-        return Measured([seconds], batch, waiting=_waiting(folder / journal.NAME))
+        return Measured([seconds], batch, waiting=_waiting(folder))
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         return Measured([], reason=f"its run folder cannot be read ({type(error).__name__})")
 
 
-def _waiting(path: Path) -> float | None:
-    """The median of the ranks in the run's last record of their steps."""
-    try:
-        records = list(map(json.loads, read_bytes(path, MOST_BYTES).splitlines()))
-        of_ranks = [record["waiting"] for record in records if record["kind"] == "ranks"]
-        return statistics.median(float(seconds) for seconds in of_ranks[-1] if seconds is not None)
-    except (OSError, ValueError, LookupError, TypeError):  # too few steps for a record; one rank waits for nobody
-        return None
-
-
-def reason(printed: str) -> str:
-    """The line that names the reason, without the launcher's mark before it."""
-    names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
-    for line in printed.splitlines():
-        for name in names:
-            if f"{name}: " in line or f"{name} (rank" in line:
-                return printable(line[line.index(name) :].strip(), 500)
-    return printable((printed.strip().splitlines() or ["it ended without output"])[-1], 500)
+def _waiting(folder: Path) -> float | None:
+    """The median of the ranks in the run's last record of their steps; None where one rank waits for nobody."""
+    launch = reader.read(folder, recent=True).launch
+    known = [seconds for seconds in launch.times[-1].waiting if seconds >= 0] if launch and launch.times else []
+    return float(statistics.median(known)) if known else None
 
 
 def measure_all(
@@ -198,12 +189,19 @@ def fastest(found: dict[Contender, Measured]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and all of it as JSON; 1 where nothing could be measured. Raises HvdtrainError."""
-    options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
+    options: Options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)
-    with Status("bench engines") as status:
-        found = measure_all(chosen, options.recipe, options.rounds, options.steps, status.update)
+
+    def measuring(show: Show) -> measure.Answer | None:
+        return answer(options, measure_all(chosen, options.recipe, options.rounds, options.steps, show))
+
+    return measure.run("bench engines", measuring, options)
+
+
+def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer | None:
+    """The engines' steps. Prints the reasons and returns None where no engine could be measured."""
     results = [
         {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
         for c, m in found.items()
@@ -211,8 +209,7 @@ def main(argv: Sequence[str]) -> int:
     times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}
     if not times:
         print("\n".join(table(found)))
-        return 1
+        return None
     everything = {"recipe": options.recipe, "ranks": options.ranks, "engines": results}
     draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
-    measure.Answer("engines", table(found), fastest(found), everything, draw).conclude(options)
-    return 0
+    return measure.Answer("engines", table(found), fastest(found), everything, draw)

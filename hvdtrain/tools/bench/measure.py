@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import pydantic
-import tyro
 from pydantic import Field
 
 from hvdtrain import files, processors
+from hvdtrain.core.flags import Flag
 from hvdtrain.errors import EngineUnavailable, OutputError
-from hvdtrain.tools.rank_status import hidden
+from hvdtrain.terminal import Show, Status, hidden
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,8 +36,8 @@ LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "light
 class Kept:
     """The flags by which a benchmark keeps what it found."""
 
-    output: Annotated[Path | None, tyro.conf.arg(help="folder for the figures as JSON and as a plot (PNG)")] = None
-    json: Annotated[Path | None, tyro.conf.arg(help="file for the figures; -: print them alone", metavar="FILE")] = None
+    output: Annotated[Path | None, Flag("folder for the figures as JSON and as a plot (PNG)")] = None
+    json: Annotated[Path | None, Flag("file for the figures; -: print them alone", metavar="FILE")] = None
 
 
 class Spread(NamedTuple):
@@ -61,11 +61,6 @@ def summary(values: Sequence[float], scale: float = 1.0, digits: int | None = No
         digits = 3 if found[0] < 1 else 2 if found[0] < 100 else 1 if found[0] < 1000 else 0
     middle, low, high = (f"{value:.{digits}f}" for value in found)
     return f"{middle} ({low} to {high})"
-
-
-def rounds(number: int) -> str:
-    """`1 round`, `5 rounds`."""
-    return f"{number} round{'s' if number > 1 else ''}"
 
 
 def rate(per_second: float) -> str:
@@ -128,6 +123,33 @@ def bars(axes: "Axes", found: Mapping[str, Sequence[float]], unit: str, scale: f
     axes.set_xlabel(unit)
 
 
+def curves(axes: "Axes", found: Mapping[str, Mapping[Any, Sequence[float]]]) -> None:
+    """A curve for each, with the spread at every point, over a logarithmic axis."""
+    for (name, points), marker in zip(found.items(), "osD^v", strict=False):
+        rows = [spread(values) for values in points.values()]
+        reach = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
+        middle = [row.median for row in rows]
+        axes.errorbar(list(points), middle, yerr=reach, marker=marker, capsize=4, label=name)
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def efficiency_axes(axes: "Axes", ticks: Sequence[int], against: str) -> None:
+    """Marks the axes of efficiencies, in percent, over numbers of ranks."""
+    from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {against} / %")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """What a benchmark found: a table and a sentence for people, the figures for programs."""
@@ -156,6 +178,16 @@ class Answer:
         if kept.output:
             save(kept.output / f"{self.what}.json", line)
             plot(self.draw, kept.output / f"{self.what}.png")
+
+
+def run(what: str, measuring: Callable[[Show], Answer | None], kept: Kept) -> int:
+    """Measures behind a status line and prints the answer. Returns 1 where there is none, else 0."""
+    with Status(what) as status:
+        found = measuring(status.update)
+    if found is None:
+        return 1
+    found.conclude(kept)
+    return 0
 
 
 def folded(text: str) -> list[str]:

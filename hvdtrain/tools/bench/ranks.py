@@ -6,6 +6,7 @@ Rank 0 of ranks that were started here writes what it does into a file, which th
 import contextlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -13,19 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hvdtrain import errors
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
-from hvdtrain.launch.topology import Topology
-from hvdtrain.tools.bench.engines import reason
-from hvdtrain.tools.rank_status import Show, hidden, shown
+from hvdtrain.launch.display import shown
+from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.run.ending import WITHOUT_REPORT
+from hvdtrain.terminal import Show, hidden
+from hvdtrain.untrusted import printable
 
 KEPT = "HVDTRAIN_BENCH_KEPT"
 NOW = "HVDTRAIN_BENCH_NOW"
-WORKERS = "hvdtrain.tools.bench.workers"
 INTERVAL = 0.25
 """Seconds between two looks at what rank 0 does."""
 _IMPORTS = contextlib.ExitStack()
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **WITHOUT_REPORT}
 
 
 def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: Show) -> dict[str, Any]:
@@ -36,7 +39,8 @@ def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: S
     with tempfile.TemporaryDirectory() as folder:
         kept, now = Path(folder, "kept.json"), Path(folder, "now")
         show(f"starting {ranks} ranks" if ranks > 1 else "starting the process that measures")
-        command = [*_launcher(engine, ranks, flags), *program]
+        name = ENGINES[engine].launcher if ranks > 1 else None
+        command = [*launcher(name, ranks, *flags), *program]
         code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
         if code or not kept.exists():
             raise EngineUnavailable(reason(printed))
@@ -85,26 +89,36 @@ def showing(topology: Topology) -> Iterator[Show]:
         yield hidden
 
 
-def _launcher(engine: str, ranks: int, flags: Sequence[str]) -> list[str]:
-    beside = Path(sys.executable).parent
-    if ranks == 1:
+def launcher(name: str | None, ranks: int, *flags: str) -> list[str]:
+    """The command that starts ranks on this machine, up to and with Python; without a name, Python.
+
+    Raises EngineUnavailable where the launcher is not beside this Python.
+    """
+    if name is None:
         return [sys.executable]
-    if ENGINES[engine].launcher == "torchrun":
-        return [str(beside / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
-    if not (beside / "horovodrun").exists():
-        raise EngineUnavailable(f"{beside / 'horovodrun'} is missing; build Horovod first: python -m hvdtrain build")
-    return [str(beside / "horovodrun"), "-np", str(ranks), *flags, sys.executable]
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        remedy = "python -m hvdtrain build" if name == "horovodrun" else "pip install torch"
+        raise EngineUnavailable(f"{path} is missing; get it first: {remedy}")
+    if name == "torchrun":
+        return [str(path), "--standalone", "--nproc-per-node", str(ranks)]
+    return [str(path), "-np", str(ranks), *flags, sys.executable]
+
+
+def reason(printed: str) -> str:
+    """The line that names the reason, without the launcher's mark before it."""
+    names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
+    for line in printed.splitlines():
+        for name in names:
+            if f"{name}: " in line or f"{name} (rank" in line:
+                return printable(line[line.index(name) :].strip(), 500)
+    return printable((printed.strip().splitlines() or ["it ended without output"])[-1], 500)
 
 
 def become(program: Sequence[str]) -> NoReturn:
     """Continues as that program, in the same process: as the rank that a launcher has started."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", WORKERS, *program], {**QUIET, **os.environ})
-
-
-def show_imports(topology: Topology) -> None:
-    """Shows that the libraries are imported, until `showing` begins."""
-    _IMPORTS.enter_context(shown(topology, "importing the libraries"))
+    os.execve(sys.executable, [sys.executable, "-m", "hvdtrain.tools.bench", *program], {**QUIET, **os.environ})
 
 
 def keep(found: dict[str, Any]) -> bool:
@@ -113,3 +127,10 @@ def keep(found: dict[str, Any]) -> bool:
         return False
     Path(os.environ[KEPT]).write_text(json.dumps(found))
     return True
+
+
+def work(module: str, *argv: str) -> None:
+    """Runs the module, and shows until `showing` begins that the libraries are imported."""
+    _IMPORTS.enter_context(shown(discover(os.environ), "importing the libraries"))
+    sys.argv = [module, *argv]
+    runpy.run_module(module, run_name="__main__")

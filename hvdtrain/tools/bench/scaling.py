@@ -6,29 +6,29 @@ however many there are: with all cores to itself, one rank alone could not be co
 
 import functools
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
-import tyro
 
 from hvdtrain import processors
 from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
-from hvdtrain.errors import EngineUnavailable, RecipeError, TrainingError
+from hvdtrain.core.flags import Flag
+from hvdtrain.core.wording import counted
+from hvdtrain.engines.registry import ENGINES
+from hvdtrain.errors import RecipeError, TrainingError
 from hvdtrain.launch import pmi
 from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.slurm import job_id
 from hvdtrain.launch.topology import discover
-from hvdtrain.run.ending import WITHOUT_REPORT
-from hvdtrain.terminal import Status
+from hvdtrain.terminal import Show, Status, hidden
 from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure
-from hvdtrain.tools.rank_status import Show, hidden
+from hvdtrain.tools.bench.ranks import launcher
 from hvdtrain.untrusted import quoted, whole_number
 
 if TYPE_CHECKING:
@@ -51,24 +51,24 @@ class Options(measure.Kept):
     step. --site prints the job script of such a sweep, --submit gives it to sbatch.
     """
 
-    ranks: Annotated[str | None, tyro.conf.arg(help="as 1,2,4; left out: 1,2", metavar="N,N")] = None
+    ranks: Annotated[str | None, Flag("as 1,2,4; left out: 1,2", metavar="N,N")] = None
     mode: Annotated[
-        Literal["weak", "strong", "both"], tyro.conf.arg(help="weak: the batch is a rank's; strong: all ranks share it")
+        Literal["weak", "strong", "both"], Flag("weak: the batch is a rank's; strong: all ranks share it")
     ] = "weak"
     framework: Literal["torch", "tensorflow"] = "torch"
-    engine: Annotated[Literal["horovod", "ddp"], tyro.conf.arg(help="what joins the ranks")] = "horovod"
-    recipe: Annotated[str, tyro.conf.arg(help="recipe to take the steps from")] = "synthetic"
+    engine: Annotated[Literal["horovod", "ddp"], Flag("what joins the ranks")] = "horovod"
+    recipe: Annotated[str, Flag("recipe to take the steps from")] = "synthetic"
     batch: Annotated[
-        measure.Count | None, tyro.conf.arg(help=f"of one rank; left out: {CPU_BATCH} on CPUs, the recipe's on GPUs")
+        measure.Count | None, Flag(f"of one rank; left out: {CPU_BATCH} on CPUs, the recipe's on GPUs")
     ] = None
-    rounds: Annotated[measure.Count, tyro.conf.arg(help="runs of each number of ranks, interleaved")] = 3
-    steps: Annotated[measure.Count, tyro.conf.arg(help="steps of a run, besides its warm-up")] = 10
-    mpi: Annotated[str | None, tyro.conf.arg(help="srun's plugin: pmix, pmi2, ...", metavar="PLUGIN")] = None
-    site: Annotated[str | None, tyro.conf.arg(help="print the job script for it: slurm --list")] = None
-    nodes: Annotated[str | None, tyro.conf.arg(help="as 1,2,4; with --site: in place of --ranks", metavar="N,N")] = None
-    time: Annotated[str | None, tyro.conf.arg(help="of the job, HH:MM:SS", metavar="TIME")] = None
-    account: Annotated[str | None, tyro.conf.arg(help="the project that pays", metavar="NAME")] = None
-    submit: Annotated[bool, tyro.conf.arg(help="give the job script to sbatch")] = False
+    rounds: Annotated[measure.Count, Flag("runs of each number of ranks, interleaved")] = 3
+    steps: Annotated[measure.Count, Flag("steps of a run, besides its warm-up")] = 10
+    mpi: Annotated[str | None, Flag("srun's plugin: pmix, pmi2, ...", metavar="PLUGIN")] = None
+    site: Annotated[str | None, Flag("print the job script for it: slurm --list")] = None
+    nodes: Annotated[str | None, Flag("as 1,2,4; with --site: in place of --ranks", metavar="N,N")] = None
+    time: Annotated[str | None, Flag("of the job, HH:MM:SS", metavar="TIME")] = None
+    account: Annotated[str | None, Flag("the project that pays", metavar="NAME")] = None
+    submit: Annotated[bool, Flag("give the job script to sbatch")] = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Allocation:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Allocation | None":
         """That of a job's own shell; None elsewhere."""
-        if "SLURM_JOB_ID" not in environ:
+        if not job_id(environ):
             return None
         gpus = whole_number(environ.get("SLURM_GPUS_ON_NODE", ""))
         tasks = whole_number(environ.get("SLURM_NTASKS_PER_NODE", ""))
@@ -110,8 +110,15 @@ def main(argv: Sequence[str]) -> int:
     modes: list[Mode] = ["weak", "strong"] if options.mode == "both" else [options.mode]
     if "strong" in modes and batch < ranks[-1]:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
-    with Status("bench scaling") as status:
-        found, waiting = _measure(options, modes, ranks, batch, status.update)
+
+    def measuring(show: Show) -> measure.Answer:
+        return answer(options, batch, *_measure(options, modes, ranks, batch, show))
+
+    return measure.run("bench scaling", measuring, options)
+
+
+def answer(options: Options, batch: int, found: Found, waiting: Found) -> measure.Answer:
+    """The table, how fast a rank is among others, and all figures."""
     allocation = Allocation.of(os.environ)
     results = {
         "recipe": options.recipe,
@@ -125,9 +132,7 @@ def main(argv: Sequence[str]) -> int:
         "waiting": waiting,
         "efficiency": {mode: efficiencies(mode, times) for mode, times in found.items()},
     }
-    shown, draws = table(found, batch), functools.partial(draw, found=found)
-    measure.Answer("scaling", shown, sentence(found), results, draws).conclude(options)
-    return 0
+    return measure.Answer("scaling", table(found, batch), sentence(found), results, lambda axes: draw(axes, found))
 
 
 def _submitted(script: str) -> str:
@@ -182,36 +187,18 @@ def sentence(found: Found) -> str:
     every = next(iter(found.values()))
     fewest, most = min(every), max(every)
     if most == fewest:
-        return f"Only {_ranks(fewest)} measured: give more --ranks to see how it scales."
+        return f"Only {counted(fewest, 'rank')} measured: give more --ranks to see how it scales."
     middle = {mode: measure.spread(efficiencies(mode, times)[most]).median for mode, times in found.items()}
     rates = " and ".join(f"{efficiency:.0%} ({mode} scaling)" for mode, efficiency in middle.items())
-    return f"On {_ranks(most)} each works at {rates} of a rank's speed on {_ranks(fewest)}."
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"
+    return f"On {counted(most, 'rank')} each works at {rates} of a rank's speed on {counted(fewest, 'rank')}."
 
 
 def draw(axes: "Axes", found: Found) -> None:
     """Efficiency over ranks, a curve for each mode with its spread."""
-    from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
-
     every = sorted({ranks for times in found.values() for ranks in times})
-    for (mode, times), (marker, colour) in zip(found.items(), (("o", "#0072B2"), ("s", "#D55E00")), strict=False):
-        rows = [measure.spread(ratios) for ratios in efficiencies(mode, times).values()]
-        middle = [row.median for row in rows]
-        reach = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
-        axes.errorbar(list(times), middle, yerr=reach, marker=marker, color=colour, capsize=4, label=mode)
+    measure.curves(axes, {mode: efficiencies(mode, times) for mode, times in found.items()})
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(every)
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {_ranks(every[0])} / %")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
+    measure.efficiency_axes(axes, every, counted(every[0], "rank"))
 
 
 def job(options: Options, site_name: str) -> str:
@@ -262,7 +249,7 @@ def _measure(
     long a rank waits for the others in a step, of those rounds in which that is known."""
     settings = {f"{mode} {n}": (n, batch * (n if mode == "weak" else 1)) for mode in modes for n in ranks}
     kinds = list(dict.fromkeys(settings.values()))
-    contenders = {f"{_ranks(n)}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds}
+    contenders = {f"{counted(n, 'rank')}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds}
     waiting: dict[str, list[float]] = {}
     seconds = measure.interleaved(
         {name: functools.partial(_run, options, waiting, name, *kind) for name, kind in contenders.items()},
@@ -278,45 +265,34 @@ def _measure(
     return by_mode(seconds), by_mode(waiting)
 
 
-def _run(options: Options, waiting: dict[str, list[float]], name: str, ranks: int, batch: int) -> float:
+def _run(options: Options, waiting: dict[str, list[float]], name: str, number: int, batch: int) -> float:
     """Seconds of a step of one run: the median of those after the warm-up; of them, how long a rank waits for the
     others is added to `waiting`, where it is known. Raises TrainingError where it fails."""
     allocation = Allocation.of(os.environ)
-    with tempfile.TemporaryDirectory(dir=Path.cwd() if allocation else None, prefix="scaling-") as folder:
-        command = launch_command(options, ranks, allocation) + run_flags(options, ranks, batch, Path(folder, "run"))
-        environ = {**os.environ, **WITHOUT_REPORT, **({} if allocation else {"OMP_NUM_THREADS": "1"})}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode:
-            raise TrainingError(f"the run with {name} failed: {engines.reason(done.stdout + done.stderr)}")
-        measured = engines.read(Path(folder, "run"))
-        if not measured.seconds:
-            raise TrainingError(f"the run with {name} left nothing to measure: {measured.reason}.")
+    environ = {**os.environ, **({} if allocation else {"OMP_NUM_THREADS": "1"})}
+    command = launch_command(options, number, allocation) + run_flags(options, number, batch)
+    measured = engines.trained(command, environ, Path.cwd() if allocation else None)
+    if not measured.seconds:
+        raise TrainingError(f"the run with {name} failed: {measured.reason}")
     if measured.waiting is not None:
         waiting.setdefault(name, []).append(measured.waiting)
     return measured.seconds[0]
 
 
-def launch_command(options: Options, ranks: int, allocation: Allocation | None) -> list[str]:
+def launch_command(options: Options, number: int, allocation: Allocation | None) -> list[str]:
     """The command that starts so many ranks, up to Python's own flags. Raises EngineUnavailable."""
-    module = ["-m", f"hvdtrain.{options.framework}"]
     if allocation:
-        return [*allocation.srun(ranks, options.mpi), sys.executable, *module]
-    if ranks == 1:
-        return [sys.executable, *module]
-    launcher = Path(sys.executable).with_name("torchrun" if options.engine == "ddp" else "horovodrun")
-    if not launcher.exists():
-        remedy = "python -m hvdtrain build" if launcher.name == "horovodrun" else "pip install torch"
-        raise EngineUnavailable(f"{launcher} is missing; get it first: {remedy}")
-    if options.engine == "ddp":
-        return [str(launcher), "--standalone", "--nproc-per-node", str(ranks), *module]
-    return [str(launcher), "-np", str(ranks), sys.executable, *module]
+        start = [*allocation.srun(number, options.mpi), sys.executable]
+    else:
+        start = launcher(ENGINES[options.engine].launcher if number > 1 else None, number)
+    return [*start, "-m", f"hvdtrain.{options.framework}"]
 
 
-def run_flags(options: Options, ranks: int, batch: int, folder: Path) -> list[str]:
+def run_flags(options: Options, number: int, batch: int) -> list[str]:
     """The command line of one run: as many steps as requested, each in the log."""
     steps = options.steps + engines.WARM_UP
     command = [options.recipe, "--batch-size", str(batch), "--max-steps", str(steps), "--epochs", str(steps)]
-    command += ["--log-every-steps", "1", "--checkpoint-every-epochs", str(steps), "--output", str(folder)]
+    command += ["--log-every-steps", "1", "--checkpoint-every-epochs", str(steps)]
     if recipes.load(options.recipe).dataset == "synthetic":
         command += ["--examples", str(steps * batch)]  # the validation at the end reads a tenth as many
-    return [*command, "--engine", "local" if ranks == 1 else options.engine]
+    return [*command, "--engine", "local" if number == 1 else options.engine]

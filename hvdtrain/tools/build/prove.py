@@ -1,18 +1,24 @@
-"""An installed Horovod proves itself: real ranks that add real numbers; of GPUs, its build report."""
+"""An installed Horovod proves itself: real ranks that add real numbers; of GPUs, its build report.
+
+`horovodrun -np 2 python -m hvdtrain.tools.build.prove torch` runs the ranks of a proof.
+"""
 
 import contextlib
+import importlib
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import hvdtrain
 from hvdtrain.errors import BuildError
-from hvdtrain.tools.build.allreduce import proof_line
 from hvdtrain.tools.build.plan import BuildPlan
 
+ELEMENTS = 1000
 RANKS = 2
 SECONDS = 240  # two cold imports of TensorFlow on two busy cores take about 40
 REPORTED = {"torch": "PyTorch", "tensorflow": "TensorFlow", "mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
@@ -29,7 +35,7 @@ def prove(
     for framework in plan.frameworks:
         for controller in plan.controllers:
             command = [horovodrun, f"--{controller}", "-np", str(RANKS), plan.python]
-            command += ["-m", "hvdtrain.tools.build.allreduce", framework]
+            command += ["-m", "hvdtrain.tools.build.prove", framework]
             show(f"proving: allreduce of {RANKS} ranks, {framework} over {controller}")
             code, output = _run(command, environ)
             check(framework, controller, code, output)
@@ -57,7 +63,7 @@ def check(framework: str, controller: str, code: int, output: str) -> None:
     raise BuildError(
         f"Horovod does not add over {RANKS} ranks with {framework} over {controller} (exit code {code}): {last} "
         "See it whole with: "
-        f"horovodrun --{controller} -np {RANKS} python -m hvdtrain.tools.build.allreduce {framework}"
+        f"horovodrun --{controller} -np {RANKS} python -m hvdtrain.tools.build.prove {framework}"
     )
 
 
@@ -98,3 +104,37 @@ def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int, str]:
     finally:  # also when the user interrupts: the ranks are in a session of their own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def proof_line(rank: int, size: int, controller: str) -> str:
+    """What a rank prints once its sums are right."""
+    return f"allreduce proved: rank {rank} of {size} over {controller}"
+
+
+def rank(framework: str) -> int:
+    """Sums a vector over the ranks, over Gloo a second time after a new init; 1 where a value is wrong."""
+    hvd = importlib.import_module(f"horovod.{framework}")
+    hvd.init()
+    right = _sums_are_right(framework, hvd)
+    number, size, controller = hvd.rank(), hvd.size(), "mpi" if hvd.mpi_enabled() else "gloo"
+    if right and controller == "gloo":  # Over MPI a shutdown finalises MPI, for good.
+        hvd.shutdown()
+        hvd.init()
+        right = _sums_are_right(framework, hvd)
+    if right:
+        print(proof_line(number, size, controller), flush=True)
+    return 0 if right else 1
+
+
+def _sums_are_right(framework: str, hvd: Any) -> bool:
+    module = importlib.import_module(framework)
+    vector = module.ones([ELEMENTS]) * float(hvd.rank() + 1)
+    got = set(hvd.allreduce(vector, op=hvd.Sum, name="proof").numpy().tolist())
+    expected = float(sum(range(1, hvd.size() + 1)))
+    if got != {expected}:
+        print(f"allreduce of rank {hvd.rank()} gave {sorted(got)[:3]}, not {expected}", flush=True)
+    return got == {expected}
+
+
+if __name__ == "__main__":
+    sys.exit(rank(sys.argv[1]))

@@ -1,5 +1,6 @@
 """Carries a plan out: fetch, patch, compile, keep the wheel, install, prove."""
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -17,15 +18,13 @@ from typing import TextIO
 
 from hvdtrain import files
 from hvdtrain.errors import BuildError
+from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
 from hvdtrain.tools.build.probe import MPI_WHEELS
 from hvdtrain.tools.build.prove import prove
-from hvdtrain.tools.rank_status import hidden
 
 Report = Callable[[str], None]
-Show = Callable[[str], None]
-"""Shows what is done now, where nothing is reported yet."""
 
 # What stands in a failed command's log -> what to do about it; the first that is found is printed.
 REMEDIES = (
@@ -265,14 +264,11 @@ def keep_wheel(wheel: bytes, plan: BuildPlan) -> None:
 
 def _read(path: Path) -> tuple[bytes, int]:
     """A plain file's bytes and its owner; a pipe or a device instead of it keeps nobody waiting. Raises BuildError."""
-    refused = BuildError(f"{path} is not a plain file of at most {MOST >> 20} MiB: choose another --wheel-dir.")
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise refused
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+    with contextlib.suppress(ValueError, IsADirectoryError), files.opened(path, follow=False) as file:
         found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST:
-            raise refused
-        return file.read(MOST), found.st_uid
+        if found.st_size <= MOST:
+            return file.read(MOST), found.st_uid
+    raise BuildError(f"{path} is not a plain file of at most {MOST >> 20} MiB: choose another --wheel-dir.")
 
 
 def _write(path: Path, data: bytes) -> None:

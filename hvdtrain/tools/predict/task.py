@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
-import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
 from hvdtrain.core import network
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.flags import Flag
 from hvdtrain.errors import RecipeError
 from hvdtrain.files import read_bytes
 from hvdtrain.run.main import load_dataset
@@ -41,40 +41,34 @@ class Options:
     batch), or --from the JSON of `bench scaling`. Or from --step-seconds, --gradient-mb and --link-gbit.
     """
 
-    point: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(help="ranks:seconds of a run; twice or more")
-    ] = ()
+    point: Annotated[tuple[str, ...], Flag(help="ranks:seconds of a run; twice or more", is_repeated=True)] = ()
     from_file: Annotated[
-        Path | None, tyro.conf.arg(name="from", help="scaling.json, of bench scaling --output", metavar="FILE")
+        Path | None, Flag(name="from", help="scaling.json, of bench scaling --output", metavar="FILE")
     ] = None
-    ranks: Annotated[str | None, tyro.conf.arg(help="as 32,64,128; left out: powers of two", metavar="N,N")] = None
-    ranks_per_node: Annotated[
-        Count | None, tyro.conf.arg(help="left out: the fewest ranks of a point, else 1", metavar="N")
-    ] = None
-    cores: Annotated[Count | None, tyro.conf.arg(help="that all ranks share; left out: enough", metavar="N")] = None
+    ranks: Annotated[str | None, Flag("as 32,64,128; left out: powers of two", metavar="N,N")] = None
+    ranks_per_node: Annotated[Count | None, Flag("left out: the fewest ranks of a point, else 1", metavar="N")] = None
+    cores: Annotated[Count | None, Flag("that all ranks share; left out: enough", metavar="N")] = None
     fixed_seconds: Annotated[
         NotNegative | None,
-        tyro.conf.arg(help="of a run, the same whatever the ranks; left out: not known", metavar="S"),
+        Flag("of a run, the same whatever the ranks; left out: not known", metavar="S"),
     ] = None
-    examples: Annotated[Count | None, tyro.conf.arg(help="that a run reads, all epochs together", metavar="N")] = None
-    batch: Annotated[Count | None, tyro.conf.arg(help="examples a rank and step", metavar="N")] = None
-    step_seconds: Annotated[Positive | None, tyro.conf.arg(help="of one rank alone", metavar="S")] = None
-    gradient_mb: Annotated[Positive | None, tyro.conf.arg(help="4 bytes a parameter; 1e6 bytes", metavar="MB")] = None
-    recipe: Annotated[
-        str | None, tyro.conf.arg(help="in place of --gradient-mb: the recipe whose gradients are communicated")
-    ] = None
-    link_gbit: Annotated[Positive | None, tyro.conf.arg(help="of a node, each way; 1e9 bits/s", metavar="GBIT")] = None
-    latency_us: Annotated[NotNegative, tyro.conf.arg(help="of a message between nodes", metavar="US")] = 0.0
-    node_gbit: Annotated[Positive | None, tyro.conf.arg(help="of a rank inside its node; left out: free")] = None
+    examples: Annotated[Count | None, Flag("that a run reads, all epochs together", metavar="N")] = None
+    batch: Annotated[Count | None, Flag("examples a rank and step", metavar="N")] = None
+    step_seconds: Annotated[Positive | None, Flag("of one rank alone", metavar="S")] = None
+    gradient_mb: Annotated[Positive | None, Flag("4 bytes a parameter; 1e6 bytes", metavar="MB")] = None
+    recipe: Annotated[str | None, Flag("in place of --gradient-mb: the recipe whose gradients are communicated")] = None
+    link_gbit: Annotated[Positive | None, Flag("of a node, each way; 1e9 bits/s", metavar="GBIT")] = None
+    latency_us: Annotated[NotNegative, Flag("of a message between nodes", metavar="US")] = 0.0
+    node_gbit: Annotated[Positive | None, Flag("of a rank inside its node; left out: free")] = None
     overlap: Annotated[
         Annotated[float, Field(ge=0, le=1)] | None,
-        tyro.conf.arg(help="part of a step behind which the allreduce hides; left out: 0 to 2/3"),
+        Flag("part of a step behind which the allreduce hides; left out: 0 to 2/3"),
     ] = None
     fusion_mb: Annotated[
-        Positive | None, tyro.conf.arg(help="buffers of this size, the last never hidden; left out: one, hidden")
+        Positive | None, Flag("buffers of this size, the last never hidden; left out: one, hidden")
     ] = None
-    json: Annotated[bool, tyro.conf.arg(help="print JSON alone")] = False
-    picture: Annotated[Path | None, tyro.conf.arg(help="draw efficiency over ranks", metavar="FILE.png")] = None
+    json: Annotated[bool, Flag("print JSON alone")] = False
+    picture: Annotated[Path | None, Flag("draw efficiency over ranks", metavar="FILE.png")] = None
 
 
 @dataclasses.dataclass(frozen=True)

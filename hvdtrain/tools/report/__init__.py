@@ -4,26 +4,26 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import pydantic
-import tyro
+import pydantic_core
 from pydantic import Field
 
 import hvdtrain
 from hvdtrain import files
 from hvdtrain.core import flags
+from hvdtrain.core.flags import Flag
 from hvdtrain.errors import OutputError, RecipeError
 from hvdtrain.terminal import Status
-from hvdtrain.tools.report import text
 from hvdtrain.tools.report.assemble import name_of, run_report
-from hvdtrain.tools.report.model import Comparison, Curve, Document, RunReport, Scaling, Series
+from hvdtrain.tools.report.model import Comparison, Curve, Document, RunReport, Scaling, Series, duration, number
 from hvdtrain.tools.report.origin import shown
 from hvdtrain.tools.report.verdict import words
-from hvdtrain.tools.report.wording import duration, number
 from hvdtrain.untrusted import printable
 
 PROG = "python -m hvdtrain report"
@@ -40,7 +40,7 @@ LABELS = {
     "valid_acc1": "validation accuracy",
 }
 TOGETHER = (("Loss", "validation"), ("Loss", "training, log lines"), ("Accuracy", "validation"), ("Throughput", ""))
-"""Pictures that have a line a run, and the series that is drawn of each."""
+"""Charts that have a line a run, and the series that is drawn of each."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -53,24 +53,21 @@ class Options:
     runs: Annotated[
         tuple[Path, ...],
         Field(max_length=MOST_RUNS),
-        tyro.conf.Positional,
-        tyro.conf.arg(help="run folders, as runs/digits/2026-11-20_15-33-02", metavar="RUN ..."),
+        Flag(help="run folders, as runs/digits/2026-11-20_15-33-02", metavar="RUN", is_positional=True),
     ] = ()
     sweep: Annotated[
         Path | None,
-        tyro.conf.arg(help="folder of bench scaling --output, or of runs on 1, 2, 4, ... ranks", metavar="FOLDER"),
+        Flag("folder of bench scaling --output, or of runs on 1, 2, 4, ... ranks", metavar="FOLDER"),
     ] = None
     output: Annotated[
         Path | None,
-        tyro.conf.arg(help=f"left out: {NAME} in the run's folder, of several or others' here; md, json: printed"),
+        Flag(f"left out: {NAME} in the run's folder, of several or others' here; md, json: printed"),
     ] = None
-    format: Annotated[Literal["html", "md", "json"], tyro.conf.arg(help="md: Markdown, short; json: all values")] = (
-        "html"
-    )
-    json: Annotated[bool, tyro.conf.arg(help="the same as --format json")] = False
+    format: Annotated[Literal["html", "md", "json"], Flag("md: Markdown, short; json: all values")] = "html"
+    json: Annotated[bool, Flag("the same as --format json")] = False
     co2_g_per_kwh: Annotated[
         Annotated[float, Field(ge=0, le=1e6)] | None,
-        tyro.conf.arg(help="grams of CO2 that a kWh stands for; left out: CO2 is not shown", metavar="G"),
+        Flag("grams of CO2 that a kWh stands for; left out: CO2 is not shown", metavar="G"),
     ] = None
 
 
@@ -126,13 +123,21 @@ def _scaling(sweep: Path, status: Status) -> tuple[tuple[Scaling, ...], tuple[st
 
 
 def _rendered(document: Document, chosen: str) -> str:
-    if chosen == "md":
-        return text.markdown(document)
     if chosen == "json":
-        return text.to_json(document)
+        return to_json(document)
     from hvdtrain.tools.report import page
 
-    return page.render(document)
+    return page.markdown(document) if chosen == "md" else page.render(document)
+
+
+def to_json(document: Document) -> str:
+    """All values; arrays are lists, what is not finite is null."""
+
+    def plain(value: object) -> object:
+        return value.tolist() if isinstance(value, np.ndarray) else str(value)
+
+    values = pydantic_core.to_jsonable_python(document, inf_nan_mode="null", fallback=plain)
+    return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
 
 def _beside(options: Options) -> Path:
@@ -153,8 +158,8 @@ def _write(path: Path, rendered: str) -> None:
 
 def comparison(runs: Sequence[RunReport]) -> Comparison:
     """Of two runs or more."""
-    rows = [*_recipe(runs), *_software(runs), *_launch(runs), *_results(runs)]
-    return Comparison(names(runs), tuple(rows), tuple(_curves(runs)), tuple(_seeds(runs)))
+    rows = (*_differing(runs), *_results(runs))
+    return Comparison(names(runs), rows, tuple(_curves(runs)), tuple(_seeds(runs)))
 
 
 def names(runs: Sequence[RunReport]) -> tuple[str, ...]:
@@ -165,37 +170,30 @@ def names(runs: Sequence[RunReport]) -> tuple[str, ...]:
     return tuple(f"{number}: {name}" for number, name in enumerate(given, 1))
 
 
-def _recipe(runs: Sequence[RunReport]) -> list[Row]:
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    return _differing("recipe", keys, lambda run, key: shown(run.settings[key]) if key in run.settings else NONE, runs)
-
-
-def _software(runs: Sequence[RunReport]) -> list[Row]:
-    keys = dict.fromkeys(key for run in runs for key in run.origin.versions)
-    rows = _differing("software", keys, lambda run, key: run.origin.versions.get(key, NONE), runs)
-    of_run: dict[str, Callable[[RunReport], str]] = {
-        "framework": lambda run: run.origin.framework or NONE,
-        "git commit": lambda run: run.origin.git_commit or NONE,
-    }
-    return _differing("software", of_run, lambda run, key: of_run[key](run), runs) + rows
-
-
-def _launch(runs: Sequence[RunReport]) -> list[Row]:
-    of_run: dict[str, Callable[[RunReport], str]] = {
-        "ranks": lambda run: f"{run.origin.ranks:,}" if run.origin.ranks else NONE,
-        "hosts": lambda run: _hosts(run.origin.hosts),
-        "launcher": lambda run: run.origin.launcher or NONE,
-        "engine": lambda run: run.origin.engine or NONE,
-    }
-    return _differing("launch", of_run, lambda run, key: of_run[key](run), runs)
-
-
-def _differing(
-    group: str, keys: Iterable[str], value: Callable[[RunReport, str], str], runs: Sequence[RunReport]
-) -> list[Row]:
-    """The rows in which not all runs are the same."""
-    rows = [(group, key, tuple(value(run, key) for run in runs)) for key in keys]
+def _differing(runs: Sequence[RunReport]) -> list[Row]:
+    """The rows of recipe, software and launch in which not all runs are the same."""
+    rows = list[Row]()
+    for group, of_run in {"recipe": _recipe, "software": _software, "launch": _launch}.items():
+        values = [of_run(run) for run in runs]
+        keys = dict.fromkeys(key for each in values for key in each)
+        rows += [(group, key, tuple(each.get(key, NONE) for each in values)) for key in keys]
     return [row for row in rows if len(set(row[2])) > 1]
+
+
+def _recipe(run: RunReport) -> dict[str, str]:
+    return {key: shown(value) for key, value in run.settings.items()}
+
+
+def _software(run: RunReport) -> dict[str, str]:
+    origin = run.origin
+    return {"framework": origin.framework or NONE, "git commit": origin.git_commit or NONE, **origin.versions}
+
+
+def _launch(run: RunReport) -> dict[str, str]:
+    origin = run.origin
+    ranks = f"{origin.ranks:,}" if origin.ranks else NONE
+    hosts = ", ".join(origin.hosts) if len(origin.hosts) <= 4 else f"{len(origin.hosts):,} hosts"
+    return {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher or NONE, "engine": origin.engine or NONE}
 
 
 def _results(runs: Sequence[RunReport]) -> list[Row]:
@@ -213,31 +211,18 @@ def _result(run: RunReport, key: str) -> str:
     return duration(value) if key == "wall_seconds" else number(value)
 
 
-def _hosts(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts):,} hosts"
-
-
 def _curves(runs: Sequence[RunReport]) -> list[Curve]:
-    """One picture a metric, one line a run."""
+    """One chart a metric, one line a run."""
     found = []
     for name, label in TOGETHER:
-        series = []
-        for run, short in zip(runs, names(runs), strict=True):
-            series += [
-                Series(short, each.x, each.y)
-                for curve in run.curves
-                if curve.name == name
-                for each in _of(curve, label)
-            ]
+        title = f"{name}, {label}" if label else name
+        curves = [(short, curve) for run, short in zip(runs, names(runs), strict=True) for curve in run.curves]
+        of_name = [(short, curve) for short, curve in curves if curve.name == name]
+        lines = [(short, [each for each in curve.series if label in ("", each.label)][:1]) for short, curve in of_name]
+        series = tuple(Series(short, each.x, each.y) for short, known in lines for each in known)
         if len(series) > 1:
-            of_run = next(curve for run in runs for curve in run.curves if curve.name == name)
-            title = f"{name}, {label}" if label else name
-            found.append(Curve(title, of_run.x_label, of_run.y_label, tuple(series), log=of_run.log))
+            found.append(replace(of_name[0][1], name=title, series=series, note=""))
     return found
-
-
-def _of(curve: Curve, label: str) -> list[Series]:
-    return [series for series in curve.series if not label or series.label == label][:1]
 
 
 def _seeds(runs: Sequence[RunReport]) -> list[str]:

@@ -1,10 +1,15 @@
-"""What a report says, as values: read from run folders, and rendered as HTML, Markdown or JSON."""
+"""What a report says, as values, which are rendered as HTML, Markdown or JSON; and how a figure is written."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
+from hvdtrain.untrusted import printable
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
 
 Level = Literal["good", "attention", "bad", "open"]
 """Of a verdict: trained to its end and all kept; something to look at; failed or a promise broken; still running."""
@@ -68,7 +73,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve's points, already thinned to what a picture can show."""
+    """A curve's points, already thinned to what a chart can show."""
 
     label: str
     x: np.ndarray
@@ -80,14 +85,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Curve:
-    """One picture: loss, accuracy, LR, images/s, gradient norm."""
+    """One chart: loss, accuracy, LR, images/s, gradient norm."""
 
     name: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
     note: str = ""
-    """A sentence under the picture, as the LR's derivation."""
+    """A sentence under the chart, as the LR's derivation."""
     log: bool = False
 
 
@@ -233,3 +238,51 @@ class Document:
     comparison: Comparison | None = None
     scaling: tuple[Scaling, ...] = ()
     missing: tuple[str, ...] = ()
+
+
+def duration(seconds: float) -> str:
+    """As `85 ms`, `12.3 s`, `4 min 5 s`, `1 h 23 min`, `3 d 4 h`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    return f"-{_duration(-seconds)}" if seconds < 0 else _duration(seconds)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
+    if seconds < MINUTE - 0.05:
+        return f"{seconds:.1f} s"
+    if round(seconds) < HOUR:
+        return "{} min {} s".format(*divmod(round(seconds), MINUTE))
+    if round(seconds / MINUTE) < 2 * DAY / MINUTE:
+        return "{} h {} min".format(*divmod(round(seconds / MINUTE), 60))
+    return "{} d {} h".format(*divmod(round(seconds / HOUR), 24))
+
+
+def step_time(seconds: float) -> str:
+    """Four digits of it, as `1.043 s`, `318.2 ms`: steps differ by little."""
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(1000 * seconds)} ms"
+
+
+def number(value: float) -> str:
+    """Four digits of it, as `0.9778`, `1e-05`, `12,346`."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """As `71 %`; a tenth where it is small."""
+    if not math.isfinite(share):
+        return "unknown"
+    return f"{share:.1%}".replace("%", " %") if abs(share) < 0.1 else f"{share:.0%}".replace("%", " %")
+
+
+def short(text: str, most: int = 60) -> str:
+    """One line of at most `most` characters; its middle is left out where it is longer."""
+    return printable(" ".join(text.split()), most)
+
+
+def kwh(value: float) -> str:
+    """As `1.24 kWh`, `3.1 Wh`."""
+    return f"{number(value)} kWh" if value >= 0.1 or not value else f"{number(1000 * value)} Wh"

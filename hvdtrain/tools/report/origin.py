@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.plan import Plan
-from hvdtrain.core.schedule import Schedule
+from hvdtrain.core.plan import Plan, Schedule
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.tools.report import lines
-from hvdtrain.tools.report.folder import Folder
-from hvdtrain.tools.report.launches import Launch
+from hvdtrain.record.history import Launch
+from hvdtrain.record.reader import Run
 from hvdtrain.tools.report.model import Origin
 from hvdtrain.untrusted import SECRET, printable, redacted, without_secrets
 
@@ -24,66 +23,54 @@ MOST_VERSIONS = 50
 MOST_RECIPE = MOST_WORD = 64 * 1024
 
 
-def origin(folder: Folder) -> Origin:
+def origin(run: Run) -> Origin:
     """Of whatever is known."""
-    launch = folder.launch or Launch({})
+    launch = run.launch or Launch({})
     about = launch.about
-    git = lines.mapping(about.get("git"))
-    versions = list(lines.mapping(about.get("versions")).items())[:MOST_VERSIONS]
+    git = untrusted.mapping(about.get("git"))
+    versions = list(untrusted.mapping(about.get("versions")).items())[:MOST_VERSIONS]
     return Origin(
-        recipe=_printable_lines(folder.recipe_text[:MOST_RECIPE]),
-        is_shipped=bool(shipped(folder)),
-        differences=differences(folder),
-        plan=plan_lines(folder),
-        versions={lines.text(name, 60): lines.text(version, 80) for name, version in versions},
+        recipe=_printable_lines(run.recipe_text[:MOST_RECIPE]),
+        is_shipped=bool(shipped(run)),
+        differences=differences(run),
+        plan=plan_lines(run),
+        versions={untrusted.text(name, 60): untrusted.text(version, 80) for name, version in versions},
         hosts=tuple(dict.fromkeys(launch.hosts)),
-        launcher=lines.text(about.get("launcher"), 60),
-        engine=lines.text(about.get("engine") or folder.own.get("engine"), 60),
-        framework=framework(folder),
-        ranks=ranks(folder),
-        git_commit=lines.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
+        launcher=untrusted.text(about.get("launcher"), 60),
+        engine=run.engine,
+        framework=run.framework,
+        ranks=run.ranks,
+        git_commit=untrusted.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
         job_id=launch.job_id,
-        command=_command(lines.items(about.get("command"), 200)),
+        command=_command(untrusted.items(about.get("command"), 200)),
     )
 
 
 def _command(words: Sequence[object]) -> str:
     """As a person types it: the interpreter is that of the environment."""
     shown = redacted("\0".join(str(word)[:MOST_WORD] for word in words)).split("\0")
-    program, *rest = (lines.text(word, 300) for word in shown)
+    program, *rest = (untrusted.text(word, 300) for word in shown)
     return shlex.join(["python" if PurePath(program).name.startswith("python") else program, *rest]) if words else ""
 
 
-def framework(folder: Folder) -> str:
-    """torch or tensorflow; "" where nothing says so."""
-    about = folder.launch.about if folder.launch else {}
-    return lines.text(about.get("framework") or folder.plan.get("framework") or folder.own.get("framework"), 40)
-
-
-def ranks(folder: Folder) -> int | None:
-    """As launched last, else as planned."""
-    launched = folder.launch.ranks if folder.launch else None
-    return launched or lines.whole(folder.plan.get("size"), 1) or lines.whole(folder.own.get("ranks"), 1)
-
-
-def settings(folder: Folder) -> dict[str, object]:
+def settings(run: Run) -> dict[str, object]:
     """The recipe's keys."""
-    return {str(key): without_secrets(value, str(key)) for key, value in list(folder.recipe.items())[:MOST_KEYS]}
+    return {str(key): without_secrets(value, str(key)) for key, value in list(run.recipe.items())[:MOST_KEYS]}
 
 
-def shipped(folder: Folder) -> Mapping[str, Any]:
+def shipped(run: Run) -> Mapping[str, Any]:
     """The keys of the recipe of that name that hvdtrain brings; {} where it brings none."""
-    if folder.recipe_name.partition(":")[0] not in recipes.known():
+    if run.recipe_name.partition(":")[0] not in recipes.known():
         return {}
     try:
-        return recipes.load(folder.recipe_name).model_dump(mode="json", exclude={"name"})
+        return recipes.load(run.recipe_name).model_dump(mode="json", exclude={"name"})
     except HvdtrainError:  # an entry that this version does not have
         return {}
 
 
-def differences(folder: Folder) -> tuple[tuple[str, str, str], ...]:
+def differences(run: Run) -> tuple[tuple[str, str, str], ...]:
     """Key, shipped value, this run's value."""
-    theirs, ours = shipped(folder), settings(folder)
+    theirs, ours = shipped(run), settings(run)
     if not theirs or not ours:
         return ()
     keys = [key for key in {**theirs, **ours} if key in theirs and key in ours]
@@ -107,24 +94,26 @@ def _equal(one: object, other: object) -> bool:
     return one == other or shown(one) == shown(other)
 
 
-def plan_lines(folder: Folder) -> tuple[str, ...]:
+def plan_lines(run: Run) -> tuple[str, ...]:
     """As the run printed them; of another version's plan its numbers."""
-    if not folder.plan:
+    if not run.plan:
         return ()
     try:
-        return tuple(printable(line, 400) for line in _plan(folder).lines())
+        return tuple(printable(line, 400) for line in _plan(run).lines())
     except (HvdtrainError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
-        numbers = {key: value for key, value in folder.plan.items() if isinstance(value, int | float | str)}
-        return tuple(f"{lines.text(key, 40)}: {lines.text(value, 80)}" for key, value in list(numbers.items())[:30])
+        numbers = {key: value for key, value in run.plan.items() if isinstance(value, int | float | str)}
+        return tuple(
+            f"{untrusted.text(key, 40)}: {untrusted.text(value, 80)}" for key, value in list(numbers.items())[:30]
+        )
 
 
-def _plan(folder: Folder) -> Plan:
+def _plan(run: Run) -> Plan:
     """Raises much where the files are damaged, or another version's."""
-    keys = {key: value for key, value in folder.recipe.items() if key in recipes.Recipe.model_fields}
-    recipe = recipes.validate({**keys, "name": folder.recipe_name})
-    numbers = {key: value for key, value in folder.plan.items() if key in Plan.__dataclass_fields__}
-    schedule = dict(lines.mapping(numbers.get("schedule")))
-    milestones = tuple(lines.items(schedule.pop("milestones", []), 1000))
+    keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
+    recipe = recipes.validate({**keys, "name": run.recipe_name})
+    numbers = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}
+    schedule = dict(untrusted.mapping(numbers.get("schedule")))
+    milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))
     numbers["schedule"] = Schedule(milestones=milestones, **schedule)
     return Plan(recipe=recipe, **numbers)
 

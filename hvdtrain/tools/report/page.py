@@ -1,26 +1,27 @@
-"""`render(document)`: the report as one HTML file, with its pictures inside, without a script or an address."""
+"""The report as one HTML file, with its charts inside, without a script or an address; and as short Markdown."""
 
 import base64
 import functools
 import io
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
 
-from hvdtrain.tools.report import describe, pictures, svg, wording
-from hvdtrain.tools.report.model import Comparison, Curve, Document, Event, HeatMap, RunReport, Waterfall
-from hvdtrain.tools.report.wording import duration, short
+from hvdtrain.tools.report import charts, model
+from hvdtrain.tools.report.model import Curve, Document, Event, HeatMap, Waterfall, duration, short
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_POINTS, ALL_POINTS = 400, 10_000
-"""Of a series, and of all pictures: the file stays small. The same below for events' lines and characters of text."""
+"""Points of a series, and of all charts, so that the file stays small; below the same of events and of characters."""
 MOST_EVENTS, ALL_EVENTS = 200, 500
 MOST_TEXT, ALL_TEXT = 30_000, 40_000
 MOST_WHOLE_RUNS = 8
@@ -30,12 +31,17 @@ NOTABLE_GROUP = 3
 WORDS = {"good": "Good", "attention": "Attention", "bad": "Problem", "open": "Open"}
 ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "kept": "✓", "broken": "✕", "unknown": "?"}
 UNITS = {"second": 1, "minute": 60, "hour": 3600}
+KINDS = {"training": "useful", "lost": "lost", "idle": "lost", "queue": "waiting"}
+"""Which colour a part of the wall time has, by a word of its name; others are "other"."""
+BLANKS = {"\n", "\t"}
+MOST_CELL = 60
+"""Characters of a cell of a Markdown table."""
 MOST_ROWS, COLUMNS, LEVELS = 64, 240, 32
 ROW_PIXELS, MOST_PIXELS, LABEL_PIXELS = 18, 400, 15
 MOST_LETTERS = 28
 COLOURS = "cividis"
 LEAST_RANGE = 1.25
-"""Of the largest to the smallest shown: what differs by less looks even."""
+"""Ratio of the slowest to the quickest colour: what differs by less looks even."""
 GAP = 3
 """Sampling intervals without a sample, after which the map is blank."""
 
@@ -45,12 +51,12 @@ class Limits:
     """What each run may show, so that the file stays below a megabyte."""
 
     points: int
-    """Of a series."""
+    """Points of a series."""
     events: int
     text: int
     """Characters of a recipe, a job script, ..."""
     whole: bool
-    """Whether each run has its own pictures, recipe and job script."""
+    """Whether each run has its own charts, recipe and job script."""
 
     @classmethod
     def of(cls, document: Document) -> "Limits":
@@ -94,24 +100,34 @@ class EventRow:
 
 def render(document: Document) -> str:
     """The whole page. What the document holds of texts is escaped."""
-    with svg.drawing():
-        return _environment().get_template("page.html").render(document=document, limits=Limits.of(document))
+    return _environment().get_template("page.html").render(document=document, limits=Limits.of(document))
+
+
+def markdown(document: Document) -> str:
+    """Verdict, numbers, where the time went, energy, differences: for a terminal or a merge request."""
+    lines = _environment().get_template("report.md").render(document=document).strip("\n").split("\n")
+    shown: list[str] = []
+    for is_table, some in groupby(lines, lambda line: line.startswith("|")):
+        part = list(some)
+        shown += _aligned(part) if is_table else part
+    return "\n".join(shown) + "\n"
 
 
 def bars(waterfall: Waterfall) -> list[Bar]:
     """The parts as steps, each from where the one before it ended."""
-    whole = max(waterfall.wall_seconds, sum(_seconds(part.seconds) for part in waterfall.parts), 1e-9)
+    parts = [(part, part.seconds if 0 < part.seconds < float("inf") else 0.0) for part in waterfall.parts]
+    whole = max(waterfall.wall_seconds, sum(seconds for _, seconds in parts), 1e-9)
     found, before = [], 0.0
-    for part in waterfall.parts:
-        seconds = _seconds(part.seconds)
+    for part, seconds in parts:
+        kind = next((kind for word, kind in KINDS.items() if word in part.name.lower()), "other")
         places = (100 * before / whole, 100 * seconds / whole)
-        found.append(Bar(part.name, part.note, part.seconds, seconds / whole, *places, _kind(part.name)))
+        found.append(Bar(part.name, part.note, part.seconds, seconds / whole, *places, kind))
         before += seconds
     return found
 
 
 def event_rows(events: Iterable[Event]) -> list[EventRow]:
-    """The list of events, numbered as on the pictures; checkpoints have no number, many in a row one line."""
+    """The list of events, numbered as on the charts; checkpoints have no number, many in a row one line."""
     rows: list[EventRow] = []
     number = 0
     for checkpoint, group in groupby(events, key=lambda event: event.kind == "checkpoint"):
@@ -125,7 +141,7 @@ def event_rows(events: Iterable[Event]) -> list[EventRow]:
     return rows
 
 
-def marks(events: Sequence[Event], curve: Curve) -> list[pictures.Mark]:
+def marks(events: Sequence[Event], curve: Curve) -> list[charts.Mark]:
     """Where the events stand on a curve's axis: by step or by time, whichever it has."""
     label = curve.x_label.lower().strip()
     unit = next((seconds for name, seconds in UNITS.items() if label.startswith(name)), None)
@@ -135,122 +151,76 @@ def marks(events: Sequence[Event], curve: Curve) -> list[pictures.Mark]:
         number = None if event.kind == "checkpoint" else next(numbers)
         x = event.at / unit if unit else event.step if label.startswith("step") else None
         if x is not None:
-            found.append(pictures.Mark(x, number))
+            found.append(charts.Mark(x, number))
     return found
 
 
-def facts(run: RunReport) -> list[tuple[str, str]]:
-    """What it was, in short: label and value."""
-    origin = run.origin
-    pairs = [
-        ("Framework", origin.framework),
-        ("Engine", origin.engine),
-        ("Launcher", origin.launcher),
-        ("Ranks", f"{origin.ranks:,}" if origin.ranks else ""),
-        ("Job", origin.job_id),
-        ("Git commit", origin.git_commit),
-        ("Folder", run.folder),
-    ]
-    return [(label, value) for label, value in pairs if value]
+def date(seconds: float) -> str:
+    """As `2026-11-25 14:05 UTC`; `unknown` where no calendar has it."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "unknown"
 
 
-def summary(run: RunReport) -> str:
-    """The line under the title."""
-    origin = run.origin
-    ranks = f"{origin.ranks:,} rank{'s' if origin.ranks != 1 else ''}" if origin.ranks else ""
-    names = list(dict.fromkeys(origin.hosts))
-    hosts = f"{len(names):,} hosts" if len(names) > 1 else "".join(names)
-    began = f"began {wording.date(run.began)}" if run.began is not None else ""
-    software = " over ".join(wording.short(text, 40) for text in (origin.framework, origin.engine) if text)
-    return ", ".join(text for text in (ranks, software, wording.short(hosts, 40), began) if text)
+def cut(text: str, most: int) -> str:
+    """The beginning and the end of a text that is too long to show."""
+    left = len(text) - most
+    return text if left <= 0 else f"{text[: most // 2]}\n... {left:,} characters left out ...\n{text[-most // 2 :]}"
 
 
-def groups(comparison: Comparison) -> Iterator[tuple[str, list[tuple[str, tuple[str, ...]]]]]:
-    """The comparison's rows, group by group."""
-    for name, rows in groupby(comparison.rows, key=lambda row: row[0]):
-        yield name, [(key, values) for _, key, values in rows]
+def plain(text: str) -> str:
+    """The text for Markdown, where nothing of it is markup: it is somebody else's."""
+    for letter in ("\\", "`", "*", "<", "[", "]"):
+        text = text.replace(letter, f"\\{letter}")
+    return text.replace("\n", " ")
 
 
-def energy(kwh: float) -> str:
-    """As `1.24 kWh`, `3.1 Wh`."""
-    return f"{wording.number(kwh)} kWh" if kwh >= 0.1 or not kwh else f"{wording.number(1000 * kwh)} Wh"
+def _aligned(lines: Sequence[str]) -> list[str]:
+    """Rows of a Markdown table, a line below the first, in columns that read in a terminal as well."""
+    cells = [line[2:-2].split(" | ") for line in lines]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    head, *rows = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
+    return [head, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *rows]
 
 
-def differs(values: Sequence[str]) -> bool:
-    """Whether not all are the same."""
-    return len(set(values)) > 1
+def cell(text: str) -> str:
+    """The text for a cell of a Markdown table."""
+    shown = text if len(text) <= MOST_CELL else f"{text[: MOST_CELL - 3]}..."
+    return plain(shown).replace("|", "\\|")
 
 
 @functools.cache
 def _environment() -> "Environment":
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-    loader = PackageLoader("hvdtrain.tools.report")
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+        loader=PackageLoader("hvdtrain.tools.report"),
+        autoescape=select_autoescape(),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
-    environment.filters |= {name: getattr(wording, name) for name in ("duration", "number", "percent", "date", "short")}
-    environment.filters |= {"cut": wording.cut, "energy": energy, "step_time": wording.step_time}
-    environment.globals |= {
-        function.__name__: function for function in (bars, event_rows, marks, facts, summary, groups, differs, heat)
-    }
-    environment.globals |= {
-        "pictures": pictures,
-        "describe": describe,
-        "median": statistics.median,
-        "WORDS": WORDS,
-        "ICONS": ICONS,
-    }
+    environment.filters |= {name: getattr(model, name) for name in ("duration", "number", "percent", "short", "kwh")}
+    environment.filters |= {"step_time": model.step_time, "date": date, "cut": cut, "plain": plain, "cell": cell}
+    environment.globals |= {each.__name__: each for each in (bars, event_rows, marks, heat)}
+    environment.globals |= {"charts": charts, "median": statistics.median, "WORDS": WORDS, "ICONS": ICONS}
     return environment
 
 
 def _shown(value: Any) -> Any:
-    return wording.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    """What a template prints: control and hidden characters as escapes; lines and blanks stay."""
+    if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
+        return value
+    return "".join(
+        each if each.isprintable() or each in BLANKS or unicodedata.category(each) == "Zs" else repr(each)[1:-1]
+        for each in value.replace("\r\n", "\n")
+    )
 
 
-def _seconds(value: float) -> float:
-    return value if 0 < value < float("inf") else 0.0
-
-
-def _kind(name: str) -> str:
-    """Which colour a part of the wall time has; its name says the same."""
-    kinds = {"training": "useful", "lost": "lost", "idle": "lost", "queue": "waiting"}
-    return next((kind for word, kind in kinds.items() if word in name.lower()), "other")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A named row of the map; `top` is its middle, in percent of the height."""
-
-    text: str
-    top: float
-    slow: bool
-
-
-@dataclass(frozen=True)
-class Heat:
-    """What the page shows of a heat map."""
-
-    png: str
-    """Base64."""
-    pixels: int
-    """Its height on the page."""
-    rows: tuple[Row, ...]
-    letters: int
-    """Of the longest name, with some room."""
-    times: tuple[str, ...]
-    """At the left, in the middle, at the right."""
-    low: str
-    high: str
-    colours: tuple[str, ...]
-    """Of the scale, from low to high."""
-    gaps: bool
-    left_out: int
-    """Rows, the quickest ones."""
-
-
-def heat(given: HeatMap) -> Heat | None:
-    """None where no step time was recorded."""
+def heat(given: HeatMap) -> dict[str, Any] | None:
+    """What the page shows of a heat map; None where no step time was recorded."""
     seconds = np.asarray(given.seconds, dtype=float)
     seconds = np.where(np.isfinite(seconds), seconds, np.nan)
     if not np.isfinite(seconds).any():
@@ -261,20 +231,27 @@ def heat(given: HeatMap) -> Heat | None:
     finite = seconds[np.isfinite(seconds)]
     low = float(np.percentile(finite, 1))
     high = max(float(np.percentile(finite, 99.5)), low * LEAST_RANGE)
-    picture = np.where(columns >= 0, seconds[chosen][:, columns], np.nan)
+    chart = np.where(columns >= 0, seconds[chosen][:, columns], np.nan)
     rows = _rows(given, chosen, pixels)
-    return Heat(
-        png=_png(picture, low, high),
-        pixels=pixels,
-        rows=tuple(rows),
-        letters=min(MOST_LETTERS, max(len(row.text) for row in rows)) + 3,
-        times=tuple(duration(max(at[place], 0.0)) for place in (0, len(at) // 2, -1)),
-        low=duration(low),
-        high=duration(high),
-        colours=tuple("#" + bytes(colour).hex() for colour in _palette(8)),
-        gaps=not np.isfinite(picture).all(),
-        left_out=len(seconds) - len(chosen),
-    )
+    return {
+        "png": _png(chart, low, high),
+        "pixels": pixels,
+        "rows": rows,
+        "letters": min(MOST_LETTERS, max(len(text) for text, _, _ in rows)) + 3,
+        "times": [max(at[place], 0.0) for place in (0, len(at) // 2, -1)],
+        "range": (low, high),
+        "colours": ["#" + bytes(colour).hex() for colour in _palette(8)],
+        "gaps": not np.isfinite(chart).all(),
+        "left_out": len(seconds) - len(chosen),
+        "text": _words(given, finite),
+    }
+
+
+def _words(given: HeatMap, seconds: np.ndarray) -> str:
+    slow = [short(given.rows[row], 40) for row in given.slow if 0 <= row < len(given.rows)]
+    named = f"Slow: {', '.join(slow[:10])}" if slow else "No rank is slow"
+    reach = f"Steps take {duration(seconds.min())} to {duration(seconds.max())}, in the median"
+    return f"{reach} {duration(np.median(seconds))}. {named}."
 
 
 def _chosen(seconds: np.ndarray, slow: object) -> np.ndarray:
@@ -315,12 +292,13 @@ def _palette(count: int) -> np.ndarray:
     return np.asarray(matplotlib.colormaps[COLOURS](np.linspace(0, 1, count), bytes=True))[:, :3]
 
 
-def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[Row]:
-    """The names that have room beside the map; those of slow ranks come first."""
+def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[tuple[str, float, bool]]:
+    """The names that have room beside the map, where their middle is in percent, and whether they are slow; those of
+    slow ranks come first."""
     step = pixels / len(chosen)
-    taken: list[Row] = []
+    taken: list[tuple[str, float, bool]] = []
     for place, row in sorted(enumerate(chosen.tolist()), key=lambda pair: (pair[1] not in given.slow, pair[0])):
         middle = (place + 0.5) * step
-        if all(abs(middle - other.top * pixels / 100) >= LABEL_PIXELS for other in taken):
-            taken.append(Row(short(given.rows[row], MOST_LETTERS), 100 * middle / pixels, row in given.slow))
-    return sorted(taken, key=lambda row: row.top)
+        if all(abs(middle - top * pixels / 100) >= LABEL_PIXELS for _, top, _ in taken):
+            taken.append((short(given.rows[row], MOST_LETTERS), 100 * middle / pixels, row in given.slow))
+    return sorted(taken, key=lambda row: row[1])

@@ -6,17 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import files
+from hvdtrain import files, untrusted
 from hvdtrain.errors import RecipeError
+from hvdtrain.record import reader
+from hvdtrain.record.reader import Run
 from hvdtrain.tools.bench.scaling import efficiencies
 from hvdtrain.tools.predict.scaling import NOISE, Point, Points
 from hvdtrain.tools.predict.task import LEAST, MOST, MOST_POINTS, MOST_RANKS, WORST_MISFIT
-from hvdtrain.tools.report import folder as folders
-from hvdtrain.tools.report import lines, origin
-from hvdtrain.tools.report.folder import Folder
-from hvdtrain.tools.report.model import Scaling, ScalingRow
-from hvdtrain.tools.report.ranks import step_parts
-from hvdtrain.tools.report.wording import percent
+from hvdtrain.tools.report.costs import WAITING, step_parts
+from hvdtrain.tools.report.model import Scaling, ScalingRow, percent
 from hvdtrain.untrusted import one_line, printable
 
 FILE = "scaling.json"
@@ -70,18 +68,18 @@ def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
 def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
     """What `bench scaling` has measured, by mode."""
     try:
-        results = lines.mapping(files.read_json(path / FILE, follow=False))
+        results = untrusted.mapping(files.read_json(path / FILE, follow=False))
     except (OSError, ValueError) as error:
         missing.append(f"{FILE} cannot be read: {one_line(getattr(error, 'strerror', None) or error, 100)}")
         return {}
-    batch, found = lines.whole(results.get("batch"), 1), {}
+    batch, found = untrusted.whole(results.get("batch"), 1), {}
     for mode in MODES:
-        seconds = _rounds(lines.mapping(results.get(mode)))
+        seconds = _rounds(untrusted.mapping(results.get(mode)))
         if seconds and batch:
             of_all = {ranks: batch * (ranks if mode == "weak" else 1) for ranks in seconds}
-            node = lines.whole(results.get("ranks_per_node"), 1) or 1
-            cores = lines.whole(results.get("cores"), 1)
-            waiting = _rounds(lines.mapping(lines.mapping(results.get("waiting")).get(mode)))
+            node = untrusted.whole(results.get("ranks_per_node"), 1) or 1
+            cores = untrusted.whole(results.get("cores"), 1)
+            waiting = _rounds(untrusted.mapping(untrusted.mapping(results.get("waiting")).get(mode)))
             parts = {ranks: _parts(seconds[ranks], of) for ranks, of in waiting.items() if ranks in seconds}
             found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts)
     if not found:
@@ -100,7 +98,7 @@ def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:
     found = {}
     for key, values in given.items():
         ranks = int(key) if str(key).isdecimal() and len(key) < 6 else 0
-        known = [lines.number(value, LEAST, MOST) for value in lines.items(values, MOST_ROUNDS)]
+        known = [untrusted.number(value, LEAST, MOST) for value in untrusted.items(values, MOST_ROUNDS)]
         if 1 <= ranks <= MOST_RANKS and known and None not in known:
             found[ranks] = [value for value in known if value is not None]
     return dict(sorted(found.items())[:MOST_POINTS])
@@ -125,7 +123,7 @@ def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
     """The runs below the folder. Weak: those with the same batch a rank; strong: those with the same batch."""
     runs = []
     for each in _run_folders(path):
-        run = _sweep_run(folders.read(each))
+        run = _sweep_run(reader.read(each))
         if run:
             runs.append(run)
         else:
@@ -142,18 +140,17 @@ def _run_folders(path: Path) -> list[Path]:
     return sorted({each.parent for each in known})[:MOST_RUNS]
 
 
-def _sweep_run(run: Folder) -> SweepRun | None:
+def _sweep_run(run: Run) -> SweepRun | None:
     """None where it does not say how fast it was."""
     column = run.metrics.steps.get("examples_per_second")
-    rate, ranks = column.median() if column else None, origin.ranks(run)
-    batch = lines.whole(run.plan.get("global_batch"), 1)
+    rate, ranks = column.median() if column else None, run.ranks
+    batch = untrusted.whole(run.plan.get("global_batch"), 1)
     if not (rate and batch and ranks and ranks <= MOST_RANKS and LEAST < batch / rate < MOST):
         return None
     hosts = run.launch.hosts if run.launch else []
-    parts = step_parts(run.launches)
-    split = None
-    if parts.computing is not None and parts.waiting is not None:
-        split = (parts.computing + (parts.reading or 0.0), parts.waiting)
+    parts, split = step_parts(run.launches), None
+    if parts.keys() >= {"computing", WAITING}:
+        split = (parts["computing"] + parts.get("reading", 0.0), parts[WAITING])
     return SweepRun(ranks, batch, batch / rate, hosts.count(hosts[0]) if hosts else 1, split)
 
 

@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.tools.report import lines, origin, state
-from hvdtrain.tools.report.folder import Folder
-from hvdtrain.tools.report.launches import Launch
-from hvdtrain.tools.report.model import Check, Kept, Level, Verdict, Waterfall
-from hvdtrain.tools.report.ranks import slow_ranks, step_parts
-from hvdtrain.tools.report.wording import duration, percent
+from hvdtrain import untrusted
+from hvdtrain.record.history import Launch
+from hvdtrain.record.reader import Run
+from hvdtrain.tools.report import origin
+from hvdtrain.tools.report.costs import WAITING, slow_ranks, step_parts
+from hvdtrain.tools.report.model import Check, Kept, Level, Verdict, Waterfall, duration, percent
 
 HARMLESS = {
     *("name", "expected", "data_dir", "cache_dir", "decoder", "workers", "device", "data_on_device"),
@@ -40,8 +40,7 @@ REMEDIES = {
 """What helps against a part of the wall time."""
 LIMITS = {
     "reading": "Read faster: more --workers, or packed data (python -m hvdtrain pack); bench train measures it.",
-    "waiting for other ranks": "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank "
-    "waits less often.",
+    WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
 }
 
 
@@ -70,33 +69,33 @@ class Result:
         return f"{what}: as it should be."
 
 
-def verdict(folder: Folder, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
+def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
     """From the run's own records alone."""
-    results = compared(folder) if run_state == "finished" else []
-    promises = checks(folder, run_state)
-    slow = slow_ranks(folder.launches)
-    names = [f"{folder.launch.name_of(rank)} is {why}." for rank, why in slow.items() if folder.launch]
-    again = [text] if (text := _launches(folder, waterfall)) else []
+    results = compared(run) if run_state == "finished" else []
+    promises = checks(run, run_state)
+    slow = slow_ranks(run.launches)
+    names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
+    again = [text] if (text := _launches(run, waterfall)) else []
     level = _level(run_state, results, promises, slow)
-    if level == "good" and not folder.metrics.epochs and not folder.metrics.steps:
+    if level == "good" and not run.metrics.epochs and not run.metrics.steps:
         level = "attention"  # nothing shows what came out
-    limit = limit_of(folder)
+    limit = limit_of(run)
     return Verdict(
         level=level,
-        headline=headline(folder, run_state, now),
-        details=tuple(map(_capital, [*map(str, results), *_plain(folder, results), *names, *again])),
+        headline=headline(run, run_state, now),
+        details=tuple(map(_capital, [*map(str, results), *_plain(run, results), *names, *again])),
         checks=promises,
         limit=limit,
-        advice=advice(folder, run_state, results, promises, waterfall),
+        advice=advice(run, run_state, results, promises, waterfall),
     )
 
 
-def headline(folder: Folder, run_state: str, now: float) -> str:
+def headline(run: Run, run_state: str, now: float) -> str:
     """One short sentence."""
-    step, total = state.step_of(folder), state.total_steps(folder)
+    step, total = run.step, run.total_steps
     place = f"step {step:,} of {total:,}" if total else f"step {step:,}"
-    why = state.error_of(folder)
-    ago = duration(max(1, round(now - state.last_sign(folder))))
+    why = run.error
+    ago = duration(max(1, round(now - run.last_sign)))
     match run_state:
         case "finished":
             return f"Trained to the end: {place}."
@@ -111,22 +110,22 @@ def headline(folder: Folder, run_state: str, now: float) -> str:
     return f"How it ended is not known; it came to {place}." if step else "Nothing is known of its training."
 
 
-def compared(folder: Folder) -> list[Result]:
+def compared(run: Run) -> list[Result]:
     """The final metrics that the recipe expects something of."""
-    theirs = origin.shipped(folder)
-    expected = lines.mapping(folder.recipe.get("expected")) or lines.mapping(theirs.get("expected"))
-    unfair = tuple(key for key, _, _ in origin.differences(folder) if key not in HARMLESS)
+    theirs = origin.shipped(run)
+    expected = untrusted.mapping(run.recipe.get("expected")) or untrusted.mapping(theirs.get("expected"))
+    unfair = tuple(key for key, _, _ in origin.differences(run) if key not in HARMLESS)
     found = []
     for key, given in list(expected.items())[:10]:
-        name, goal, value = lines.text(key, 60), lines.number(given), folder.metrics.final(str(key))
+        name, goal, value = untrusted.text(key, 60), untrusted.number(given), run.metrics.final(str(key))
         if goal is not None and value is not None:
-            found.append(Result(name, value, goal, _tolerance(goal, folder), unfair))
+            found.append(Result(name, value, goal, _tolerance(goal, run), unfair))
     return found
 
 
-def limit_of(folder: Folder) -> str:
+def limit_of(run: Run) -> str:
     """What takes most of a step, a sentence; "" where nobody measured it."""
-    parts = step_parts(folder.launches).known
+    parts = step_parts(run.launches)
     if not parts or "computing" not in parts:
         return ""
     whole = sum(parts.values())
@@ -137,7 +136,7 @@ def limit_of(folder: Folder) -> str:
 
 
 def advice(
-    folder: Folder,
+    run: Run,
     run_state: str,
     results: Sequence[Result],
     promises: Sequence[Check],
@@ -145,21 +144,21 @@ def advice(
 ) -> str:
     """The one thing to do next."""
     broken = [check for check in promises if check.state == "broken"]
-    command = origin.origin(folder).command
+    command = origin.origin(run).command
     again = f"Run the same command again to continue{f': {command}' if command else '.'}"
     if broken:
         return f"Do not use the result before you know why: {broken[0].name} is broken ({broken[0].detail})."
     if run_state in {"failed", "killed", "stopped"}:
-        return (_remedy(state.error_of(folder)) if run_state == "failed" else "") or again
+        return (_remedy(run.error) if run_state == "failed" else "") or again
     if run_state == "running":
-        return f"Watch it: python -m hvdtrain watch {folder.path}"
-    return _of_result(folder, results) or _of_time(waterfall) or _of_limit(folder)
+        return f"Watch it: python -m hvdtrain watch {run.path}"
+    return _of_result(run, results) or _of_time(waterfall) or _of_limit(run)
 
 
-def _of_result(folder: Folder, results: Sequence[Result]) -> str:
+def _of_result(run: Run, results: Sequence[Result]) -> str:
     """What a run that has finished calls for first."""
-    if slow := slow_ranks(folder.launches):
-        return _of_slow(folder, slow)
+    if slow := slow_ranks(run.launches):
+        return _of_slow(run, slow)
     if any(result.is_below and not result.unfair for result in results):
         return "Repeat it with another --seed: one run may be chance, two are not."
     return ""
@@ -182,34 +181,34 @@ def _level(run_state: str, results: Sequence[Result], promises: Sequence[Check],
     return "attention" if run_state != "finished" or below or slow else "good"
 
 
-def _plain(folder: Folder, results: Sequence[Result]) -> list[str]:
+def _plain(run: Run, results: Sequence[Result]) -> list[str]:
     """The final accuracy, where the recipe expects nothing of it."""
-    value = folder.metrics.final("valid_acc1")
+    value = run.metrics.final("valid_acc1")
     if value is None or any(result.name == "valid_acc1" for result in results):
         return []
-    return [f"Validation accuracy {value:.4f} after epoch {folder.metrics.last_epoch:,}."]
+    return [f"Validation accuracy {value:.4f} after epoch {run.metrics.last_epoch:,}."]
 
 
-def _launches(folder: Folder, waterfall: Waterfall | None) -> str:
+def _launches(run: Run, waterfall: Waterfall | None) -> str:
     """What it cost that the run was launched several times; "" of a run that was not."""
-    if len(folder.launches) < 2:
+    if len(run.launches) < 2:
         return ""
     lost = sum(part.seconds for part in waterfall.parts if part.name == "lost work") if waterfall else 0.0
     cost = f"{duration(lost)} of steps were made again" if lost else "no step was made again"
-    return f"Launched {len(folder.launches):,} times; {cost}."
+    return f"Launched {len(run.launches):,} times; {cost}."
 
 
-def _tolerance(expected: float, folder: Folder) -> float:
+def _tolerance(expected: float, run: Run) -> float:
     """How far an accuracy over so many examples may be off by chance; of other metrics a twentieth."""
-    examples = lines.whole(folder.plan.get("valid_examples"), 1)
+    examples = untrusted.whole(run.plan.get("valid_examples"), 1)
     if not 0 <= expected <= 1:
         return abs(expected) / 20
     return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / (examples or 1000)))
 
 
-def _of_slow(folder: Folder, slow: Mapping[int, str]) -> str:
+def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
     rank = next(iter(slow))
-    launch = folder.launch
+    launch = run.launch
     host = launch.name_of(rank).partition(" on ")[2] if launch else ""
     if "slow in reading" in slow[rank]:
         return f"See what {host or 'its host'} reads from: its storage or its readers are slower than the others'."
@@ -236,8 +235,8 @@ def _of_time(waterfall: Waterfall | None) -> str:
     return f"{_capital(name)} took {percent(worth[name])} of the wall time. {REMEDIES[name]}"
 
 
-def _of_limit(folder: Folder) -> str:
-    parts = step_parts(folder.launches).known
+def _of_limit(run: Run) -> str:
+    parts = step_parts(run.launches)
     return LIMITS.get(max(parts, key=parts.__getitem__), "") if parts else ""
 
 
@@ -263,24 +262,24 @@ def _capital(text: str) -> str:
 Found = tuple[Kept, str]
 
 
-def checks(folder: Folder, run_state: str) -> tuple[Check, ...]:
+def checks(run: Run, run_state: str) -> tuple[Check, ...]:
     """One a promise, in README.md's order."""
     found = {
-        "The right world": _world(folder),
-        "Replicas compared": _replicas(folder),
-        "Exact metrics": _metrics(folder),
-        "Exact resume": _resumes(folder, run_state),
+        "The right world": _world(run),
+        "Replicas compared": _replicas(run),
+        "Exact metrics": _metrics(run),
+        "Exact resume": _resumes(run, run_state),
     }
     return tuple(Check(name, kept, detail) for name, (kept, detail) in found.items())
 
 
-def _world(folder: Folder) -> Found:
+def _world(run: Run) -> Found:
     """As many ranks as the launcher has started are those that trained."""
-    launched = [launch.ranks for launch in folder.launches if launch.ranks]
+    launched = [launch.ranks for launch in run.launches if launch.ranks]
     if not launched:
         return "unknown", "the run has not recorded its launches"
-    last, planned = launched[-1], lines.whole(folder.plan.get("size"), 1)
-    launcher = lines.text(folder.launches[-1].about.get("launcher"), 40)
+    last, planned = launched[-1], untrusted.whole(run.plan.get("size"), 1)
+    launcher = untrusted.text(run.launches[-1].about.get("launcher"), 40)
     by = f", as {launcher} launched them" if launcher and launcher != "none" else ""
     if planned and planned != last:
         return "broken", f"{ranks(last)} were launched, the plan is for {planned:,}"
@@ -289,54 +288,54 @@ def _world(folder: Folder) -> Found:
     return "kept", f"{ranks(last)}{by}{also}"
 
 
-def _replicas(folder: Folder) -> Found:
+def _replicas(run: Run) -> Found:
     """The fingerprints of the weights, and what updates them, were equal on all ranks, each time."""
-    if re.search(r"ReplicaError|after step \d+ the (ranks differ in|weights of replica) ", state.error_of(folder)):
+    if re.search(r"ReplicaError|after step \d+ the (ranks differ in|weights of replica) ", run.error):
         return "broken", "the ranks' weights, or what updates them, differed, and the run stopped"
-    ended = [launch.end.replica_checks for launch in folder.launches if launch.end]
+    ended = [launch.end.replica_checks for launch in run.launches if launch.end]
     counts = [count for count in ended if count is not None]
-    if folder.launch and folder.launch.ranks == 1:
+    if run.launch and run.launch.ranks == 1:
         return "kept", "one rank: there is nothing to compare"
     if not sum(counts):
         return "unknown", "no launch has recorded how often they were compared"
-    least = "at least " if len(counts) < len(folder.launches) else ""
+    least = "at least " if len(counts) < len(run.launches) else ""
     times = sum(counts)
     return "kept", f"compared {least}{times:,} time{'s' if times != 1 else ''}, and equal each time"
 
 
-def _metrics(folder: Folder) -> Found:
+def _metrics(run: Run) -> Found:
     """Each validation has counted each example once."""
-    planned, counted = lines.whole(folder.plan.get("valid_examples")), folder.metrics.valid_examples
+    planned, counted = untrusted.whole(run.plan.get("valid_examples")), run.metrics.valid_examples
     if not counted or planned is None:
         return "unknown", "the run has not recorded how many examples its metrics are of"
-    if wrong := sorted(counted - {planned, *(launch.valid_examples for launch in folder.launches)}):
+    if wrong := sorted(counted - {planned, *(launch.valid_examples for launch in run.launches)}):
         return "broken", f"a validation has counted {wrong[0]:,} examples, the data set has {planned:,}"
-    epochs = folder.metrics.counted_epochs
+    epochs = run.metrics.counted_epochs
     of = f"{planned:,}" if counted == {planned} else " or ".join(f"{count:,}" for count in sorted(counted))
     return "kept", f"{epochs:,} validation{'s' if epochs != 1 else ''}, each of all {of} examples, once"
 
 
-def _resumes(folder: Folder, run_state: str) -> Found:
+def _resumes(run: Run, run_state: str) -> Found:
     """Each launch went on where a checkpoint was, and no step is in the metrics twice."""
-    if repeated := folder.metrics.repeated:
+    if repeated := run.metrics.repeated:
         return "broken", f"{repeated:,} step{'s have' if repeated != 1 else ' has'} more than one log line"
-    total, step = state.total_steps(folder), state.step_of(folder)
+    total, step = run.total_steps, run.step
     if run_state == "finished" and total and step < total:
         return "broken", f"its status is finished, at step {step:,} of {total:,}"
-    return _resumed(folder) if folder.launches else ("unknown", "the run has not recorded its launches")
+    return _resumed(run) if run.launches else ("unknown", "the run has not recorded its launches")
 
 
-def _resumed(folder: Folder) -> Found:
+def _resumed(run: Run) -> Found:
     """Each launch after the first began where a checkpoint was."""
-    if len(folder.launches) == 1 and not folder.launches[0].first_step:
+    if len(run.launches) == 1 and not run.launches[0].first_step:
         return "kept", "trained in one launch"
-    for number, launch in enumerate(folder.launches):
-        if wrong := _wrong_resume(folder.launches[:number], launch):
+    for number, launch in enumerate(run.launches):
+        if wrong := _wrong_resume(run.launches[:number], launch):
             return wrong
-    times = len([launch for launch in folder.launches if launch.first_step])
-    steps = ", ".join(f"{launch.first_step:,}" for launch in folder.launches if launch.first_step)
+    times = len([launch for launch in run.launches if launch.first_step])
+    steps = ", ".join(f"{launch.first_step:,}" for launch in run.launches if launch.first_step)
     if not times:
-        return "kept", f"{len(folder.launches):,} launches, each from the beginning: there was no checkpoint yet"
+        return "kept", f"{len(run.launches):,} launches, each from the beginning: there was no checkpoint yet"
     return "kept", f"resumed {times:,} time{'s' if times != 1 else ''}, from the checkpoints of steps {steps[:200]}"
 
 

@@ -2,24 +2,24 @@
 
 import re
 import shlex
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-import tyro
 from pydantic import Field
 
 from hvdtrain.core import flags
+from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import nearest
 from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.files import read_bytes
-from hvdtrain.launch import pmi
-from hvdtrain.tools.slurm import bash
-from hvdtrain.tools.slurm.case import Finding
+from hvdtrain.launch import pmi, slurm
+from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.tools.slurm.job_check import LONGEST, MOST_BYTES, findings_of, read, report
+from hvdtrain.tools.slurm.script import syntax_errors
 from hvdtrain.tools.slurm.sites import SITES, TIME, Site, table
+from hvdtrain.tools.slurm.step_rules import Finding
 from hvdtrain.untrusted import printable
 from hvdtrain.untrusted import quoted as shown
 
@@ -27,64 +27,7 @@ PROG = "python -m hvdtrain slurm"
 AS_IN = f"give it after --, as in: {PROG} --site NAME -- python -m hvdtrain.torch linear"
 NAME = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 OF_A_RANK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
-COMMENTS_AT = 48
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-OF_A_TRAINING = ("--signal", "--requeue", "--open-mode")
-SAVES = "120 s before its time limit hvdtrain saves and requeues the job"
-IGNORED = "120 s before its time limit; delete it if COMMAND ignores USR2"
-TRAPPED = "120 s before its time limit, for programs that handle it"
-REQUEUED = "it may be queued again, as when its first node fails"
-EXPEDITED = "after a lost node it is first in the queue; after an error it may be held there"
-
-MPI_WHY = "# --mpi says how ranks find each other: pmix for Open MPI, pmi2 for MPICH, cray_shasta for Cray-MPICH.\n"
-ORDER_WHY = (
-    "# CUDA_VISIBLE_DEVICES stands behind srun, which sets it anew: this order puts a task next to its own GPU.\n"
-)
-SUPERVISE_WHY = """\
-# supervise starts srun again when a rank or a node is lost: on a spare node, else on fewer nodes. Where too few remain
-# it queues the job again.
-"""
-SRUN = """\
-# If one rank dies, srun stops the others too: they would wait for it until the time limit.
-{mpi_why}{order_why}{supervise}srun --kill-on-bad-exit=1{mpi} {order}{command}
-"""
-
-ITSELF = """\
-# This runs once, on the first node, and starts its steps with srun.
-{command}
-"""
-
-KEY = """export HVDTRAIN_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""""
-
-TORCHRUN = """\
-# What stands between the single quotes runs once on each node: only there do SLURM_STEP_NODELIST and SLURM_NODEID
-# describe the step. One torchrun a node starts one rank a GPU.
-{order_why}{supervise}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
-  trap "" USR2  # torchrun would end at the signal of the time limit; its ranks get it all the same
-  # The rendezvous is on the first node{suffix_note}.
-  MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1){suffix}
-  MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000))  # the last four digits of the job id: jobs do not share a port
-  export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / {gpus}))}}"  # torchrun would set 1
-  # is_host names the node that opens the rendezvous: torchrun does not recognise a second name of it.
-  exec torchrun --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node={gpus} \\
-    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\
-    --rdzv-conf="is_host=$((SLURM_NODEID == 0))"{local_address} "$@"
-' torchrun {command}
-"""
-
-TF_CONFIG = """\
-# What stands between the single quotes runs once on each node: only there is SLURM_NODEID the number of the node.
-# TF_CONFIG lists every worker for TensorFlow, and which of them this one is.
-{order_why}{supervise}srun --kill-on-bad-exit=1{mpi} {order}bash -c '
-  trap "" USR2  # a program that does not know the signal of the time limit would end at it
-  port=$((10000 + SLURM_JOB_ID % 10000))  # the last four digits of the job id: jobs do not share a port
-  workers=$(printf "\\"%s{suffix}:$port\\", " $(scontrol show hostnames "$SLURM_STEP_NODELIST"))
-  cluster="{{\\"worker\\": [${{workers%, }}]}}"
-  task="{{\\"type\\": \\"worker\\", \\"index\\": $SLURM_NODEID}}"
-  export TF_CONFIG="{{\\"cluster\\": $cluster, \\"task\\": $task}}"
-  exec "$@"
-' tf-config {command}
-"""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -95,33 +38,29 @@ class Options:
     '$WORK' here for the job to have its own. `--launcher torchrun` takes `python -m MODULE` or `python FILE`.
     """
 
-    site: Annotated[str | None, tyro.conf.arg(help=", ".join(SITES))] = None
+    site: Annotated[str | None, Flag(", ".join(SITES))] = None
     nodes: Count = 1
     spare: Annotated[
-        int, Field(ge=0, le=1_000_000), tyro.conf.arg(help="nodes more, each of which replaces a lost one", metavar="N")
+        int, Field(ge=0, le=1_000_000), Flag("nodes more, each of which replaces a lost one", metavar="N")
     ] = 0
     expedite: Annotated[
-        bool, tyro.conf.arg(help="start again before all other jobs when the first node is lost; SLURM 25.11 and later")
+        bool, Flag("start again before all other jobs when the first node is lost; SLURM 25.11 and later")
     ] = False
-    time: Annotated[str | None, tyro.conf.arg(help="HH:MM:SS; left out: the site's usual", metavar="TIME")] = None
-    account: Annotated[str | None, tyro.conf.arg(help="the project that pays", metavar="NAME")] = None
-    partition: Annotated[str | None, tyro.conf.arg(help="left out: the site's", metavar="NAME")] = None
-    reservation: Annotated[str | None, tyro.conf.arg(help="of a course", metavar="NAME")] = None
-    mpi: Annotated[str | None, tyro.conf.arg(help="srun's plugin: pmix, pmi2, ...", metavar="PLUGIN")] = None
+    time: Annotated[str | None, Flag("HH:MM:SS; left out: the site's usual", metavar="TIME")] = None
+    account: Annotated[str | None, Flag("the project that pays", metavar="NAME")] = None
+    partition: Annotated[str | None, Flag("left out: the site's", metavar="NAME")] = None
+    reservation: Annotated[str | None, Flag("of a course", metavar="NAME")] = None
+    mpi: Annotated[str | None, Flag("srun's plugin: pmix, pmi2, ...", metavar="PLUGIN")] = None
     launcher: Annotated[
         Literal["srun", "torchrun", "tf-config"],
-        tyro.conf.arg(help="srun: one task a GPU; torchrun: one task a node; tf-config: one GPU a node and TF_CONFIG"),
+        Flag("srun: one task a GPU; torchrun: one task a node; tf-config: one GPU a node and TF_CONFIG"),
     ] = "srun"
-    job_name: Annotated[str, tyro.conf.arg(metavar="NAME")] = "hvdtrain"
-    gpus_per_node: Annotated[Count | None, tyro.conf.arg(help="left out: all of the site's", metavar="N")] = None
-    cpus_per_task: Annotated[
-        Count | None, tyro.conf.arg(help="left out: the GPU's fraction of a node", metavar="N")
-    ] = None
-    submit: Annotated[bool, tyro.conf.arg(help="give it to sbatch and print the job's number")] = False
-    check: Annotated[Path | None, tyro.conf.arg(help="report what is wrong with this job script", metavar="FILE")] = (
-        None
-    )
-    list: Annotated[bool, tyro.conf.arg(help="the sites and their shapes")] = False
+    job_name: Annotated[str, Flag(metavar="NAME")] = "hvdtrain"
+    gpus_per_node: Annotated[Count | None, Flag("left out: all of the site's", metavar="N")] = None
+    cpus_per_task: Annotated[Count | None, Flag("left out: the GPU's fraction of a node", metavar="N")] = None
+    submit: Annotated[bool, Flag("give it to sbatch and print the job's number")] = False
+    check: Annotated[Path | None, Flag("report what is wrong with this job script", metavar="FILE")] = None
+    list: Annotated[bool, Flag("the sites and their shapes")] = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -154,22 +93,41 @@ def site_named(name: str) -> Site:
 
 
 def render(site: Site, options: Options, command: Sequence[str], starts_steps: bool = False) -> str:
-    """The text of the job script. Pure. Raises JobError where an option or the command breaks a rule.
+    """The text of the job script. Raises JobError where an option or the command breaks a rule.
 
     A command that starts its steps itself runs once, on the first node, and is not queued again near its end.
     """
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
     _refuse_bad_options(site, options, command)
-    lines = ["#!/bin/bash", f"# {site.title}; made by `{PROG}`. Submit it with `sbatch FILE`."]
-    lines += [f"# Its values: {site.source}."]
-    rows = _directives(site, options, command)
-    rows = [row for row in rows if not (starts_steps and row[0].startswith(OF_A_TRAINING))]
-    lines += [_commented(f"#SBATCH {option}", why) for option, why in rows]
-    if not options.account:
-        reads = f"; here it reads like {site.account[1]}" if site.account[1] else ", where the centre requires one"
-        lines.append(f"# Give your project with `sbatch --account=NAME FILE`{reads}.")
-    lines += ["", *_environment(site, options, command), "", ""]
-    return "\n".join(lines) + (
-        ITSELF.format(command=quoted(command)) if starts_steps else _step(site, options, command)
+    gpus, cpus = _shape(site, options)
+    has_all_gpus = gpus == site.gpus
+    memory = f"{site.memory_gib * gpus // site.gpus}G" if site.memory_gib else None
+    uses_tensorflow = options.launcher == "tf-config" or any("tensorflow" in argument for argument in command)
+    framework = site.frameworks.get("tensorflow" if uses_tensorflow else "torch")
+    environment = Environment(
+        loader=PackageLoader("hvdtrain.tools.slurm", ""),
+        autoescape=select_autoescape(),  # of pages alone: the command must stay as it is
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("job.sbatch").render(
+        prog=PROG,
+        site=site,
+        options=options,
+        tasks=gpus if options.launcher == "srun" else 1,
+        cpus=cpus,
+        memory=site.tf_memory if options.launcher == "tf-config" else memory,
+        modules=[*site.modules, *([framework] if framework else [])],
+        is_ours=any("hvdtrain" in argument for argument in command),
+        variables=[row for row in site.environment if has_all_gpus or row[0] != "CUDA_VISIBLE_DEVICES"],
+        starts_steps=starts_steps,
+        plugin=options.mpi or (site.mpi if options.launcher == "srun" else None),
+        gpus=gpus,
+        gpu_order=site.gpu_order if has_all_gpus else None,
+        suffix=site.host_suffix,
+        command=quoted(_for_torchrun(command) if options.launcher == "torchrun" and not starts_steps else command),
     )
 
 
@@ -181,18 +139,15 @@ def quoted(arguments: Sequence[str]) -> str:
 def submit(script: str) -> str:
     """Gives the script to sbatch; the number of the job. Raises JobError."""
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, text=True, errors="replace", capture_output=True, check=False
-        )
-    except OSError:
-        raise JobError(
-            "--submit needs sbatch on the PATH, got none; go to a login node of the cluster, or leave --submit out, "
-            "take the printed script there and type: sbatch FILE"
-        ) from None
-    if done.returncode:
-        reason = "; ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines()) or "no reason given"
-        raise JobError(f"sbatch refused the script: {reason}; change the flag it names.")
-    return printable(done.stdout.strip().partition(";")[0])  # JOB;CLUSTER where there are several clusters
+        return slurm.submit(script)
+    except SlurmError as error:
+        if error.cause in {"missing", "cannot run"}:
+            raise JobError(
+                "--submit needs sbatch on the PATH, got none; go to a login node of the cluster, or leave --submit "
+                "out, take the printed script there and type: sbatch FILE"
+            ) from None
+        reason = error.message or "no reason given"
+        raise JobError(f"sbatch refused the script: {reason}; change the flag it names.") from None
 
 
 def _check(path: Path, name: str | None) -> int:
@@ -205,7 +160,7 @@ def _check(path: Path, name: str | None) -> int:
         reason = getattr(error, "strerror", None) or error
         raise JobError(f"--check must name a job script that can be read, got {path}: {reason}.") from None
     why, instead = "bash cannot read the script to its end", "correct it, until this prints nothing: bash -n FILE"
-    refused = [Finding(line, printable(message, LONGEST), why, instead) for line, message in bash.syntax_errors(text)]
+    refused = [Finding(line, printable(message, LONGEST), why, instead) for line, message in syntax_errors(text)]
     case = read(text, site)
     findings = sorted([*findings_of(case), *refused], key=lambda finding: finding.line)
     print(report(str(path), findings, case))
@@ -260,96 +215,12 @@ def _shape(site: Site, options: Options) -> tuple[int, int]:
     return gpus, options.cpus_per_task or (per_gpu * gpus if options.launcher != "srun" else per_gpu)
 
 
-def _directives(site: Site, options: Options, command: Sequence[str]) -> list[tuple[str, str]]:
-    """The options of sbatch, each with a comment or an empty one."""
-    gpus, cpus = _shape(site, options)
-    tasks, why_tasks = {
-        "srun": (gpus, "one task, that is one rank, a GPU"),
-        "torchrun": (1, "one torchrun a node; it starts a rank a GPU itself"),
-        "tf-config": (1, "one worker a node"),
-    }[options.launcher]
-    memory = f"{site.memory_gib * gpus // site.gpus}G" if site.memory_gib else None
-    if options.launcher == "tf-config":
-        memory = site.tf_memory
-    partition = options.partition or site.partition
-    otherwise = IGNORED if options.launcher == "srun" else TRAPPED
-    at_signal = SAVES if any("hvdtrain" in argument for argument in command) else otherwise
-    rows = [
-        (f"--job-name={options.job_name}", ""),
-        (f"--nodes={options.nodes + options.spare}", f"{options.spare} of them spare" if options.spare else ""),
-        (f"--ntasks-per-node={tasks}", why_tasks),
-        (f"--gres=gpu:{gpus}", "GPUs of each node") if site.gres else ("", ""),
-        (f"--cpus-per-task={cpus}", f"of the node's {site.cpus}, to load and prepare data"),
-        (f"--mem={memory}", "of each node") if memory else ("", ""),
-        (f"--partition={partition}", "") if partition else ("", ""),
-        (f"--constraint={site.constraint}", "nodes with GPUs") if site.constraint else ("", ""),
-        (f"--hint={site.hint}", "a CPU is a whole core, not half of one") if site.hint else ("", ""),
-        *site.directives,
-        (f"--time={options.time or site.time}", "the job is stopped after this long"),
-        (f"--account={options.account}", "the project that pays") if options.account else ("", ""),
-        (f"--reservation={options.reservation}", "nodes kept free for it") if options.reservation else ("", ""),
-        ("--output=%x-%j.out", "the log: name and number of the job"),
-        ("--open-mode=append", "a requeued job continues its log instead of emptying it"),
-        ("--signal=USR2@120", at_signal),
-        (f"--requeue{'=expedite' * options.expedite}", EXPEDITED if options.expedite else REQUEUED),
-    ]
-    return [row for row in rows if row[0]]
-
-
-def _environment(site: Site, options: Options, command: Sequence[str]) -> list[str]:
-    """Modules and variables, as lines of the script."""
-    tensorflow = options.launcher == "tf-config" or any("tensorflow" in argument for argument in command)
-    framework = site.frameworks.get("tensorflow" if tensorflow else "torch")
-    modules = [*site.modules, *([framework] if framework else [])]
-    lines = [f"module load {' '.join(modules)}"] if modules else ["# Load here the modules your Python needs."]
-    lines.append('# A Python environment of your own is switched on here: . "$HOME/venv/bin/activate"')
-    why = "since SLURM 22.05 srun does not look above for it"
-    lines.append(_commented('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"', why))
-    if any("hvdtrain" in argument for argument in command):
-        lines += ["# The ranks of this job know one another by a key that other users of the nodes cannot read.", KEY]
-    whole_node = _shape(site, options)[0] == site.gpus
-    for name, value, why in site.environment:
-        if name == "CUDA_VISIBLE_DEVICES" and not whole_node:
-            continue
-        text = f'"{value}"' if "$" in value else value
-        lines.append(_commented(f"export {name}={text}", why))
-    return lines
-
-
-def _step(site: Site, options: Options, command: Sequence[str]) -> str:
-    """The srun line, which starts the command on every node."""
-    gpus = _shape(site, options)[0]
-    plugin = options.mpi or (site.mpi if options.launcher == "srun" else None)
-    spare = f" --spare={options.spare}" if options.spare else ""
-    ordered = site.gpu_order and gpus == site.gpus
-    values = {
-        "mpi": f" --mpi={plugin}" if plugin else "",
-        "mpi_why": MPI_WHY if plugin else "",
-        "order": f"\\\n  env CUDA_VISIBLE_DEVICES={site.gpu_order} " if ordered else "",
-        "order_why": ORDER_WHY if ordered else "",
-        "gpus": gpus,
-        "supervise": f"python -m hvdtrain supervise{spare} -- \\\n  ",
-        "suffix": site.host_suffix,
-        "suffix_note": f", by the name of its fast network: the hostname and {site.host_suffix}"
-        if site.host_suffix
-        else "",
-        "local_address": f' --local-addr="${{SLURMD_NODENAME}}{site.host_suffix}"' if site.host_suffix else "",
-        "command": quoted(_for_torchrun(command) if options.launcher == "torchrun" else command),
-    }
-    step = {"srun": SRUN, "torchrun": TORCHRUN, "tf-config": TF_CONFIG}[options.launcher].format(**values)
-    return SUPERVISE_WHY + step
-
-
 def _for_torchrun(command: Sequence[str]) -> tuple[str, ...]:
     """The command as torchrun wants it: `-m MODULE` or `FILE` without python; else any program."""
     is_python = re.fullmatch(r"python[\d.]*", Path(command[0]).name)
     if is_python and len(command) > 1 and (command[1] == "-m" or not command[1].startswith("-")):
         return tuple(command[1:])
     return ("--no-python", *command)
-
-
-def _commented(text: str, why: str) -> str:
-    return f"{text:<{COMMENTS_AT}}  # {why}" if why else text
 
 
 def _quoted(argument: str) -> str:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.errors import JobError
+from hvdtrain.tools.slurm import script as scripts
 from hvdtrain.tools.slurm import step_rules
-from hvdtrain.tools.slurm.case import Case, Finding, Rule, case_of
-from hvdtrain.tools.slurm.job_script import SBATCH, left_over, program, program_of
-from hvdtrain.tools.slurm.programs import QUIET
+from hvdtrain.tools.slurm.script import SBATCH, left_over, program, program_of
 from hvdtrain.tools.slurm.sites import TIME, Site
-from hvdtrain.tools.slurm.steps import LAUNCHERS
+from hvdtrain.tools.slurm.step_rules import Case, Finding, Rule
+from hvdtrain.tools.slurm.steps import LAUNCHERS, QUIET, Step, job_options, training_steps
 from hvdtrain.untrusted import printable
 
 MOST_BYTES = 2**19
@@ -58,7 +58,8 @@ def read(text: str, site: Site | None = None) -> Case:
     """The script, for the rules. Raises JobError for one that is too long."""
     if len(text) > MOST_BYTES or text.count("\n") > MOST_LINES:
         raise JobError(f"a job script must have at most {MOST_BYTES:,} bytes in {MOST_LINES:,} lines.")
-    return case_of(text, site)
+    script = scripts.read(text)
+    return Case(text, script, site, training_steps(script), Step(0, (), {}, job_options(script)))
 
 
 def findings_of(case: Case) -> list[Finding]:
@@ -96,8 +97,8 @@ def _what_it_runs(case: Case) -> str:
         names = dict.fromkeys(" ".join(Path(word).name for word in step.program.words[:2]) for step in case.steps)
         return f"it starts {_listed(list(names))}, which cannot be seen into"
     names = dict.fromkeys(_named(command.words) for command in case.script.shell.commands)
-    told = [name for name in names if name not in QUIET | SYNTAX] or list(names)
-    return f"it runs {_listed(told)}" if told else "it has no command"
+    telling = [name for name in names if name not in QUIET | SYNTAX] or list(names)
+    return f"it runs {_listed(telling)}" if telling else "it has no command"
 
 
 def _named(words: Sequence[str]) -> str:
@@ -116,9 +117,8 @@ def _file(case: Case) -> Iterator[Finding]:
     """Line ends and the first line."""
     if "\r\n" in case.text:
         line = case.text[: case.text.index("\r\n")].count("\n") + 1
-        yield Finding(
-            line, "Windows line ends", "sbatch refuses them, and bash would take them for text", "dos2unix FILE"
-        )
+        why = "sbatch refuses them, and bash would take them for text"
+        yield Finding(line, "Windows line ends", why, "dos2unix FILE")
     if not case.text.startswith("#!"):
         yield Finding(1, "no #! line", "sbatch refuses a script that does not name its shell", "#!/bin/bash")
 
@@ -169,50 +169,43 @@ def _cut_off(case: Case) -> Iterator[Finding]:
 
 def _site_names(case: Case) -> Iterator[Finding]:
     """Partition, constraint, hint and account as the site has them."""
-    site, script = case.site, case.script
+    site, options = case.site, case.script.by_name
+    hint, per_core, account = options.get("hint"), options.get("ntasks-per-core"), options.get("account")
+    if hint and per_core:
+        why = f"SLURM then silently drops --hint={hint.value}"
+        yield Finding(per_core.line, "--ntasks-per-core beside --hint", why, "leave --ntasks-per-core out")
     if site is None:
         return
     for name, known in (("partition", site.partitions), ("constraint", site.constraints)):
-        option = script.option(name)
+        option = options.get(name)
         if option and known and option.value not in known:
             why = f"the nodes of {site.title} have {', '.join(known)}"
             yield Finding(option.line, f"--{name}={option.value}", why, f"#SBATCH --{name}={known[0]}")
         if option is None and getattr(site, name):
             why = f"the job would not get the nodes of {site.title}"
             yield Finding(1, f"no --{name}", why, f"#SBATCH --{name}={getattr(site, name)}")
-    hint = script.option("hint")
     if site.hint and hint is None:
         why = "without it a CPU is half a core, a hyper-thread"
         yield Finding(1, "no --hint", why, f"#SBATCH --hint={site.hint}", note=True)
-    account = script.option("account")
     if account and not re.fullmatch(site.account[0], account.value):
         why = "an account names the kind of node too"
         yield Finding(account.line, f"--account={account.value}", why, f"#SBATCH --account={site.account[1]}")
 
 
-def _hint_undone(case: Case) -> Iterator[Finding]:
-    hint, per_core = case.script.option("hint"), case.script.option("ntasks-per-core")
-    if hint and per_core:
-        why = f"SLURM then silently drops --hint={hint.value}"
-        yield Finding(per_core.line, "--ntasks-per-core beside --hint", why, "leave --ntasks-per-core out")
-
-
 def _rank_variables(case: Case) -> Iterator[Finding]:
     """Variables of a rank that the job's own shell fills in."""
-    if _has_one_task(case):
+    # One task is number 0, and one torchrun numbers its ranks itself.
+    if case.steps and all(it.nodes == 1 and (not it.launcher or it.tasks_per_node == 1) for it in case.steps):
         return
     numbered = bool(case.trainings) and all(step.numbers_ranks for step in case.trainings)
     text = case.script.shell.expanded
     for line, found in case.searched(RANK_VARIABLE):
         begin = max(text.rfind("\n", 0, found.start()) + 1, found.start() - LONGEST_TEST)
         if not IN_A_TEST.search(text, begin, found.start()):
-            yield Finding(
-                line,
-                f"${found[1]} is filled in by the job's shell",
-                "there it is 0 for all: only inside the step has each rank its own",
-                f"srun bash -c '... ${found[1]} ...' in single quotes, or read it in the program",
-                note=numbered,
-            )
+            wrong = f"${found[1]} is filled in by the job's shell"
+            why = "there it is 0 for all: only inside the step has each rank its own"
+            instead = f"srun bash -c '... ${found[1]} ...' in single quotes, or read it in the program"
+            yield Finding(line, wrong, why, instead, note=numbered)
     for line, found in case.searched(RANK_BY_HAND):
         instead = "leave it out: the launcher sets it for each rank"
         yield Finding(line, f"{found[1]} is set for all ranks", SAME, instead, note=numbered)
@@ -226,20 +219,13 @@ def _rank_variables(case: Case) -> Iterator[Finding]:
 def _unset(case: Case) -> Iterator[Finding]:
     """Variables that SLURM sets only where their option is given."""
     given = {option.name for option in case.script.options}
-    told = set(case.script.shell.values)
+    known = set(case.script.shell.values)
     for line, found in case.searched(SET_BY_OPTION):
         name = found[1]
-        if name not in told and SETS[name] not in given:
-            told.add(name)
+        if name not in known and SETS[name] not in given:
+            known.add(name)
             why = f"SLURM sets it only where --{SETS[name]} is given, in the script or to sbatch"
             yield Finding(line, f"${name} may be empty", why, f"#SBATCH --{SETS[name]}=N", note=True)
-
-
-def _has_one_task(case: Case) -> bool:
-    """Whether there is but one task, number 0, or one torchrun."""
-    return bool(case.steps) and all(
-        step.nodes == 1 and (not step.launcher or step.tasks_per_node == 1) for step in case.steps
-    )
 
 
 def _ports(case: Case) -> Iterator[Finding]:
@@ -276,7 +262,7 @@ def _cuts_job_id(part: str) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    *(_file, _directives, _malformed, _cut_off, _site_names, _hint_undone),
+    *(_file, _directives, _malformed, _cut_off, _site_names),
     *step_rules.RULES,
     *(_rank_variables, _unset, _ports),
 )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")  # as SLURM reads it
@@ -37,12 +37,27 @@ class Site:
 
 
 _NO_HYPERTHREADS = "nomultithread"
-_IDRIS = "IDRIS documentation, Jean Zay: multi-GPU SLURM jobs (www.idris.fr)"
-_ZIH = "ZIH HPC compendium, distributed training (compendium.hpc.tu-dresden.de)"
-_ZIH_MODULES = ("release/24.04", "GCC/12.3.0", "OpenMPI/4.1.5")
-_ZIH_FRAMEWORKS = MappingProxyType({"torch": "PyTorch/2.1.2-CUDA-12.1.1", "tensorflow": "TensorFlow"})
 _NERSC_FRAMEWORKS = MappingProxyType({"torch": "pytorch", "tensorflow": "tensorflow"})
-_SEES_ALL = "every task sees the node's GPUs and takes its own"
+_JEAN_ZAY = Site(
+    title="IDRIS Jean Zay, 4 GPUs a node",
+    source="IDRIS documentation, Jean Zay: multi-GPU SLURM jobs (www.idris.fr)",
+    gpus=4,
+    cpus=40,
+    hint=_NO_HYPERTHREADS,
+    account=(r"\w+@\w+", "abc@v100"),
+    launchers=("srun",),
+)
+_CAPELLA = Site(
+    title="ZIH Capella",
+    source="ZIH HPC compendium, distributed training (compendium.hpc.tu-dresden.de)",
+    gpus=4,
+    cpus=56,
+    memory_gib=750,
+    tf_memory="64000M",
+    modules=("release/24.04", "GCC/12.3.0", "OpenMPI/4.1.5"),
+    frameworks=MappingProxyType({"torch": "PyTorch/2.1.2-CUDA-12.1.1", "tensorflow": "TensorFlow"}),
+    launchers=("srun", "torchrun", "tf-config"),
+)
 
 SITES: Mapping[str, Site] = MappingProxyType(
     {
@@ -74,52 +89,21 @@ SITES: Mapping[str, Site] = MappingProxyType(
             cpus=96,
             time="02:00:00",
             partition="booster",
-            environment=(("CUDA_VISIBLE_DEVICES", "0,1,2,3", _SEES_ALL),),
+            environment=(("CUDA_VISIBLE_DEVICES", "0,1,2,3", "every task sees the node's GPUs and takes its own"),),
             host_suffix="i",
             partitions=("booster", "develbooster", "largebooster"),
         ),
-        "jean-zay": Site(
-            title="IDRIS Jean Zay, 4 GPUs a node",
-            source=_IDRIS,
-            gpus=4,
-            cpus=40,
-            hint=_NO_HYPERTHREADS,
-            account=(r"\w+@\w+", "abc@v100"),
-            launchers=("srun",),
-        ),
-        "jean-zay-gpu-p2": Site(
+        "jean-zay": _JEAN_ZAY,
+        "jean-zay-gpu-p2": replace(
+            _JEAN_ZAY,
             title="IDRIS Jean Zay, 8 GPUs a node",
-            source=_IDRIS,
             gpus=8,
             cpus=24,
             partition="gpu_p2",
-            hint=_NO_HYPERTHREADS,
-            account=(r"\w+@\w+", "abc@v100"),
             partitions=("gpu_p2", "gpu_p2s", "gpu_p2l"),
-            launchers=("srun",),
         ),
-        "capella": Site(
-            title="ZIH Capella",
-            source=_ZIH,
-            gpus=4,
-            cpus=56,
-            memory_gib=750,
-            tf_memory="64000M",
-            modules=_ZIH_MODULES,
-            frameworks=_ZIH_FRAMEWORKS,
-            launchers=("srun", "torchrun", "tf-config"),
-        ),
-        "alpha": Site(
-            title="ZIH Alpha Centauri",
-            source=_ZIH,
-            gpus=8,
-            cpus=48,
-            memory_gib=900,
-            tf_memory="64000M",
-            modules=_ZIH_MODULES,
-            frameworks=_ZIH_FRAMEWORKS,
-            launchers=("srun", "torchrun", "tf-config"),
-        ),
+        "capella": _CAPELLA,
+        "alpha": replace(_CAPELLA, title="ZIH Alpha Centauri", gpus=8, cpus=48, memory_gib=900),
         "perlmutter": Site(
             title="NERSC Perlmutter",
             source="NERSC documentation, Perlmutter: running jobs; deep learning at scale (docs.nersc.gov)",

@@ -1,11 +1,14 @@
 """What is wrong with the steps of a job script: how they are started, on how many tasks, GPUs and CPUs."""
 
+import bisect
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from hvdtrain.launch import pmi
-from hvdtrain.tools.slurm.case import Case, Finding, Rule
-from hvdtrain.tools.slurm.job_script import Option, program
+from hvdtrain.tools.slurm.script import JobScript, Option, program
+from hvdtrain.tools.slurm.sites import Site
 from hvdtrain.tools.slurm.steps import BY_MPI, Step
 from hvdtrain.untrusted import whole_number
 
@@ -35,6 +38,55 @@ LOOPS = re.compile(
 SOURCED = re.compile(r"^\s*(?:source|\.)\s", re.MULTILINE)
 NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
 ONCE = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
+SETS_TASKS = {"nodes", "exclusive", "exact", "overlap"}  # options by which a step may have fewer tasks than the job
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong; `note` where it is advice: it may cost time, or go wrong at some sites only."""
+
+    line: int
+    wrong: str
+    why: str
+    instead: str
+    note: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script, what it starts that trains, and the site it is for, if that is known."""
+
+    text: str
+    script: JobScript
+    site: Site | None
+    steps: tuple[Step, ...]
+    job: Step  # the job's own nodes and tasks
+
+    @property
+    def trainings(self) -> tuple[Step, ...]:
+        """The steps that can be seen into."""
+        return tuple(step for step in self.steps if step.program.kind != "script")
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether no other job shares its nodes."""
+        option = self.script.by_name.get("exclusive")
+        return option is not None and not option.value
+
+    def searched(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str]]]:
+        """What matches in all that the job's own shell fills in, with its line."""
+        return ((self.line_of(found.start()), found) for found in pattern.finditer(self.script.shell.expanded))
+
+    def line_of(self, position: int) -> int:
+        """The line of the script in which that character of the text stands."""
+        return 1 + bisect.bisect_left(self._line_ends, position)
+
+    @functools.cached_property
+    def _line_ends(self) -> list[int]:
+        return [found.start() for found in re.finditer("\n", self.script.shell.text)]
+
+
+Rule = Callable[[Case], Iterator[Finding]]
 
 
 def _task_counts(case: Case) -> Iterator[Finding]:
@@ -43,31 +95,22 @@ def _task_counts(case: Case) -> Iterator[Finding]:
     per_node, tasks, nodes = job.number("ntasks-per-node"), job.number("ntasks"), job.nodes
     promised = per_node * nodes if per_node and nodes else None
     if tasks and promised and tasks != promised and "nodes" in job.options:
-        yield Finding(
-            job.options["ntasks"].line,
-            f"--ntasks={tasks}, but {nodes} x {per_node} tasks a node",
-            "where both are given SLURM takes --ntasks, and --ntasks-per-node is an upper limit only",
-            f"#SBATCH --ntasks={promised}, or leave --ntasks out",
-            note=True,
-        )
+        wrong = f"--ntasks={tasks}, but {nodes} x {per_node} tasks a node"
+        why = "where both are given SLURM takes --ntasks, and --ntasks-per-node is an upper limit only"
+        instead = f"#SBATCH --ntasks={promised}, or leave --ntasks out"
+        yield Finding(job.options["ntasks"].line, wrong, why, instead, note=True)
     total = tasks or promised
     for step in case.trainings:
-        own = step.own.get("ntasks")
-        asked = whole_number(own.value) if own else None
-        if (
-            own
-            and asked
-            and total
-            and asked != total
-            and not {"nodes", "exclusive", "exact", "overlap"} & step.own.keys()
-        ):
+        requested = whole_number(step.own["ntasks"].value) if "ntasks" in step.own else None
+        if requested and total and requested != total and not SETS_TASKS & step.own.keys():
             why = f"the job has {total} tasks; the step would leave some of them idle, or not start"
-            instead = "srun without -n takes all tasks of the job"
-            yield Finding(step.line, f"srun -n {own.value}", why, instead, note=asked < total)
+            wrong, instead = f"srun -n {step.own['ntasks'].value}", "srun without -n takes all tasks of the job"
+            yield Finding(step.line, wrong, why, instead, note=requested < total)
 
 
 def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
     """One rank a GPU; one torchrun a node."""
+    is_one_process = case.job.nodes == case.job.tasks_per_node == 1
     for step in case.trainings:
         gpus = step.gpus_per_node(case.site)
         if gpus == 0:
@@ -79,25 +122,25 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
             yield from _torchruns(case, step, gpus)
         elif step.launcher and gpus:
             yield from _ranks_and_gpus(step, gpus)
-        elif gpus and gpus > 1 and case.job.nodes == case.job.tasks_per_node == 1:
-            yield from _one_process(step, gpus)
+        elif gpus and gpus > 1 and is_one_process and not STARTS_OTHERS.search(" ".join(step.program.words)):
+            why = "it uses one, unless it starts a process for each, or spreads its model over them"
+            instead = f"torchrun --standalone --nproc-per-node={gpus}"
+            yield Finding(step.line, f"1 process, {gpus} GPUs", why, instead, note=True)
 
 
 def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
     """torchrun and its like: one on each node, with a rank for each GPU."""
     name, ranks, tasks = step.program.kind, step.ranks_per_node, step.tasks_per_node
-    given = _ntasks(step.own) or _ntasks(step.options)
-    if step.launcher == "srun" and tasks and tasks > 1 and ranks != 1:
-        why = f"{name} starts the ranks of its node itself: {tasks} of them start {tasks} times as many"
-        line = given.line if given else step.line
-        yield Finding(line, f"{tasks} {name}s a node", why, "#SBATCH --ntasks-per-node=1")
-    elif step.launcher == "srun" and tasks and tasks > 1 and gpus:
+    several = tasks if step.launcher == "srun" and tasks and tasks > 1 else None
+    if several and ranks != 1:
+        why = f"{name} starts the ranks of its node itself: {several} of them start {several} times as many"
+        yield Finding(_line_of_tasks(step), f"{several} {name}s a node", why, "#SBATCH --ntasks-per-node=1")
+    elif several and gpus:
         yield from _ranks_and_gpus(step, gpus)
     elif ranks and gpus and ranks != gpus and not _share_the_node(case):
-        outcome = "GPUs would idle, and cost" if ranks < gpus else "some would have to share one"
         wrong = f"{_counted(ranks, 'rank')} a node, {_counted(gpus, 'GPU')}"
         flag = f"--nproc-per-node={gpus}" if name == "torchrun" else f"{gpus} ranks a node"
-        yield Finding(step.line, wrong, f"one rank drives one GPU: {outcome}", f"{name} {flag}")
+        yield Finding(step.line, wrong, f"one rank drives one GPU: {_outcome(ranks, gpus)}", f"{name} {flag}")
 
 
 def _share_the_node(case: Case) -> bool:
@@ -107,53 +150,52 @@ def _share_the_node(case: Case) -> bool:
 
 def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
     """A task is a rank, and a rank drives a GPU: certain for Horovod, and wherever there are several tasks or nodes."""
-    tasks = step.tasks_per_node
+    tasks, given, words = step.tasks_per_node, _tasks_option(step), " ".join(step.program.words)
     if not tasks or tasks == gpus or "ntasks-per-gpu" in step.options:
         return
-    given = _ntasks(step.own) or _ntasks(step.options)
-    line = given.line if given else step.line
-    words = " ".join(step.program.words)
-    outcome = "GPUs would idle, and cost" if tasks < gpus else "some would have to share one"
     right = f"--ntasks={gpus * (step.nodes or 1)}" if given and given.name == "ntasks" else f"--ntasks-per-node={gpus}"
     where = "srun" if given and given.name in step.own else "#SBATCH"
     may_start_others = tasks == 1 and not ONE_GPU_A_RANK.search(words)
     note = may_start_others and bool(step.nodes == 1 or NAMES_RANKS.search(words))
-    wrong, unless = f"{_counted(tasks, 'task')} a node, {_counted(gpus, 'GPU')}", ", unless it starts the others itself"
-    why = f"one task, that is one rank, drives one GPU{unless if note else ''}: {outcome}"
-    yield Finding(line, wrong, why, f"{where} {right}", note=note)
-
-
-def _one_process(step: Step, gpus: int) -> Iterator[Finding]:
-    """A program started without a launcher: it may start a rank for each GPU, or use them all itself."""
-    if not STARTS_OTHERS.search(" ".join(step.program.words)):
-        why = "it uses one, unless it starts a process for each, or spreads its model over them"
-        instead = f"torchrun --standalone --nproc-per-node={gpus}"
-        yield Finding(step.line, f"1 process, {gpus} GPUs", why, instead, note=True)
+    unless = ", unless it starts the others itself" if note else ""
+    wrong = f"{_counted(tasks, 'task')} a node, {_counted(gpus, 'GPU')}"
+    why = f"one task, that is one rank, drives one GPU{unless}: {_outcome(tasks, gpus)}"
+    yield Finding(_line_of_tasks(step), wrong, why, f"{where} {right}", note=note)
 
 
 def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
     """mpirun -np against the GPUs of the job; horovodrun's hosts."""
-    words = step.call
+    words, nodes = step.call, step.nodes
     after = (words[i + 1] for i, word in enumerate(words[:-1]) if word in {"-n", "-np", "--np", "--num-proc"})
     ranks = whole_number(next(after, ""))
-    if gpus and ranks and step.nodes and ranks != gpus * step.nodes:
-        outcome = "some would have to share one" if ranks > gpus * step.nodes else "GPUs would idle, and cost"
-        wrong, why = f"{_counted(ranks, 'rank')}, {gpus * step.nodes} GPUs", f"one rank drives one GPU: {outcome}"
-        yield Finding(step.line, wrong, why, f"{step.launcher} -np {gpus * step.nodes}", note=ranks == 1)
-    tasks = step.nodes * step.tasks_per_node if step.nodes and step.tasks_per_node else None
+    if gpus and ranks and nodes and ranks != gpus * nodes:
+        why = f"one rank drives one GPU: {_outcome(ranks, gpus * nodes)}"
+        wrong, instead = f"{_counted(ranks, 'rank')}, {gpus * nodes} GPUs", f"{step.launcher} -np {gpus * nodes}"
+        yield Finding(step.line, wrong, why, instead, note=ranks == 1)
+    tasks = nodes * step.tasks_per_node if nodes and step.tasks_per_node else None
     if step.launcher.startswith("mpi") and ranks and tasks and ranks > tasks:
         why = "mpirun has as many slots as the job has tasks: it may refuse to start more"
-        yield Finding(
-            step.line, f"{ranks} ranks, {_counted(tasks, 'task')}", why, f"#SBATCH --ntasks={ranks}", note=True
-        )
-    if step.launcher == "horovodrun" and (step.nodes or 1) > 1 and not any(map(HOSTS.match, words)):
+        wrong = f"{ranks} ranks, {_counted(tasks, 'task')}"
+        yield Finding(step.line, wrong, why, f"#SBATCH --ntasks={ranks}", note=True)
+    if step.launcher == "horovodrun" and (nodes or 1) > 1 and not any(map(HOSTS.match, words)):
         why = "without a list of hosts horovodrun starts all ranks on the job's first node"
         yield Finding(step.line, "horovodrun without -H", why, "srun, or horovodrun -H HOST:GPUS,...")
 
 
-def _ntasks(options: Mapping[str, Option]) -> Option | None:
-    """The first of them that sets the number of tasks."""
-    return min((options[name] for name in NTASKS if name in options), key=lambda option: option.line, default=None)
+def _tasks_option(step: Step) -> Option | None:
+    """The first option that sets the number of tasks: srun's, else the job's."""
+    given = [step.own[name] for name in NTASKS if name in step.own]
+    given = given or [step.options[name] for name in NTASKS if name in step.options]
+    return min(given, key=lambda option: option.line, default=None)
+
+
+def _line_of_tasks(step: Step) -> int:
+    option = _tasks_option(step)
+    return option.line if option else step.line
+
+
+def _outcome(ranks: int, gpus: int) -> str:
+    return "GPUs would idle, and cost" if ranks < gpus else "some would have to share one"
 
 
 def _counted(number: int, what: str) -> str:
@@ -164,7 +206,7 @@ def _no_gpu(case: Case) -> Iterator[Finding]:
     """GPUs that nothing requests, where the script uses some."""
     requests = any("gpu" in option.value or "gpu" in option.name for option in case.script.options)
     requests = requests or any("gpu" in word for step in case.steps for word in step.call)
-    if case.site or requests or case.is_exclusive or case.script.option("gres"):
+    if case.site or requests or case.is_exclusive or "gres" in case.script.by_name:
         return
     for step in case.trainings[:1]:
         if step.is_torchrun or USES_GPUS.search(case.script.shell.text):
@@ -175,28 +217,24 @@ def _no_gpu(case: Case) -> Iterator[Finding]:
 def _cpus(case: Case) -> Iterator[Finding]:
     """CPUs a task against the node's, and srun's way of learning them."""
     exported = next((line for line, _ in case.searched(SRUN_CPUS)), None)
-    alike = set()
+    alike, site = set(), case.site
     for step in case.trainings:
         option, tasks, cpus = step.options.get("cpus-per-task"), step.tasks_per_node, step.number("cpus-per-task")
         unset = "cpus-per-task" not in step.own and (exported is None or exported > step.line)
         if option is None and _takes_one_cpu(case, step) and "none" not in alike:
             alike.add("none")
-            usual = f"--cpus-per-task={case.site.cpus // case.site.gpus}" if case.site else "--cpus-per-task=N"
+            usual = f"--cpus-per-task={site.cpus // site.gpus if site else 'N'}"
             why = "each task gets one CPU, for training and for loading data"
             yield Finding(step.line, "no --cpus-per-task", why, f"#SBATCH {usual}", note=True)
         elif option and unset and cpus != 1 and step.launcher == "srun" and not (case.is_exclusive or "srun" in alike):
             alike.add("srun")
-            yield Finding(
-                step.line,
-                "SRUN_CPUS_PER_TASK is not set",
-                "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU",
-                'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-                note=True,
-            )
-        tasks = min(tasks, step.gpus_per_node(case.site) or tasks) if tasks else None  # what is right once that is
-        if option and cpus and tasks and case.site and tasks * cpus > case.site.cpus:
-            why = f"a node of {case.site.title} has {case.site.cpus} CPUs to give: the job is refused or waits forever"
-            fit = max(1, case.site.cpus // tasks)
+            why = "since SLURM 22.05 srun does not take --cpus-per-task from #SBATCH: each task may get one CPU"
+            instead = 'before it: export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
+            yield Finding(step.line, "SRUN_CPUS_PER_TASK is not set", why, instead, note=True)
+        tasks = min(tasks, step.gpus_per_node(site) or tasks) if tasks else None  # what is right once that is
+        if option and cpus and tasks and site and tasks * cpus > site.cpus:
+            why = f"a node of {site.title} has {site.cpus} CPUs to give: the job is refused or waits forever"
+            fit = max(1, site.cpus // tasks)
             yield Finding(option.line, f"{tasks} tasks x {cpus} CPUs", why, f"#SBATCH --cpus-per-task={fit}")
 
 
@@ -212,6 +250,9 @@ def _no_launcher(case: Case) -> Iterator[Finding]:
     job, commands = case.job, case.script.shell.commands
     launched = any(step.launcher for step in case.steps) or any(program(it.words) in OTHER_LAUNCHERS for it in commands)
     launched = launched or any(program(it.words) == "srun" and OTHER_LAUNCHERS & set(it.words) for it in commands)
+    gpus = job.gpus_per_node(case.site)
+    # As many tasks as GPUs are ranks; others are a way to request CPUs.
+    are_ranks = job.nodes == 1 and bool(gpus and gpus > 1 and job.tasks_per_node == gpus)
     for step in case.trainings:
         words, kind = step.program.words, step.program.kind
         is_ours = OURS.search(" ".join(words)) and not (job.nodes == 1 and job.tasks_per_node == 1)
@@ -221,15 +262,9 @@ def _no_launcher(case: Case) -> Iterator[Finding]:
             if not any(map(HOSTS.match, words)):
                 why = "without a list of hosts deepspeed starts ranks on the job's first node only"
                 yield Finding(step.line, "deepspeed without --hostfile", why, "deepspeed --hostfile=FILE, or srun")
-        elif is_ours or (job.nodes or 1) > 1 or (kind == "python" and _is_for_ranks(job, case)):
+        elif is_ours or (job.nodes or 1) > 1 or (kind == "python" and are_ranks):
             name = program(words)
             yield Finding(step.line, f"{name} without srun", ONCE, f"srun {' '.join(words[:3])} ...")
-
-
-def _is_for_ranks(job: Step, case: Case) -> bool:
-    """Whether the job's tasks are ranks: as many as GPUs. Others are a way to request CPUs."""
-    tasks = job.tasks_per_node
-    return job.nodes == 1 and bool(tasks and tasks > 1 and tasks == job.gpus_per_node(case.site))
 
 
 def _devices(case: Case) -> Iterator[Finding]:
@@ -260,7 +295,7 @@ def _comes_back(case: Case) -> Iterator[Finding]:
     """What hvdtrain needs to resume after the time limit."""
     ours = [step for step in case.trainings if step.launcher and any("hvdtrain" in word for word in step.call)]
     for name, option in (("signal", "--signal=USR2@120"), ("requeue", "--requeue")) if ours else ():
-        if case.script.option(name) is None:
+        if name not in case.script.by_name:
             why = "at its time limit hvdtrain could not save a checkpoint and come back by itself"
             yield Finding(ours[0].line, f"no --{name}", why, f"#SBATCH {option}", note=True)
 
@@ -281,7 +316,7 @@ def _exported(case: Case) -> Iterator[Finding]:
 
 def _signal_of_bash(case: Case) -> Iterator[Finding]:
     """A signal that SLURM sends to the script's bash alone."""
-    option = case.script.option("signal")
+    option = case.script.by_name.get("signal")
     found = BASH_SIGNAL.fullmatch(option.value) if option else None
     if not option or not found:
         return

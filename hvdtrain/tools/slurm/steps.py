@@ -1,17 +1,81 @@
-"""What a job script starts that trains: by which launcher, and on how many nodes, tasks and GPUs."""
+"""What a job script starts that trains: which program, by which launcher, on how many nodes, tasks and GPUs."""
 
 import functools
+import itertools
 import re
+import shlex
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.tools.slurm.bash import Command
-from hvdtrain.tools.slurm.job_script import JobScript, Option, options_of, program, program_of
-from hvdtrain.tools.slurm.programs import PASSES_ON, Filler, Program, kind_of, trains
+from hvdtrain.tools.slurm.script import (
+    WORDS,
+    WRAPPERS,
+    Command,
+    JobScript,
+    Option,
+    options_of,
+    program,
+    program_of,
+    start_of,
+    unquoted,
+)
 from hvdtrain.tools.slurm.sites import Site
 from hvdtrain.untrusted import whole_number
 
+_PASSING = """
+    singularity apptainer apptainer-suid shifter docker podman podman-hpc enroot sarus ch-run
+    uv poetry pixi conda mamba micromamba pipenv hatch nsys ncu numactl taskset stdbuf timeout nice xvfb-run
+    unbuffer eval
+"""
+_QUIET = """
+    hostname echo printf cat cp mv rm ls ln mkdir rmdir tar unzip rsync chmod touch find sed awk grep which date sleep
+    true nvidia-smi rocm-smi pip pip3 git wget curl df free ip ping nproc lscpu printenv sync test
+    module ml source . cd export set ulimit sbcast scontrol kill pkill sudo
+"""
+SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
+PASSES_ON = {*_PASSING.split(), *WRAPPERS, *SHELLS}  # programs that start the words behind them
+QUIET = set(_QUIET.split())  # programs that train nothing, whatever words are behind them
+PYTHON = re.compile(r"python[\d.]*|pypy3?")
+KINDS = {
+    "torchrun": re.compile(r"torchrun[\w-]*"),
+    "accelerate": re.compile(r"accelerate(-launch)?"),
+    "deepspeed": re.compile(r"deepspeed"),
+    # Programs of frameworks that train in Python.
+    "python": re.compile(
+        r"fairseq(-hydra)?-train|llamafactory-cli|axolotl|litgpt|tune|yolo|onmt_train|nnUNet(v2)?_train|allennlp|"
+        r"anemoi-training|t2t-trainer"
+    ),
+}
+PYTHON_FLAGS = {"-", "-c", "-m", "-V", "--version"}
+"""What ends Python's other flags."""
+MODULES = {
+    "torchrun": re.compile(r"torch\.distributed\.(run|launch)|torch\.distributed\.elastic\S*"),
+    "accelerate": re.compile(r"accelerate\..*"),
+    "deepspeed": re.compile(r"deepspeed\..*"),
+}
+"""By kind: what Python runs with -m."""
+# hvdtrain's own commands start their steps themselves.
+TOOLS = re.compile(
+    r"hvdtrain|(pip|venv|virtualenv|ensurepip|json|http|zipfile|compileall|site|ipykernel|pytest|ray|tensorboard)(\..*)?"
+)
+# Names of Python programs that prepare or look at something.
+NOT_TRAINING = re.compile(
+    r"(?:^|[-_.])(?:pre_?process(?:ing)?|prepare|download|convert|tokeni[sz]e|upload|sync|install|setup|generate|datagen|"
+    r"extract|pre_?compute|compute|build|create|make|merge|average|consolidat\w+|(?:re)?encode|serve|server|validat(?:e|or)|"
+    r"visuali[sz]e|plot)(?:[-_.]|$)"
+)
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]{0,200}))?\}|(\w+))")
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+BRACES = re.compile(r"\$\{(\w+)[^{}]{0,200}\}")
+COMMENT = re.compile(r"(?<!\S)#.*")
+SUBSTITUTED = re.compile(r"\$\(\([^()]{0,200}\)\)|\$\([^()]{0,200}\)")
+PIECES = re.compile(r"[;&|\n(){}]+|(?:^|\s)(?:then|do|else)\s")
+MOST_WORDS = 400
+MOST_FILLED = 8000  # characters of a command, its variables filled in
+MOST_IN_ALL = 2**19
+PASSES = 5  # of variables in variables
+MOST_NESTED = 3  # bash -c in bash -c
 BY_MPI = {"mpirun", "mpiexec", "mpiexec.hydra", "horovodrun", "jsrun", "aprun", "ibrun", "prun"}
 LAUNCHERS = {"srun", *BY_MPI}
 # By kind: how many ranks they start on a node.
@@ -25,7 +89,116 @@ SHAPE = ("nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", 
 GPUS = ("gres", "gpus-per-node", "gpus", "gpus-per-task")
 
 
-PYTHON_ALONE = Program("python", ())
+@dataclass(frozen=True)
+class Program:
+    """What trains, by kind: torchrun, accelerate, deepspeed, python; or a script that cannot be seen into."""
+
+    kind: str
+    words: tuple[str, ...]
+
+
+class VariableExpander:
+    """Expands variables that the script sets, up to a limit on the total length."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.values = values
+        self.left = MOST_IN_ALL
+
+    def words(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The words as the program gets them: a variable alone may be several."""
+        filled: list[str] = []
+        for word in words[:MOST_WORDS]:
+            is_text = bool(filled and re.fullmatch("-[a-z]*c", filled[-1]))
+            text = self._text(word)
+            if text != word and not is_text and VARIABLE.fullmatch(word):
+                filled += [unquoted(found) for found in WORDS.findall(text)]
+            else:
+                filled.append(text)
+        return tuple(filled[:MOST_WORDS])
+
+    def _text(self, text: str) -> str:
+        for _ in range(PASSES):
+            if "$" not in text or self.left <= 0:
+                break
+            before, text = text, VARIABLE.sub(self._value, text)[:MOST_FILLED]
+            self.left -= len(text)
+            if text == before:
+                break
+        return text
+
+    def _value(self, found: re.Match[str]) -> str:
+        default = found[2]
+        return self.values.get(found[1] or found[3], found[0] if default is None else default)
+
+
+def trains(words: Sequence[str], functions: Mapping[str, str], by_launcher: bool, nested: int = 0) -> Program | None:
+    """The program that trains; None where none does. Behind a launcher any of the words may be it."""
+    words = words[:MOST_WORDS]
+    if not words or program(words) in QUIET:
+        return None
+    if not (by_launcher or kind_of(words) or program(words) in PASSES_ON or _is_script(words[0])):
+        return None
+    unseen = None
+    for i, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        text = functions.get(name) or (_shell_text(words[i:]) if name in SHELLS else None)
+        if text is not None:
+            return _in_text(text, functions, nested)
+        if kind := kind_of(words[i:]):
+            return Program(kind, tuple(words[i:])) if kind != "tool" else None
+        if not unseen and (_is_script(word) if i == 0 else name.endswith(SCRIPTS)):
+            unseen = Program("script", tuple(words[i - 1 : i + 1] if i and words[i - 1] in SHELLS else words[i:]))
+    return unseen
+
+
+def _in_text(text: str, functions: Mapping[str, str], nested: int) -> Program | None:
+    """The program in what `bash -c` runs: one that can be seen before a script that cannot."""
+    found = []
+    text = SUBSTITUTED.sub("$_", COMMENT.sub("", BRACES.sub(r"$\1", text.replace("\\\n", " "))))
+    for piece in PIECES.split(text)[:MOST_WORDS] if nested < MOST_NESTED else []:
+        words = [unquoted(word) for word in WORDS.findall(piece)]
+        if started := trains(words[start_of(words) :], functions, True, nested + 1):
+            found.append(started)
+    return min(found, key=lambda started: started.kind == "script", default=None)
+
+
+def _shell_text(words: Sequence[str]) -> str | None:
+    """What `bash -c` gets as text, with the words behind it in the place of "$@"."""
+    for i, word in enumerate(words[1:], 1):
+        if re.fullmatch("-[a-z]*c", word):
+            arguments = " ".join(shlex.quote(argument) for argument in words[i + 3 :])
+            return words[i + 1].replace('"$@"', arguments)[:MOST_FILLED] if i + 1 < len(words) else None
+        if not word.startswith("-"):
+            return None
+    return None
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(SCRIPTS) or word.startswith(("./", "$"))
+
+
+def kind_of(words: Sequence[str]) -> str | None:
+    """The kind of program that these words start with; `tool` for a Python that trains nothing; None for any other."""
+    name = words[0].rpartition("/")[2]
+    if PYTHON.fullmatch(name):
+        return _kind_of_python(words)
+    if name == "accelerate" and tuple(words[1:2]) != ("launch",):
+        return "tool"
+    if name.endswith(".py"):
+        return "tool" if NOT_TRAINING.search(name) else "python"
+    return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(name)), None)
+
+
+def _kind_of_python(words: Sequence[str]) -> str:
+    """The kind of the module or the file that Python runs."""
+    rest = list(itertools.dropwhile(lambda word: word.startswith("-") and word not in PYTHON_FLAGS, words[1:]))
+    if not rest or rest[0] in PYTHON_FLAGS - {"-m"}:
+        return "tool"
+    name = rest[1] if rest[0] == "-m" and len(rest) > 1 else ""
+    if kind := next((kind for kind, pattern in MODULES.items() if pattern.fullmatch(name)), None):
+        return kind
+    is_tool = TOOLS.fullmatch(name) or NOT_TRAINING.search(name or rest[0].rpartition("/")[2])
+    return "tool" if is_tool else "python"
 
 
 @dataclass(frozen=True)
@@ -37,17 +210,13 @@ class Step:
     own: Mapping[str, Option]
     options: Mapping[str, Option]
     launcher: str = "srun"
-    program: Program = PYTHON_ALONE
+    program: Program = Program("python", ())
     in_background: bool = False
     is_shell: bool = False
 
-    def text(self, name: str) -> str | None:
-        """That option's value."""
-        return self.options[name].value if name in self.options else None
-
     def number(self, name: str) -> int | None:
         """That option's value, where it is a whole number."""
-        return whole_number(self.text(name) or "")
+        return whole_number(self.options[name].value) if name in self.options else None
 
     @property
     def nodes(self) -> int | None:
@@ -111,7 +280,7 @@ class Step:
     def gpus_per_node(self, site: Site | None) -> int | None:
         """GPUs of a node; None where that cannot be known, 0 where none are requested."""
         named = [name for name in GPUS if name in self.own] or [name for name in GPUS if name in self.options]
-        counts = {self._of_a_node(name, gpus_of(name, self.text(name) or "")) for name in named} - {0}
+        counts = {self._of_a_node(name, gpus_of(name, self.options[name].value)) for name in named} - {0}
         if counts:
             return counts.pop() if len(counts) == 1 else None
         if site is None:
@@ -144,8 +313,8 @@ def _count(name: str, last: str) -> int | None:
 def training_steps(script: JobScript) -> tuple[Step, ...]:
     """All that starts Python or a script; not what copies files or looks at the machine."""
     job = job_options(script)
-    filler = Filler({**script.shell.values, **_of_slurm(job)})
-    return tuple(step for command in script.shell.commands if (step := _step(command, script, job, filler)))
+    expander = VariableExpander({**script.shell.values, **_of_slurm(job)})
+    return tuple(step for command in script.shell.commands if (step := _step(command, script, job, expander)))
 
 
 def job_options(script: JobScript) -> dict[str, Option]:
@@ -173,11 +342,13 @@ def _of_slurm(job: Mapping[str, Option]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value}
 
 
-def _step(command: Command, script: JobScript, job: MutableMapping[str, Option], filler: Filler) -> Step | None:
+def _step(
+    command: Command, script: JobScript, job: MutableMapping[str, Option], expander: VariableExpander
+) -> Step | None:
     """The training that a command starts, if it does."""
     words, functions = command.words, script.shell.functions
     if words[0].startswith("$") or program(words) in LAUNCHERS | PASSES_ON or kind_of(words):
-        words = filler.words(words) or words
+        words = expander.words(words) or words
     launcher = program(words) if program(words) in LAUNCHERS else ""
     started = program_of(words) if launcher else words
     found = trains(started, functions, bool(launcher))

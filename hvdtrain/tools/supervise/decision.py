@@ -6,19 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-MOST_STARTS = 3
-"""Starts in a row without a new checkpoint, after which the job ends."""
-NEAR_LIMIT = 150.0
-"""Seconds before the time limit from which another start is not worth it: 120 before it, the ranks are warned."""
-LONG = 600.0
-"""Seconds after which a step that reports no checkpoints counts as progress."""
-FINAL = {"DivergedError", "ReplicaError"}
-"""What would happen again."""
-BAD_INPUT = 2
-"""The exit code of an error that does."""
+MOST_STARTS = 3  # starts in a row without a new checkpoint, after which the job ends
+NEAR_LIMIT = 150.0  # seconds before the time limit from which no other start is worth it: at 120 the ranks are warned
+LONG = 600.0  # seconds after which a step that reports no checkpoints counts as progress
+FINAL = {"DivergedError", "ReplicaError", "StoppedError"}  # errors that would happen again, or were requested
+BAD_INPUT = 2  # the exit code of an error that would happen again
 CRASHES = {128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV)}
-ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals after which nothing is started again."""
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # signals after which nothing is started again
 
 
 @dataclass(frozen=True)
@@ -36,25 +30,17 @@ class Ended:
 
     code: int
     nodes: int
-    step: int | None = None
-    """Of its newest checkpoint; None where the program reports none."""
-    resumed: int = 0
-    """Of the checkpoint from which it resumed."""
+    step: int | None = None  # of its newest checkpoint; None where the program reports none
+    resumed: int = 0  # the step of the checkpoint from which it resumed
     seconds: float = 0.0
-    reports: bool = False
-    """Whether the program is one that reports."""
+    reports: bool = False  # whether the program is one that reports
     lost: Lost | None = None
-    error: str = ""
-    """The class of the error that ended rank 0."""
+    error: str = ""  # the class of the error that ended rank 0
     error_code: int = 0
-    named: bool = True
-    """Whether that error says what happened: another rank's end alone does not."""
-    near_limit: bool = False
-    """Whether a warning of the time limit stopped it."""
-    too_early: bool = False
-    """Whether that came before its first step."""
-    signalled: int = 0
-    """The signal that the supervisor itself was sent meanwhile."""
+    named: bool = True  # whether that error says what happened: another rank's end alone does not
+    near_limit: bool = False  # whether a warning of the time limit stopped it
+    too_early: bool = False  # whether that came before its first step
+    signalled: int = 0  # the signal that the supervisor itself was sent meanwhile
 
 
 @dataclass(frozen=True)
@@ -62,14 +48,10 @@ class Nodes:
     """The nodes of the job that remain."""
 
     there: tuple[str, ...]
-    wanted: int
-    """How many the training takes; others are spare."""
-    silent: frozenset[str] = frozenset()
-    """Those that do not answer."""
-    smaller: frozenset[int] = frozenset()
-    """On how many fewer nodes the training is the same."""
-    seconds_left: float = math.inf
-    """Until the job's time limit."""
+    wanted: int  # how many the training takes; others are spare
+    silent: frozenset[str] = frozenset()  # those that do not answer
+    smaller: frozenset[int] = frozenset()  # on how many fewer nodes the training is the same
+    seconds_left: float = math.inf  # until the job's time limit
 
 
 @dataclass(frozen=True)
@@ -93,33 +75,26 @@ class Requeue:
 class End:
     """The job ends with the step's exit code."""
 
-    why: str = ""
-    """For the log; "" where the step has said it itself."""
+    why: str = ""  # for the log; "" where the step has said it itself
 
 
-Decision = Restart | Requeue | End
-
-
-def decide(history: Sequence[Ended], nodes: Nodes) -> Decision:
+def decide(history: Sequence[Ended], nodes: Nodes) -> Restart | Requeue | End:
     """What comes after the last of these steps."""
     last = history[-1]
     if last.code == 0 or last.signalled in ENDING:
         return End()
-    if last.near_limit and last.too_early and _has_no_progress(history):  # else it would be queued again for ever
+    in_vain = _starts_without_progress(history)
+    if last.near_limit and last.too_early and in_vain >= min(MOST_STARTS, len(history)):  # else queued again for ever
         return End("the job is not queued again: the warning came before the first step; ask for more time.")
     if last.near_limit:
         return Requeue((), "")
-    why = None if _would_happen_again(last) else _what_was_lost(last, nodes.silent)
+    would_happen_again = last.error in FINAL or last.error_code == BAD_INPUT
+    why = None if would_happen_again else _what_was_lost(last, nodes.silent)
     if not why:
         return End()
-    if _starts_without_progress(history) >= MOST_STARTS:
+    if in_vain >= MOST_STARTS:
         return End(f"{why}; {MOST_STARTS} starts in a row ended without a new checkpoint, so the job ends")
     return _again(history, nodes, why)
-
-
-def _would_happen_again(last: Ended) -> bool:
-    """Whether the ranks' own error says so."""
-    return last.error in FINAL or last.error == "StoppedError" or last.error_code == BAD_INPUT
 
 
 def not_answering(silent: Collection[str]) -> str:
@@ -148,11 +123,6 @@ def _starts_without_progress(history: Sequence[Ended]) -> int:
     return count
 
 
-def _has_no_progress(history: Sequence[Ended]) -> bool:
-    """Whether no start, or none of the last ones, brought a new checkpoint."""
-    return _starts_without_progress(history) >= min(MOST_STARTS, len(history))
-
-
 def _progress(history: Sequence[Ended]) -> Iterator[tuple[Ended, bool]]:
     """Each start, and whether it brought a new checkpoint."""
     newest = history[0].resumed
@@ -173,7 +143,7 @@ def _losses(history: Sequence[Ended]) -> tuple[Counter[str], Counter[str]]:
     return in_all, since
 
 
-def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Decision:
+def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Restart | Requeue:
     if history[-1].reports and nodes.seconds_left < NEAR_LIMIT:
         return Requeue(tuple(sorted(nodes.silent)), f"{why}; the time limit is {nodes.seconds_left:.0f} s away")
     without = tuple(node for node in nodes.there if node in nodes.silent | _left_out(history, nodes))

@@ -1,42 +1,47 @@
-"""The job that a supervisor runs in: its nodes, which of them answer, and what is requested of SLURM."""
+"""The job that a supervisor runs in: its nodes and which of them answer, and one step of srun from start to end."""
 
 import math
 import re
-import shutil
 import signal
-import socket
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from hvdtrain.errors import JobError, TopologyError
-from hvdtrain.launch import hostlist, slurm_job
+from hvdtrain.launch import hostlist, slurm
+from hvdtrain.launch.slurm import SlurmError
+from hvdtrain.record import handover
+from hvdtrain.tools.slurm.script import Option, options_of, program, program_of
+from hvdtrain.tools.supervise.decision import ENDING
+from hvdtrain.untrusted import quoted
 
-SLURMD_PORT = 6818
-CONNECT = 3.5  # seconds: Linux tries again after 1 and 3
-SECONDS = 20.0  # for a command of SLURM
-MOST_AT_ONCE = 256
 LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # days, hours, minutes, seconds
 NOT_ALLOCATED = "supervise runs in a job's script, in front of its srun; here is no job. Submit one: sbatch FILE"
+AS_IN = "as in: python -m hvdtrain supervise -- srun python train.py"
+TICK = 0.2  # seconds between two checks whether the step has ended
+FAREWELL = 2.0  # seconds for the other ranks to end by themselves once one is lost
+PATIENCE = 40.0  # seconds for srun to end once they are killed: KillWait, 30 at most sites, and more
+HASTE = 1.0  # seconds for srun to end where a node is silent: it would wait for that node
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NO_TERMINAL = 0.3  # seconds between two Ctrl-C, by which srun knows that it is meant
 
 
 @dataclass(frozen=True)
 class Job:
     """This job, as its script's environment has it."""
 
-    number: str
-    """What SLURM's commands call it."""
+    number: str  # as SLURM's commands have it
     nodes: tuple[str, ...]
-    tasks_per_node: int | None
-    """None where nodes have unequal numbers."""
+    tasks_per_node: int | None  # None where nodes have unequal numbers
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Job":
         """Raises JobError where there is none."""
-        number, listed = slurm_job.job_id(environ), environ.get("SLURM_JOB_NODELIST")
+        number, listed = slurm.job_id(environ), environ.get("SLURM_JOB_NODELIST")
         if not number or not listed:
             raise JobError(NOT_ALLOCATED)
         try:
@@ -52,96 +57,140 @@ class Job:
         """The node whose hostname that is."""
         return host if host in self.nodes else host.partition(".")[0]
 
-    def endpoints(self) -> dict[str, tuple[str, int]]:
-        """By node the host and port of its slurmd."""
-        port, addresses = _slurmd_port(), _addresses(self.nodes)
-        return {node: (addresses.get(node) or node, port) for node in self.nodes}
-
     def seconds_left(self) -> float:
-        """Until its time limit; infinite where SLURM says none."""
-        shown = LEFT.fullmatch(_output("squeue", "--noheader", "--format=%L", f"--jobs={self.number}").strip())
+        """Seconds until its time limit; infinite where SLURM says none."""
+        shown = None
+        with suppress(SlurmError):
+            shown = LEFT.fullmatch(slurm.query(self.number, "%L")[0])
         if not shown:
             return math.inf
         days, hours, minutes, seconds = (int(digits or 0) for digits in shown.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
-    def release(self, keep: Sequence[str], folder: Path) -> bool:
-        """Gives all nodes back but these: SLURM, which misses a silent node after minutes, would then end the whole
-        job. scontrol writes two files into the folder."""
-        return _refused("update", f"JobId={self.number}", f"NodeList={','.join(keep)}", cwd=folder) == ""
 
-    def requeue(self, without: Sequence[str]) -> str:
-        """Requests SLURM to start this job again, elsewhere than on those nodes; a message for the user."""
-        excluded = ",".join(dict.fromkeys([*_excluded(self.number), *without]))
-        # SLURM ends this process as soon as the job is queued again.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        message = slurm_job.requeue(self.number)
-        if without and "is queued again" in message:
-            refused = _refused("update", f"JobId={self.number}", f"ExcNodeList={excluded}")
-            message = f"{message[:-1]}{f'; not without {excluded}: {refused}' if refused else f', without {excluded}'}."
-        return message
+def check_step(words: Sequence[str]) -> None:
+    """Raises JobError where they start no step."""
+    if not words:
+        raise JobError(f"no step to supervise; give it after --, {AS_IN}")
+    if program(words) != "srun":
+        raise JobError(
+            f"what is supervised must be a step of srun, got {quoted(words[0])}; put srun before it, {AS_IN}"
+        )
+    if not program_of(words):
+        raise JobError(f"srun must have a program to start, got none; {AS_IN}")
 
 
-def silent_nodes(endpoints: Mapping[str, tuple[str, int]]) -> frozenset[str]:
-    """The nodes whose slurmd takes no connection."""
-    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-        answers = pool.map(_answers, endpoints.values())
-        return frozenset(node for node, answer in zip(endpoints, answers, strict=True) if not answer)
+def number_of(words: Sequence[str], name: str) -> int | None:
+    """The value of that option of srun, where it is a number."""
+    values = [option.value for option, _ in _own_options(words) if option.name == name]
+    return int(values[-1]) if values and values[-1].isdecimal() else None
 
 
-def controller_answers() -> bool:
-    """Whether slurmctld does, or nobody can request that here."""
-    return not shutil.which("scontrol") or " is UP" in _output("scontrol", "ping")
+def placed(words: Sequence[str], nodes: int, tasks_per_node: int | None, without: Collection[str]) -> list[str]:
+    """The same step on so many nodes."""
+    left_out = ",".join([*(option.value for option, _ in _own_options(words) if option.name == "exclude"), *without])
+    added = {"nodes": nodes, "ntasks": nodes * tasks_per_node if tasks_per_node else None, "exclude": left_out}
+    return _with(words, {name: value for name, value in added.items() if value})
 
 
-def kill(step: str) -> None:
-    """Kills a step's tasks. scancel itself would wait for nodes that do not answer."""
-    if scancel := shutil.which("scancel"):
-        null = subprocess.DEVNULL
-        subprocess.Popen([scancel, "--signal=KILL", step], stdin=null, stdout=null, stderr=null)
+def beside_others(words: Sequence[str]) -> list[str]:
+    """The same step without memory of its own: one that has not ended on a silent node still holds the job's."""
+    return _with(words, {"mem": 0})
 
 
-def _answers(endpoint: tuple[str, int]) -> bool:
+def _with(words: Sequence[str], added: Mapping[str, object]) -> list[str]:
+    """The step with these options of srun in the place of its own."""
+    own = [word for option, given in _own_options(words) if option.name not in added for word in given]
+    return [words[0], *(f"--{name}={value}" for name, value in added.items()), *own, *program_of(words)]
+
+
+def _own_options(words: Sequence[str]) -> list[tuple[Option, Sequence[str]]]:
+    """srun's own options, each with the words that give it."""
+    own, found = words[1 : len(words) - len(program_of(words))], list[tuple[Option, Sequence[str]]]()
+    while own:
+        length = 1 if len(own) == 1 or own[1].startswith("-") else 2
+        found.append((options_of(own, 0)[0], own[:length]))
+        own = own[length:]
+    return found
+
+
+class Signals:
+    """What this process is sent goes to the step under way, and is remembered."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, _frame: FrameType | None) -> None:
+        if self.last not in ENDING:
+            self.last = number
+        process = self.process
+        if process and process.poll() is None:
+            process.send_signal(number)
+            if number == signal.SIGINT:  # srun wants two within a second
+                time.sleep(NO_TERMINAL)
+                process.send_signal(number)
+
+
+def run_step(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path,
+    signals: Signals,
+    silent: Callable[[], frozenset[str]],
+) -> tuple[int, frozenset[str]]:
+    """Runs the step to its end. Its exit code as a shell has it, and which nodes were silent if it did not end well.
+
+    Its ranks leave what they report in `folder`.
+    """
+    own = {**environ, handover.VARIABLE: str(folder.resolve())}
+    # In a session of its own: else a terminal would send it Ctrl-C too.
+    process = subprocess.Popen(words, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
+    signals.process = process
     try:
-        socket.create_connection(endpoint, CONNECT).close()
-    except OSError:
+        lost = _watch(process, folder)
+        noticed = time.monotonic()
+        found = silent() if lost.host else frozenset[str]()
+        if lost.host:
+            _end(process, own_step(lost, environ), noticed + FAREWELL, HASTE if found else PATIENCE)
+    finally:
+        signals.process = None
+    code = process.returncode
+    if code and not lost.host and signals.last not in ENDING:
+        found = silent()
+    return (code if code >= 0 else 128 - code), found
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path) -> handover.Report:
+    """Waits until the step has ended or a rank is reported as lost; that report, or an empty one."""
+    while not (lost := handover.read(folder, "lost")).host:
+        if _ends_within(process, TICK):
+            return handover.read(folder, "lost")
+    return lost
+
+
+def own_step(lost: handover.Report, environ: Mapping[str, str]) -> str:
+    """The step that the report is of; "" where it is none of this job's."""
+    own = re.escape(slurm.job_id(environ) or "")
+    return lost.step_id if lost.step_id and re.fullmatch(rf"{own}\.[0-9]{{1,10}}", lost.step_id) else ""
+
+
+def _end(process: subprocess.Popen[bytes], step_id: str, deadline: float, patience: float) -> None:
+    """Ends a step that has lost a rank: srun alone would wait for the tasks of a silent node."""
+    if _ends_within(process, deadline - time.monotonic()):
+        return
+    if step_id:
+        slurm.cancel(step_id, "--signal=KILL")
+    if not _ends_within(process, patience):
+        process.kill()
+        process.wait()
+
+
+def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
         return False
     return True
-
-
-def _slurmd_port() -> int:
-    found = re.search(r"^SlurmdPort\s*= (\d{1,5})", _output("scontrol", "show", "config"), re.MULTILINE)
-    return int(found[1]) if found else SLURMD_PORT
-
-
-def _addresses(nodes: Collection[str]) -> dict[str, str]:
-    shown = _output("scontrol", "--oneliner", "show", "node", ",".join(nodes))
-    found: list[tuple[str, str]] = re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", shown, re.MULTILINE)
-    return dict(found)
-
-
-def _excluded(job: str) -> list[str]:
-    found = re.search(r"ExcNodeList=(\S+)", _output("scontrol", "--oneliner", "show", "job", job))
-    return [found[1]] if found and found[1] != "(null)" else []
-
-
-def _output(*command: str) -> str:
-    """What a command of SLURM prints; "" where it is not there or does not answer."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        return _done(command).stdout
-    return ""
-
-
-def _refused(*arguments: str, cwd: Path | None = None) -> str:
-    """Why scontrol failed; "" where it did not."""
-    try:
-        done = _done(["scontrol", *arguments], cwd)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return type(error).__name__
-    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
-
-
-def _done(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False, cwd=cwd
-    )

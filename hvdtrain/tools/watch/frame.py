@@ -1,73 +1,81 @@
-"""A run folder -> what can be said of the run now, whatever the folder holds."""
+"""What is shown of a run, and of its job in SLURM, at one moment."""
 
-import contextlib
-import functools
 import math
-import os
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
-from hvdtrain import files
-from hvdtrain.record import checkpoint
-from hvdtrain.tools import run_state
-from hvdtrain.tools.watch.job import Job
-from hvdtrain.tools.watch.tail import Record, json_of, last_of, last_records, mapping, number, text, whole
+import numpy as np
 
-FILES = ("status.json", "metrics.jsonl", "recipe.yaml", "run.json", "plan.json", "launches.jsonl", "checkpoints")
-"""A run's folder has one of them."""
+from hvdtrain.launch import slurm
+from hvdtrain.launch.slurm import SlurmError
+from hvdtrain.record import reader
+from hvdtrain.record.history import Launch, Record
+from hvdtrain.record.progress_line import duration
+from hvdtrain.record.reader import ENDED, Run
+from hvdtrain.untrusted import mapping, number, one_line, text, unix_time, whole
+
+LONGEST = 400
+BAR = 24
+HOSTS = 4
 RECENT = 20
 """Log lines whose pace the time left is estimated by."""
 EVENTS = 5
 KILLED = "its processes ended without a message: killed, or its node was lost"
-BEGIN = ("launch", "world")
-"""Kinds of the records with which a launch begins."""
-
-T = TypeVar("T")
+FIELDS = ("%T", "%r", "%V", "%S", "%L", "%N", "%Z")
+WAITING = {"PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+GONE = "GONE"
+"""State of a job that squeue knows no longer."""
+Row = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Slowest:
-    """A rank whose steps take longest, without its waiting for others."""
+class Job:
+    """A job as squeue shows it."""
 
-    rank: int
-    host: str
-    seconds: float
-    median: float
-    """Of all ranks."""
+    number: str
+    state: str = ""
+    """Its state, as RUNNING; "" where SLURM has not answered."""
+    reason: str = ""
+    submit: str = ""
+    """When it was submitted."""
+    start: str = ""
+    """When it is expected to start, or did."""
+    left: str = ""
+    """What is left of its time limit."""
+    nodes: str = ""
+    folder: str = ""
+    """The folder in which it was submitted."""
+
+    @classmethod
+    def requested(cls, number: str) -> "Job":
+        """What squeue says of the job now."""
+        try:
+            return cls(number, *slurm.query(number, *FIELDS))
+        except SlurmError as error:
+            return cls(number, GONE if error.cause == "gone" else "")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it will start, or start again."""
+        return self.state in WAITING
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.state == GONE
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A run now. A value that is not known is None, or empty."""
+    """A run now, as far as anything of it is known."""
 
-    folder: Path | None = None
+    run: Run | None = None
     job: Job | None = None
-    state: str = ""
-    error: str = ""
-    recipe: str = ""
-    launch: Mapping[str, Any] = field(default_factory=dict)
-    """Of the last launch."""
-    step: int | None = None
-    total: int | None = None
-    epochs: int | None = None
-    last: Record = field(default_factory=dict)
-    """The last log line's."""
-    validation: Record = field(default_factory=dict)
-    """The last epoch's."""
-    seconds_left: float | None = None
-    """From the last record on."""
-    written: float | None = None
-    """When that was written."""
-    slowest: Slowest | None = None
-    events: tuple[Record, ...] = ()
-    checkpoint: tuple[int, float] | None = None
-    """The newest one's step, and when it was written."""
-    missing: tuple[str, ...] = ()
-    """What the folder has not, or cannot be read."""
+    state: str = "unknown"
 
     @property
     def is_over(self) -> bool:
@@ -78,7 +86,7 @@ class Frame:
             return True
         if self.job and self.job.state:  # a job that still runs may start the training again
             return self.job.is_over and self.state != "running"  # until it is sure that it was killed
-        return self.state in (*run_state.ENDED, "killed")
+        return self.state in (*ENDED, "killed")
 
     @property
     def is_bad(self) -> bool:
@@ -86,173 +94,172 @@ class Frame:
         return self.state in {"failed", "killed"}
 
 
-def read(folder: Path | None, job: Job | None, now: float) -> Frame:
-    """Never raises for what the folder holds."""
-    if not folder:
+def frame(run: Run | None, job: Job | None, now: float) -> Frame:
+    """What is known of the run and of its job; without an answer of SLURM's, `job` has no state."""
+    if not run:
         return Frame(job=job)
-    reader = _Reader(folder)
-    nothing: Record = {}
-    status = reader.get("status.json", json_of, nothing)
-    is_own = os.path.exists(folder / "run.json")  # noqa: PTH110 - which raises nothing
-    about = reader.get("run.json" if is_own else "plan.json", json_of, nothing)
-    plan = nothing if is_own else about
-    metrics = reader.get("metrics.jsonl", last_records, list[Record]())
-    launches = _timed(reader.get("launches.jsonl", last_records, list[Record]()))
-    steps = [record for record in metrics if record.get("kind") == "step" and whole(record, "step") is not None]
-    epochs = [record for record in metrics if record.get("kind") == "epoch"]
-    begun = {kind: reader.get("launches.jsonl", functools.partial(last_of, kind=kind), nothing) for kind in BEGIN}
-    is_of_it = (number(begun["world"], "time") or math.inf) >= (number(begun["launch"], "time") or 0.0)
-    launch = {**begun["launch"], **(begun["world"] if is_of_it else nothing)}
-    hosts = launch.get("hosts")
-    times = [when for record in (*metrics[-1:], *launches[-1:], status) if (when := number(record, "time"))]
-    counts = [made for record in (*steps[-1:], *epochs[-1:], status) if (made := whole(record, "step")) is not None]
-    epochs_planned, total = whole(mapping(plan.get("schedule")), "epochs"), whole(plan, "total_steps")
-    end = None
-    if launch:
-        end = text(launches[-1], "state") if launches and launches[-1].get("kind") == "end" else ""
-    state = run_state.state_of(
-        folder,
-        now,
-        status=text(status, "state"),
-        end=end,
-        host=str(hosts[0]) if isinstance(hosts, list) and hosts else "",
-        seconds=max((number(record, "clock") or 0.0 for record in launches[-1:]), default=0.0),
-        written=max(times, default=written(folder)),
-        is_job_over=lambda: job.is_over if job and job.state else None,
-    )
-    return Frame(
-        folder=folder,
-        job=job,
-        state="" if state == "unknown" else state,
-        error=KILLED if state == "killed" else text(status, "error"),
-        recipe=text(about, "model") if is_own else reader.get("recipe.yaml", _recipe, ""),
-        launch=launch or {"ranks": about.get("size"), **about},
-        step=max(counts) if counts else None,
-        total=total,
-        epochs=epochs_planned,
-        last=steps[-1] if steps else {},
-        validation=next((record for record in reversed(epochs) if _is_validation(record)), {}),
-        seconds_left=seconds_left(plan, steps, epochs),
-        written=max(times, default=None),
-        slowest=slowest(launches, launch),
-        events=_events(launches),
-        checkpoint=_checkpoint(folder),
-        missing=tuple(reader.missing),
-    )
+    return Frame(run, job, reader.state_of(run, now, lambda: job.is_over if job and job.state else None))
 
 
-def written(folder: Path) -> float:
-    """When one of the run's files was last written, seconds since 1970."""
-    times = [0.0]
-    for name in FILES:
-        with contextlib.suppress(OSError):
-            times.append((folder / name).stat().st_mtime)
-    return max(times)
+def rows(seen: Frame, now: float) -> list[Row]:
+    """Label and text of each row."""
+    return [(label, value) for label, value in _rows(seen, now) if value]
 
 
-class _Reader:
-    """Reads the folder's files, and keeps a word on each that is not there or damaged."""
+def _rows(seen: Frame, now: float) -> Iterator[Row]:
+    run, job = seen.run, seen.job
+    if run:
+        name = run.recipe_name or text(run.program.get("model"))
+        yield "run", " in ".join(part for part in (name, str(run.path)) if part)
+        yield "state", _state(seen, run, now)
+    if job:
+        yield "job", _job(job, now)
+    if not run:
+        return
+    yield "ranks", _ranks(run)
+    yield "progress", _progress(run, seen.state, now)
+    yield "training", _training(run)
+    yield "validation", _validation(run)
+    yield "slowest", _slowest(run.launch) if run.launch else ""
+    if saved := reader.newest_checkpoint(run.path):
+        yield "checkpoint", f"of step {saved[0]}, {_ago(saved[1], now)}"
+    for index, event in enumerate(_events(run)):
+        yield "" if index else "events", event
+    gaps = [f"no {gap.name}" if gap.is_absent else f"{gap.name} cannot be read" for gap in run.gaps]
+    yield "missing", ", ".join(dict.fromkeys(gaps))
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.missing = folder, list[str]()
 
-    def get(self, name: str, read: Callable[[Path], T], default: T) -> T:
-        """What is read of the file; the default where that fails."""
-        try:
-            return read(self.folder / name)
-        except FileNotFoundError:
-            self._add(f"no {name}")
-        except (OSError, ValueError):
-            self._add(f"{name} cannot be read")
-        return default
-
-    def _add(self, line: str) -> None:
-        if line not in self.missing:
-            self.missing.append(line)
+def _state(seen: Frame, run: Run, now: float) -> str:
+    ago = _ago(run.last_sign, now) if run.last_sign else ""
+    if seen.state == "running":
+        return f"running, last record {ago}" if ago else "running"
+    if seen.state == "unknown":
+        return "unknown"
+    error = KILLED if seen.state == "killed" else run.error if seen.state != "finished" else ""
+    return f"{seen.state} {ago}".rstrip() + (f": {error}" if error else "")
 
 
-def seconds_left(plan: Mapping[str, Any], steps: Sequence[Record], epochs: Sequence[Record]) -> float | None:
-    """From the last record on: steps by recent log lines, validations by the last one's time."""
-    total, batch, an_epoch = (whole(plan, name) for name in ("total_steps", "global_batch", "steps_per_epoch"))
-    rates = [rate for record in steps[-RECENT:] if (rate := number(record, "examples_per_second"))]
+def _job(job: Job, now: float) -> str:
+    state = "ended" if job.is_over else job.state.lower()
+    parts = [f"{job.number}: {state or 'SLURM has not answered yet'}"]
+    if job.is_waiting:
+        parts += [f"reason {job.reason}"] if job.reason and job.reason != "None" else []
+        submitted, start = _time(job.submit), _time(job.start)
+        parts += [f"submitted {_ago(submitted, now)}"] if submitted else []
+        parts += [f"expected to start in {duration(max(0.0, start - now))}" if start else "start not known yet"]
+    elif job.state and not job.is_over:
+        parts += [f"{job.left} left of its time limit"] if job.left else []
+        parts += [f"on {job.nodes}"] if job.nodes else []
+    return ", ".join(parts)
+
+
+def _time(when: str) -> float | None:
+    try:
+        return datetime.fromisoformat(when).timestamp()
+    except (ValueError, OverflowError):  # N/A
+        return None
+
+
+def _ago(when: float, now: float) -> str:
+    return f"{duration(max(0.0, now - when))} ago"
+
+
+def _ranks(run: Run) -> str:
+    if not run.ranks:
+        return ""
+    hosts = list(dict.fromkeys(run.launch.hosts)) if run.launch else []
+    named = ", ".join(hosts[:HOSTS]) + (f" and {len(hosts) - HOSTS} more" if hosts[HOSTS:] else "")
+    launcher = text(run.launch.about.get("launcher")) if run.launch else ""
+    parts = [f"{run.ranks} on {named}" if hosts else str(run.ranks), launcher, run.engine, run.framework]
+    return ", ".join(part for part in parts if part)
+
+
+def _progress(run: Run, state: str, now: float) -> str:
+    step, total = run.step, run.total_steps
+    if not total:
+        return f"step {step}" if step else ""
+    share = min(1.0, step / total)
+    bar = "#" * round(share * BAR) + "." * (BAR - round(share * BAR))
+    left = seconds_left(run) if state == "running" else None
+    passed = max(0.0, now - run.last_sign) if run.last_sign else 0.0
+    shown = "" if left is None else f"  {duration(max(0.0, left - passed))} left"
+    return f"step {step} of {total}  {share:.0%}  {bar}{shown}"
+
+
+def seconds_left(run: Run) -> float | None:
+    """Seconds from the last record to the end: steps by recent log lines, validations by the last one's time."""
+    steps, epochs = run.recent_of("step"), run.recent_of("epoch")
+    total, batch, an_epoch = run.total_steps, whole(run.plan.get("global_batch"), 1), run.steps_per_epoch
+    rates = [rate for record in steps[-RECENT:] if (rate := number(record.get("examples_per_second")))]
     if not total or not batch or not an_epoch or not rates:
         return None
-    made = max(whole(record, "step") or 0 for record in (*steps[-1:], *epochs[-1:]))
-    reported = max((whole(record, "step") or 0 for record in epochs[-1:]), default=0)
-    validations = -(-total // an_epoch) - reported // an_epoch
-    if reported >= total:
-        validations = 0
-    left = max(0, total - made) * batch / statistics.median(rates)
-    return left + validations * (_pause(steps, epochs) or 0.0)
+    reported, made = (max((whole(record["step"]) or 0 for record in of[-1:]), default=0) for of in (epochs, steps))
+    validations = 0 if reported >= total else math.ceil(total / an_epoch) - reported // an_epoch
+    left = max(0, total - max(reported, made))
+    return left * batch / statistics.median(rates) + validations * _pause(steps, epochs)
 
 
-def _pause(steps: Sequence[Record], epochs: Sequence[Record]) -> float | None:
-    """From an epoch's last step to its report."""
+def _pause(steps: Sequence[Record], epochs: Sequence[Record]) -> float:
+    """Seconds from an epoch's last step to its report; 0 where nobody knows."""
+    logged = {whole(record["step"]): record for record in steps}
     for epoch in reversed(epochs):
-        for step in reversed(steps):
-            if step.get("step") == epoch.get("step"):
-                began, ended = number(step, "time"), number(epoch, "time")
-                return max(0.0, ended - began) if began and ended else None
-    return None
+        if step := logged.get(whole(epoch["step"])):
+            began, ended = unix_time(step.get("time")), unix_time(epoch.get("time"))
+            return max(0.0, ended - began) if began and ended else 0.0
+    return 0.0
 
 
-def slowest(launches: Sequence[Record], launch: Mapping[str, Any]) -> Slowest | None:
-    """By the last record of all ranks' steps."""
-    record = _last(launches, "ranks")
-    columns = [record.get(name) for name in ("computing", "reading")]
-    computing, reading = ([_seconds(value) for value in c] if isinstance(c, list) else [] for c in columns)
-    reading += [0.0] * (len(computing) - len(reading))
-    own = [a + b for a, b in zip(computing, reading, strict=False)]
-    if len(own) < 2:
-        return None
-    index, listed, hosts = own.index(max(own)), record.get("of"), launch.get("hosts")
-    rank = index
-    if isinstance(listed, list) and index < len(listed) and isinstance(listed[index], int):
-        rank = listed[index]
-    host = ""
-    if isinstance(hosts, list) and whole(launch, "ranks") == len(hosts) and 0 <= rank < len(hosts):
-        host = str(hosts[rank])
-    return Slowest(rank, host, own[index], statistics.median(own))
+def _training(run: Run) -> str:
+    last = (run.recent_of("step") or [{}])[-1]
+    epoch, epochs = whole(last.get("epoch")), whole(mapping(run.plan.get("schedule")).get("epochs"))
+    parts = [f"epoch {epoch}" + (f" of {epochs}" if epochs else "")] if epoch is not None else []
+    parts += [f"{label} {_value(last[name])}" for name, label in (("loss", "loss"), ("lr", "LR")) if name in last]
+    rate = number(last.get("examples_per_second"))
+    return "  ".join(parts + ([f"{rate:.1f} examples/s"] if rate is not None else []))
 
 
-def _seconds(value: object) -> float:
-    return number({"": value}, "") or 0.0
+def _validation(run: Run) -> str:
+    for record in reversed(run.recent_of("epoch")):
+        names = [name for name in record if name.startswith("valid_") and name != "valid_examples"]
+        values = ", ".join(f"{name.removeprefix('valid_')} {_value(record[name])}" for name in names[:6])
+        if values:
+            return f"epoch {whole(record.get('epoch'))}: {values}"
+    return ""
 
 
-def _timed(launches: Sequence[Record]) -> list[Record]:
-    """The records, each with a time: that of its launch's beginning and its clock."""
-    began, found = None, list[Record]()
-    for record in launches:
-        if record.get("kind") == "launch":
-            began = number(record, "time")
-        clock = number(record, "clock")
-        found.append({"time": began + clock, **record} if began is not None and clock is not None else record)
-    return found
+def _value(value: Any) -> str:
+    known = number(value)
+    return "not finite" if known is None else f"{known:.4g}"
 
 
-def _last(records: Sequence[Record], kind: str) -> Record:
-    return next((record for record in reversed(records) if record.get("kind") == kind), {})
+def _slowest(launch: Launch) -> str:
+    """The rank whose steps take longest, without its waiting for others."""
+    if not launch.times or len(launch.times[-1].ranks) < 2:
+        return ""
+    times = launch.times[-1]
+    own = np.nan_to_num(times.own)
+    slowest, median = int(own.argmax()), float(np.median(own))
+    of_step = f"{_step(own[slowest])} of its own a step; the median rank {_step(median)}"
+    return f"{launch.name_of(times.ranks[slowest])}: {of_step}"
 
 
-def _events(launches: Sequence[Record]) -> tuple[Record, ...]:
-    found = [record for record in launches if record.get("kind") in ("event", "end")]
-    # A run writes many checkpoints; the newest has a line of its own.
-    return tuple(record for record in found if record.get("event") != "checkpoint")[-EVENTS:]
+def _step(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _is_validation(record: Record) -> bool:
-    return any(name.startswith("valid_") and name != "valid_examples" for name in record)
+def _events(run: Run) -> list[str]:
+    """The last ones; a run writes many checkpoints, of which the newest has a row of its own."""
+    found = []
+    for launch in run.launches:
+        events = [(event.clock, event.kind, event.text) for event in launch.events if event.kind != "checkpoint"]
+        events += [(launch.clock, launch.end.state, launch.end.text)] if launch.end else []
+        found += [(launch.time and launch.time + at, kind, said) for at, kind, said in events]
+    return [
+        f"{clock(when) + '  ' if when else ''}{kind}  {one_line(said, LONGEST)}".rstrip()
+        for when, kind, said in found[-EVENTS:]
+    ]
 
 
-def _checkpoint(folder: Path) -> tuple[int, float] | None:
-    with contextlib.suppress(OSError, ValueError):
-        newest = checkpoint.committed(folder / "checkpoints")[-1:]
-        for path in newest:
-            return int(path.name.rpartition("-")[2]), path.stat().st_mtime
-    return None
-
-
-def _recipe(path: Path) -> str:
-    """The recipe's name, from the first line that a run writes there."""
-    found = re.match(r"# (.+), resolved\n", files.read(path, follow=False))
-    return found[1] if found else ""
+def clock(when: float) -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(when))

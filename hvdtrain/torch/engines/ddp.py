@@ -13,9 +13,10 @@ from hvdtrain.core import sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable, StoppedError
-from hvdtrain.launch.topology import Topology
-from hvdtrain.torch import devices
-from hvdtrain.torch.engines.buckets import Averager, AveragingEngine, in_bytes
+from hvdtrain.launch.topology import Topology, launcher
+from hvdtrain.ranks.stacks import waits_for_ranks
+from hvdtrain.torch.averaging import Averager, AveragingEngine
+from hvdtrain.torch.engines import in_bytes, take_device
 
 try:
     import torch.distributed as dist
@@ -26,7 +27,6 @@ except ImportError as error:
     ) from None
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's (Li et al. 2020, arXiv:2006.15704, section 4.2)
-MPI_LAUNCHERS = {"mpirun", "mpiexec"}
 
 
 class DdpEngine(AveragingEngine):
@@ -53,7 +53,7 @@ class DdpEngine(AveragingEngine):
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":
-        return cls(setup.settings, setup.topology, devices.take(setup))
+        return cls(setup.settings, setup.topology, take_device(setup))
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         with in_bytes(tensors) as found:
@@ -94,6 +94,7 @@ class DdpEngine(AveragingEngine):
             tensor.div_(self.size)
         work = dist.all_reduce(tensor, async_op=True)
 
+        @waits_for_ranks
         def averaged() -> None:
             began = time.monotonic()
             work.wait()
@@ -131,4 +132,4 @@ class DdpEngine(AveragingEngine):
 def _backend(topology: Topology, device: torch.device) -> str:
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
-    return "mpi" if dist.is_mpi_available() and topology.launcher in MPI_LAUNCHERS else "gloo"
+    return "mpi" if dist.is_mpi_available() and launcher(topology.launcher).mpi else "gloo"

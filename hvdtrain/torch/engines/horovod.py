@@ -13,11 +13,11 @@ import torch
 
 from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
-from hvdtrain.engines import horovod_settings
-from hvdtrain.engines.registry import Setup
+from hvdtrain.engines.registry import Setup, fusion_bytes, horovod_variables
 from hvdtrain.launch import mpi
-from hvdtrain.torch import devices
-from hvdtrain.torch.engines.buckets import Averager, AveragingEngine, in_bytes
+from hvdtrain.ranks.stacks import waits_for_ranks
+from hvdtrain.torch.averaging import Averager, AveragingEngine
+from hvdtrain.torch.engines import in_bytes, take_device
 
 try:
     import horovod.torch as hvd
@@ -49,6 +49,7 @@ class _Waited:
     seconds = 0.0
 
 
+@waits_for_ranks
 def wait(handle: int, where: str = "cpu", what: str = "") -> torch.Tensor:
     """What the operation of a handle gives, once it is there; `where` is the type of its device, `what` this rank's
     tensor. Raises HorovodInternalError.
@@ -86,8 +87,8 @@ class HorovodEngine(AveragingEngine):
     notes: tuple[str, ...] = ()
 
     def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
-        self._together = horovod_settings.fusion_bytes(settings, os.environ)
-        variables = horovod_settings.variables(settings, os.environ)
+        self._together = fusion_bytes(settings, os.environ)
+        variables = horovod_variables(settings, os.environ)
         if self._together is not None:
             variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together
         with environment(variables):  # Horovod's core reads it when it starts, and nowhere else
@@ -102,7 +103,7 @@ class HorovodEngine(AveragingEngine):
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.settings, setup.timeline)
-        engine.device = devices.take(setup, gpu_operations=engine.gpu_operations)
+        engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
         return engine
 
     @property

@@ -1,4 +1,4 @@
-"""The engine of one process: every method is the identity."""
+"""The engines of one process: of one device, of several that split each batch, and of several that split the layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from hvdtrain.engines.registry import Setup
-from hvdtrain.torch import devices
-from hvdtrain.torch.engines import Forward
+from hvdtrain.errors import DeviceError
+from hvdtrain.torch import resnet
+from hvdtrain.torch.engines import Forward, take_device
 from hvdtrain.torch.objective import call
 
 
@@ -26,7 +28,7 @@ class LocalEngine:
 
     @classmethod
     def open(cls, setup: Setup) -> "LocalEngine":
-        return cls(devices.take(setup))
+        return cls(take_device(setup))
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         return metadata
@@ -63,3 +65,95 @@ class LocalEngine:
 
     def close(self) -> None:
         pass
+
+
+ADVICE = (
+    "PyTorch's documentation recommends DistributedDataParallel instead of DataParallel, even on a single node: "
+    "one process drives all GPUs, and copies the model to them in every step; --engine ddp is faster"
+)
+
+
+class DataParallelEngine(LocalEngine):
+    """One process that hands each GPU a part of the batch; see `Engine` for the methods.
+
+    BatchNorm takes the statistics of each GPU's part, and keeps those of the first GPU.
+    """
+
+    notes: tuple[str, ...] = (ADVICE,)
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        super().__init__(self._devices[0])
+
+    @classmethod
+    def open(cls, setup: Setup) -> "DataParallelEngine":
+        return cls(setup.devices)
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.DataParallel, torch.optim.Optimizer]:
+        return nn.DataParallel(model, self._devices), optimizer
+
+
+class ModelParallelEngine(LocalEngine):
+    """One process whose devices hold consecutive layers; see `Engine` for the methods.
+
+    The micro-batches (accumulation_steps) follow one another through the devices (GPipe: Huang et al. 2019,
+    arXiv:1811.06965): while one computes a micro-batch, the device before it computes the next. The first device takes
+    the images and the labels.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        self.notes = (
+            f"the layers are split over {', '.join(devices)}; --accumulation-steps N pipelines N micro-batches",
+        )
+        super().__init__(self._devices[0])
+
+    @classmethod
+    def open(cls, setup: Setup) -> "ModelParallelEngine":
+        return cls(setup.devices)
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:
+        return Stages(model, self._devices), optimizer
+
+    def outputs(self, network: "Stages", inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
+        return iter(network.pipelined(inputs))
+
+
+class Stages:
+    """A model's layers on their devices. Raises DeviceError where there are fewer layers than devices."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+        layers = _layers(model)
+        if len(layers) < len(devices):
+            raise DeviceError(
+                f"{type(model).__name__} has {len(layers)} layers to split, fewer than {len(devices)} devices; take "
+                "fewer --devices, or a larger model."
+            )
+        cuts = np.array_split(np.arange(len(layers)), len(devices))
+        self._home = devices[0]
+        self._stages = [
+            (device, nn.Sequential(*(layers[index] for index in cut)).to(device))
+            for device, cut in zip(devices, cuts, strict=True)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs on the first device."""
+        return self.pipelined([x])[0]
+
+    def pipelined(self, micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each micro-batch's outputs. GPUs compute what is queued in one tick at the same time."""
+        values = list(micro_batches)
+        for tick in range(len(micro_batches) + len(self._stages) - 1):
+            for index, (device, stage) in enumerate(self._stages):
+                if 0 <= tick - index < len(micro_batches):
+                    values[tick - index] = stage(values[tick - index].to(device, non_blocking=True))
+        return [value.to(self._home) for value in values]
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """What may be put on different devices, in the order of computing."""
+    if isinstance(model, nn.Linear):
+        return [model]
+    stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+    blocks = [block for name in resnet.BLOCKS for block in getattr(model, name)]
+    return [stem, *blocks, nn.Sequential(model.avgpool, nn.Flatten(1), model.fc)]

@@ -17,11 +17,10 @@ from hvdtrain.tools import build
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build import prove as proving
 from hvdtrain.tools.build import run as running
-from hvdtrain.tools.build.allreduce import proof_line
 from hvdtrain.tools.build.patching import add_sources, apply, parse
 from hvdtrain.tools.build.plan import SDIST, Command, Options, describe, plan
-from hvdtrain.tools.build.probe import Surroundings, SystemMpi
-from hvdtrain.tools.build.prove import check
+from hvdtrain.tools.build.probe import Surroundings, SystemMpi, probe
+from hvdtrain.tools.build.prove import check, proof_line
 
 HERE = Surroundings(
     python="/venv/bin/python",
@@ -580,7 +579,7 @@ def test_a_proof_wants_every_rank_its_controller_and_a_good_end(code, output, la
         check("torch", "mpi", code, output)
     assert str(refused.value) == (
         f"Horovod does not add over 2 ranks with torch over mpi (exit code {code}): {last} "
-        "See it whole with: horovodrun --mpi -np 2 python -m hvdtrain.tools.build.allreduce torch"
+        "See it whole with: horovodrun --mpi -np 2 python -m hvdtrain.tools.build.prove torch"
     )
 
 
@@ -624,3 +623,12 @@ def test_a_proof_that_hangs_is_ended_with_its_ranks(monkeypatch):
     monkeypatch.setattr(proving, "SECONDS", 1)
     code, output = proving._run(["/bin/sh", "-c", "sleep 600 & wait"], os.environ)
     assert (code, output) == (124, "no end within 1 seconds")
+
+
+def test_torchs_cuda_release_is_read_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.15.0'\ncuda: Optional[str] = '13.2'\n")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe(os.environ).torch_cuda == "13.2"

@@ -16,8 +16,8 @@ from paths import REPOSITORY
 from ranks import needs_our_horovod, needs_signalled_horovodrun
 
 from hvdtrain.launch import mpi
-from hvdtrain.tools.build.allreduce import proof_line
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
+from hvdtrain.tools.build.prove import proof_line
 
 pytestmark = [pytest.mark.launched, needs_our_horovod]
 
@@ -168,10 +168,10 @@ def test_one_scope_of_finished_ranks_is_forgotten_at_a_time():
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_two_ranks_add_and_start_again(controller, framework):
-    """hvdtrain.tools.build.allreduce calls hvd.init() twice in one process."""
+    """hvdtrain.tools.build.prove calls hvd.init() twice in one process."""
     if not mpi.horovod_library(framework):
         pytest.skip(f"Horovod was built without {framework}: pip install {framework}; python -m hvdtrain build")
-    ran = horovodrun(controller, 2, sys.executable, "-m", "hvdtrain.tools.build.allreduce", framework)
+    ran = horovodrun(controller, 2, sys.executable, "-m", "hvdtrain.tools.build.prove", framework)
     assert ran.returncode == 0, ran.stderr
     assert "installed with version" not in ran.stderr  # Horovod's warning of another version than it was built with
     for rank in (0, 1):

@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tracemalloc
+from pathlib import Path
 
 import odd_json
 import pytest
@@ -17,10 +19,10 @@ from paths import SUPPORT
 from users import NOBODY, needs_root
 
 from hvdtrain import cli
+from hvdtrain.record.reader import CHUNK
 from hvdtrain.terminal import Status
-from hvdtrain.tools import report
-from hvdtrain.tools.report import assemble, page, text
-from hvdtrain.tools.report.lines import LONGEST_LINE
+from hvdtrain.tools import report, watch
+from hvdtrain.tools.report import assemble, page
 
 SLOW = ("odd_json",)
 
@@ -29,52 +31,52 @@ LINES = ("metrics.jsonl", "launches.jsonl")
 IS_ROOT = os.geteuid() == 0
 
 
-def of_each(change, names=FILES):
-    return lambda folder: [change(folder / name) for name in names]
-
-
-def emptied(path):
-    path.write_bytes(b"")
-
-
-def zeros(path):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def torn(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-
-
-def to_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def to_pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def to_loop(path):
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def to_noise(path):
-    path.write_bytes(random.Random(0).randbytes(20_000))
-
-
-def with_nuls(path):
-    content = path.read_bytes()
-    path.write_bytes(content[:200] + bytes(500) + content[200:])
-
-
-def not_utf8(path):
-    path.write_bytes(path.read_bytes().replace(b'"kind"', b'"\xff\xfe"').replace(b"epochs", b"\xc3\x28"))
-
-
-def wrong_shapes(path):
-    path.write_text("[1, 2]\n" if path.suffix != ".jsonl" else '[1]\n"x"\n1\nnull\n{"kind": []}\n{"kind": {}}\n')
+CONTENTS = {  # what becomes of the bytes of each file
+    "empty files": lambda content: b"",
+    "files of zeros": lambda content: bytes(len(content)),
+    "torn files": lambda content: content[: len(content) * 2 // 3],
+    "NULs in between": lambda content: content[:200] + bytes(500) + content[200:],
+    "invalid UTF-8": lambda content: content.replace(b'"kind"', b'"\xff\xfe"').replace(b"epochs", b"\xc3\x28"),
+    "noise": lambda content: random.Random(0).randbytes(20_000),
+    "JSON of the wrong shape": lambda content: b'[1]\n"x"\n1\nnull\n{"kind": []}\n{"kind": {}}\n' * 2,
+    "a list": lambda content: b"[1, 2]\n",
+    "lines backwards": lambda content: b"\n".join(reversed(content.splitlines())),
+    "huge lines": lambda content: b'{"x": "' + b"y" * (3 * CHUNK) + b'"}\n' + content,
+    "nested too deeply": lambda content: content + b"[" * 100_000 + b"\n" + b'{"kind":' * 100_000 + b"\n",
+}
+NODES = {  # what is there in the place of each file
+    "folders in place of files": Path.mkdir,
+    "pipes in place of files": os.mkfifo,
+    "links to themselves": lambda path: path.symlink_to(path.name),
+    "files that nobody may read": lambda path: path.touch(0o000),
+}
+ABSENT = {
+    "empty folder": FILES,
+    "status alone": ("recipe.yaml", "plan.json", "metrics.jsonl", "launches.jsonl"),
+    "launches alone": ("recipe.yaml", "plan.json", "metrics.jsonl", "status.json"),
+    "without recipe and plan": ("recipe.yaml", "plan.json"),
+    "without metrics": ("metrics.jsonl",),
+}
+NUMBERS = {  # what every number of every record and of the plan is, as JSON has it
+    "infinite numbers": "1e400",
+    "NaN": "NaN",
+    "negative numbers": "-3.5",
+    "2^70": str(2**70),
+    "a thousand digits": "9" * 1000,
+    "zero": "0",
+    "the largest float": "1.7e308",
+    "tiny": "1e-320",
+    "true": "true",
+    "lists": "[[1], 2]",
+    "texts for numbers": '"\\u001b[2J12"',
+}
+MANY = {  # records behind the others
+    "hundreds of metrics": ({"kind": "step", "step": n + 500, f"name{n}\x1b[2J": 1.0} for n in range(300)),
+    "thousands of launches": [{"kind": "launch", "time": 1764000000}] * 3000,
+    "thousands of events": ({"kind": "event", "event": "slow", "clock": n, "text": "x" * 900} for n in range(5000)),
+    "thousands of kinds of events": ({"kind": "event", "event": f"kind{n}", "clock": n} for n in range(3000)),
+}
+DAMAGES = (*CONTENTS, *NODES, *ABSENT, *NUMBERS, *MANY, "an older version")
 
 
 def changed(path, change):
@@ -82,145 +84,54 @@ def changed(path, change):
     path.write_text("".join(json.dumps(change(record)) + "\n" for record in records))
 
 
-def every_number(value, number):
-    if isinstance(value, dict):
-        return {key: every_number(each, number) for key, each in value.items()}
-    if isinstance(value, list):
-        return [every_number(each, number) for each in value]
-    return number if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def numbers(number):
-    """Every number of every record, and of the plan, is that one; written as JSON has it."""
-
-    def change(folder):
-        for name in LINES:
-            changed(folder / name, lambda record: every_number(record, "@"))
-        plan = every_number(json.loads((folder / "plan.json").read_text()), "@")
-        (folder / "plan.json").write_text(json.dumps(plan))
-        for name in (*LINES, "plan.json"):
-            (folder / name).write_text((folder / name).read_text().replace('"@"', number))
-
-    return change
-
-
-def texts(shown):
-    """Every number of every record is a text."""
-    return of_each(lambda path: changed(path, lambda record: every_number(record, shown)), LINES)
-
-
-def huge_line(folder):
-    for name in LINES:
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(b'{"x": "' + b"y" * (3 * LONGEST_LINE) + b'"}\n' + content)
-
-
-def backwards(folder):
-    for name in LINES:
-        content = (folder / name).read_text().splitlines(keepends=True)
-        (folder / name).write_text("".join(reversed(content)))
-
-
-def many_names(folder):
-    with (folder / "metrics.jsonl").open("a") as file:
-        for number in range(300):
-            file.write(json.dumps({"kind": "step", "step": number + 500, f"name{number}\x1b[2J": 1.0}) + "\n")
-
-
-def many_launches(folder):
-    with (folder / "launches.jsonl").open("a") as file:
-        file.write('{"kind": "launch", "time": 1764000000}\n' * 3000)
-
-
-def many_events(folder):
-    with (folder / "launches.jsonl").open("a") as file:
-        for number in range(5000):
-            file.write(json.dumps({"kind": "event", "event": "slow", "clock": number, "text": "x" * 900}) + "\n")
-
-
-def many_kinds(folder):
-    with (folder / "launches.jsonl").open("a") as file:
-        for number in range(3000):
-            file.write(json.dumps({"kind": "event", "event": f"kind{number}", "clock": number}) + "\n")
-
-
-def deep(folder):
-    for name in LINES:
-        with (folder / name).open("a") as file:
-            file.write("[" * 100_000 + "\n" + '{"kind":' * 100_000 + "\n")
-    (folder / "status.json").write_text("[" * 100_000)
-    (folder / "recipe.yaml").write_text("[" * 30_000)
-
-
-def without(*names):
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def older(folder):
-    """Of a version without launches.jsonl, and without times in the metrics."""
-    (folder / "launches.jsonl").unlink()
+def older(record):
+    """As a version wrote it that had no times in the metrics."""
     gone = {"time", "gradient_norm", "train_examples", "valid_examples"}
-    changed(folder / "metrics.jsonl", lambda record: {key: each for key, each in record.items() if key not in gone})
+    return {key: each for key, each in record.items() if key not in gone}
 
 
-def unreadable(folder):
-    for name in FILES:
-        (folder / name).chmod(0)
+def damage(folder, name):
+    for file in FILES:
+        path = folder / file
+        if name in CONTENTS:
+            path.write_bytes(CONTENTS[name](path.read_bytes()))
+        elif name in NODES:
+            path.unlink()
+            NODES[name](path)
+        elif name in NUMBERS and path.suffix != ".yaml":
+            path.write_text(re.sub(r"(?<=[ \[])-?\d[\d.e+-]*", lambda _: NUMBERS[name], path.read_text()))
+    for file in ABSENT.get(name, ()):
+        (folder / file).unlink()
+    if name in MANY:
+        with (folder / ("metrics.jsonl" if "metrics" in name else "launches.jsonl")).open("a") as lines:
+            lines.writelines(json.dumps(record) + "\n" for record in MANY[name])
+    if name == "an older version":
+        (folder / "launches.jsonl").unlink()
+        changed(folder / "metrics.jsonl", older)
 
 
-DAMAGES = {
-    "empty folder": without(*FILES),
-    "an older version": older,
-    "status alone": without("recipe.yaml", "plan.json", "metrics.jsonl", "launches.jsonl"),
-    "launches alone": without("recipe.yaml", "plan.json", "metrics.jsonl", "status.json"),
-    "without recipe and plan": without("recipe.yaml", "plan.json"),
-    "without metrics": without("metrics.jsonl"),
-    "empty files": of_each(emptied),
-    "files of zeros": of_each(zeros),
-    "torn files": of_each(torn),
-    "torn lines": of_each(torn, LINES),
-    "NULs in between": of_each(with_nuls),
-    "invalid UTF-8": of_each(not_utf8),
-    "noise": of_each(to_noise),
-    "folders in place of files": of_each(to_folder),
-    "pipes in place of files": of_each(to_pipe),
-    "links to themselves": of_each(to_loop),
-    "files that nobody may read": unreadable,
-    "JSON of the wrong shape": of_each(wrong_shapes),
-    "infinite numbers": numbers("1e400"),
-    "NaN": numbers("NaN"),
-    "negative numbers": numbers("-3.5"),
-    "2^70": numbers(str(2**70)),
-    "a thousand digits": numbers("9" * 1000),
-    "zero": numbers("0"),
-    "the largest float": numbers("1.7e308"),
-    "tiny": numbers("1e-320"),
-    "true": numbers("true"),
-    "lists": numbers("[[1], 2]"),
-    "texts for numbers": texts("\x1b[2J12"),
-    "huge lines": huge_line,
-    "lines backwards": backwards,
-    "hundreds of metrics": many_names,
-    "thousands of launches": many_launches,
-    "thousands of events": many_events,
-    "thousands of kinds of events": many_kinds,
-    "nested too deeply": deep,
-}
 SPEAK = {
     "an older version": "launches.jsonl is not there",
     "empty files": "launches.jsonl has no records",
     "infinite numbers": "launches.jsonl has no times",
     "files of zeros": "metrics.jsonl: 1 of 1 line cannot be read",
-    "torn lines": "1 of",
+    "torn files": "1 of",
     "folders in place of files": "recipe.yaml cannot be read (",
     "pipes in place of files": "metrics.jsonl cannot be read (it is not a regular file)",
     "links to themselves": "metrics.jsonl cannot be read (it is a link, which is not followed)",
     "huge lines": "metrics.jsonl: 1 of",
-    "JSON of the wrong shape": "status.json holds no object",
+    "a list": "status.json holds no object",
     "thousands of launches": "launches after the first",
     "nested too deeply": "status.json is not JSON",
 }
 """A part of what `missing` says then."""
+WATCHED = {
+    "pipes in place of files": "metrics.jsonl cannot be read, launches.jsonl cannot be read",
+    "links to themselves": "status.json cannot be read",
+    "without recipe and plan": "no plan.json, no recipe.yaml",
+    "an older version": "no launches.jsonl",
+}
+"""A part of the row that `watch` shows then."""
 
 
 @pytest.fixture(scope="module")
@@ -232,9 +143,11 @@ def whole(tmp_path_factory):
 
 
 def reported(folder) -> dict:
-    """The report in every format; the values."""
+    """The report in every format, and what is watched; the report's values."""
+    rows = dict(watch.rows(watch.find(str(folder)).frame(), time.time())) if any(folder.iterdir()) else {}
+    assert all(value.isprintable() for value in rows.values())
     document = report.document_of(report.Options(runs=(folder,)), Status(""))
-    markdown, values = text.markdown(document), text.to_json(document)
+    markdown, values = page.markdown(document), report.to_json(document)
     assert all(letter.isprintable() or letter == "\n" for letter in markdown)
     assert page.render(document)
     return json.loads(values, parse_constant=pytest.fail)["runs"][0]
@@ -246,10 +159,12 @@ def test_a_damaged_folder_is_reported(name, whole, tmp_path):
         pytest.skip("root may read all: run it as another user")
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    DAMAGES[name](folder)
+    damage(folder, name)
     found = reported(folder)
     assert found["verdict"]["headline"]
     assert SPEAK.get(name, "") in "\n".join(found["missing"])
+    if name in WATCHED:
+        assert WATCHED[name] in dict(watch.rows(watch.find(str(folder)).frame(), time.time()))["missing"]
     if found["waterfall"]:
         parts = sum(part["seconds"] for part in found["waterfall"]["parts"])
         assert parts == pytest.approx(found["waterfall"]["wall_seconds"], rel=1e-6)
@@ -267,6 +182,7 @@ def test_odd_json(name, whole, tmp_path):
     for odd in odd_json.texts(good, 40):
         path.write_text(odd, errors="surrogatepass")
         assert assemble.run_report(tmp_path / "run").verdict.headline
+        assert dict(watch.rows(watch.find(str(tmp_path / "run")).frame(), time.time()))["run"]
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -279,6 +195,7 @@ def test_odd_lines(name, whole, tmp_path):
         lines = "".join(odd + "\n" for odd in odd_json.texts(record, 150))
         path.write_text("".join(json.dumps(each) + "\n" for each in kinds.values()) + lines, errors="surrogatepass")
         assert assemble.run_report(tmp_path / "run").verdict.headline
+        assert dict(watch.rows(watch.find(str(tmp_path / "run")).frame(), time.time()))["run"]
 
 
 def test_no_run_folder_is_one_line(tmp_path, capsys):

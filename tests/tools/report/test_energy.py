@@ -3,8 +3,9 @@
 import pytest
 import report_folders
 
-from hvdtrain.tools.report import assemble as energy
-from hvdtrain.tools.report.launches import Launch, add_all
+from hvdtrain.launch import slurm
+from hvdtrain.record.history import Launch, add_launches
+from hvdtrain.tools.report import costs as energy
 
 KWH = 3.6e6
 
@@ -17,7 +18,7 @@ def launches_of(*joules, job="7", clock=100.0, nodes=2) -> list[Launch]:
         records.append({"kind": "energy", "clock": 50.0, "joules": dict.fromkeys(each, 1.0)})
         records.append({"kind": "energy", "clock": clock, "joules": each, "nodes": dict.fromkeys(each, nodes)})
     found: list[Launch] = []
-    add_all(found, records)
+    add_launches(found, records)
     return found
 
 
@@ -90,7 +91,7 @@ def test_a_job_that_did_something_else_too_says_so(sacct):
 )
 def test_sacct_without_an_answer(sacct, monkeypatch, printed, after, why):
     if "sleep" in after:  # else a busy machine could take as long
-        monkeypatch.setattr(energy, "SECONDS", 0.2)
+        monkeypatch.setitem(slurm.LIMITS, "sacct", 0.2)
     sacct(printed, after)
     found = energy.energy(launches_of({}), 4, 300)
     assert found.rows == ()

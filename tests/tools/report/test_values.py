@@ -1,25 +1,33 @@
 """Curves, heat map, events, origin, comparison and scaling: the values that a page shows."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import report_folders
 
+from hvdtrain.core.sharing import FIGURES, Figure
 from hvdtrain.errors import RecipeError
+from hvdtrain.launch.topology import Topology
+from hvdtrain.ranks.liveness import Liveness
+from hvdtrain.ranks.peers import Peers
+from hvdtrain.ranks.slow import STEPS, SlowWatch
+from hvdtrain.record.history import MOST_COLUMNS, MOST_KEPT, MOST_RANKS, POINTS, Column, Launch, Metrics, add_launches
+from hvdtrain.record.journal import Journal, Launched
+from hvdtrain.record.reader import read
+from hvdtrain.run.ending import RunListener
 from hvdtrain.tools.report import comparison, scaling
-from hvdtrain.tools.report import folder as folders
-from hvdtrain.tools.report.assemble import run_report
-from hvdtrain.tools.report.launches import MOST_COLUMNS, MOST_RANKS, Launch, add_all
-from hvdtrain.tools.report.metrics import MOST_KEPT, POINTS, Column, Metrics
-from hvdtrain.tools.report.ranks import COLUMNS, heat_map, step_parts
-from hvdtrain.tools.report.waterfall import axis_of
+from hvdtrain.tools.report.assemble import _series, run_report
+from hvdtrain.tools.report.costs import COLUMNS, axis_of, heat_map, step_parts
+
+ALONE = Topology.alone("nid1")
 
 
 def test_few_points_stay_as_they_are():
     column = Column()
     column.add(np.array([1.0, 2.0, np.nan, 4.0]), np.array([5.0, np.inf, 6.0, 7.0]))
-    series = column.series("x")
+    series = _series(column, "x")
     assert (series.x.tolist(), series.y.tolist(), series.low, series.high) == ([1, 4], [5, 7], None, None)
 
 
@@ -32,7 +40,7 @@ def test_many_points_become_a_band_that_hides_none(pieces):
     for some in np.array_split(np.arange(len(steps)), pieces):
         column.add(steps[some], values[some])
     assert sum(map(len, column._rows)) <= MOST_KEPT + len(steps) / pieces
-    series = column.series("x")
+    series = _series(column, "x")
     assert POINTS * 0.9 <= len(series.x) <= POINTS
     assert (np.diff(series.x) > 0).all()
     assert (series.low <= series.y).all()
@@ -49,7 +57,7 @@ def test_columns_of_damaged_records():
     bad = [{"kind": "step", "step": step, "loss": 9.0} for step in (None, "3", -1, 1.5, 1e400, 10**400, [1], {})]
     bad += [{"kind": "step", "step": 30, "loss": loss} for loss in (None, "3", 1e16, float("nan"), 10**400, [1])]
     metrics.add([*bad, *good])
-    assert metrics.steps["loss"].rows[:, :2].tolist() == [[10, 1.0], [20, 0.5]]
+    assert metrics.steps["loss"].thinned()[:, :2].tolist() == [[10, 1.0], [20, 0.5]]
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +117,26 @@ def test_texts_of_others_have_no_control_characters(tmp_path):
 def launch_of(records, ranks) -> list[Launch]:
     launches: list[Launch] = []
     hosts = [f"node{rank}" for rank in range(ranks)]
-    add_all(launches, [{"kind": "launch", "time": 1.764e9, "ranks": ranks, "hosts": hosts}, *records])
+    add_launches(launches, [{"kind": "launch", "time": 1.764e9, "ranks": ranks, "hosts": hosts}, *records])
     return launches
 
 
 def times_of(clock, computing, **more):
     return {"kind": "ranks", "clock": clock, "computing": computing, **more}
+
+
+def test_one_row_says_everything_of_a_figure_of_each_rank(tmp_path, monkeypatch):
+    monkeypatch.setitem(FIGURES, "threads", Figure("most threads", lambda: 7.0, lambda value: f"{value:.0f} threads"))
+    journal = Journal(0.0)
+    journal.open(tmp_path, Launched(ALONE, "torch", "local", 0).record)
+    watch = SlowWatch(Liveness(Peers(ALONE), RunListener(ALONE, journal)))
+    watch.step_begins()
+    for _ in range(STEPS):
+        watch.step_ended(0.0, None)
+    journal.close()
+    numbers = dict(run_report(tmp_path).numbers)
+    assert numbers["Most threads"] == "7 threads, rank 0"
+    assert re.fullmatch(r"[\d.]+ GiB, rank 0", numbers["Peak memory"])
 
 
 def test_a_long_runs_heat_map_is_thinned():
@@ -149,9 +171,7 @@ def test_reading_counts_as_own_time_and_waiting_does_not():
     records = [times_of(1, [0.1, 0.2], reading=[0.05, None], waiting=[0.3, 0.2])]
     launches = launch_of(records, 2)
     assert heat_map(launches, axis_of(launches)).seconds[:, 0].tolist() == pytest.approx([0.15, 0.2])
-    assert step_parts(launches).known == pytest.approx(
-        {"reading": 0.05, "computing": 0.15, "waiting for other ranks": 0.25}
-    )
+    assert step_parts(launches) == pytest.approx({"reading": 0.05, "computing": 0.15, "waiting for other ranks": 0.25})
 
 
 @pytest.mark.parametrize(
@@ -281,9 +301,9 @@ def test_a_damaged_benchmark_beside_runs(tmp_path):
 
 def test_what_a_folder_is_read_as(tmp_path):
     report_folders.own_program(tmp_path)
-    folder = folders.read(tmp_path)
-    assert folder.own["model"].startswith("UNet")
-    assert folder.missing == []
+    run = read(tmp_path)
+    assert run.program["model"].startswith("UNet")
+    assert run.gaps == []
 
 
 def test_a_benchs_communication_is_what_the_ranks_waited(tmp_path):

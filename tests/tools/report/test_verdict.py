@@ -1,13 +1,11 @@
 """The verdict: how a run ended, how good it is, what it kept, what to do next."""
 
 import json
-import time
 
 import pytest
 import report_folders
 
-from hvdtrain.tools.report import folder as folders
-from hvdtrain.tools.report import state
+from hvdtrain.record import reader
 from hvdtrain.tools.report.assemble import run_report
 from hvdtrain.tools.report.verdict import compared, words
 
@@ -146,7 +144,7 @@ def test_a_resume_that_no_checkpoint_explains_is_broken(tmp_path):
 
 def result_of(folder, **more):
     report_folders.finished(folder, **more)
-    (result,) = compared(folders.read(folder))
+    (result,) = compared(reader.read(folder))
     return result
 
 
@@ -204,30 +202,6 @@ def test_the_largest_loss_of_time_is_what_to_do_next(spend, advice, tmp_path):
     run.train()
     run.end("finished")
     assert advice in run_report(tmp_path).verdict.advice
-
-
-STATES = {
-    # status.json, end record, seconds since the last sign of life
-    "finished": ("finished", "finished", 0, "finished"),
-    "the end is recorded, the status not yet": ("running", "finished", 0, "finished"),
-    "the end is lost": ("failed", None, 0, "failed"),
-    "no status, an end": (None, "stopped", 0, "stopped"),
-    "no status, no end, just now": (None, None, 5, "running"),
-    "running": ("running", None, 60, "running"),
-    "silent": ("running", None, 3600, "killed"),
-    "a state of nobody's": ("dancing", None, 3600, "killed"),
-}
-
-
-@pytest.mark.parametrize(("status", "end", "silent", "expected"), STATES.values(), ids=STATES)
-def test_states(status, end, silent, expected, tmp_path):
-    began = time.time() - silent
-    records = [{"kind": "launch", "time": began, "step": 0}]
-    records += [{"kind": "end", "state": end, "clock": 0.0}] if end else []
-    report_folders.write_lines(tmp_path / "launches.jsonl", records)
-    if status:
-        (tmp_path / "status.json").write_text(json.dumps({"state": status, "time": began}))
-    assert state.state_of(folders.read(tmp_path), time.time()) == expected
 
 
 def test_names_of_metrics():

@@ -3,9 +3,9 @@
 import pytest
 import report_folders
 
-from hvdtrain.tools.report import folder as folders
-from hvdtrain.tools.report.launches import Launch, add_all
-from hvdtrain.tools.report.waterfall import axis_of, waterfall
+from hvdtrain.record.history import Launch, add_launches
+from hvdtrain.record.reader import read
+from hvdtrain.tools.report.costs import axis_of, waterfall
 
 T = report_folders.BEGAN
 JOB = {"id": "7", "restart": 0}
@@ -35,7 +35,7 @@ def end(state, step, training, **more):
 
 def parts_of(records) -> dict[str, float]:
     launches: list[Launch] = []
-    add_all(launches, records)
+    add_launches(launches, records)
     axis = axis_of(launches)
     found = waterfall(launches, axis)
     parts = {part.name: part.seconds for part in found.parts}
@@ -157,7 +157,7 @@ def test_no_launch_has_no_waterfall():
 )
 def test_runs_add_up_to_the_time_between_submit_and_end(name, tmp_path):
     report_folders.ALL[name](tmp_path)
-    launches = folders.read(tmp_path).launches
+    launches = read(tmp_path).launches
     axis = axis_of(launches)
     found = waterfall(launches, axis)
     last = launches[-1]
@@ -169,7 +169,7 @@ def test_runs_add_up_to_the_time_between_submit_and_end(name, tmp_path):
 
 def test_lost_work_is_what_was_made_again(tmp_path):
     run = report_folders.resumed(tmp_path)
-    launches = folders.read(tmp_path).launches
+    launches = read(tmp_path).launches
     lost = {part.name: part.seconds for part in waterfall(launches, axis_of(launches)).parts}["lost work"]
     again = (60 - 44) + (150 - 132)  # steps, each of some 0.57 s
     assert lost == pytest.approx(again * (run.seconds + 0.07), rel=0.1)

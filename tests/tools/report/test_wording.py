@@ -2,10 +2,10 @@
 
 import pytest
 
-from hvdtrain.tools.report import wording
+from hvdtrain.tools.report import charts, model, page
 
 CASES = {
-    wording.duration: {
+    model.duration: {
         0.0: "0 s",
         0.0851: "85.1 ms",
         12.34: "12.3 s",
@@ -18,12 +18,12 @@ CASES = {
         float("inf"): "unknown",
         float("nan"): "unknown",
     },
-    wording.step_time: {1.0432: "1.043 s", 0.31817: "318.2 ms", 0.0: "0 ms"},
-    wording.number: {0.97781: "0.9778", 12345.6: "12,346", 1e-5: "1e-05", float("inf"): "not finite"},
-    wording.tick: {0.05: "0.05", 1e-5: "1e-5", 25_000.0: "25k", 1.5e6: "1.5M", 2000.0: "2000", 1e20: "1e20", 0.0: "0"},
-    wording.percent: {0.714: "71 %", 0.0123: "1.2 %", float("nan"): "unknown"},
-    wording.date: {0.0: "1970-01-01 00:00 UTC", 1e300: "unknown", float("nan"): "unknown"},
-    wording.shown: {
+    model.step_time: {1.0432: "1.043 s", 0.31817: "318.2 ms", 0.0: "0 ms"},
+    model.number: {0.97781: "0.9778", 12345.6: "12,346", 1e-5: "1e-05", float("inf"): "not finite"},
+    charts.tick: {0.05: "0.05", 1e-5: "1e-5", 25_000.0: "25k", 1.5e6: "1.5M", 2000.0: "2000", 1e20: "1e20", 0.0: "0"},
+    model.percent: {0.714: "71 %", 0.0123: "1.2 %", float("nan"): "unknown"},
+    page.date: {0.0: "1970-01-01 00:00 UTC", 1e300: "unknown", float("nan"): "unknown"},
+    page._shown: {
         "a\tb\nc": "a\tb\nc",
         "\x1b[31m": "\\x1b[31m",
         "a\r\nb": "a\nb",
@@ -39,6 +39,6 @@ def test_it_reads_well(function):
 
 
 def test_a_long_text_is_cut_in_the_middle():
-    assert wording.cut("a" * 15 + "b" * 15, 10) == "aaaaa\n... 20 characters left out ...\nbbbbb"
-    assert wording.cut("short", 10) == "short"
-    assert len(wording.short("a  b " * 100, 40)) == 39
+    assert page.cut("a" * 15 + "b" * 15, 10) == "aaaaa\n... 20 characters left out ...\nbbbbb"
+    assert page.cut("short", 10) == "short"
+    assert len(model.short("a  b " * 100, 40)) == 39

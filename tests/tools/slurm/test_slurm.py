@@ -14,6 +14,7 @@ from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.tools import slurm
 from hvdtrain.tools.slurm import Options, quoted, render
 from hvdtrain.tools.slurm.job_check import check
+from hvdtrain.tools.slurm.script import syntax_errors
 from hvdtrain.tools.slurm.sites import SITES
 
 # A first job of seconds; 64 examples a step can be shared by as many ranks.
@@ -40,26 +41,9 @@ def test_the_script_kept_under_slurm_is_what_is_rendered(name, launcher):
     assert path.read_bytes().decode() == rendered(name, launcher), f"make it anew: {remedy}"
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "tf-config"])
-def test_a_job_may_be_expedited(launcher):
-    options = Options(nodes=2, launcher=launcher, expedite=True, gpus_per_node=1, cpus_per_task=4)
-    text = render(GENERIC, options, command_of(launcher))
-    assert re.findall(r"^#SBATCH (--requeue\S*)", text, re.MULTILINE) == ["--requeue=expedite"]
-    assert check(text) == []
-
-
 def test_no_script_is_kept_that_no_site_renders():
     kept = {path.relative_to(REPOSITORY / "slurm").as_posix() for path in REPOSITORY.glob("slurm/*/*.sbatch")}
     assert kept == {f"{name}/{launcher}.sbatch" for name, launcher in EXAMPLES}
-
-
-@pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
-def test_check_calls_the_script_kept_under_slurm_faultless(name, launcher, capsys):
-    path = REPOSITORY / "slurm" / name / f"{launcher}.sbatch"
-    assert slurm.main(["--check", str(path), "--site", name]) == 0
-    ready = "nothing wrong found; it is ready to submit."
-    prints = "no training step was understood: it runs srun bash."
-    assert capsys.readouterr().out == f"{path}: {prints if launcher == 'tf-config' else ready}\n"
 
 
 @pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
@@ -67,111 +51,33 @@ def test_our_own_scripts_are_faultless(name, launcher):
     script = rendered(name, launcher)
     assert check(script, None if name == "generic" else SITES[name]) == []
     assert check(script) in ([], [note for note in check(script) if note.note and "--mpi" in note.wrong])
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert syntax_errors(script) == []
     assert max(map(len, script.splitlines())) <= 120
-
-
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "tf-config"])
-@pytest.mark.parametrize("name", SITES)
-def test_every_script_carries_what_keeps_a_job_alive(name, launcher):
-    lines = [line.partition("  #")[0].rstrip() for line in rendered(name, launcher).splitlines()]
-    wanted = {"#SBATCH --signal=USR2@120", "#SBATCH --requeue", "#SBATCH --open-mode=append"}
-    assert wanted | {'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'} <= set(lines)
-    (step,) = (number for number, line in enumerate(lines) if line.lstrip().startswith("srun"))
-    assert lines[step - 1] == "python -m hvdtrain supervise -- \\"
-    assert lines[step].split()[1] == "--kill-on-bad-exit=1"
-
-
-SHAPES = {  # what the srun form requests, of each site
-    "piz-daint": "ntasks-per-node=1 cpus-per-task=12 constraint=gpu hint=nomultithread switches=1 time=00:15:00",
-    "juwels-booster": "ntasks-per-node=4 gres=gpu:4 cpus-per-task=24 partition=booster time=02:00:00",
-    "jean-zay": "ntasks-per-node=4 gres=gpu:4 cpus-per-task=10 hint=nomultithread time=01:00:00",
-    "jean-zay-gpu-p2": "ntasks-per-node=8 gres=gpu:8 cpus-per-task=3 partition=gpu_p2 hint=nomultithread time=01:00:00",
-    "capella": "ntasks-per-node=4 gres=gpu:4 cpus-per-task=14 mem=750G time=01:00:00",
-    "alpha": "ntasks-per-node=8 gres=gpu:8 cpus-per-task=6 mem=900G time=01:00:00",
-    "perlmutter": "ntasks-per-node=4 gres=gpu:4 cpus-per-task=32 constraint=gpu time=00:30:00",
-    "cori-gpu": "ntasks-per-node=8 gres=gpu:8 cpus-per-task=10 constraint=gpu time=00:30:00",
-    "generic": "ntasks-per-node=4 gres=gpu:4 cpus-per-task=8 time=01:00:00",
-}
-FORMS = {  # the other forms
-    ("capella", "torchrun"): "ntasks-per-node=1 gres=gpu:4 cpus-per-task=56 mem=750G time=01:00:00",
-    ("alpha", "torchrun"): "ntasks-per-node=1 gres=gpu:8 cpus-per-task=48 mem=900G time=01:00:00",
-    ("capella", "tf-config"): "ntasks-per-node=1 gres=gpu:1 cpus-per-task=14 mem=64000M time=01:00:00",
-    ("alpha", "tf-config"): "ntasks-per-node=1 gres=gpu:1 cpus-per-task=6 mem=64000M time=01:00:00",
-    ("juwels-booster", "torchrun"): "ntasks-per-node=1 gres=gpu:4 cpus-per-task=96 partition=booster time=02:00:00",
-}
-COMMON = {"job-name=hvdtrain", "nodes=2", "output=%x-%j.out", "open-mode=append", "signal=USR2@120", "requeue"}
 
 
 def requested(script: str) -> set[str]:
     return set(re.findall(r"^#SBATCH --(\S+)", script, re.MULTILINE))
 
 
-@pytest.mark.parametrize(
-    ("name", "launcher", "shape"),
-    [(name, "srun", shape) for name, shape in SHAPES.items()] + [(*form, shape) for form, shape in FORMS.items()],
-)
-def test_what_a_site_is_asked_for(name, launcher, shape):
-    assert requested(rendered(name, launcher)) == COMMON | set(shape.split())
-
-
-def test_every_site_has_its_shape_tested():
-    assert set(SHAPES) == set(SITES)
-
-
-LINES = {  # site: lines its srun form has, without their comments
-    "piz-daint": (  # no --mpi: its SLURM knows but one
-        "module load daint-gpu PyTorch",
-        'export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"',
-        "export NCCL_DEBUG=INFO",
-        "export NCCL_IB_HCA=ipogif0",
-        "  srun --kill-on-bad-exit=1 python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
-    ),
-    "juwels-booster": (
-        "export CUDA_VISIBLE_DEVICES=0,1,2,3",
-        "  srun --kill-on-bad-exit=1 --mpi=pmix python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
-    ),
-    "capella": ("module load release/24.04 GCC/12.3.0 OpenMPI/4.1.5 PyTorch/2.1.2-CUDA-12.1.1",),
-    "alpha": ("# Give your project with `sbatch --account=NAME FILE`, where the centre requires one.",),
-    "jean-zay": ("# Give your project with `sbatch --account=NAME FILE`; here it reads like abc@v100.",),
-    "perlmutter": (
-        "module load pytorch",
-        "export FI_MR_CACHE_MONITOR=userfaultfd",
-        "export HDF5_USE_FILE_LOCKING=FALSE",
-        "  srun --kill-on-bad-exit=1 --mpi=cray_shasta \\",
-        "  env CUDA_VISIBLE_DEVICES=3,2,1,0 python -m hvdtrain.torch linear --batch-size 64 --epochs 5",
-    ),
+OPTIONS = {  # what the script then requests, and no more of those names
+    "nodes=16": Options(nodes=16),
+    "nodes=5": Options(nodes=3, spare=2),
+    "time=1-12:00:00": Options(time="1-12:00:00"),
+    "account=m1234_g": Options(account="m1234_g"),
+    "partition=develbooster": Options(partition="develbooster"),
+    "reservation=course-24": Options(reservation="course-24"),
+    "job-name=cifar": Options(job_name="cifar"),
+    "ntasks-per-node=1 gres=gpu:1": Options(gpus_per_node=1),
+    "cpus-per-task=6": Options(cpus_per_task=6),
+    "requeue=expedite": Options(expedite=True),
 }
 
 
-@pytest.mark.parametrize(("name", "lines"), LINES.items(), ids=LINES.keys())
-def test_modules_variables_and_plugin_of_a_site(name, lines):
-    assert set(lines) <= {line.partition("  #")[0].rstrip() for line in rendered(name, "srun").splitlines()}
-
-
-OPTIONS = {  # options: what the script then requests, and no more of that name
-    "nodes": (Options(nodes=16), "nodes=16"),
-    "spare nodes": (Options(nodes=3, spare=2), "nodes=5"),
-    "time": (Options(time="1-12:00:00"), "time=1-12:00:00"),
-    "account": (Options(account="m1234_g"), "account=m1234_g"),
-    "partition": (Options(partition="develbooster"), "partition=develbooster"),
-    "reservation": (Options(reservation="course-24"), "reservation=course-24"),
-    "job name": (Options(job_name="cifar"), "job-name=cifar"),
-    "one GPU, tasks": (Options(gpus_per_node=1), "ntasks-per-node=1"),
-    "one GPU": (Options(gpus_per_node=1), "gres=gpu:1"),
-    "CPUs": (Options(cpus_per_task=6), "cpus-per-task=6"),
-}
-
-
-@pytest.mark.parametrize(("options", "wanted"), OPTIONS.values(), ids=OPTIONS.keys())
-def test_an_option_reaches_the_script(options, wanted):
-    name = wanted.partition("=")[0]
-    found = [
-        option
-        for option in requested(render(SITES["juwels-booster"], options, LINEAR))
-        if option.startswith(f"{name}=")
-    ]
-    assert found == [wanted]
+@pytest.mark.parametrize(("wanted", "options"), OPTIONS.items(), ids=OPTIONS)
+def test_an_option_reaches_the_script(wanted, options):
+    names = tuple(each.partition("=")[0] for each in wanted.split())
+    script = render(SITES["juwels-booster"], options, LINEAR)
+    assert {option for option in requested(script) if option.partition("=")[0] in names} == set(wanted.split())
 
 
 def test_part_of_a_node_takes_its_part():
@@ -188,61 +94,38 @@ def test_the_plugin_that_was_asked_for(launcher):
     assert "\n  srun --kill-on-bad-exit=1 --mpi=pmi2 " in script
 
 
-def test_the_module_is_of_the_framework_that_trains():
+def test_the_module_and_the_comments_are_of_what_trains():
     script = render(SITES["perlmutter"], Options(), ("python", "-m", "hvdtrain.tensorflow", "digits"))
     assert "module load tensorflow\n" in script
+    assert re.search(r"--signal=USR2@120 +# .*hvdtrain saves and requeues the job\n", script)
+    another = render(GENERIC, Options(), ("python", "train.py"))
+    assert re.search(r"--signal=USR2@120 +# .*delete it if COMMAND ignores USR2\n", another)
 
 
-@pytest.mark.parametrize(
-    ("command", "comment"),
-    [
-        pytest.param(LINEAR, "hvdtrain saves and requeues the job", id="hvdtrain"),
-        pytest.param(("python", "train.py"), "delete it if COMMAND ignores USR2", id="another program"),
-    ],
-)
-def test_the_signal_is_explained_for_the_command(command, comment):
-    assert re.search(rf"--signal=USR2@120 +# .*{comment}\n", render(GENERIC, Options(), command))
-
-
-AWKWARD = {
-    "plain": ["python", "-m", "hvdtrain.torch", "imagenet:amp", "--lr=0.2"],
-    "space": ["echo", "two words"],
-    "single quote": ["echo", "it's"],
-    "double quote": ["echo", 'say "so"'],
-    "operators": ["echo", "a; rm -rf /tmp/none && b | c > d & (e) `f`"],
-    "substitution": ["echo", "$(hostname) $((1 + 1)) $1 $? $"],
-    "glob": ["echo", "*.py [a-z] ~ {1,2} !x #y"],
-    "backslash": ["echo", r"a\b\\c\n"],
-    "line break": ["echo", "one\ntwo"],
-    "empty": ["echo", ""],
-    "dash": ["--", "-n", "--x=y z"],
-}
-
-
-@pytest.mark.parametrize("arguments", AWKWARD.values(), ids=AWKWARD.keys())
-def test_arguments_reach_the_command_unchanged(arguments):
-    assert through_bash(quoted(arguments)) == arguments
-
-
-EXPANDED = {  # argument: what it becomes where WORK is "/my work"
+AWKWARD = {  # argument: what the command gets where WORK is "/my work"; the argument itself where it is empty
+    "two words": "",
+    "it's": "",
+    'say "so"': "",
+    "a; rm -rf /tmp/none && b | c > d & (e) `f`": "",
+    "$(hostname) $((1 + 1)) $1 $? $": "",
+    "*.py [a-z] ~ {1,2} !x #y": "",
+    r"a\b\\c\n": "",
+    "one\ntwo": "",
+    "": "",
+    "-n": "",
+    "--x=y z": "",
     "$WORK": "/my work",
     "${WORK}/data": "/my work/data",
     "--data-dir=$WORK/x y": "--data-dir=/my work/x y",
     '"$WORK" `id` $(id) \\': '"/my work" `id` $(id) \\',
-    "$NONE": "",
 }
 
 
-@pytest.mark.parametrize(("argument", "becomes"), EXPANDED.items(), ids=EXPANDED.keys())
-def test_a_variable_is_filled_in_by_the_job_and_nothing_else_is(argument, becomes):
-    assert through_bash(quoted([argument])) == [becomes]
-
-
-def through_bash(text: str) -> list[str]:
-    code = f"show() {{ printf '%s\\0' \"$@\"; }}; show {text}"
+def test_arguments_reach_the_command_unchanged_but_for_variables():
+    code = f"show() {{ printf '%s\\0' \"$@\"; }}; show {quoted([*AWKWARD, '$NONE'])}"
     environ = {"PATH": os.defpath, "WORK": "/my work"}
     done = subprocess.run(["bash", "-c", code], env=environ, capture_output=True, text=True, check=True)
-    return done.stdout.split("\0")[:-1]
+    assert done.stdout.split("\0")[:-1] == [*(becomes or argument for argument, becomes in AWKWARD.items()), ""]
 
 
 TORCHRUN_ARGUMENTS = {
@@ -333,95 +216,39 @@ def test_the_tf_config_of_a_node(tmp_path, job, port, node):
     assert arguments == ["it's", job]
 
 
-REFUSED = {  # argv: the one line
-    "no site": (["--", "python"], f"--site is missing; give the site where the job will run: {', '.join(SITES)}."),
-    "unknown site": (
-        ["--site", "capela", "--", "python"],
-        f"unknown site 'capela'. Did you mean capella? Sites: {', '.join(SITES)}.",
-    ),
-    "no command": (
-        ["--site", "capella"],
-        "no command to run; give it after --, as in: python -m hvdtrain slurm --site NAME -- python -m hvdtrain.torch "
-        "linear",
-    ),
-    "no -- before the command": (
-        ["--site", "capella", "python", "-m", "hvdtrain.torch", "linear"],
-        "no -- before the command; give it after --, as in: python -m hvdtrain slurm --site NAME -- python -m "
-        "hvdtrain.torch linear",
-    ),
-    "an argument too many before the command": (
-        ["--site", "capella", "2", "--", "python"],
-        "'2' belongs to no flag; see python -m hvdtrain slurm --help.",
-    ),
-    "a rank's variable": (
-        ["--site", "capella", "--", "python", "x.py", "--out=${SLURM_PROCID}"],
-        "the command's $SLURM_PROCID would be filled in by the job's shell, the same for every rank; read it in the "
-        "program, or in a script of your own that the command starts.",
-    ),
-    "no node": (
-        ["--site", "capella", "--nodes", "0", "--", "x"],
-        "--nodes must be at least 1, got '0'; --help lists the flags.",
-    ),
-    "no GPU": (
-        ["--site", "capella", "--gpus-per-node", "0", "--", "x"],
-        "--gpus-per-node must be at least 1, got '0'; --help lists the flags.",
-    ),
-    "too many GPUs": (
-        ["--site", "capella", "--gpus-per-node", "5", "--", "x"],
-        "--gpus-per-node must lie in [1, 4] at ZIH Capella, got 5.",
-    ),
-    "too many CPUs": (
-        ["--site", "capella", "--cpus-per-task", "15", "--", "x"],
-        "4 tasks x 15 CPUs exceed the 56 CPUs of a node; lower --cpus-per-task.",
-    ),
-    "time": (
-        ["--site", "capella", "--time", "2h", "--", "x"],
-        "--time must read like 02:00:00 or 1-12:00:00 (a day and a half), got '2h'.",
-    ),
+TO = ["--site", "capella"]
+REFUSED = {  # argv: the key of the one line
+    "no site": (["--", "python"], "--site is missing"),
+    "unknown site": (["--site", "capela", "--", "x"], "unknown site 'capela'. Did you mean capella?"),
+    "no command": (TO, "no command to run; give it after --"),
+    "no -- before the command": ([*TO, "python", "-m", "hvdtrain.torch", "linear"], "no -- before the command"),
+    "an argument too many before the command": ([*TO, "2", "--", "x"], "'2' belongs to no flag"),
+    "a rank's variable": ([*TO, "--", "python", "x.py", "--out=${SLURM_PROCID}"], "the command's $SLURM_PROCID would"),
+    "no node": ([*TO, "--nodes", "0", "--", "x"], "--nodes must be at least 1"),
+    "no GPU": ([*TO, "--gpus-per-node", "0", "--", "x"], "--gpus-per-node must be at least 1"),
+    "too many GPUs": ([*TO, "--gpus-per-node", "5", "--", "x"], "--gpus-per-node must lie in [1, 4] at ZIH Capella"),
+    "too many CPUs": ([*TO, "--cpus-per-task", "15", "--", "x"], "4 tasks x 15 CPUs exceed the 56 CPUs of a node"),
+    "time": ([*TO, "--time", "2h", "--", "x"], "--time must read like 02:00:00"),
     "account of another form": (
         ["--site", "jean-zay", "--account", "abc", "--", "x"],
         "--account must read like abc@v100 at this site, got 'abc'.",
     ),
-    "a job name that would write a line": (
-        ["--site", "capella", "--job-name", "a\nrm x", "--", "x"],
-        r"an argument must be printable and have at most 4096 characters, got 'a\nrm x'.",
-    ),
-    "a job name of two words": (
-        ["--site", "capella", "--job-name", "a b", "--", "x"],
-        "--job-name must be one word of letters, digits and .@%+,-_, got 'a b'.",
-    ),
-    "a command that a terminal would act on": (
-        ["--site", "capella", "--", "python", "\x1b[31m"],
-        r"the command must be text of at most 524,288 characters, got '\x1b[31m'.",
-    ),
-    "more nodes than there are": (
-        ["--site", "capella", "--nodes", "9" * 30, "--", "x"],
-        f"--nodes must be at most 1000000, got '{'9' * 30}'; --help lists the flags.",
-    ),
-    "plugin": (
-        ["--site", "capella", "--mpi", "openmp", "--", "x"],
-        "--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got 'openmp'; see: srun --mpi=list",
-    ),
-    "launcher": (
-        ["--site", "capella", "--launcher", "mpirun", "--", "x"],
-        "--launcher must be 'srun', 'torchrun' or 'tf-config', got 'mpirun'; --help lists the flags.",
-    ),
-    "unknown flag": (
-        ["--sites", "capella", "--", "x"],
-        "unknown flag '--sites'. Did you mean --site? See python -m hvdtrain slurm --help.",
-    ),
-    "no file": (
-        ["--check", "/nowhere/job.sh"],
-        "--check must name a job script that can be read, got /nowhere/job.sh: No such file or directory.",
-    ),
+    "a job name that would write a line": ([*TO, "--job-name", "a\nrm x", "--", "x"], r"got 'a\nrm x'."),
+    "a job name of two words": ([*TO, "--job-name", "a b", "--", "x"], "--job-name must be one word"),
+    "a command that a terminal would act on": ([*TO, "--", "python", "\x1b[31m"], r"got '\x1b[31m'."),
+    "more nodes than there are": ([*TO, "--nodes", "9" * 30, "--", "x"], "--nodes must be at most 1000000"),
+    "plugin": ([*TO, "--mpi", "openmp", "--", "x"], "--mpi must be pmix, pmi2, cray_shasta, pspmi or none"),
+    "launcher": ([*TO, "--launcher", "mpirun", "--", "x"], "--launcher must be 'srun', 'torchrun' or 'tf-config'"),
+    "unknown flag": (["--sites", "capella", "--", "x"], "unknown flag '--sites'. Did you mean --site?"),
+    "no file": (["--check", "/nowhere/job.sh"], "got /nowhere/job.sh: No such file or directory."),
 }
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused_in_one_line(argv, message):
-    with pytest.raises(HvdtrainError) as refusal:
+    with pytest.raises(HvdtrainError, match=re.escape(message)) as refusal:
         slurm.main(argv)
-    assert str(refusal.value) == message
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_command_line_prints_a_script(python):
@@ -436,15 +263,7 @@ def test_the_list_of_sites(capsys):
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "site"
     assert [row.split()[0] for row in rows] == list(SITES)
-    assert re.split(r"  +", rows[1]) == [
-        "juwels-booster",
-        "4",
-        "4 x 24",
-        "02:00:00",
-        "pmix",
-        "booster",
-        "JSC JUWELS Booster",
-    ]
+    assert " ".join(rows[1].split()) == "juwels-booster 4 4 x 24 02:00:00 pmix booster JSC JUWELS Booster"
 
 
 def sbatch(folder: Path, body: str) -> None:
@@ -462,20 +281,10 @@ def test_submit_pipes_the_script_and_prints_the_job(tmp_path, monkeypatch, capsy
 
 
 def test_submit_says_what_sbatch_said(tmp_path, monkeypatch):
-    sbatch(tmp_path, 'cat > /dev/null; echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(JobError) as refusal:
-        slurm.main(["--site", "generic", "--partition", "x", "--submit", "--", *LINEAR])
-    assert str(refusal.value) == (
-        "sbatch refused the script: error: invalid partition specified: x; change the flag it names."
-    )
-
-
-def test_submit_without_sbatch(tmp_path, monkeypatch):
+    argv = ["--site", "generic", "--partition", "x", "--submit", "--", *LINEAR]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JobError) as refusal:
-        slurm.main(["--site", "generic", "--submit", "--", *LINEAR])
-    assert str(refusal.value) == (
-        "--submit needs sbatch on the PATH, got none; go to a login node of the cluster, or leave --submit out, "
-        "take the printed script there and type: sbatch FILE"
-    )
+    with pytest.raises(JobError, match="--submit needs sbatch on the PATH, got none"):
+        slurm.main(argv)
+    sbatch(tmp_path, 'echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
+    with pytest.raises(JobError, match="sbatch refused the script: error: invalid partition specified: x; change"):
+        slurm.main(argv)

@@ -57,36 +57,18 @@ def test_what_ends_the_job_even_beside_spare_nodes(last, why):
     assert decide([last], nodes()) == End(why)
 
 
+CUT, DOWN = lost(why=SILENT), lost()
+LACK = "of 3 nodes remain, on which it cannot continue"
 AGAIN = {  # the last step, the nodes: what comes next
-    "a killed rank: the same nodes": (lost(), nodes("abc"), Restart(3, (), KILLED)),
-    "a silent node: a spare one": (lost(why=SILENT), nodes(silent="c"), Restart(3, ("c",), SILENT)),
-    "it hangs, but its node answers": (lost(why=SILENT), nodes("abc"), Restart(3, (), SILENT)),
-    "two silent nodes, one spare": (
-        lost(why=SILENT),
-        nodes(silent="bc", smaller={1, 2}),
-        Restart(2, ("b", "c"), SILENT),
-    ),
-    "no spare: fewer": (lost(why=SILENT), nodes("abc", silent="c", smaller={1, 2}), Restart(2, ("c",), SILENT)),
-    "the batch divides on one only": (
-        lost(why=SILENT),
-        nodes("abc", silent="c", smaller={1}),
-        Restart(1, ("c",), SILENT),
-    ),
-    "no fewer: queued again": (
-        lost(why=SILENT),
-        nodes("abc", silent="c"),
-        Requeue(("c",), f"{SILENT}; 2 of 3 nodes remain, on which it cannot continue"),
-    ),
-    "fewer, but too few remain": (
-        lost(why=SILENT),
-        nodes("abc", silent="bc", smaller={2}),
-        Requeue(("b", "c"), f"{SILENT}; 1 of 3 nodes remain, on which it cannot continue"),
-    ),
-    "rank 0 was killed": (
-        ended(137),
-        nodes("abc"),
-        Restart(3, (), "rank 0 was killed, or crashed (SIGKILL)"),
-    ),
+    "a killed rank: the same nodes": (DOWN, nodes("abc"), Restart(3, (), KILLED)),
+    "a silent node: a spare one": (CUT, nodes(silent="c"), Restart(3, ("c",), SILENT)),
+    "it hangs, but its node answers": (CUT, nodes("abc"), Restart(3, (), SILENT)),
+    "two silent nodes, one spare": (CUT, nodes(silent="bc", smaller={1, 2}), Restart(2, ("b", "c"), SILENT)),
+    "no spare: fewer": (CUT, nodes("abc", silent="c", smaller={1, 2}), Restart(2, ("c",), SILENT)),
+    "the batch divides on one only": (CUT, nodes("abc", silent="c", smaller={1}), Restart(1, ("c",), SILENT)),
+    "no fewer: queued again": (CUT, nodes("abc", silent="c"), Requeue(("c",), f"{SILENT}; 2 {LACK}")),
+    "too few remain": (CUT, nodes("abc", silent="bc", smaller={2}), Requeue(("b", "c"), f"{SILENT}; 1 {LACK}")),
+    "rank 0 was killed": (ended(137), nodes("abc"), Restart(3, (), "rank 0 was killed, or crashed (SIGKILL)")),
     "rank 0 crashed": (ended(139), nodes("abc"), Restart(3, (), "rank 0 was killed, or crashed (SIGSEGV)")),
     "a collective broke": (
         ended(error="AbortedError", error_code=1, named=False),
@@ -94,16 +76,8 @@ AGAIN = {  # the last step, the nodes: what comes next
         Restart(3, (), "the ranks lost one another, and none could name which"),
     ),
     "any program, one silent node": (NOTHING, nodes(silent="b"), Restart(3, ("b",), "b does not answer")),
-    "any program, two": (
-        NOTHING,
-        nodes("abcde", silent="be"),
-        Restart(3, ("b", "e"), "b, e do not answer"),
-    ),
-    "any program without a spare node": (
-        NOTHING,
-        nodes("abc", silent="b"),
-        Requeue(("b",), "b does not answer; 2 of 3 nodes remain, on which it cannot continue"),
-    ),
+    "any program, two": (NOTHING, nodes("abcde", silent="be"), Restart(3, ("b", "e"), "b, e do not answer")),
+    "any program, no spare": (NOTHING, nodes("abc", silent="b"), Requeue(("b",), f"b does not answer; 2 {LACK}")),
     "the time limit": (ended(140, error="StoppedError", near_limit=True), nodes(), Requeue((), "")),
 }
 
@@ -124,7 +98,7 @@ TWICE = {  # the losses, the nodes: what comes next
     "without progress": (
         [lost(step=100), lost(step=100)],
         "abc",
-        Requeue(("c",), f"{KILLED}; 2 of 3 nodes remain, on which it cannot continue"),
+        Requeue(("c",), f"{KILLED}; 2 {LACK}"),
     ),
     "of two nodes": ([lost(step=100), lost("b", step=200)], "abcd", Restart(3, (), KILLED)),
 }
@@ -178,10 +152,7 @@ def test_three_starts_without_a_new_checkpoint_end_the_job(steps, again):
         assert decision == End(f"{KILLED}; 3 starts in a row ended without a new checkpoint, so the job ends")
 
 
-LENGTHS = {"short": ([1, 1, 1], False), "one long": ([1, 1, 3600, 1, 1], True), "long": ([3600] * 5, True)}
-
-
-@pytest.mark.parametrize(("seconds", "again"), LENGTHS.values(), ids=LENGTHS)
-def test_a_program_without_reports_makes_progress_by_time(seconds, again):
-    history = [Ended(code=1, nodes=3, seconds=each) for each in seconds]
-    assert isinstance(decide(history, nodes(silent="d")), Restart) == again
+def test_a_program_without_reports_makes_progress_by_time():
+    for seconds, again in (([1, 1, 1], False), ([1, 1, 3600, 1, 1], True), ([3600] * 5, True)):
+        history = [Ended(code=1, nodes=3, seconds=each) for each in seconds]
+        assert isinstance(decide(history, nodes(silent="d")), Restart) == again

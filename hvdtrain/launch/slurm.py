@@ -1,0 +1,199 @@
+"""SLURM's commands, and what they call this job and this step.
+
+What a command prints may hold text of other users: it is decoded whatever its bytes, and callers take from it what
+they know, or print it as one printable line.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.untrusted import one_line, printable
+
+SECONDS = 20.0
+"""Seconds that a command may take, but for those of LIMITS."""
+LIMITS: dict[str, float | None] = {
+    "sacct": 8.0,  # the report of a run that has failed is waited for 10 s
+    "sbatch": None,  # a request that is cut off may have been granted
+}
+SLURMD_PORT = 6818
+CONNECT_SECONDS = 3.5  # Linux tries again after 1 and 3
+MOST_CONNECTIONS = 256
+STEP = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
+"""Variables of a task of srun's; the shell of a batch job has not all of them."""
+Cause = Literal["missing", "cannot run", "no answer", "refused", "killed", "gone"]
+
+
+class SlurmError(Exception):
+    """A command of SLURM that gave no answer. Its text goes behind the command: "did not answer within 20 s"."""
+
+    def __init__(self, why: str, cause: Cause, message: str = "") -> None:
+        """`message`: what the command itself has printed."""
+        super().__init__(why)
+        self.cause, self.message = cause, message
+
+
+def job_id(environ: Mapping[str, str]) -> str | None:
+    """What SLURM's commands call this job. The SLURM_JOB_ID of one element of an array is that of the whole array."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of an srun step."""
+    return environ.keys() >= STEP
+
+
+def step_id(environ: Mapping[str, str]) -> str | None:
+    """What SLURM's commands call this srun step; None outside of one."""
+    return f"{job_id(environ)}.{environ['SLURM_STEP_ID']}" if is_step(environ) else None
+
+
+def query(job: str, *fields: str, environ: Mapping[str, str] | None = None) -> list[str]:
+    """The job's values of these fields, as `%T`, by squeue. Raises SlurmError, "gone" where it has long ended."""
+    command = ["squeue", "--noheader", f"--jobs={job}", f"--format={'|'.join(fields)}"]
+    try:
+        line = _output(command, environ=environ).strip().partition("\n")[0]
+    except SlurmError as error:
+        if "Invalid job id" not in error.message:
+            raise
+        line = ""
+    if not line:  # soon after its end a job is listed no more, then SLURM knows no such job
+        raise SlurmError("knows the job no longer", "gone")
+    values = [value.strip() for value in line.split("|")]
+    if len(values) != len(fields):
+        raise SlurmError("has printed something else", "refused", one_line(line))
+    return values
+
+
+def batch_script(job: str) -> str:
+    """The job's script. Raises SlurmError, of a job without one too."""
+    return _output(["scontrol", "write", "batch_script", job, "-"])
+
+
+def submit(script: str) -> str:
+    """Gives the script to sbatch; the number of the job. Raises SlurmError."""
+    printed = _output(["sbatch", "--parsable"], script=script)
+    return printable(printed.strip().partition(";")[0])  # JOB;CLUSTER where there are several clusters
+
+
+def requeue(job: str, without: Collection[str] = ()) -> str:
+    """Requests SLURM to start the job again, elsewhere than on those nodes; a message for the user."""
+    again = "submit the job again to continue."
+    excluded = ",".join([*_excluded(job), *without]) if without else ""
+    try:
+        _output(["scontrol", "requeue", job])
+    except SlurmError as error:
+        if error.cause == "missing":
+            return again
+        if error.cause != "killed":  # SLURM ends the step at once, and this child with it
+            return f"scontrol requeue {job} {error}; {again}"
+    if not excluded:
+        return f"job {job} is queued again."
+    try:
+        _output(["scontrol", "update", f"JobId={job}", f"ExcNodeList={excluded}"])
+    except SlurmError as error:
+        return f"job {job} is queued again; not without {excluded}: scontrol update {error}."
+    return f"job {job} is queued again, without {excluded}."
+
+
+def release(job: str, keep: Sequence[str], folder: Path) -> bool:
+    """Gives all nodes of the job back but these. scontrol writes two files into the folder."""
+    try:
+        _output(["scontrol", "update", f"JobId={job}", f"NodeList={','.join(keep)}"], cwd=folder)
+    except SlurmError:
+        return False
+    return True
+
+
+def cancel(step: str, *options: str) -> None:
+    """Ends a step's tasks, and does not wait: scancel itself would wait for nodes that do not answer."""
+    if scancel := shutil.which("scancel"):
+        null = subprocess.DEVNULL
+        subprocess.Popen([scancel, *options, step], stdin=null, stdout=null, stderr=null)
+
+
+def accounting(jobs: Sequence[str], fields: Sequence[str]) -> str:
+    """What sacct has of all starts of the jobs: a line each, its fields with | between them. Raises SlurmError."""
+    return _output(["sacct", "-X", "-D", "-P", "-n", "-o", ",".join(fields), "-j", ",".join(jobs)])
+
+
+def endpoints(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """By node the host and port of its slurmd; as it is usual where SLURM does not answer."""
+    port = re.search(r"^SlurmdPort\s*= (\d{1,5})", _shown("show", "config"), re.MULTILINE)
+    shown = _shown("--oneliner", "show", "node", ",".join(nodes))
+    found: list[tuple[str, str]] = re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", shown, re.MULTILINE)
+    addresses = dict(found)
+    return {node: (addresses.get(node, node), int(port[1]) if port else SLURMD_PORT) for node in nodes}
+
+
+def silent_nodes(endpoints: Mapping[str, tuple[str, int]]) -> frozenset[str]:
+    """The nodes whose slurmd takes no connection."""
+    with ThreadPoolExecutor(MOST_CONNECTIONS) as pool:
+        answers = pool.map(_answers, endpoints.values())
+        return frozenset(node for node, answer in zip(endpoints, answers, strict=True) if not answer)
+
+
+def controller_answers() -> bool:
+    """Whether slurmctld does, or nobody can request that here."""
+    try:
+        return " is UP" in _output(["scontrol", "ping"])
+    except SlurmError as error:
+        return error.cause == "missing"
+
+
+def _answers(endpoint: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(endpoint, CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _excluded(job: str) -> list[str]:
+    found = re.search(r"ExcNodeList=(\S+)", _shown("--oneliner", "show", "job", job))
+    return [found[1]] if found and found[1] != "(null)" else []
+
+
+def _shown(*arguments: str) -> str:
+    """What scontrol prints; "" where it does not answer."""
+    try:
+        return _output(["scontrol", *arguments])
+    except SlurmError:
+        return ""
+
+
+def _output(
+    command: Sequence[str], script: str = "", cwd: Path | None = None, environ: Mapping[str, str] | None = None
+) -> str:
+    """What the command prints, given the script, with those variables beside the process's. Raises SlurmError."""
+    tool, seconds = shutil.which(command[0]), LIMITS.get(command[0], SECONDS)
+    if tool is None:
+        raise SlurmError("is not installed here", "missing")
+    try:
+        done = subprocess.run(
+            [tool, *command[1:]],
+            input=script,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+            cwd=cwd,
+            env={**os.environ, **(environ or {})},
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"did not answer within {seconds:g} s", "no answer") from None
+    except OSError as error:
+        raise SlurmError(f"cannot be run ({error.strerror})", "cannot run") from None
+    if done.returncode:
+        message = one_line("; ".join(line.removeprefix(f"{command[0]}: ") for line in done.stderr.splitlines()))
+        why = f"has failed: {message}" if message else f"has failed with exit code {done.returncode}"
+        raise SlurmError(why, "killed" if done.returncode < 0 else "refused", message)
+    return done.stdout

@@ -1,0 +1,398 @@
+"""What a run's records say: the curves of metrics.jsonl, the launches of launches.jsonl.
+
+It takes bounded memory, and raises nothing, whatever the records hold.
+"""
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import untrusted
+from hvdtrain.core.sharing import FIGURES, highest
+from hvdtrain.untrusted import HIGHEST, items, mapping, text, unix_time, whole
+
+Record = dict[str, Any]
+POINTS = 600
+"""Points that a curve has at most."""
+KEPT, MOST_KEPT = 1 << 12, 1 << 16
+"""Points after thinning while a file is read, and those at which it is thinned."""
+MOST_NAMES = 40
+NOT_VALUES = {"kind", "step", "epoch", "time"}
+PHASES = ("start", "import", "rendezvous", "data", "model", "first_step", "training", "validation", "checkpoint", "end")
+"""In the order in which a launch comes to them; a newer version may have others, which come behind."""
+MOST_PHASES = 20
+STEPS = ("first_step", "training")
+MOST_LAUNCHES = 1000
+MOST_EVENTS, MOST_KINDS = 500, 20
+"""Events of one kind, and kinds of events, that are kept of a launch."""
+MOST_COLUMNS = 600
+MOST_RANKS = 256
+MOST_HOSTS = 20_000
+TIMES = ("reading", "computing", "waiting")
+
+
+class Column:
+    """Points (x, y) in the order in which they come; neighbours become one where they are too many."""
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        """Each [n, 5]: x, mean, lowest, highest, number of points."""
+        self._count = 0
+
+    def add(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Adds points [n] each; where one is not finite it is left out."""
+        known = np.isfinite(x) & np.isfinite(y)
+        if not known.any():
+            return
+        x, y = x[known], y[known]
+        self._rows.append(np.stack([x, y, y, y, np.ones(len(x))], axis=1))
+        self._count += len(x)
+        if self._count > MOST_KEPT:
+            self._rows = [_thinned(np.concatenate(self._rows), KEPT)]
+            self._count = len(self._rows[0])
+
+    @property
+    def last(self) -> float | None:
+        """The last y."""
+        return float(self._rows[-1][-1, 1]) if self._rows else None
+
+    def median(self) -> float | None:
+        """The median of y."""
+        return float(np.median(np.concatenate(self._rows)[:, 1])) if self._rows else None
+
+    def thinned(self) -> np.ndarray:
+        """[n, 5]: x, mean, lowest, highest, number of points; at most POINTS rows, by x."""
+        return _thinned(np.concatenate([np.zeros((0, 5)), *self._rows]), POINTS)
+
+
+def _thinned(rows: np.ndarray, most: int) -> np.ndarray:
+    """The rows by x, neighbours as one, so that each stands for an equal part of x or is a point of its own."""
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    if len(rows) <= most:
+        return rows
+    first, last = rows[0, 0], rows[-1, 0]
+    width = (last - first) / most or 1.0
+    bucket = np.minimum((rows[:, 0] - first) / width, most - 1).astype(np.int64)
+    starts = np.flatnonzero(np.diff(bucket, prepend=-1))
+    counts = np.add.reduceat(rows[:, 4], starts)
+    means = [np.add.reduceat(rows[:, which] * rows[:, 4], starts) / counts for which in (0, 1)]
+    lowest, highest = np.minimum.reduceat(rows[:, 2], starts), np.maximum.reduceat(rows[:, 3], starts)
+    return np.stack([*means, lowest, highest, counts], axis=1)
+
+
+@dataclass
+class Metrics:
+    """What metrics.jsonl holds."""
+
+    steps: dict[str, Column] = field(default_factory=dict)
+    """The curves over steps by name, from the log lines."""
+    epochs: dict[str, Column] = field(default_factory=dict)
+    """The curves over epochs by name, from the ends of epochs."""
+    last_step: int = 0
+    last_epoch: int = 0
+    """The last epoch that has ended."""
+    last_time: float = 0.0
+    """When the last record was written, seconds since 1970; 0 where nothing says so."""
+    repeated: int = 0
+    """Log lines of a step that had one before."""
+    valid_examples: set[int] = field(default_factory=set)
+    """Numbers of examples that validations have counted; at most a few."""
+    counted_epochs: int = 0
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Adds records, in the file's order."""
+        steps = [record for record in records if record.get("kind") == "step"]
+        epochs = [record for record in records if record.get("kind") == "epoch"]
+        if steps:
+            self._add_steps(steps)
+        if epochs:
+            self._add_epochs(epochs)
+
+    def final(self, name: str) -> float | None:
+        """The last value of an epoch's metric, else of a step's."""
+        column = self.epochs.get(name) or self.steps.get(name)
+        return column.last if column else None
+
+    def _add_steps(self, records: Sequence[Record]) -> None:
+        x = _whole(_column(records, "step"))
+        known = x[np.isfinite(x)]
+        if len(known):
+            before = np.maximum.accumulate(np.concatenate([[self.last_step], known]))[:-1]
+            self.repeated += int((known <= before).sum())
+            self.last_step = max(self.last_step, int(known.max()))
+        self._add_columns(self.steps, records, x)
+
+    def _add_epochs(self, records: Sequence[Record]) -> None:
+        x = _whole(_column(records, "epoch"))
+        self.last_epoch = max(self.last_epoch, int(np.nanmax(x, initial=0)))
+        self.last_step = max(self.last_step, int(np.nanmax(_whole(_column(records, "step")), initial=0)))
+        counted = _whole(_column(records, "valid_examples"))
+        counted = counted[np.isfinite(counted)]
+        self.counted_epochs += len(counted)
+        self.valid_examples |= {int(count) for count in np.unique(counted)[: MOST_NAMES - len(self.valid_examples)]}
+        self._add_columns(self.epochs, records, x)
+
+    def _add_columns(self, columns: dict[str, Column], records: Sequence[Record], x: np.ndarray) -> None:
+        times = _column(records, "time")
+        self.last_time = max(self.last_time, float(np.nanmax(np.where(times < 1e10, times, np.nan), initial=0)))
+        for name in sorted(set[str]().union(*records) - NOT_VALUES):
+            if name not in columns and len(columns) >= MOST_NAMES:
+                continue
+            y = _column(records, name)
+            if np.isfinite(y).any():
+                columns.setdefault(text(name, 60), Column()).add(x, y)
+
+
+def _column(records: Sequence[Record], key: str) -> np.ndarray:
+    """[n] the key's values; NaN where there is no number."""
+    values: list[Any] = [record.get(key) for record in records]
+    try:
+        found = np.array(values, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = _numbers(values, -HIGHEST)
+    if found.ndim != 1:  # lists of one length
+        return np.full(len(values), np.nan)
+    found[~(np.abs(found) <= HIGHEST)] = np.nan
+    return found
+
+
+def _numbers(values: Sequence[object], low: float, high: float = HIGHEST) -> np.ndarray:
+    """[n] the numbers in [low, high]; NaN for what is none."""
+    known = [untrusted.number(value, low, high) for value in values]
+    return np.array([np.nan if value is None else value for value in known], np.float64)
+
+
+def _whole(values: np.ndarray) -> np.ndarray:
+    """The values, NaN where they are no whole numbers from 0 on."""
+    with np.errstate(invalid="ignore"):
+        return np.where((values >= 0) & (values == np.floor(values)), values, np.nan)
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event, by the launch's clock."""
+
+    kind: str
+    clock: float
+    text: str
+    step: int | None
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median seconds of a step by rank; NaN where nobody knows."""
+
+    clock: float
+    ranks: tuple[int, ...]
+    reading: np.ndarray
+    computing: np.ndarray
+    waiting: np.ndarray
+
+    @property
+    def own(self) -> np.ndarray:
+        """Seconds of a step without waiting for other ranks."""
+        return self.computing + np.nan_to_num(self.reading)
+
+
+@dataclass(frozen=True)
+class End:
+    """What a launch has recorded of its end."""
+
+    state: str
+    text: str
+    replica_checks: int | None
+
+
+@dataclass
+class Launch:
+    """One process of rank 0."""
+
+    about: Record
+    """The record with which it began; empty where that is lost."""
+    clock: float = 0.0
+    """Seconds from its beginning to its last sign of life."""
+    last_step: int = 0
+    hosts: list[str] = field(default_factory=list)
+    """Host of each rank; of very many ranks, one a node."""
+    submit: float | None = None
+    start: float | None = None
+    """When the job was submitted and started, seconds since 1970, as SLURM says."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds in each, by the last record of them."""
+    grew: str = ""
+    """The phase that grew in the last record of them."""
+    marks: "array[float]" = field(default_factory=lambda: array("d"))
+    """Step, and seconds of steps by then; a pair a record of phases."""
+    checkpoints: "array[float]" = field(default_factory=lambda: array("d"))
+    """Steps of the checkpoints."""
+    times: list[Times] = field(default_factory=list)
+    figures: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """The highest value of each of `hvdtrain.core.sharing.FIGURES`, and its rank."""
+    joules: dict[str, float] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    joules_clock: float = 0.0
+    end: End | None = None
+    _events: dict[str, list[Happening]] = field(default_factory=dict)
+    _times_seen: int = 0
+    _every: int = 1
+    """One of so many records of times is kept, where there are very many."""
+
+    @property
+    def time(self) -> float | None:
+        """When it began, seconds since 1970."""
+        return unix_time(self.about.get("time"))
+
+    @property
+    def first_step(self) -> int:
+        """The step that it resumed from."""
+        return whole(self.about.get("step")) or 0
+
+    @property
+    def valid_examples(self) -> int | None:
+        """The examples that its data set had for each validation."""
+        return whole(self.about.get("valid_examples"))
+
+    @property
+    def ranks(self) -> int | None:
+        return whole(self.about.get("ranks"), 1)
+
+    @property
+    def job_id(self) -> str:
+        return text(mapping(self.about.get("job")).get("id"), 60)
+
+    @property
+    def job(self) -> tuple[str, str]:
+        """The job, and how often SLURM has started it again."""
+        return self.job_id, text(mapping(self.about.get("job")).get("restart"), 20)
+
+    @property
+    def events(self) -> list[Happening]:
+        """The events by clock; of very many of a kind, the first and the last ones."""
+        return sorted(itertools.chain(*self._events.values()), key=lambda event: event.clock)
+
+    def name_of(self, rank: int) -> str:
+        """The rank's name, as in "rank 3 on node2"."""
+        hosts = self.hosts
+        return f"rank {rank} on {hosts[rank]}" if rank < len(hosts) and len(hosts) == self.ranks else f"rank {rank}"
+
+    def step_seconds_until(self, step: int) -> float:
+        """Seconds of the steps up to that one, by the first record of phases that has it, or the last before it."""
+        best, found = -1.0, 0.0
+        for made, spent in zip(self.marks[::2], self.marks[1::2], strict=True):
+            if best < made <= step:
+                best, found = made, spent
+        return found
+
+    def add(self, record: Record) -> None:
+        """Adds one of its records, whatever it holds."""
+        clock = untrusted.seconds(record.get("clock")) or 0.0
+        self.clock = max(self.clock, clock)
+        self.last_step = max(self.last_step, whole(record.get("step")) or 0)
+        take = {
+            "launch": self._add_hosts,
+            "world": self._add_hosts,
+            "job": self._add_job,
+            "phases": self._add_phases,
+            "event": self._add_event,
+            "ranks": self._add_times,
+            "energy": self._add_energy,
+            "end": self._add_end,
+        }.get(str(record.get("kind")))
+        if take:
+            take(record, clock)
+
+    def shorten(self) -> None:
+        """Forgets what is shown of the last launch alone."""
+        numbers = {name: getattr(self, name) for name in ("time", "ranks", "valid_examples")}
+        of_job = dict(zip(("id", "restart"), self.job, strict=True))
+        self.about = {**numbers, "step": self.first_step, "job": of_job}
+        self.hosts = self.hosts if len(self.hosts) <= MOST_RANKS else []
+
+    def _add_hosts(self, record: Record, clock: float) -> None:
+        hosts = [text(host, 100) for host in items(record.get("hosts"), MOST_HOSTS)]
+        self.hosts = hosts or self.hosts
+
+    def _add_job(self, record: Record, clock: float) -> None:
+        self.submit, self.start = unix_time(record.get("submit")), unix_time(record.get("start"))
+
+    def _add_phases(self, record: Record, clock: float) -> None:
+        given = mapping(record.get("phases"))
+        names = [*(name for name in PHASES if name in given), *sorted(map(str, given.keys() - set(PHASES)))]
+        spent = {text(name, 30): untrusted.seconds(given.get(name)) for name in names[:MOST_PHASES]}
+        known = {name: each for name, each in spent.items() if each is not None}
+        if not known or sum(known.values()) < sum(self.phases.values()):
+            return  # damaged: they only grow
+        growth = {name: each - self.phases.get(name, 0.0) for name, each in known.items()}
+        self.grew, self.phases = max(growth, key=growth.__getitem__), known
+        self.clock = max(self.clock, sum(known.values()))
+        step = whole(record.get("step"))
+        if step is not None:
+            self.marks.extend((step, sum(known.get(name, 0.0) for name in STEPS)))
+
+    def _add_event(self, record: Record, clock: float) -> None:
+        kind, step = text(record.get("event"), 20) or "event", whole(record.get("step"))
+        if kind == "checkpoint" and step is not None:
+            self.checkpoints.append(step)
+        if kind not in self._events and len(self._events) == MOST_KINDS:
+            return
+        alike = self._events.setdefault(kind, [])
+        alike.append(Happening(kind, clock, text(record.get("text")), step, whole(record.get("rank"))))
+        if len(alike) > MOST_EVENTS:
+            del alike[MOST_EVENTS // 2]
+
+    def _add_times(self, record: Record, clock: float) -> None:
+        columns = [_numbers(items(record.get(name), MOST_RANKS), 0, 1e9) for name in TIMES]
+        count, listed = max(map(len, columns)), record.get("of")
+        ranks = list(range(count)) if listed is None else [whole(rank) for rank in items(listed, count)]
+        if not count or len(ranks) != count or None in ranks:
+            return
+        figures = mapping(record.get("figures"))
+        given = {name: _numbers(items(figures.get(name), MOST_RANKS), 0) for name in FIGURES}
+        self.figures = highest(self.figures, given, ranks)  # type: ignore[arg-type]
+        self._times_seen += 1
+        if self._times_seen % self._every:
+            return
+        filled = [column if len(column) == count else np.full(count, np.nan) for column in columns]
+        self.times.append(Times(clock, tuple(ranks), *filled))  # type: ignore[arg-type]
+        if len(self.times) > MOST_COLUMNS:
+            self.times, self._every = self.times[1::2], 2 * self._every
+
+    def _add_energy(self, record: Record, clock: float) -> None:
+        joules, nodes = mapping(record.get("joules")), mapping(record.get("nodes"))
+        known = {
+            text(name, 40): value
+            for name, given in list(joules.items())[:10]
+            if (value := untrusted.number(given, 0)) is not None
+        }
+        if known:
+            self.joules, self.joules_clock = known, clock
+            counts = {name: whole(nodes.get(name), 1) for name in known}
+            self.nodes = {name: count for name, count in counts.items() if count}
+
+    def _add_end(self, record: Record, clock: float) -> None:
+        self._add_phases(record, clock)
+        checks = whole(record.get("replica_checks"))
+        self.end = End(text(record.get("state"), 20), text(record.get("text")), checks)
+
+
+def add_launches(launches: list[Launch], records: Sequence[Record]) -> int:
+    """Adds records, each to the launch above it; how many belong to launches beyond the most."""
+    left_out = 0
+    for record in records:
+        if record.get("kind") == "launch":
+            if len(launches) >= MOST_LAUNCHES:
+                left_out += 1
+                continue
+            for last in launches[-1:]:
+                last.shorten()
+            launches.append(Launch(record))
+        elif not launches:
+            launches.append(Launch({}))
+        if left_out == 0:
+            launches[-1].add(record)
+    return left_out

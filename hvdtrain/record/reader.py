@@ -1,0 +1,394 @@
+"""A run folder, read by every tool: whatever of it is there, a line on whatever is not, and whether the run is alive.
+
+Reading takes bounded memory, and raises nothing for what the folder holds.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import pydantic_core
+
+from hvdtrain import files
+from hvdtrain.core import recipe as recipes
+from hvdtrain.errors import RecipeError
+from hvdtrain.launch import slurm
+from hvdtrain.launch.slurm import SlurmError
+from hvdtrain.record import checkpoint, journal
+from hvdtrain.record.history import Launch, Metrics, Record, add_launches
+from hvdtrain.untrusted import mapping, one_line, text, unix_time, whole
+
+FILES = ("status.json", "metrics.jsonl", "recipe.yaml", "run.json", "plan.json", journal.NAME, "checkpoints")
+"""Names of which every run folder has one."""
+CHUNK = 1 << 20
+"""Bytes that are read at once; a line of more is left out."""
+MOST_BYTES = 1 << 30
+FAR = 1 << 26
+"""Bytes of a file's end in which the newest launch is searched for."""
+LAUNCH = re.compile(rb'\{"kind": ?"launch"')
+ENDED = ("finished", "failed", "stopped")
+JOB = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
+QUIET = 30.0
+"""Seconds without a record after which one looks whether the run's processes are still there."""
+SILENT = 900.0
+"""Seconds without a sign of life, or SILENT_PART of the time so far, after which a run that has not ended was killed,
+where nobody can look: it writes at the latest after a hundredth of its time, but a log line may be long in coming."""
+SILENT_PART = 0.1
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something that could not be read."""
+
+    name: str
+    line: str
+    """What it is, and what is not known without it."""
+    is_absent: bool = False
+    """Whether the file is not there."""
+
+
+@dataclass
+class Run:
+    """What a run's files hold."""
+
+    path: Path
+    status: Mapping[str, Any] = field(default_factory=dict)
+    recipe_text: str = ""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved keys."""
+    recipe_name: str = ""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    program: Mapping[str, Any] = field(default_factory=dict)
+    """What run.json holds, of a user's own program."""
+    metrics: Metrics = field(default_factory=Metrics)
+    recent: list[Record] = field(default_factory=list)
+    """The records at the end of the metrics, as they are; where they alone were read."""
+    launches: list[Launch] = field(default_factory=list)
+    changed: float = 0.0
+    """When one of its files was last written, seconds since 1970."""
+    gaps: list[Gap] = field(default_factory=list)
+
+    @property
+    def launch(self) -> Launch | None:
+        """The last launch."""
+        return self.launches[-1] if self.launches else None
+
+    def recent_of(self, kind: Literal["step", "epoch"]) -> list[Record]:
+        """The records of steps, or of epochs, among the recent ones."""
+        return [
+            record for record in self.recent if record.get("kind") == kind and whole(record.get("step")) is not None
+        ]
+
+    @property
+    def job_id(self) -> str:
+        """The last launch's job as squeue takes it; "" where it was in none."""
+        number = self.launch.job_id if self.launch else ""
+        return number if JOB.fullmatch(number) else ""
+
+    @property
+    def framework(self) -> str:
+        """torch or tensorflow; "" where nothing says so."""
+        return self._about("framework")
+
+    @property
+    def engine(self) -> str:
+        return self._about("engine")
+
+    @property
+    def ranks(self) -> int | None:
+        """As launched last, else as planned."""
+        launched = self.launch.ranks if self.launch else None
+        return launched or whole(self.plan.get("size"), 1) or whole(self.program.get("ranks"), 1)
+
+    @property
+    def step(self) -> int:
+        """The updates that are made."""
+        launched = self.launch.last_step if self.launch else 0
+        return max(self.metrics.last_step, whole(self.status.get("step")) or 0, launched)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The steps of the plan, or those made where an epoch has begun anew with other data."""
+        planned = whole(self.plan.get("total_steps"), 1)
+        return planned and max(planned, self.step)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return whole(self.plan.get("steps_per_epoch"), 1)
+
+    @property
+    def epochs_made(self) -> float:
+        """The epochs that are made; fractions count."""
+        each = self.steps_per_epoch
+        return self.step / each if each else float(self.metrics.last_epoch)
+
+    @property
+    def last_sign(self) -> float:
+        """The last sign of life, seconds since 1970: the newest time of the records; of older folders, of the files."""
+        times = [unix_time(self.status.get("time")) or 0.0, self.metrics.last_time]
+        if self.launch and self.launch.time:
+            times.append(self.launch.time + self.launch.clock)
+        return max(times) or self.changed
+
+    @property
+    def error(self) -> str:
+        """Why the run failed or was stopped, in one line; "" where nothing says so."""
+        ended = self.launch.end.text if self.launch and self.launch.end else ""
+        return text(self.status.get("error")) or ended
+
+    def _about(self, key: str) -> str:
+        launched = self.launch.about if self.launch else {}
+        return text(launched.get(key) or self.plan.get(key) or self.program.get(key), 60)
+
+
+def read(path: Path, *, recent: bool = False) -> Run:
+    """What the folder holds; `recent`: its last launch and the end of its metrics, in bounded time."""
+    found = Run(path)
+    found.status = _mapping(found, "status.json", "how the run ended is not known")
+    _read_recipe(found, recent)
+    if recent:
+        _read_lines(found, "metrics.jsonl", found.recent.extend, _end_of)
+        found.metrics.add(found.recent)
+        _read_lines(found, journal.NAME, lambda records: add_launches(found.launches, records), _last_launch_of)
+    else:
+        _read_metrics(found)
+        _read_launches(found)
+    return found
+
+
+def _read_recipe(found: Run, recent: bool) -> None:
+    """Reads the recipe and its plan, or what a program of the user's own has in their place."""
+    if not os.path.lexists(found.path / "recipe.yaml") and os.path.lexists(found.path / "run.json"):
+        found.program = _mapping(found, "run.json")
+        return
+    found.plan = _mapping(found, "plan.json", "the numbers of the plan are not known")
+    found.recipe_text = _text(found, "recipe.yaml", "the recipe is not known")
+    if not found.recipe_text:
+        return
+    first, _, _ = found.recipe_text.partition("\n")
+    found.recipe_name = text(first.removeprefix("# ").removesuffix(", resolved")) if first[:1] == "#" else ""
+    if recent:
+        return
+    try:
+        found.recipe = mapping(mapping(recipes.parsed("recipe.yaml", found.recipe_text)).get("default"))
+    except RecipeError as error:
+        found.gaps.append(Gap("recipe.yaml", one_line(error, 200)))
+        return
+    if not found.recipe:
+        found.gaps.append(Gap("recipe.yaml", "recipe.yaml holds no recipe"))
+
+
+def _read_metrics(found: Run) -> None:
+    is_read = _read_lines(found, "metrics.jsonl", found.metrics.add, _all_of, "no curves")
+    if is_read and not found.metrics.steps and not found.metrics.epochs:
+        found.gaps.append(Gap("metrics.jsonl", "metrics.jsonl has no records: no curves"))
+
+
+def _read_launches(found: Run) -> None:
+    left_out = 0
+
+    def take(records: list[Record]) -> None:
+        nonlocal left_out
+        left_out += add_launches(found.launches, records)
+
+    is_read = _read_lines(found, journal.NAME, take, _all_of, "no waterfall, events, heat map or energy")
+    if is_read and not any(launch.clock for launch in found.launches):
+        lacks = "times" if found.launches else "records"
+        found.gaps.append(Gap(journal.NAME, f"{journal.NAME} has no {lacks}: no waterfall"))
+    if left_out:
+        kept = f"{journal.NAME}: launches after the first {len(found.launches):,} are left out"
+        found.gaps.append(Gap(journal.NAME, kept))
+
+
+Spans = Callable[[IO[bytes]], list[tuple[int, int]]]
+"""Which parts of a file are read, from and to a byte."""
+
+
+def _all_of(file: IO[bytes]) -> list[tuple[int, int]]:
+    return [(0, MOST_BYTES)]
+
+
+def _end_of(file: IO[bytes]) -> list[tuple[int, int]]:
+    size = file.seek(0, os.SEEK_END)
+    return [(max(0, size - CHUNK), size)]
+
+
+def _last_launch_of(file: IO[bytes]) -> list[tuple[int, int]]:
+    """The last launch's beginning, and the file's end."""
+    ((last, size),) = _end_of(file)
+    end, after = size, b""
+    while end > max(0, size - FAR):
+        begin = max(0, end - CHUNK)
+        file.seek(begin)
+        part = file.read(end - begin) + after
+        if marks := list(LAUNCH.finditer(part)):
+            launch = begin + marks[-1].start()
+            return [(launch, launch + CHUNK), (last, size)] if launch + CHUNK < last else [(min(launch, last), size)]
+        end, after = begin, part[:20]
+    return [(last, size)]
+
+
+def _read_lines(found: Run, name: str, take: Callable[[list[Record]], Any], spans: Spans, without: str = "") -> bool:
+    """Gives the records of a JSON lines file to `take`, some thousand at a time; whether all of it could be read."""
+    gaps, count, damaged = len(found.gaps), 0, 0
+    try:
+        with files.opened(found.path / name, follow=False) as file:
+            status = os.fstat(file.fileno())
+            found.changed = max(found.changed, status.st_mtime)
+            for begin, end in spans(file):
+                for lines in _lines(file, begin, end):
+                    records = [record for record in map(_parsed, lines) if record is not None]
+                    count, damaged = count + len(lines), damaged + len(lines) - len(records)
+                    take(records)
+    except (OSError, ValueError) as error:
+        found.gaps.append(_gap(name, error, without))
+        return False
+    if spans is _all_of and damaged:
+        of = f"{count:,} lines" if count != 1 else "1 line"
+        found.gaps.append(Gap(name, f"{name}: {damaged:,} of {of} cannot be read"))
+    if spans is _all_of and status.st_size > MOST_BYTES:
+        found.gaps.append(Gap(name, f"{name} has more than {MOST_BYTES >> 30} GiB: the rest is left out"))
+    return len(found.gaps) == gaps
+
+
+def _lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
+    """The lines between two places of a file; in the place of one that is too long, one that is no JSON."""
+    rest = b""
+    file.seek(begin)
+    while chunk := file.read(min(CHUNK, end - file.tell())):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield [line for line in lines if line]
+        if len(rest) > CHUNK:
+            rest = b"\0"
+    if rest:
+        yield [rest]
+
+
+def _parsed(line: bytes) -> Record | None:
+    try:
+        value = pydantic_core.from_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _mapping(found: Run, name: str, without: str = "") -> Mapping[str, Any]:
+    """A small JSON file's mapping; `without`: what is not known without it."""
+    content = _text(found, name, without)
+    if not content:
+        return {}
+    after = f": {without}" if without else ""
+    try:
+        value = files.parse_json(content)
+    except ValueError as error:
+        found.gaps.append(Gap(name, f"{name} is not JSON ({one_line(error, 80)}){after}"))
+        return {}
+    if not isinstance(value, dict):
+        found.gaps.append(Gap(name, f"{name} holds no object{after}"))
+        return {}
+    return value
+
+
+def _text(found: Run, name: str, without: str) -> str:
+    path = found.path / name
+    try:
+        content = files.read(path, follow=False)
+        found.changed = max(found.changed, path.lstat().st_mtime)
+        if content.strip(" \n\0"):
+            return content
+        found.gaps.append(Gap(name, f"{name} is empty{f': {without}' if without else ''}"))
+    except (OSError, ValueError) as error:
+        found.gaps.append(_gap(name, error, without))
+    return ""
+
+
+def _gap(name: str, error: OSError | ValueError, without: str) -> Gap:
+    after = f": {without}" if without else ""
+    if isinstance(error, FileNotFoundError):
+        return Gap(name, f"{name} is not there{after}", is_absent=True)
+    why = one_line(getattr(error, "strerror", None) or error, 80)
+    if isinstance(error, OSError) and error.errno == errno.ENXIO:
+        why = "it is not a regular file"
+    if isinstance(error, UnicodeDecodeError):
+        why = "it is not UTF-8"
+    return Gap(name, f"{name} cannot be read ({why}){after}")
+
+
+def recorded_state(path: Path) -> str:
+    """The state in the folder's status.json; "" where it cannot be read."""
+    return text(_mapping(Run(path), "status.json").get("state"), 20)
+
+
+def state_of(run: Run, now: float, is_job_over: Callable[[], bool | None] | None = None) -> str:
+    """finished, failed, stopped, running, killed (its processes are gone or silent, and no end is recorded), unknown.
+
+    An end that is recorded counts first, then whether a process of this host holds the folder, then what SLURM says of
+    the job, then the clock. `is_job_over` returns SLURM's answer, None for none; left out: SLURM is requested here.
+    """
+    launch, status = run.launch, text(run.status.get("state"), 20)
+    for recorded in (status, launch.end.state if launch and launch.end else ""):
+        if recorded in ENDED:
+            return recorded
+    if status != "running" and not launch:
+        return "unknown"
+    silent = now - run.last_sign
+    if silent < QUIET:
+        return "running"
+    if launch and launch.hosts[:1] == [socket.gethostname()]:
+        return "running" if _is_held(run.path) else "killed"
+    is_over = is_job_over() if is_job_over else _is_over(run.job_id)
+    if is_over is None:
+        is_over = silent >= max(SILENT, SILENT_PART * (launch.clock if launch else 0.0))
+    return "killed" if is_over else "running"
+
+
+def _is_over(job: str) -> bool | None:
+    """Whether SLURM knows the job no longer; None where there is none, or SLURM does not answer."""
+    try:
+        return not slurm.query(job, "%T") if job else None
+    except SlurmError as error:
+        return True if error.cause == "gone" else None
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a process of this host holds the folder. Looks, and takes no lock that a run could miss."""
+    try:
+        status = (folder / ".lock").stat()
+        locks = Path("/proc/locks").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return True
+    mark = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
+    return mark in locks or _is_open(folder / ".lock")
+
+
+def _is_open(file: Path) -> bool:
+    """Whether a process of this user has it open: a file system may have no locks."""
+    lock = str(file.resolve())
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # somebody else's, or it has ended
+            if any(str(each.readlink()) == lock for each in (process / "fd").iterdir()):
+                return True
+    return False
+
+
+def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
+    """The step of the newest checkpoint, and when it was written, seconds since 1970; None without one."""
+    with contextlib.suppress(OSError, ValueError):
+        for path in checkpoint.committed(folder / "checkpoints")[-1:]:
+            return int(path.name.rpartition("-")[2]), path.stat().st_mtime
+    return None
+
+
+def written(folder: Path) -> float | None:
+    """When one of the run's files was last written, seconds since 1970; None where it is no run's folder."""
+    times = list[float]()
+    for name in FILES:
+        with contextlib.suppress(OSError):
+            times.append((folder / name).lstat().st_mtime)
+    return max(times, default=None)

@@ -1,0 +1,234 @@
+"""One update of the weights on every replica, validation, and what is measured of both inside the graph."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.sharing import Totals, check_names
+from hvdtrain.datasets import Dataset
+from hvdtrain.errors import RecipeError
+from hvdtrain.tensorflow import models
+from hvdtrain.tensorflow.engines import Engine, add, graph, put
+from hvdtrain.tensorflow.objective import Objective, Seen, examples_in
+from hvdtrain.tensorflow.optimizers import KerasOptimizer, Scaler, clipped, make, norm_of, zeros_like
+from hvdtrain.tensorflow.state import Ema
+
+
+class Step:
+    """A rank's model, optimizer and loss scale, and the way from micro-batches to new weights."""
+
+    def __init__(self, plan: Plan, dataset: Dataset, engine: Engine) -> None:
+        self.recipe, self._weight = (recipe := plan.recipe), plan.weight
+        self._engine = engine
+        self._real = tf.float64 if recipe.precision == "float64" else tf.float32
+        with engine.scope():
+            self.model = models.build(recipe, dataset, engine)
+            self.weights = [weight.value for weight in self.model.trainable_weights]
+            self.optimizer = make(recipe, self.model.trainable_weights)
+            self.ema = Ema(self.weights, recipe.ema_decay, engine) if recipe.ema_decay else None
+            self.scaler = Scaler(enabled=recipe.precision == "float16")
+            self.meter = Meter(engine.copies)
+            self.objective = Objective(recipe, dataset, plan.global_batch)
+            self._norm = None if engine.strategy else GradientNorm()
+            counted = tf.zeros((), self._real)
+            self._gathered = zeros_like([*self.weights, counted]) if recipe.accumulation_steps > 1 else []
+        self._counts = False
+        self._unreached: list[int] = []
+        """The weights that the loss does not depend on, once a step was traced: no update moves them."""
+        self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
+        self._update, self._add = engine.replicate(self._make_update), engine.replicate(self._add_gradients)
+        self._update_with_gathered = engine.replicate(self._apply_gathered)
+        self._evaluate = engine.replicate(self._measure, relaxed=True)
+
+    def __call__(self, micro_batches: Sequence[Any], lr: float) -> None:
+        """The update of this rank's micro-batches, each one's replicas side by side."""
+        self.objective.check_labels(self.model, micro_batches, training=True)
+        batch = [(each,) for each in micro_batches]
+        replicas = self._engine.replicas
+        with tf.device(self._engine.device):
+            rate = tf.constant(lr, self._real)
+            if self.recipe.accumulation_steps == 1:
+                self._update(batch, rate)
+                return
+            for first in range(0, len(batch), replicas):
+                self._add(batch[first : first + replicas])
+            self._update_with_gathered([()] * replicas, rate)
+
+    def evaluate(self, batches: Sequence[tuple[Any, tf.Tensor]]) -> None:
+        """Measures a validation batch (batch, weight) of each replica."""
+        self.objective.check_labels(self.model, (batch for batch, _ in batches), training=False)
+        self._evaluate(batches)
+
+    def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
+        seen, gradients = self._gradients(batch)
+        self.meter.add(seen)
+        self._apply(self._averaged(gradients), lr)
+
+    def _add_gradients(self, batch: Any) -> None:
+        seen, gradients = self._gradients(batch)
+        self.meter.add(seen)
+        self._engine.keep(self._collect, gradients)
+
+    def _collect(self, gradients: list[tf.Tensor]) -> None:
+        self._counts = len(gradients) > len(self.weights)
+        for total, gradient in zip(self._gathered, gradients, strict=False):
+            add(total, gradient)
+
+    def _apply_gathered(self, lr: tf.Tensor) -> None:
+        gathered = self._gathered if self._counts else self._gathered[:-1]
+        self._apply(self._averaged([tf.convert_to_tensor(total) for total in gathered]), lr)
+        self._engine.keep(self._forget, [])
+
+    def _forget(self, _: list[tf.Tensor]) -> None:
+        for total in self._gathered:
+            put(total, tf.zeros_like(total))
+
+    def _differentiate(self, batch: Any) -> tuple[Seen, list[tf.Tensor]]:
+        """What is to be reported of one micro-batch, and its part of the scaled gradients; where the loss is a sum,
+        their last is what they are to be divided by."""
+        with tf.GradientTape() as tape:
+            loss, seen = self.objective.measure(self.model, batch, training=True)
+            counted = seen.metrics.get("loss")
+            weight, steps = self._weight(1 if counted else examples_in(batch)), self.recipe.accumulation_steps
+            scaled = loss * weight * tf.cast(self.scaler.scale, self._real) / steps
+        gradients = self._dense(tape.gradient(scaled, self.weights))
+        return seen, [*gradients, tf.cast(counted[1] * weight / steps, self._real)] if counted else gradients
+
+    def _averaged(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Of a sum's gradients those whose mean over the replicas is that of all that they count together."""
+        if len(gradients) == len(self.weights):
+            return gradients
+        if self.recipe.reduction == "adasum":
+            raise RecipeError("a loss that gives (sum, count) cannot be divided after adasum; drop adasum.")
+        counted, replicas = tf.unstack(self._engine.sum_tensor(tf.stack([gradients[-1], tf.ones((), self._real)])))
+        factor = tf.math.divide_no_nan(replicas, counted)
+        return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients[:-1]]
+
+    def _dense(self, gradients: list[Any]) -> list[tf.Tensor]:
+        """The gradients, 0 of weights that the loss does not depend on. Raises RecipeError where it depends on none."""
+        if all(gradient is None for gradient in gradients):
+            raise RecipeError(
+                f"{self.objective.name} gives a loss without gradient; compute it of the model's outputs "
+                "with TensorFlow's or Keras's functions, without numpy() or stop_gradient()."
+            )
+        self._unreached = [index for index, gradient in enumerate(gradients) if gradient is None]
+        pairs = zip(gradients, self.weights, strict=True)
+        return [tf.zeros_like(weight) if one is None else tf.convert_to_tensor(one) for one, weight in pairs]
+
+    def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        """The update of all replicas' gradients."""
+        if self.recipe.reduction == "adasum":
+            self._apply_adasum(gradients, lr)
+        else:
+            self._engine.update(lambda combined: self._apply_combined(combined, lr), gradients)
+
+    def _apply_combined(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        """float16 leaves out a step whose gradients overflowed on any replica."""
+        if self.scaler.enabled:
+            gradients = self.scaler.unscaled(gradients)
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+            tf.cond(finite, lambda: self._descend(gradients, lr), lambda: None)
+            self.scaler.update(finite)
+        else:
+            self._descend(gradients, lr)
+        if self.ema:
+            self.ema.update()
+
+    def _apply_adasum(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        """Every rank's own update first; Adasum combines what each has changed."""
+        before = [tf.identity(weight) for weight in self.weights]
+        self._descend(gradients, lr)
+        changes = [weight - old for weight, old in zip(self.weights, before, strict=True)]
+        for weight, old, change in zip(self.weights, before, self._engine.combine(changes), strict=True):
+            weight.assign(old + change)
+        _constrain(self.model)
+        if self.ema:
+            self.ema.update()
+
+    def gradient_norm(self) -> float | None:
+        """Of the first update after the call before; None of replicas that tf.distribute keeps."""
+        return self._norm.take() if self._norm else None
+
+    def _descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        if self._norm:
+            self._norm.measure(gradients)
+        clip = self.recipe.clip_norm
+        before = [(self.weights[index], tf.identity(self.weights[index])) for index in self._unreached]
+        self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
+        if not isinstance(self.optimizer, KerasOptimizer):  # which does it by itself
+            _constrain(self.model)
+        for weight, old in before:  # which weight decay has moved
+            put(weight, old)
+
+    def _measure(self, batch: Any, weight: tf.Tensor) -> None:
+        self.meter.add(self.objective.measure(self.model, batch, training=False)[1], weight)
+
+
+def _constrain(model: keras.Model) -> None:
+    """Holds the weights to their constraints, as Keras does behind an update."""
+    for weight in model.trainable_weights:
+        if weight.constraint is not None:
+            put(weight.value, weight.constraint(tf.convert_to_tensor(weight.value)))
+
+
+class Meter:
+    """Sums of loss, examples and metrics, kept on the device so that a step waits for nothing."""
+
+    MOST = 30
+    """Metrics: the variable is made before the first graph gives their names."""
+
+    def __init__(self, copies_of: Callable[[tf.Variable], Sequence[tf.Variable]]) -> None:
+        self._copies_of = copies_of
+        self._names: list[str] | None = None
+        self._sums = tf.Variable(tf.zeros(2 + 2 * self.MOST, tf.float64), trainable=False)
+
+    def add(self, seen: Seen, weight: tf.Tensor | float = 1.0) -> None:
+        """A batch; `weight` 0 leaves it out. Within a graph. Raises RecipeError where its metrics have other names than
+        those of another graph, or are too many."""
+        self._take_names(sorted(seen.metrics))
+        numbers = [seen.loss, seen.count, *(number for name in self._names or () for number in seen.metrics[name])]
+        loss, count, *rest = (tf.cast(number, tf.float64) for number in numbers)
+        unused = self._sums.shape[0] - len(numbers)
+        add(self._sums, tf.pad(tf.stack([loss * count, count, *rest]) * weight, [[0, unused]]))
+
+    def take(self) -> Totals:
+        """The sums of all replicas of this rank so far; they start again at 0."""
+        copies = self._copies_of(self._sums)
+        numbers = sum(copy.numpy() for copy in copies).tolist()
+        for copy in copies:
+            copy.assign(tf.zeros_like(copy))
+        return Totals.of(self._names or (), numbers)
+
+    def _take_names(self, names: list[str]) -> None:
+        if len(names) > self.MOST:
+            raise RecipeError(f"a step may have {self.MOST} metrics at most, got {len(names)}; give fewer.")
+        self._names = names if self._names is None else self._names
+        check_names(names, self._names)
+
+
+class GradientNorm:
+    """The common norm of an update's gradients, of the first update after each `take`."""
+
+    def __init__(self) -> None:
+        with tf.device("CPU:0"):  # a condition that lies on a GPU would be waited for in every step
+            self._is_wanted = tf.Variable(False, trainable=False)
+            self._norm = tf.Variable(float("nan"), trainable=False)
+
+    def measure(self, gradients: list[tf.Tensor]) -> None:
+        """Within a graph: notes their norm, if it is wanted."""
+
+        def note() -> None:
+            put(self._norm, tf.cast(norm_of(gradients), tf.float32))
+            put(self._is_wanted, tf.constant(False))
+
+        tf.cond(self._is_wanted, note, lambda: None)
+
+    def take(self) -> float | None:
+        """The last one that was noted; None before. From now on the next one is wanted."""
+        norm = float(self._norm.numpy())
+        self._is_wanted.assign(True)
+        return None if math.isnan(norm) else norm

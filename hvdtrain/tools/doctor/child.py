@@ -1,0 +1,126 @@
+"""`python -m hvdtrain.tools.doctor.child torch`: a child of the doctor, which prints what it finds.
+
+It imports a framework and Horovod for it, so that a crash ends no more than this process.
+With `--join` it is one rank of the doctor's allreduce, with its host's findings on stdin.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.tools.doctor.findings import MARK, NO_KERAS
+
+MEGABYTES = (1, 16, 64)
+SECONDS_PER_SIZE = 0.3
+LONGEST = 2.0
+
+
+def imported(name: str) -> tuple[Any, Any]:
+    """The framework and Horovod for it. Prints what each is as soon as it is there: a crash leaves the first."""
+    module = importlib.import_module(name)
+    emit(version=module.__version__, **(_cuda(module) if name == "torch" else _keras(module)))
+    hvd = importlib.import_module(f"horovod.{name}")
+    emit(nccl_built=bool(hvd.nccl_built()))
+    return module, hvd
+
+
+def emit(**values: Any) -> None:
+    """Prints the values for the doctor, among whatever else a library prints."""
+    print(MARK + json.dumps(values), flush=True)
+
+
+def _cuda(torch: Any) -> dict[str, str]:
+    cuda = torch.version.cuda or ""
+    nccl = torch.cuda.nccl.version() if cuda and torch.distributed.is_nccl_available() else ()
+    return {"cuda": cuda, "nccl": ".".join(map(str, nccl))}
+
+
+def _keras(tensorflow: Any) -> dict[str, str]:
+    try:
+        keras = tensorflow.keras
+        return {"keras": importlib.metadata.version("keras" if hasattr(keras, "ops") else "tf_keras")}
+    except ImportError:  # TF_USE_LEGACY_KERAS is set
+        return {"keras": NO_KERAS}
+
+
+def join(framework: str) -> None:
+    """Prints rank and size as soon as Horovod has them; then all ranks join, and rank 0 prints what they measured."""
+    from hvdtrain.launch import rendezvous
+    from hvdtrain.launch.topology import discover
+    from hvdtrain.ranks.world import World, joined
+
+    mine = json.load(sys.stdin)
+    topology = discover(os.environ)
+    world = World(topology, rendezvous.from_launcher(topology, os.environ))
+    world.start()
+    with joined(world, framework, "horovod", os.environ):
+        _measured(framework, mine)
+    world.leave()
+
+
+def _measured(framework: str, mine: dict[str, Any]) -> None:
+    module, hvd = imported(framework)
+    hvd.init()
+    emit(rank=hvd.rank(), size=hvd.size())
+    ranks = _of_ranks({**mine, "rank": hvd.rank()}, module, hvd)
+    ones, over = _device(framework, module, hvd)
+    _average(module, hvd, 0.0)  # every rank has passed it at the same moment, to a millisecond or so
+    clocks = _of_ranks(time.time(), module, hvd)
+    seconds = _measure(module, hvd, ones)
+    if hvd.rank() == 0:
+        emit(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
+    hvd.shutdown()
+
+
+def _of_ranks(value: Any, module: Any, hvd: Any) -> list[Any]:
+    from hvdtrain.core import sharing
+
+    tensor = module.from_numpy if module.__name__ == "torch" else module.constant
+    return sharing.of_ranks(
+        value, hvd.rank(), hvd.size(), lambda row: hvd.allreduce(tensor(row), op=hvd.Sum, name="doctor.rank").numpy()
+    )
+
+
+def _device(framework: str, module: Any, hvd: Any) -> tuple[Callable[[int], Any], str]:
+    """What makes a vector of ones where this Horovod averages best, and the name of that way."""
+    if framework == "torch" and hvd.nccl_built() and module.cuda.device_count() in {1, hvd.local_size()}:
+        index = hvd.local_rank() if module.cuda.device_count() > 1 else 0
+        return lambda count: module.ones(count, device=f"cuda:{index}"), "NCCL"
+    return lambda count: module.ones([count]), "MPI" if hvd.mpi_enabled() else "Gloo"
+
+
+def _measure(module: Any, hvd: Any, ones: Callable[[int], Any]) -> dict[int, float]:
+    """Seconds of one allreduce, by its bytes; a size that would take long is left out."""
+    seconds: dict[int, float] = {}
+    for megabytes in MEGABYTES:
+        size = megabytes * 10**6
+        if seconds and (size / max(seconds)) * seconds[max(seconds)] > LONGEST:
+            break
+        vector = ones(size // 4)
+        # The ranks must agree how often to repeat, so they average what each has measured.
+        first = _average(module, hvd, _timed(hvd, vector, 1))
+        repeats = max(1, min(20, int(SECONDS_PER_SIZE / first)))
+        seconds[size] = _average(module, hvd, _timed(hvd, vector, repeats))
+    return seconds
+
+
+def _timed(hvd: Any, vector: Any, repeats: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repeats):
+        total = hvd.allreduce(vector, op=hvd.Sum, name="doctor")
+    float(total[0])  # a GPU has finished only once it is read
+    return (time.perf_counter() - started) / repeats
+
+
+def _average(module: Any, hvd: Any, value: float) -> float:
+    tensor = hvd.allreduce(module.ones([1]) * value, op=hvd.Average, name="doctor.average")
+    return float(tensor[0])
+
+
+if __name__ == "__main__":
+    (join if "--join" in sys.argv else imported)(sys.argv[1])

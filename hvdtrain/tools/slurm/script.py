@@ -1,0 +1,371 @@
+"""A job script as SLURM and bash read it: its #SBATCH options, its commands, and the line of a syntax error."""
+
+import bisect
+import itertools
+import os
+import re
+import subprocess
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tree_sitter import Node, Tree
+
+_LETTERS = """
+    -A=account -B=extra-node-info -C=constraint -D=chdir -F=nodefile -G=gpus -J=job-name -L=licenses -M=clusters
+    -N=nodes -S=core-spec -T=threads -a=array -c=cpus-per-task -d=dependency -e=error -i=input -m=distribution -n=ntasks
+    -o=output -p=partition -q=qos -r=relative -t=time -w=nodelist -x=exclude
+"""
+_NAMES = """
+    ntasks-per-core ntasks-per-gpu ntasks-per-socket ntasks-per-tres threads-per-core hint
+    gres gpus-per-node gpus-per-task gpus-per-socket cpus-per-gpu gpu-bind cpu-bind signal
+    mem mem-per-cpu mem-per-gpu mem-bind mpi export comment reservation open-mode
+    container-image container-mounts container-name container-workdir container-env container
+    gres-flags jobid het-group epilog prolog task-prolog task-epilog begin
+    mail-type mail-user switches network gpu-freq cpu-freq time-min tmp wckey
+"""
+SHORT = dict(pair.split("=") for pair in _LETTERS.split())
+ALIASES = {"tasks-per-node": "ntasks-per-node", "tasks": "ntasks", "cpu_bind": "cpu-bind"}
+# Long options whose value may be a word of its own; of any other the next word is the program.
+VALUED = {*SHORT.values(), *ALIASES, *ALIASES.values(), *_NAMES.split()}
+WORDS = re.compile(r"""(?:[^\s"'\\]+|\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*')+""", re.DOTALL)
+SUPERVISE = ("-m", "hvdtrain", "supervise")
+SBATCH = re.compile(r"#SBATCH\s")
+HETEROGENEOUS = re.compile(r"#SBATCH\s+(?:hetjob|packjob)\b")
+WRAPPERS = {"time", "exec", "nohup", "env", "command"}
+EXPORTED = re.compile(r"\bexport\s+-f\s+([\w \t]+)")
+QUOTES = {'"', "'", "\\"}
+QUOTED = re.compile(r"""\\(.)|\$?"([^"\\]*(?:\\.[^"\\]*)*)"|\$?'([^']*)'""", re.DOTALL)
+PARSE_SECONDS = 0.6  # of the CPU: the longest sound scripts take half of it, recovery from errors may take hours
+BASH_SECONDS = 5
+REFUSED = re.compile(
+    r"^bash: (?:(?:line \d+: )?warning: (here-document) at )?line (\d{1,9}):? (?!`|warning)(.*)", re.MULTILINE
+)
+MOST_NESTED = 16  # commands in substitutions of one another
+CHUNK = 2**16  # bytes
+KINDS = {"command", "comment", "raw_string", "ansi_c_string", "heredoc_redirect", "redirected_statement"}
+KINDS |= {"function_definition", "variable_assignment"}
+MOST_OF_A_VALUE = 4000  # bytes of what a variable is set to, or of a function, that are kept
+SILENT = {"echo", "printf"}
+DEFAULT = re.compile(r"\$\{(\w+):=([^{}]{1,200})\}")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of sbatch or srun, by its long name."""
+
+    line: int
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One simple command, wherever it stands: the words from its program on, without their quotes.
+
+    The shell goes on while a command `in_background` runs, and one that `is_shell` takes its place.
+    """
+
+    line: int
+    words: tuple[str, ...]
+    in_background: bool = False
+    is_shell: bool = False
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What the grammar of bash finds; `text` and `expanded` have a line for each line of the script.
+
+    `text` has no comments; `expanded` lacks what the job's own shell fills nothing into, too: single quotes, quoted
+    here-documents, escapes, and functions exported for another shell. `unread` is the line at which the grammar gave
+    up; then there is nothing else.
+    """
+
+    commands: tuple[Command, ...] = ()
+    text: str = ""
+    expanded: str = ""
+    comments: tuple[int, ...] = ()  # the lines in which one begins
+    unread: int | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """The options and the commands of a job script."""
+
+    lines: tuple[str, ...]
+    options: tuple[Option, ...]  # of #SBATCH lines that count
+    first: int  # the line of the first command, behind which SLURM reads no #SBATCH
+    shell: Shell
+
+    @cached_property
+    def by_name(self) -> dict[str, Option]:
+        """The last option of each name."""
+        return {option.name: option for option in self.options}
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether the job has components, each of its own nodes and tasks."""
+        return any(HETEROGENEOUS.match(line) for line in self.lines[: self.first - 1])
+
+
+def read(text: str) -> JobScript:
+    """The script, whatever its line ends and however damaged."""
+    lines = tuple(text.replace("\r\n", "\n").split("\n"))
+    first = next((n for n, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#"), len(lines) + 1)
+    options = [
+        option
+        for number, line in enumerate(lines[: first - 1], 1)
+        if SBATCH.match(line)
+        for option in options_of(words_of(line)[1:], number)
+    ]
+    return JobScript(lines, tuple(options), first, read_shell(text))
+
+
+def options_of(words: Sequence[str], line: int) -> list[Option]:
+    """The options that come before the first word that is none (for srun: its program)."""
+    return _split(words, line)[0]
+
+
+def left_over(line: str) -> tuple[Option, list[str]] | None:
+    """The last option of an #SBATCH line that has words behind its value, with these."""
+    options, rest = _split(words_of(line)[1:], 0)
+    return (options[-1], rest) if rest and options and options[-1].value else None
+
+
+def program_of(words: Sequence[str]) -> tuple[str, ...]:
+    """srun's program and its arguments: the words after srun's own options."""
+    return tuple(_split(words[1:], 0)[1])
+
+
+def _split(words: Sequence[str], line: int) -> tuple[list[Option], list[str]]:
+    rest, options = deque(words), []
+    while rest and rest[0].startswith("-"):
+        word = rest.popleft()
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = ALIASES.get(name, name)
+        else:
+            name, equals, value = SHORT.get(word[:2], word[1:]), word[2:], word[2:]
+        if not equals and name in VALUED and rest:
+            value = rest.popleft()
+        options.append(Option(line, name, value))
+    return options, list(rest)
+
+
+def program(call: Sequence[str]) -> str:
+    """The program's name without its folder."""
+    return call[0].rpartition("/")[2]
+
+
+def words_of(line: str) -> list[str]:
+    """The words of an #SBATCH line as sbatch splits them, without their quotes; by spaces where a quote never ends."""
+    # Python's shlex does the same, in a time that grows with the square of a word's length.
+    text = re.split(r"\s#", line, maxsplit=1)[0]
+    words, end = [], 0
+    for found in WORDS.finditer(text):
+        if text[end : found.start()].strip():
+            return text.split()
+        words.append(unquoted(found[0]))
+        end = found.end()
+    return text.split() if text[end:].strip() else words
+
+
+def read_shell(text: str) -> Shell:
+    """What bash does with the script."""
+    source = text.replace("\r\n", "\n").replace("\0", " ")  # at a zero byte the grammar hangs
+    data = source.encode(errors="replace")
+    tree, reached = _parsed(data)
+    if tree is None:
+        return Shell(unread=data.count(b"\n", 0, reached) + 1)
+    found: dict[str, list[Node]] = defaultdict(list)
+    asides: set[int] = set()
+    for node, is_aside in _nodes(tree.root_node):
+        found[node.type].append(node)
+        asides |= {node.id} if is_aside else set()
+    exported = {name for match in EXPORTED.finditer(source) for name in match[1].split()}
+    elsewhere = [node for node in found["function_definition"] if _name(data, node) in exported]
+    behind: dict[int, list[Node]] = {}
+    for statement in found["redirected_statement"]:
+        command, late = _behind_redirections(statement)
+        behind[command.id] = late
+    bare = _blanked(data, found["comment"])
+    bodies = _quoted_bodies(data, found["heredoc_redirect"])
+    printed = [node for node in found["command"] if _name(data, node) in SILENT]
+    literal = [*found["raw_string"], *found["ansi_c_string"], *bodies, *elsewhere, *printed]
+    expanded = re.sub(rb"\\[^\n]", b"  ", _blanked(bare, literal))
+    starts = [node.start_byte for node in elsewhere]
+    ends = list(itertools.accumulate((node.end_byte for node in elsewhere), max))
+    commands = (
+        Command(node.start_point.row + 1, _supervised(words), node.id in asides, "exec" in wrappers)
+        for node in found["command"]
+        if not _is_within(node.start_byte, starts, ends)
+        for wrappers, words in [_words(data, node, behind.get(node.id, []))]
+        if words
+    )
+    lines = tuple(node.start_point.row + 1 for node in found["comment"])
+    functions = {_name(data, node): _head(data, node).partition("{")[2] for node in elsewhere}
+    values = _values(bare, found["variable_assignment"], source) | _read_documents(data, found["redirected_statement"])
+    text_of_job, filled_in = bare.decode(errors="replace"), expanded.decode(errors="replace")
+    return Shell(tuple(commands), text_of_job, filled_in, lines, values=values, functions=functions)
+
+
+def syntax_errors(text: str) -> list[tuple[int, str]]:
+    """The lines that bash itself refuses, and its messages; none where there is no bash. It runs nothing."""
+    # The grammar does not know all that bash takes, so it does not decide.
+    environ = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}  # and no BASH_ENV, which it would run
+    source = text.replace("\r\n", "\n").encode(errors="replace")
+    try:
+        done = subprocess.run(
+            ["bash", "-n"], input=source, env=environ, capture_output=True, timeout=BASH_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    refused = REFUSED.findall(done.stderr.decode(errors="replace"))
+    return [(int(line), f"{document} {message}".lstrip()) for document, line, message in refused]
+
+
+def unquoted(word: str) -> str:
+    """The word without its quotes and escapes."""
+    return QUOTED.sub(_inside, word) if QUOTES & set(word) else word
+
+
+def _inside(quoted: re.Match[str]) -> str:
+    escaped, double, single = quoted.groups()
+    if double is not None:
+        return re.sub(r'\\(["\\])', r"\1", double)
+    return escaped or single
+
+
+def _parsed(data: bytes) -> "tuple[Tree | None, int]":
+    """The tree, or None and how far the grammar came in its time."""
+    import tree_sitter_bash
+    from tree_sitter import Language, Parser
+
+    reached, stop = 0, time.thread_time() + PARSE_SECONDS
+
+    def is_late(offset: int, _: bool) -> bool:
+        nonlocal reached
+        reached = offset
+        return time.thread_time() > stop
+
+    parser = Parser(Language(tree_sitter_bash.language()))
+    try:
+        return parser.parse(lambda offset, _: data[offset : offset + CHUNK], progress_callback=is_late), 0
+    except ValueError:  # that it was stopped
+        return None, reached
+
+
+def _nodes(root: "Node") -> "Iterator[tuple[Node, bool]]":
+    """Those of KINDS, in the order of the script, and whether & puts them into the background."""
+    # No query: its time grows with the square of the depth.
+    stack = [(root, 0, False)]
+    while stack:
+        node, nested, is_aside = stack.pop()
+        if node.type in KINDS:
+            yield node, is_aside
+            nested += node.type == "command"
+        if nested <= MOST_NESTED:
+            below = zip(node.children, (*node.children[1:], None), strict=False)
+            stack += reversed([(it, nested, is_aside or bool(after and after.type == "&")) for it, after in below])
+
+
+def _is_within(position: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
+    """Whether it lies in one of these nodes, which are in order; `ends` is the furthest end up to each."""
+    before = bisect.bisect_right(starts, position)
+    return before > 0 and position < ends[before - 1]
+
+
+def _values(data: bytes, assignments: "Iterable[Node]", source: str) -> dict[str, str]:
+    """What variables are set to; none where a number has several values."""
+    values = {found[1]: unquoted(found[2]) for found in DEFAULT.finditer(source)}
+    changed = set()
+    for node in assignments:
+        name, value = _name(data, node), node.child_by_field_name("value")
+        text = _head(data, value).replace("\\\n", " ") if value else ""
+        text = text.strip("()") if value and value.type == "array" else unquoted(text)
+        if any(child.type == "+=" for child in node.children):
+            text = f"{values.get(name, '')} {text}"[:MOST_OF_A_VALUE]
+        elif name in values and text != values[name] and text.isdecimal():
+            changed.add(name)
+        values[name] = text
+    return {name: value for name, value in values.items() if name not in changed}
+
+
+def _read_documents(data: bytes, statements: "Iterable[Node]") -> dict[str, str]:
+    """What `read NAME` takes from a here-document."""
+    values = {}
+    for statement in statements:
+        command = statement.children[0]
+        parts = {node.type: node for redirect in statement.children[1:2] for node in redirect.children}
+        arguments = command.children_by_field_name("argument")
+        if _name(data, command) == "read" and arguments and "heredoc_body" in parts:
+            values[_text(data, arguments[-1])] = _head(data, parts["heredoc_body"])
+    return values
+
+
+def _head(data: bytes, node: "Node") -> str:
+    return data[node.start_byte : min(node.end_byte, node.start_byte + MOST_OF_A_VALUE)].decode(errors="replace")
+
+
+def _name(data: bytes, function: "Node") -> str:
+    name = function.child_by_field_name("name")
+    return _text(data, name) if name else ""
+
+
+def _behind_redirections(statement: "Node") -> "tuple[Node, list[Node]]":
+    """The command that is redirected, and its words behind the redirection: the grammar takes them for files of it."""
+    command = statement.children[0]
+    while command.type in {"pipeline", "list", "negated_command"}:
+        command = command.children[-1]
+    redirects = statement.children_by_field_name("redirect")
+    words = [node for redirect in redirects for node in redirect.children_by_field_name("destination")[1:]]
+    return command, words + [node for redirect in redirects for node in redirect.children_by_field_name("argument")]
+
+
+def _quoted_bodies(data: bytes, documents: "Iterable[Node]") -> "Iterator[Node]":
+    for document in documents:
+        parts = {node.type: node for node in document.children}
+        if {"heredoc_start", "heredoc_body"} <= parts.keys() and re.search(
+            r"[\\'\"]", _text(data, parts["heredoc_start"])
+        ):
+            yield parts["heredoc_body"]
+
+
+def _words(data: bytes, command: "Node", behind: "list[Node]") -> tuple[list[str], tuple[str, ...]]:
+    """The variables and programs that only start another, and the words of the command behind them."""
+    nodes = [*command.children_by_field_name("name"), *command.children_by_field_name("argument"), *behind]
+    words = [unquoted(_text(data, node).replace("\\\n", "")) for node in nodes]
+    start = start_of(words)
+    return words[:start], tuple(words[start:])
+
+
+def start_of(words: Sequence[str]) -> int:
+    """Which word is the program, behind variables and programs that only start another."""
+    starts = (i for i, word in enumerate(words) if not (word in WRAPPERS or re.match(r"[A-Za-z_]\w*=", word)))
+    return next(starts, len(words))
+
+
+def _supervised(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The srun of `python -m hvdtrain supervise -- srun ...`; any other command as it is."""
+    if words[1:4] == SUPERVISE and "--" in words[:-1]:
+        return words[words.index("--") + 1 :]
+    return words
+
+
+def _text(data: bytes, node: "Node") -> str:
+    return data[node.start_byte : node.end_byte].decode(errors="replace")
+
+
+def _blanked(data: bytes, nodes: "Iterable[Node]") -> bytes:
+    """The bytes with spaces in place of these nodes, but for their line ends."""
+    out = bytearray(data)
+    for node in nodes:
+        part = slice(node.start_byte, node.end_byte)
+        out[part] = re.sub(rb"[^\n]", b" ", data[part])
+    return bytes(out)

@@ -1,0 +1,393 @@
+"""Gradients averaged over the ranks while backward runs, in messages whose content never changes.
+
+Horovod copies what is ready at one moment into a buffer of its own, and back: much is copied, and what a sum is made
+of depends on the moment. Here a large gradient is communicated from its own memory, and small ones in a bucket, which
+they stay in: less copying than in PyTorch's DistributedDataParallel, too, whose buckets (Li et al. 2020,
+arXiv:2006.15704, section 3.2) hold the large ones as well.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hvdtrain.core.settings import COMPRESSIONS
+from hvdtrain.core.sharing import gather
+from hvdtrain.errors import HvdtrainError, LoopError, RecipeError
+from hvdtrain.ranks.stacks import AVERAGING, mark_module
+from hvdtrain.torch.engines import Engine, Forward, flat, is_dense
+from hvdtrain.torch.models import SyncBatchNorm
+from hvdtrain.torch.objective import call
+
+mark_module(AVERAGING, __name__)
+
+DTYPES = {name: getattr(torch, row.dtype) if row.dtype else None for name, row in COMPRESSIONS.items()}
+"""The type that gradients are communicated as, by compression; None is their own."""
+
+
+class Averager:
+    """Averages a model's gradients while backward computes them. Model and optimizer stay what they are.
+
+    Every rank sends the same messages in the same order, whichever parameters its backward reached. A parameter that no
+    rank reached keeps the gradient that it had, so that 1 rank and N ranks train alike; which those are travels in the
+    last message.
+    """
+
+    error: type[HvdtrainError] = RecipeError
+
+    def __init__(self, model: nn.Module, engine: Engine, compression: str, *, at_end: bool = True) -> None:
+        """`at_end`: each backward ends with `finish`, which otherwise every rank calls behind its backward."""
+        self._engine, self._dtype, self._at_end = engine, DTYPES[compression], at_end
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise self._refusal_of_sparse(f"{name}.weight" if name else "weight")
+        self._limit = engine.bucket_bytes()
+        self._named = dict(model.named_parameters())
+        self._accumulating = self._running = False
+        self._computed_here: set[nn.Parameter] = set()
+        """Whose gradients hold what was not averaged yet."""
+        self._sent: list[tuple[Message, Callable[[], object]]] = []
+        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
+        """The gradients of parameters that backward did not reach on this rank."""
+        self._hooks: list[RemovableHandle] = []
+        self._divide()
+
+    def close(self) -> None:
+        """Releases the model: removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def pause(self, enabled: bool = True) -> Iterator[None]:
+        """Within it gradients add up on their ranks."""
+        self._accumulating = enabled
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def finish(self) -> list[str]:
+        """Returns once every gradient is the mean over the ranks; the names of what no rank's backward reached."""
+        if self._accumulating:
+            return []
+        never = self._finish()
+        if any(each.requires_grad and each not in self._names for each in self._named.values()):  # from now on
+            self._divide()
+            self._computed_here.update(each for each in self._names if each.grad is not None)
+            self._finish()
+        return never
+
+    def _refusal_of_sparse(self, name: str) -> HvdtrainError:
+        return self.error(f"the gradient of {name} is sparse, ranks average dense ones; drop sparse.")
+
+    def _divide(self) -> None:
+        """Takes the parameters that learn."""
+        self.close()
+        self._names = {each: name for name, each in self._named.items() if each.requires_grad}
+        self._messages = messages(self._names, self._limit, self._dtype)
+        if self._messages:
+            last = self._messages[-1]
+            if not isinstance(last, _Bucket):
+                last = _Bucket([], torch.float32, last.parameters[0].device)
+                self._messages.append(last)
+            self._reached = last.with_flags(len(self._names))
+        self._message_of = {each: message for message in self._messages for each in message.parameters}
+        self._hooks = [each.register_post_accumulate_grad_hook(self._computed) for each in self._names]
+
+    def _computed(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise self._refusal_of_sparse(self._names[parameter])
+        self._computed_here.add(parameter)
+        if self._accumulating:
+            return
+        if self._at_end and not self._running:
+            self._running = True
+            queue: Any = torch.autograd.Variable._execution_engine
+            queue.queue_callback(self.finish)
+        message = self._message_of[parameter]
+        if parameter not in message.missing:
+            raise self.error(
+                f"backward computed the gradient of {self._names[parameter]} twice, so it cannot be averaged while it "
+                "runs; where it is checkpointed, take torch.utils.checkpoint with use_reentrant=False."
+            )
+        message.missing.remove(parameter)
+        while len(self._sent) < len(self._messages) and not self._messages[len(self._sent)].missing:
+            self._send(self._messages[len(self._sent)])
+
+    def _send(self, message: "Message") -> None:
+        for parameter in message.parameters:
+            if parameter not in self._computed_here:  # another rank may have reached it
+                self._before[parameter] = before = parameter.grad
+                parameter.grad = torch.zeros_like(parameter) if before is None else before.clone()
+            message.fill(parameter)
+        if message is self._messages[-1]:
+            self._reached.fill_(1)
+            for index, parameter in enumerate(self._names if self._before else ()):
+                if parameter in self._before:
+                    self._reached[index] = 0
+        wait = self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._sent)}")
+        self._sent.append((message, wait))
+
+    def _send_rest(self) -> None:
+        for message in self._messages[len(self._sent) :]:
+            self._send(message)
+
+    def _finish(self) -> list[str]:
+        self._send_rest()
+        for message, wait in self._sent:
+            wait()
+            message.hand_out()
+            message.reset()
+        never = []
+        if self._before:  # else nothing is read, for which a host would wait for its GPU
+            for (parameter, name), ranks in zip(self._names.items(), self._reached.tolist(), strict=True):
+                if not ranks:
+                    parameter.grad = self._before[parameter]
+                    never.append(name)
+        self._running = False
+        self._computed_here.clear()
+        self._sent.clear()
+        self._before.clear()
+        return never
+
+
+class AveragingEngine:
+    """An engine's part that averages gradients, where the engine has set `_averager`."""
+
+    _averager: Averager | None = None
+
+    def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
+        *first, last = inputs
+        for each in first:
+            with self.pause():
+                yield forward(network, each)
+        yield forward(network, last)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Around the backward of all micro-batches but the last."""
+        return self._averager.pause() if self._averager else contextlib.nullcontext()
+
+    def finish(self) -> None:
+        if self._averager:
+            self._averager.finish()
+
+
+class Message:
+    """What is communicated at once: real numbers, of a complex gradient both parts."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing of the next backward is here yet."""
+        self.missing = set(self.parameters)
+
+    def fill(self, parameter: nn.Parameter) -> None:
+        """Takes the parameter's gradient."""
+
+    def content(self) -> torch.Tensor:
+        """What is sent once nothing is missing: a contiguous tensor [n]."""
+        raise NotImplementedError
+
+    def hand_out(self) -> None:
+        """Makes what has come back the gradients."""
+
+
+class _Alone(Message):
+    """One gradient, in its own memory."""
+
+    def content(self) -> torch.Tensor:
+        (parameter,) = self.parameters
+        assert parameter.grad is not None
+        if parameter.grad.is_conj() or not is_dense(parameter.grad):
+            parameter.grad = parameter.grad.resolve_conj().contiguous()
+        return flat(real(parameter.grad))
+
+
+class _Bucket(Message):
+    """Gradients in one tensor, as the type that is communicated."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
+        self._whole = torch.zeros(sum(real(each).numel() for each in parameters), dtype=dtype, device=device)
+        super().__init__(parameters)
+        self._divide()
+
+    def with_flags(self, count: int) -> torch.Tensor:
+        """So many numbers more, behind the gradients: a view of what is communicated."""
+        self._whole = self._whole.new_zeros(len(self._whole) + count)
+        self._divide()
+        return self._whole[len(self._whole) - count :]
+
+    def _divide(self) -> None:
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        begin = 0
+        for parameter in self.parameters:
+            # In the parameter's order of dimensions, without which the optimizer takes a slower way.
+            like = real(parameter if is_dense(parameter) else torch.empty_like(parameter, device="meta").contiguous())
+            self._views[parameter] = self._whole.as_strided(like.shape, like.stride(), begin)
+            begin += like.numel()
+
+    def fill(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._views[parameter].copy_(real(parameter.grad))
+        parameter.grad = None
+
+    def content(self) -> torch.Tensor:
+        return self._whole
+
+    def hand_out(self) -> None:
+        for parameter, view in self._views.items():
+            if parameter.is_complex():
+                parameter.grad = torch.view_as_complex(view.to(parameter.dtype.to_real()))
+            else:
+                parameter.grad = view.to(parameter.dtype)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, of a complex one as [..., 2]."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def messages(parameters: Iterable[nn.Parameter], limit: int, dtype: torch.dtype | None) -> list[Message]:
+    """The gradients of the parameters in messages of at most `limit` bytes, in the order in which backward has them."""
+    found: list[Message] = []
+    for group in grouped(parameters, limit):
+        own = group[0].dtype.to_real()
+        sent = dtype or (torch.float32 if own == torch.bfloat16 else own)  # Horovod has no bfloat16
+        found.append(_Alone(group) if len(group) == 1 and sent == own else _Bucket(group, sent, group[0].device))
+    return found
+
+
+def grouped(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """The parameters in the order in which backward reaches them, small ones of one dtype together up to `limit` bytes:
+    a group stands where its last one is reached."""
+    groups: list[list[nn.Parameter]] = []
+    small: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in reversed(list(parameters)):
+        if parameter.nbytes > limit:
+            groups.append([parameter])
+            continue
+        gathered = small.setdefault(parameter.dtype, [])
+        if sum(each.nbytes for each in gathered) + parameter.nbytes > limit:
+            groups.append(gathered)
+            gathered = small[parameter.dtype] = []
+        gathered.append(parameter)
+    return groups + [gathered for gathered in small.values() if gathered]
+
+
+@torch.no_grad()
+def mean_count(count: Any, engine: Engine) -> torch.Tensor:
+    """The mean of the ranks' counts. Every rank calls it."""
+    mean = torch.zeros(1, dtype=torch.float64, device=engine.device) + count
+    engine.average(mean, "hvdtrain.count")()
+    return mean[0]
+
+
+def divisor(mean: torch.Tensor) -> torch.Tensor:
+    """What each rank's sum is divided by: the mean of the counts, or 1 where all are 0."""
+    return mean.where(mean != 0, 1)
+
+
+class Counts:
+    """The counts of the micro-batches of one update."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._means: list[torch.Tensor] = []
+
+    def mean(self, total: torch.Tensor, count: Any) -> torch.Tensor:
+        """A mean over all ranks, of an update without further micro-batches. Every rank calls it."""
+        return (total / divisor(mean_count(count, self._engine))).to(total.dtype)
+
+    def divided(self, total: torch.Tensor, count: Any, times: int = 1) -> torch.Tensor:
+        """The mean of a micro-batch; its gradients are that many `times` those that `finish` divides at last. Every
+        rank calls it."""
+        self._means.append(mean_count(count, self._engine))
+        share = total / divisor(self._means[0]) * times
+        return (share + (total / divisor(self._means[-1]) - share).detach()).to(total.dtype)
+
+    def finish(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Ends the update: of several micro-batches the averaged gradients are divided by all counts, not the first."""
+        if len(self._means) > 1:
+            factor = divisor(self._means[0]) / divisor(sum(self._means))  # type: ignore[arg-type]
+            for gradient in (each.grad for each in parameters if each.grad is not None):
+                gradient.mul_(factor.to(gradient.device))
+        self._means.clear()
+
+
+class LoopAverager(Averager):
+    """The gradients of a loop of the user's, which may leave an epoch early: a message says so behind each backward."""
+
+    error = LoopError
+
+    def __init__(self, model: nn.Module, engine: Engine, compression: str) -> None:
+        super().__init__(model, engine, compression)
+        self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
+        self._is_loss_shared = False
+        self._leaves = False
+        self._unreached: list[str] | None = None
+
+    def take_unreached(self) -> list[str]:
+        """The parameters that no rank's first backward reached; once."""
+        unreached, self._unreached = self._unreached, []
+        return unreached or []
+
+    def begin_batch(self) -> None:
+        """This rank takes its next batch. Raises LoopError on all ranks where one has left instead."""
+        if self._is_forward_shared:
+            self._compare(leaves=False)
+
+    def begin_loss(self) -> None:
+        """This rank's loss communicates next. Raises LoopError as `begin_batch`."""
+        self._is_loss_shared = True
+        self._compare(leaves=False)
+
+    def leave(self) -> None:
+        """This rank leaves an epoch's batches early: takes part in what one that stays communicates next, which is its
+        backward, or a comparison, where its forward or loss communicate too. Raises LoopError on all ranks where not
+        all of them leave."""
+        if self._is_forward_shared or self._is_loss_shared:
+            self._compare(leaves=True)
+        else:
+            self._leaves = True
+            self.finish()
+
+    def _compare(self, leaves: bool) -> None:
+        rank, size = self._engine.rank, self._engine.size
+        left = gather(np.array([leaves], dtype=np.int64), rank, size, self._engine.sum)[:, 0]
+        _check_left(np.flatnonzero(left).tolist(), size)
+
+    def finish(self) -> list[str]:
+        leaves, never = self._leaves, super().finish()
+        if self._unreached is None and not leaves:
+            self._unreached = never
+        return never
+
+    def _send_rest(self) -> None:
+        super()._send_rest()
+        self._left = torch.zeros(self._engine.size)
+        self._left[self._engine.rank] = self._leaves
+        self._wait = self._engine.average(self._left, "hvdtrain.leaving")
+
+    def _finish(self) -> list[str]:
+        never = super()._finish()
+        self._leaves = False
+        self._wait()
+        _check_left(self._left.nonzero()[:, 0].tolist(), self._engine.size)
+        return never
+
+
+def _check_left(left: list[int], size: int) -> None:
+    """Raises LoopError where some ranks have left the epoch's batches, others not."""
+    if 0 < len(left) < size:
+        stays = next(rank for rank in range(size) if rank not in left)
+        raise LoopError(
+            f"rank {left[0]} left run.batches() where rank {stays} continued; every rank must make the same steps: end "
+            "an epoch early by a number that all of them have, as of world.sum."
+        )

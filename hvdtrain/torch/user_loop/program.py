@@ -1,0 +1,234 @@
+"""What a program trains, checked and made resumable, and the order in which its loop calls its run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import LoopError
+from hvdtrain.run.session import RESERVED
+from hvdtrain.torch import resumable
+from hvdtrain.torch.models import SyncBatchNorm
+from hvdtrain.torch.networks import BATCH_NORMS
+
+WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+@dataclass
+class Program:
+    """A program's own objects, and the numbers that its order of samples follows from."""
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Any, ...]
+    scaler: torch.amp.GradScaler
+    seed: int
+    data: dict[str, Any] = field(default_factory=dict)
+    """The training set, once it is known: batch_size and its contents."""
+    began: dict[str, str] = field(default_factory=dict)
+    """The settings with which the run began, as `resumable.given_settings` has them; empty in an older run."""
+    stopped: str | None = None
+    """Why it was ended before its last epoch."""
+
+    def check(self, device: torch.device) -> None:
+        """Raises LoopError where its ranks would not train as one, or it could not be resumed."""
+        if not isinstance(self.model, nn.Module):
+            raise LoopError(f"the model must be a torch.nn.Module, got a {type(self.model).__name__}.")
+        for kind in type(self.model).__mro__:
+            if kind.__name__ in WRAPPERS:
+                raise LoopError(f"the model is wrapped in {kind.__name__}: give the model itself, hvdtrain averages.")
+        learning = [each for each in self.model.parameters() if each.requires_grad]
+        if not learning:
+            raise LoopError(f"model {type(self.model).__name__} has no parameter that learns; give one that has.")
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if tensor.device != device:
+                raise LoopError(
+                    f"{name} of the model is on {tensor.device}, this rank computes on {device}; call "
+                    "model.to(world.device) before the optimizer is made."
+                )
+        for optimizer in self.optimizers or (None,):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise LoopError(f"the optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
+        resumable.check_owners(self.model, self.optimizers)
+        self.check_schedulers()
+        self.metadata()
+
+    def check_schedulers(self) -> None:
+        """Raises LoopError where the run could not be resumed with the optimizers' schedulers."""
+        self.check_late_schedulers()
+        for each in self.schedulers:
+            if getattr(each, "optimizer", self.optimizers[0]) not in self.optimizers:
+                raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise LoopError(
+                    f"the scheduler ({type(each).__name__}) has no state_dict and load_state_dict, so the run could "
+                    "not be resumed; give it both."
+                )
+
+    def check_late_schedulers(self) -> None:
+        """Raises LoopError where an optimizer has a scheduler that is not given; it may be made after some steps."""
+        for optimizer in self.optimizers:
+            if any(getattr(each, "optimizer", optimizer) is optimizer for each in self.schedulers):
+                continue
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # so PyTorch marks it
+                raise LoopError(
+                    "the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give "
+                    "it as world.run(..., scheduler=scheduler)."
+                )
+
+    def check_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises LoopError where an optimizer that is not given is to update the model."""
+        own = {each for group in resumable.groups(self.optimizers) for each in group["params"]}
+        theirs = {each for group in optimizer.param_groups for each in group["params"]} - own
+        if name := next((name for name, each in self.model.named_parameters() if each in theirs), None):
+            raise LoopError(
+                f"{type(optimizer).__name__} updates {name} of the model, and no checkpoint would hold its state; give "
+                "world.run all optimizers, as (first, second)."
+            )
+
+    @property
+    def identity(self) -> str:
+        """What two runs must share to exchange checkpoints."""
+        parameters = sum(each.numel() for each in self.model.parameters())
+        return f"{type(self.model).__name__}, {parameters:,} parameters, {resumable.named(self.optimizers)}"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a checkpoint: the weights, and as much twice for what an optimizer keeps beside them."""
+        return 3 * sum(tensor.nbytes for tensor in self.model.state_dict().values() if isinstance(tensor, torch.Tensor))
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def metadata(self) -> dict[str, Any]:
+        """What a checkpoint holds of it beside tensors."""
+        groups = resumable.settings(self.optimizers)
+        found = {"groups": resumable.packed(groups, f"optimizer {resumable.named(self.optimizers)}"), "data": self.data}
+        found["schedulers"] = [
+            resumable.packed(each.state_dict(), f"scheduler {type(each).__name__}") for each in self.schedulers
+        ]
+        return {**found, "seed": self.seed, "began": self.began, "stopped": self.stopped}
+
+    def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
+        """Takes what a checkpoint holds; a line of the log where the program now gives other settings than when its run
+        began. Raises CheckpointError and LoopError."""
+        step = progress.step
+        resumable.set_settings(self.optimizers, resumable.unpacked(meta["groups"]), step)
+        if len(self.schedulers) != len(meta["schedulers"]):
+            raise LoopError(
+                f"the checkpoint of step {step} has {len(meta['schedulers'])} schedulers, this program has "
+                f"{len(self.schedulers)}; make them alike, or give another folder."
+            )
+        for scheduler, state in zip(self.schedulers, meta["schedulers"], strict=True):
+            scheduler.load_state_dict(resumable.unpacked(state))
+        if meta["seed"] != self.seed:
+            raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
+        self.data, self.stopped = dict(meta["data"]), meta.get("stopped")
+        given, self.began = self.began, dict(meta.get("began", {}))
+        return resumable.changed_settings(given, self.began)
+
+
+class Order:
+    """Where in its loop a program is. Each method raises LoopError where it is called out of order."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._is_updated, self._lr = program, False, program.lr
+        self._hooks = [each.register_step_post_hook(self._updated) for each in program.optimizers]
+        self._hooks.append(register_optimizer_step_pre_hook(self._updates))
+        self.in_epoch = False
+        self.reported: dict[str, float] = {}
+        """Numbers that the program has reported in this epoch, by name."""
+        self._is_read = self._has_batch = False
+
+    def begin_epoch(self) -> None:
+        self.in_epoch, self._is_read, self.reported = True, False, {}
+
+    def end_epoch(self) -> None:
+        self.in_epoch = self._has_batch = False
+
+    def read(self) -> None:
+        """The epoch's batches."""
+        if not self.in_epoch or self._is_read:
+            when = "twice in one epoch" if self.in_epoch else "outside of run.epochs()"
+            raise LoopError(f"run.batches() was called {when}; take run.each_once() to validate.")
+        self._is_read = True
+
+    def begin_batch(self) -> None:
+        self._has_batch = True
+
+    def step(self) -> None:
+        if not self._has_batch:
+            raise LoopError("run.step() comes once after each batch of run.batches(), not without one.")
+        if not self._is_updated and not self._program.scaler.is_enabled():  # which leaves an update out at times
+            raise LoopError(
+                "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after."
+            )
+        self._program.check_late_schedulers()
+        self._has_batch = self._is_updated = False
+        self._lr = self._program.lr
+
+    def end_batch(self, is_last: bool) -> None:
+        """`is_last`: of the epoch, at whose end a checkpoint is written later."""
+        if self._has_batch:
+            raise LoopError("run.step() was not called after a batch; call it after each optimizer.step().")
+        if self._program.lr != self._lr and not is_last:
+            raise LoopError(
+                "the learning rate changed after run.step(), whose checkpoint does not hold that; call "
+                "scheduler.step() before it."
+            )
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.in_epoch and optimizer not in self._program.optimizers:
+            self._program.check_other(optimizer)
+
+    def _updated(self, *_: Any) -> None:
+        self._is_updated = True
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        if not self.in_epoch:
+            raise LoopError("run.report() was called outside of run.epochs(); call it at the end of an epoch.")
+        for name, value in metrics.items():
+            if name in RESERVED:
+                text = f"a reported number must not be called {name}, which each record has; take another name."
+                raise LoopError(text)
+            self.reported[name] = float(number(value))
+
+
+def number(value: Any) -> Any:
+    """The value as a number without gradient; a tensor of one element becomes a scalar. Raises LoopError."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise LoopError(f"a loss or metric must be one number, got shape {list(value.shape)}; take its mean().")
+        return value.detach().reshape(())
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise LoopError(f"a loss or metric must be a number, got a {type(value).__name__}.") from None
+
+
+def of_batch_norms(model: nn.Module) -> str | None:
+    """A line on BatchNorm layers that normalise by what their own rank sees; None where the model has none."""
+    names = [name for name, each in model.named_modules() if isinstance(each, BATCH_NORMS) and _is_local(each)]
+    if not names:
+        return None
+    layers = f"{names[0] or 'the model'} and {len(names) - 1} more" if len(names) > 1 else names[0] or "the model"
+    return (
+        f"BatchNorm ({layers}) normalises by each rank's part of the batch, so the curve depends on the number of "
+        "ranks; for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
+    )
+
+
+def _is_local(norm: nn.Module) -> bool:
+    """Whether it takes the statistics of its rank's batch, and not those that it has kept."""
+    if isinstance(norm, SyncBatchNorm):
+        return False
+    return norm.training or not getattr(norm, "track_running_stats", True)

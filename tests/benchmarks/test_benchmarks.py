@@ -1,0 +1,270 @@
+"""The benchmarks of hvdtrain itself: what they refuse, how their answers look, and that they measure."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoint
+import loader
+import overhead
+import pytest
+from images import write_tree
+from ranks import needs_horovod, needs_tensorflow, needs_torch
+
+from hvdtrain.errors import RecipeError
+from hvdtrain.tools import pack
+from hvdtrain.tools.bench.measure import Kept
+
+LONG = [1234.5678, 1201.1234, 1340.9876]  # seconds, as many digits as there may be
+
+
+def run(program, *argv, cwd):
+    command = [sys.executable, program.__file__, *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, check=False, capture_output=True, text=True, timeout=240)
+
+
+def measured(program, *argv, cwd):
+    """The results that a benchmark prints, and nothing else."""
+    done = run(program, "--json", "-", *argv, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """A folder of images, and the same packed."""
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is missing: pip install torchvision")
+    folder = tmp_path_factory.mktemp("sets")
+    pack.pack(pack.Options(write_tree(folder / "tree", 4, 1), folder / "packed"))
+    return {"tree": folder / "tree", "packed": folder / "packed"}
+
+
+@pytest.mark.parametrize(
+    ("program", "argv", "message"),
+    [
+        (checkpoint, "--steps 25", "--steps must be a multiple of --every 10, got 25."),
+        (overhead, "--rounds 1", "--rounds must be at least 2, got '1'; --help lists the flags."),
+        (overhead, "--engine ddp --framework tensorflow", "--engine ddp is PyTorch's; drop --framework tensorflow."),
+        (
+            overhead,
+            "--recipe synthetic:amp",
+            "--recipe must have precision float32, as the hand-written loop has, got ",
+        ),
+        (overhead, "--recipe imagenet", "--recipe must have a data set in memory or one of your own, got imagenet; "),
+        (loader, "--workers -1", "--workers must be at least 0, got '-1'; --help lists the flags."),
+        *(
+            (loader, f"--{name} 0", f"--{name} must be at least 1, got '0'; --help lists the flags.")
+            for name in ("batch-size", "pictures", "crop", "rounds")
+        ),
+        (loader, "--data-dir {packed}", "--data-dir must be a folder of images for torchvision, {packed} is packed."),
+        (loader, "--data-dir {tree} --packed {tree}", "--packed must be the packed set of a --data-dir, got {tree}."),
+        (loader, "--packed {packed}", "--packed must be the packed set of a --data-dir, got {packed}."),
+    ],
+)
+def test_refusals(program, argv, message, request):
+    paths = request.getfixturevalue("sets") if program is loader else {}
+    with pytest.raises(RecipeError) as refused:
+        program.main(argv.format(**paths).split())
+    assert str(refused.value).startswith(message.format(**paths))
+
+
+def test_a_refusal_is_one_line(tmp_path):
+    done = run(checkpoint, "--steps", "25", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (RecipeError.exit_code, "")
+    assert done.stderr == "RecipeError: --steps must be a multiple of --every 10, got 25.\n"
+
+
+def answers():
+    """An answer of each benchmark, of figures as long as they get."""
+    kinds = dict.fromkeys(checkpoint.KINDS, LONG)
+    stalls = {"every": 10, "step_seconds": kinds, "copies": LONG, "stalls": LONG, "stall_over_copy": 1.4}
+    loops = dict.fromkeys(("hvdtrain", "hand-written", "Lightning"), LONG)
+    readers = dict.fromkeys(("shards", "folder", "DALI", "torchvision"), LONG)
+    rates = {"images_per_core_second": readers, "images_per_second": readers, "cores": 128}
+    ratios = {name: [2.1] for name in readers if name != "torchvision"}
+    return {
+        "checkpoint": checkpoint.answer({**stalls, "ratios": [1.02, 1.05]}),
+        "overhead": overhead.answer({"step_seconds": loops, "ratios": {"hvdtrain": [1.01, 0.99], "Lightning": [1.2]}}),
+        "loader": loader.answer({**rates, "ratios": ratios}, True),
+    }
+
+
+@pytest.mark.parametrize("what", answers())
+def test_an_answer_fits_80_columns_and_ends_with_a_sentence(what, capsys):
+    answers()[what].conclude(Kept())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    blank = lines.index("")
+    sentence = " ".join(lines[blank + 1 :])
+    assert blank >= 3 and sentence[0].isupper() and sentence.endswith(".")
+
+
+def test_the_figures_of_checkpoints():
+    seconds = {"none": [1.0, 2.0], "checkpoints": [1.1, 2.0]}
+    found = checkpoint.figures({"step_seconds": seconds, "stalls": [1.0] * 19 + [9.0], "copies": [0.5, 1.0, 3.0]})
+    assert found["ratios"] == [1.1, 1.0]
+    assert found["stall_over_copy"] == pytest.approx(1.4)
+
+
+@pytest.mark.launched
+@needs_torch
+def test_checkpoints_are_measured(tmp_path):
+    argv = ["--recipe", "linear", "--ranks", "1", "--rounds", "2", "--every", "5", "--steps", "15"]
+    result = measured(checkpoint, *argv, cwd=tmp_path)
+    assert len(result["stalls"]) == len(result["copies"]) == 2 * 3
+    assert all(len(seconds) == 2 for seconds in result["step_seconds"].values())
+    assert list(tmp_path.iterdir()) == []  # its checkpoints are gone
+
+
+@pytest.mark.slow
+def test_readers_are_measured_interleaved(sets, tmp_path):
+    flags = ["--data-dir", sets["tree"], "--packed", sets["packed"], "--workers", 1, "--pictures", 6]
+    flags += ["--batch-size", 4, "--crop", 32, "--rounds", 2, "--json", tmp_path / "found.json"]
+    done = run(loader, *flags, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    table, _, _ = done.stdout.partition("\n\n")
+    readers = ["shards", "folder", "torchvision"]
+    assert [line.split()[0] for line in table.splitlines()] == ["images/s", *readers]
+    results = json.loads((tmp_path / "found.json").read_text())
+    assert (results["data"], results["workers"], results["crop"]) == (str(sets["tree"]), 1, 32)
+    for key in ("images_per_core_second", "images_per_second"):
+        assert {name: len(values) for name, values in results[key].items()} == dict.fromkeys(readers, 2)
+    ours, theirs = (results["images_per_core_second"][name] for name in ("shards", "torchvision"))
+    assert results["ratios"]["shards"] == [one / other for one, other in zip(ours, theirs, strict=True)]
+
+
+BUSY = """
+import subprocess, sys, time
+from loader import TICK, processor_seconds
+
+command = "import time\\nwhile (used := time.process_time()) < .3: pass\\nprint(used, flush=True)\\ninput()"
+command += "\\nprint(time.process_time())"
+child = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+least = float(child.stdout.readline()) + time.process_time()
+found = processor_seconds()
+print(least - 4 * TICK < found < float(child.communicate(b"\\n")[0]) + time.process_time() + 4 * TICK)
+"""
+
+
+def test_the_time_of_a_living_child_is_counted():
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY], cwd=Path(loader.__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+
+
+def test_generated_pictures_are_a_folder_of_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "GENERATED", 8)
+    loader.generated(tmp_path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.JPEG")) == sorted(
+        f"{'val' if k < 4 else 'train'}/class{k % 4}/{k}.JPEG" for k in range(8)
+    )
+
+
+OWN = """
+import random
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.hidden, self.norm, self.top = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.top(torch.relu(self.norm(self.hidden(x))))
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.x = torch.linspace(0, 1, 4 * count, dtype=torch.float64).view(count, 4)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + random.random(), self.x[index].sum(0, keepdim=True)
+
+def points():
+    return Points(32), Points(8)
+
+def step(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean(), {}
+"""
+OWN_RECIPE = """
+default:
+  model: own_of_bench:Net
+  model_args: {width: 8}
+  dataset: own_of_bench:points
+  loss: mse
+  optimizer: adam
+  batch_size: 8
+  base_lr: 0.001
+  epochs: 1
+step:
+  extends: own.yaml:default
+  loss: null
+  step: own_of_bench:step
+"""
+
+
+@pytest.mark.launched
+@needs_torch
+@needs_horovod
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        pytest.param("own.yaml", ["--ranks", "2", "--engine", "ddp"], id="a loss"),
+        pytest.param("own.yaml:step", ["--ranks", "1"], id="a step", marks=pytest.mark.slow),
+    ],
+)
+def test_overhead_of_the_users_own_network_and_data(recipe, more, tmp_path):
+    (tmp_path / "own_of_bench.py").write_text(OWN)
+    (tmp_path / "own.yaml").write_text(OWN_RECIPE)
+    result = measured(overhead, "--recipe", recipe, "--rounds", "2", *more, cwd=tmp_path)
+    assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
+    assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
+
+
+# synthetic:tiny with a tenth of its examples.
+SHORT = """
+default:
+  model: resnet50
+  stem: cifar
+  dataset: synthetic
+  image_size: 8
+  classes: 10
+  examples: 64
+  batch_size_per_rank: 16
+  base_lr: 0.1
+  base_batch_size: 256
+  lr_rule: linear
+  momentum: 0.9
+  weight_decay: 5e-5
+  epochs: 1
+"""
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@needs_horovod
+@pytest.mark.parametrize(
+    "framework", [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
+)
+def test_overhead_measures_both_loops(framework, tmp_path):
+    (tmp_path / "short.yaml").write_text(SHORT)
+    ranks = {"torch": "2", "tensorflow": "1"}[framework]  # two of TensorFlow's take half a minute longer
+    given = ["--recipe", "short.yaml", "--rounds", "2", "--framework", framework, "--ranks", ranks]
+    done = run(overhead, *given, "--output", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "overhead.json").read_text())
+    header, ours, hand_written, _, sentence, *_ = done.stdout.splitlines()
+    assert [line.split()[0] for line in (header, ours, hand_written)] == ["loop", "hvdtrain", "hand-written"]
+    assert sentence.startswith("A step of hvdtrain takes ")
+    assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
+    assert result["framework"] == framework
+    assert result["ratio"]["hvdtrain"] > 0
+    assert all(seconds > 0 for times in result["step_seconds"].values() for seconds in times)
