@@ -148,7 +148,7 @@ def of_plan(plan: Plan, contents: Mapping[str, Any]) -> dict[str, Any]:
 def code() -> dict[str, str]:
     """A digest of the file of each of the user's modules that are imported by now, by the module's name."""
     found = {}
-    for name, module in sorted(sys.modules.items()):
+    for name, module in sorted(sys.modules.copy().items()):  # atomic: a thread may import meanwhile
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and Path(file).is_absolute() and file.endswith(".py") and stacks.is_users(file):
             found[name] = _digest(Path(file))
