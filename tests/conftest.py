@@ -62,6 +62,12 @@ GROUPS = {
 }
 
 
+def group_of(item):
+    """The group by the test's file and parameters: what its name says of another framework starts no ranks of it."""
+    given = item.nodeid.partition("::")[0] + item.nodeid.partition("[")[2]
+    return next((name for name, words in GROUPS.items() if words.search(given)), None)
+
+
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
     """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
@@ -75,7 +81,7 @@ def pytest_collection_modifyitems(items):
             if item.get_closest_marker("cluster"):
                 shared = "cluster" in item.fixturenames
                 item.add_marker(pytest.mark.xdist_group("cluster" if shared else item.path.stem))
-            elif group := next((name for name, words in GROUPS.items() if words.search(item.nodeid)), None):
+            elif group := group_of(item):
                 item.add_marker(pytest.mark.xdist_group(group))
             elif any(map(item.get_closest_marker, STARTS_RANKS)):
                 item.add_marker(pytest.mark.xdist_group("torch"))
