@@ -23,15 +23,14 @@ bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and 
 	$(BIN)/python tests/benchmarks/checkpoint.py
 	$(BIN)/python tests/benchmarks/overhead.py
 
-test: horovod  ## what matters, on real ranks in both frameworks: about ten minutes on two cores
+test: horovod  ## what matters, on real ranks in both frameworks: 18 minutes on two cores
 	$(PYTEST) -m 'not cluster and not slow' $(PYTEST_FLAGS)
 
 test-all: horovod  ## every test that needs no cluster
 	$(PYTEST) -m 'not cluster' $(PYTEST_FLAGS)
 
-# SLURM waits most of the time: two of them run beside each other, for the groups of tests/conftest.py.
 cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SLURM of four nodes, brought up here; needs root
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m cluster $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m cluster $(PYTEST_FLAGS)
 
 minicluster: .venv/installed
 	$(BIN)/python slurm/minicluster install

@@ -53,8 +53,8 @@ def train_here():
         trainer.close()
 
 
-STARTS_RANKS = ("launched", "lab")
-LATER = (*STARTS_RANKS, "cluster", "slow")
+STARTS_RANKS = ("launched", "lab", "cluster")
+LATER = (*STARTS_RANKS, "slow")
 GROUPS = {
     "keras": re.compile("keras|tensorflow/test_fault"),
     "tensorflow": re.compile("tensorflow|test_frameworks"),
@@ -72,16 +72,12 @@ def group_of(item):
 def pytest_collection_modifyitems(items):
     """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
     notebooks come last, or, where tests run in several processes, in groups of one process each, as launches are begun
-    once a process, and TensorFlow loaded: Keras's, TensorFlow's, Lightning's, PyTorch's, those that modules name, and
-    on a cluster those that share one, and other modules."""
+    once a process, and TensorFlow loaded: Keras's, TensorFlow's, Lightning's, PyTorch's, and what modules name."""
     for item in items:
         if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
             item.add_marker(pytest.mark.slow)
         if not item.get_closest_marker("xdist_group"):
-            if item.get_closest_marker("cluster"):
-                shared = "cluster" in item.fixturenames
-                item.add_marker(pytest.mark.xdist_group("cluster" if shared else item.path.stem))
-            elif group := group_of(item):
+            if group := group_of(item):
                 item.add_marker(pytest.mark.xdist_group(group))
             elif any(map(item.get_closest_marker, STARTS_RANKS)):
                 item.add_marker(pytest.mark.xdist_group("torch"))
