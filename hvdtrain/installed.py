@@ -57,15 +57,8 @@ def line() -> str:
 
 
 def _installed() -> list[str]:
-    from importlib import metadata
-
-    found = []
-    for name, title in TITLES.items():
-        try:
-            found.append(f"{title} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = versions()
+    return [f"{title} {found[name]}" for name, title in TITLES.items() if name in found]
 
 
 RECORDED = "hvdtrain", "torch", "torchvision", "tensorflow", "tensorflow-cpu", "lightning", "keras", "horovod", "numpy"

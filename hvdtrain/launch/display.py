@@ -36,7 +36,8 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
     """How process `pid` shows its progress; `is_terminal`: whether its own stdout is a terminal."""
     parents = above(pid, MOST_ABOVE, proc)[1:]
     names = [name_of(arguments_of(parent, proc)) for parent in parents]
-    launchers = [parent for parent, name in zip(parents, names, strict=True) if name in programs()]
+    known = programs()
+    launchers = [parent for parent, name in zip(parents, names, strict=True) if name in known]
     is_rewritten = row_of(launcher).rewrites_output or not programs(rewriting=True).isdisjoint(names)
     if is_terminal and not is_rewritten:
         return "bar"

@@ -170,7 +170,7 @@ class EnergyWatch:
     def reported(self, host: str, joules: Mapping[str, float]) -> None:
         """On rank 0: a process of that host has read its counters."""
         self.book.enter(host, joules)
-        self.liveness.listener.energy(self.book.totals(), is_last=False)
+        self.liveness.listener.energy(self.book.totals, is_last=False)
 
     def _work(self) -> None:
         with self.liveness.diagnosing("energy"):

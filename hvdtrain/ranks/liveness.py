@@ -55,8 +55,8 @@ class Listener:
     def times(self, times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> None:
         """On rank 0: how long the steps of each rank take. `hosts`: of each rank, the first one of its host."""
 
-    def energy(self, totals: Mapping[str, Mapping[str, float]], *, is_last: bool) -> None:
-        """On rank 0: what the counters of all hosts show since the run began."""
+    def energy(self, totals: Callable[[], Mapping[str, Mapping[str, float]]], *, is_last: bool) -> None:
+        """On rank 0: a counter was read. `totals` adds up what those of all hosts show since the run began."""
 
 
 class Liveness:

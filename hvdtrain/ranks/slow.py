@@ -229,10 +229,11 @@ class SlowWatch:
 
     def _compare(self) -> None:
         times, self._times = self._times, {}
-        self.liveness.listener.times(times, self.hosts())
+        hosts = self.hosts()
+        self.liveness.listener.times(times, hosts)
         if self.topology.size == 1:
             return
-        found = [*slow_ranks(times), *slow_networks(times, self.hosts())]
+        found = [*slow_ranks(times), *slow_networks(times, hosts)]
         slow = {(each.rank, each.cause): each for each in found}
         self._found.append(set(slow))
         for which, each in slow.items():

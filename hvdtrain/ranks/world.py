@@ -159,7 +159,7 @@ class World:
         with self.liveness.diagnosing("energy"):
             if not anew:
                 self._energy.close()
-            self.listener.energy(self._energy.book.totals(), is_last=True)
+            self.listener.energy(self._energy.book.totals, is_last=True)
             if anew:
                 self._energy.book.begin()
 

@@ -90,9 +90,9 @@ class RunListener(Listener):
             figures = {name: [times[rank].figures.get(name) for rank in shown] for name in FIGURES}
             self.journal.record("ranks", step=self.journal.step, of=shown, **of_shown, figures=figures)
 
-    def energy(self, totals: Mapping[str, Mapping[str, float]], *, is_last: bool) -> None:
-        if (is_last or self.journal.is_due("energy")) and totals["joules"]:
-            self.journal.record("energy", **totals)
+    def energy(self, totals: Callable[[], Mapping[str, Mapping[str, float]]], *, is_last: bool) -> None:
+        if (is_last or self.journal.is_due("energy")) and (found := totals())["joules"]:
+            self.journal.record("energy", **found)
 
 
 def begin(*, insecure: bool) -> "Ending":

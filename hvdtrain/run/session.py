@@ -143,7 +143,7 @@ def check_intervals(intervals: OwnIntervals) -> None:
 
 
 def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress) -> str:
-    """A line where a resumed run's data are others than its checkpoint's; see `resume.news_of`. Raises LoopError where
+    """A line where a resumed run's data are others than its checkpoint's; see `schema.news_of`. Raises LoopError where
     the epoch cannot go on with another batch size or seed, CheckpointError."""
     for name in ("batch_size", "seed"):
         if progress.sample and before.get(name) != now.get(name):

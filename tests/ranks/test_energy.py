@@ -170,7 +170,7 @@ def watch(tmp_path, rank=0, local_rank=0, listener=None):
 def test_the_last_reading_is_made_at_the_end(tmp_path, monkeypatch):
     pm_counters(tmp_path, 0)
     totals, listener = [], Listener()
-    listener.energy = lambda found, is_last: totals.append(found)
+    listener.energy = lambda found, is_last: totals.append(found())
     own = watch(tmp_path, listener=listener)
     made = energy.node_counters
     ready = []
