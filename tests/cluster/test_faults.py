@@ -14,6 +14,9 @@ from ranks import tagged, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
+# Two cores take half a minute to start ten more ranks, all of which have the same failure detector.
+SLOW = ("[other starts", "[a dead node", "named_with_rank_and_host[openmpi")
+
 PACED = SUPPORT / "paced.py"
 TRAINER = re.compile(rf"[^\0]*python[\d.]*\0{re.escape(str(PACED))}\0")
 ENDLESS = ("linear", "--epochs", 100_000, "--log-every-steps", 1, "--checkpoint-every-epochs", 50)
@@ -27,8 +30,12 @@ STARTS = {
     "horovodrun --gloo": ("openmpi", "torch", ("exec", "nid001", "horovodrun", "--gloo", *OVER_SSH)),
     "horovodrun --mpi": ("openmpi", "torch", ("exec", "nid001", "horovodrun", "--mpi", *OVER_SSH)),
 }
-LIMITED = ("srun", "-w", "nid[003-004]", "-N2", "-n2", "--mpi=pmix", "--time=1")
 TENSORFLOW = {"srun, TensorFlow": ("openmpi", "tensorflow", STARTS["srun, Open MPI"][2])}
+LIMITED = ("srun", "-w", "nid[003-004]", "-N2", "-n2", "--mpi=pmix", "--time=1")
+
+
+def starts_of(*names):
+    return {name: STARTS[name] for name in names}
 
 
 @contextlib.contextmanager
@@ -101,8 +108,15 @@ def limited(cluster):
         yield runs["srun"]
 
 
-def test_a_killed_rank_is_named(cluster):
-    with training(cluster, STARTS | TENSORFLOW) as runs:
+KILLED = {
+    "Open MPI, Gloo and TensorFlow": starts_of("srun, Open MPI", "srun, Gloo") | TENSORFLOW,
+    "other starts": starts_of("srun, MPICH", "horovodrun --gloo", "horovodrun --mpi"),
+}
+
+
+@pytest.mark.parametrize("starts", KILLED.values(), ids=KILLED)
+def test_a_killed_rank_is_named(cluster, starts):
+    with training(cluster, starts) as runs:
         for ranks, _ in runs.values():
             ranks.kill_rank(1)
         for name, (ranks, folder) in runs.items():
@@ -114,7 +128,11 @@ def test_a_killed_rank_is_named(cluster):
             assert ended.left == [], name
 
 
-LOST = {"a cut link": ((), STARTS), "a dead node": (("--power",), TENSORFLOW)}
+LOST = {
+    "a cut link": ((), starts_of("srun, MPICH", "horovodrun --gloo")),
+    "other starts": ((), starts_of("srun, Open MPI", "srun, Gloo", "horovodrun --mpi")),
+    "a dead node": (("--power",), TENSORFLOW),
+}
 
 
 @pytest.mark.parametrize(("power", "starts"), LOST.values(), ids=LOST)
@@ -136,8 +154,11 @@ def test_a_node_that_is_lost_ends_every_rank_and_is_named(cluster, power, starts
             assert ranks.left() == [], name
 
 
-def test_scancel_stops_after_the_step_with_a_checkpoint(cluster):
-    starts = {name: STARTS[name] for name in ("srun, Open MPI", "srun, MPICH")} | TENSORFLOW
+CANCELLED = {"MPICH": starts_of("srun, MPICH"), "other starts": starts_of("srun, Open MPI") | TENSORFLOW}
+
+
+@pytest.mark.parametrize("starts", CANCELLED.values(), ids=CANCELLED)
+def test_scancel_stops_after_the_step_with_a_checkpoint(cluster, starts):
     with training(cluster, starts) as runs:
         for job in cluster.jobs("nid001"):
             cluster("scancel", job)
@@ -148,16 +169,6 @@ def test_scancel_stops_after_the_step_with_a_checkpoint(cluster):
             assert status(folder)["state"] == "stopped", (name, output_of(ended)[-3000:])
             assert ended.left == [], name
             assert list((folder / "checkpoints").glob("step-*")), name
-
-
-def test_the_time_limit_stops_after_the_step_with_a_checkpoint(limited):
-    ranks, folder = limited
-    ended = end(ranks)
-    assert ended.code != 0
-    assert "DUE TO TIME LIMIT" in output_of(ended)
-    assert "(rank 0 on nid003): SIGTERM" in output_of(ended)
-    assert status(folder)["state"] == "stopped"
-    assert ended.left == []
 
 
 def test_a_rank_that_raises_ends_the_others_too(cluster):
@@ -175,6 +186,16 @@ def test_a_rank_that_raises_ends_the_others_too(cluster):
         ended = end(ranks)
     assert ended.code != 0
     assert "ZeroDivisionError" in ended.err
+    assert ended.left == []
+
+
+def test_the_time_limit_stops_after_the_step_with_a_checkpoint(limited):
+    ranks, folder = limited
+    ended = end(ranks)
+    assert ended.code != 0
+    assert "DUE TO TIME LIMIT" in output_of(ended)
+    assert "(rank 0 on nid003): SIGTERM" in output_of(ended)
+    assert status(folder)["state"] == "stopped"
     assert ended.left == []
 
 
@@ -207,25 +228,20 @@ default: {model: "network:net", dataset: "network:data", loss: "torch.nn.functio
 """
 
 
-def test_a_slow_link_is_named_with_rank_and_host(cluster):
-    folder = cluster.folder / "network"
+@pytest.mark.parametrize("build", ["gloo", "openmpi"])
+def test_a_slow_link_is_named_with_rank_and_host(cluster, build):
+    folder = cluster.folder / f"network {build}"
     folder.mkdir()
     (folder / "network.py").write_text(NETWORK)
     (folder / "network.yaml").write_text(NETWORK_RECIPE)
-    on = ("-w", "nid[001-003]", "-N3", "-n3")
-    starts = {"openmpi": ("srun", "--mpi=pmix", *on), "gloo": ("srun", *on)}
-    runs = {}
-
+    python = ENVIRONMENTS[build] / "bin" / "python"
+    train = (python, "-m", "hvdtrain.torch", "network.yaml", "--log-every-steps", 1, "--output", "run")
     cluster("shape", "nid003", "--rate", "100mbit")
     try:
-        with contextlib.ExitStack() as stack:
-            for build, command in starts.items():
-                python = ENVIRONMENTS[build] / "bin" / "python"
-                train = (python, "-m", "hvdtrain.torch", "network.yaml", "--log-every-steps", 1, "--output", build)
-                runs[build] = stack.enter_context(cluster.started(*command, *train, build=build, cwd=folder))
-            wait_while(runs["gloo"], lambda: all(" is slow in " in output_of(ranks) for ranks in runs.values()))
-            for build, ranks in runs.items():
-                named = re.findall(r"(rank \d on \S+ is slow in \w+): \d+ ms", output_of(ranks))
-                assert named == ["rank 2 on nid003 is slow in network"], build
+        command = ("srun", "--mpi=pmix", "-w", "nid[001-003]", "-N3", "-n3", *train)
+        with cluster.started(*command, build=build, cwd=folder) as ranks:
+            wait_while(ranks, lambda: " is slow in " in output_of(ranks))
+            named = re.findall(r"(rank \d on \S+ is slow in \w+): \d+ ms", output_of(ranks))
+            assert named == ["rank 2 on nid003 is slow in network"]
     finally:
         cluster("shape", "nid003", "--rate", "none")

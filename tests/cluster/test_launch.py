@@ -12,13 +12,13 @@ from ranks import left_by, once
 SLOW = (
     "--mpi=none",
     "--mpi=cray",
-    "bit[torch-horovodrun mpi",
-    "bit[torch-mpiexec",
+    "bit[torch-horovodrun",
+    "bit[torch-mpi",
     "bit[torch-srun without MPI",
     "bit[lightning",
+    "bit[torch --engine",
     "endpoint[mpi",
     "endpoint[horovodrun mpi",
-    "ddp-torchrun",
     "multiworker-torchrun",
     "Horovod without MPI under",
 )

@@ -26,6 +26,8 @@ SLOW = (  # of the tool itself, which changes seldom
     "sites_job_runs_as_it_stands",
     "login_shell",
     "comes_back_with_its_jobs",
+    "folder_below_tmp",
+    "its_wrapper[SIGTERM",
 )
 pytestmark = [pytest.mark.cluster]
 
@@ -207,30 +209,15 @@ def test_a_login_shell_finds_the_callers_python_once_a_module_is_loaded(mini):
     assert "/callers/bin" in output.split(":")  # pyenv's shim for this very Python puts its own before it
 
 
-VARIABLES = {  # given: what a command sees
-    "the caller's own": ({"LEARNING": "rate"}, "LEARNING=rate"),
-    "another SLURM's": ({"SLURM_FOREIGN": "1"}, None),
-    "options of another srun": ({"SRUN_FOREIGN": "1", "SBATCH_FOREIGN": "1"}, None),
-    "another launcher's": (
-        {"OMPI_FOREIGN": "1", "PMI_FOREIGN": "1", "PRTE_FOREIGN": "1", "HOROVOD_FOREIGN": "1"},
-        None,
-    ),
-    "an environment that is active": (
-        {"VIRTUAL_ENV": "/callers/FOREIGN", "PATH": "/usr/bin:/bin"},
-        "PATH=/callers/FOREIGN/bin",
-    ),
-    "root may run Open MPI": ({}, "OMPI_ALLOW_RUN_AS_ROOT=1"),
-}
+FOREIGN = [f"{tool}_FOREIGN" for tool in ("SLURM", "SRUN", "SBATCH", "OMPI", "PMI", "PRTE", "HOROVOD")]
 
 
-@pytest.mark.parametrize(("given", "seen"), VARIABLES.values(), ids=VARIABLES)
-def test_environment(mini, given, seen):
-    environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"} | given
-    lines = mini("exec", "nid001", "env", env=environ).splitlines()
-    if seen:
-        assert any(line.startswith(seen) for line in lines)
-    else:
-        assert not [line for line in lines if "FOREIGN" in line]
+def test_a_command_has_the_callers_variables_and_no_other_launchers(mini):
+    given = {"LEARNING": "rate", "VIRTUAL_ENV": "/callers/own", "PATH": "/usr/bin:/bin", **dict.fromkeys(FOREIGN, "1")}
+    lines = mini("exec", "nid001", "env", env=os.environ | given).splitlines()
+    assert {"LEARNING=rate", "OMPI_ALLOW_RUN_AS_ROOT=1"} <= set(lines)
+    assert any(line.startswith("PATH=/callers/own/bin:") for line in lines)
+    assert not [line for line in lines if line.startswith(tuple(FOREIGN))]
 
 
 @pytest.mark.parametrize(
@@ -513,12 +500,12 @@ def test_refused_in_one_line(mini, arguments, message):
     assert mini.run(*arguments.split()) == (2, "", f"minicluster: {message.format(state=mini.state)}\n")
 
 
-@pytest.mark.parametrize("arguments", ["up", "exec nid001 true"])
-def test_only_for_root(mini, arguments):
-    command = ["setpriv", "--reuid", "65534", "--clear-groups", COMMAND, "--state", mini.state, *arguments.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_only_for_root(mini):
     message = 'nodes are made of namespaces, which needs root: sudo -E env "PATH=$PATH" slurm/minicluster ...'
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"minicluster: {message}\n")
+    as_another = ("setpriv", "--reuid", "65534", "--clear-groups", COMMAND, "--state", mini.state)
+    for command in (["up"], ["exec", "nid001", "true"]):
+        done = subprocess.run([*as_another, *command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"minicluster: {message}\n")
 
 
 @contextlib.contextmanager

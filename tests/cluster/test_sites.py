@@ -16,16 +16,19 @@ from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.job_check import check
 from hvdtrain.tools.slurm.sites import SITES
 
-# Of each launcher one site, whose ranks take two cores a minute to start.
+# One site is enough, whose eight ranks take two cores a minute to start; test_launch.py has the other launchers.
 SLOW = (
     "[juwels-booster-",
     "[jean-zay-srun",
-    "[capella-srun",
+    "[capella-",
     "[piz-daint-srun",
     "[alpha-srun",
     "[cori-gpu",
     "[perlmutter-",
+    "mpi_does_not_know",
     "same_losses_at_every_site",
+    "comes_back_and_ends[torchrun",
+    "it_ends_alike",
     "[alpha]",
     "[capella]",
 )
@@ -167,27 +170,29 @@ def generic(site):
 
 
 @pytest.fixture(scope="module")
-def warned(generic) -> dict[str, Job]:
-    """For srun and torchrun, the end of a job that was warned of its time limit as soon as it trained."""
-    numbers = {}
-    for launcher in ("srun", "torchrun"):
+def warned(generic) -> Callable[[str], Job]:
+    """warned("srun"): the end of a job that was warned of its time limit as soon as it trained."""
+
+    @once
+    def of(launcher: str) -> Job:
         options = Options(nodes=2, gpus_per_node=1, launcher=launcher)
         folder = generic.folder / launcher  # in one folder a run of the same recipe would continue the other's
         folder.mkdir()
         script = folder / "job.sh"
         script.write_text(render(SITES["generic"], options, [*LINEAR, "--epochs", "300"]))
-        numbers[launcher] = submit(generic, script, folder)
-    for launcher, number in numbers.items():
-        metrics = generic.folder / launcher / "runs" / "linear" / number / "metrics.jsonl"
-        wait_until(lambda metrics=metrics: metrics.exists() and '"step"' in metrics.read_text())
+        number = submit(generic, script, folder)
+        metrics = folder / "runs" / "linear" / number / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and '"step"' in metrics.read_text())
         generic("scancel", "--signal=USR2", number)  # to every rank, as --signal=USR2@120 does
-        wait_until(lambda number=number: generic.job(number)["Restarts"] == "1")
-    return {launcher: over(generic, number) for launcher, number in numbers.items()}
+        generic.once(number, lambda job: job["Restarts"] == "1")
+        return over(generic, number)
+
+    return of
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_job_that_is_warned_of_its_time_limit_comes_back_and_ends(warned, launcher):
-    job = warned[launcher]
+    job = warned(launcher)
     number = job.state["JobId"]
     assert (*job.ending, job.state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
     stopped = int(re.search(r"SIGUSR2: stopped after step (\d+), with a checkpoint", job.log)[1])
@@ -206,7 +211,7 @@ def test_a_job_that_is_warned_of_its_time_limit_comes_back_and_ends(warned, laun
 
 
 def test_wherever_a_job_was_stopped_it_ends_alike(warned):
-    srun, torchrun = (losses(job.run) for job in warned.values())
+    srun, torchrun = (losses(warned(launcher).run) for launcher in ("srun", "torchrun"))
     assert srun[-100:] == torchrun[-100:]
 
 
@@ -331,5 +336,5 @@ def test_more_cpus_than_a_node_has_wait_forever(generic):
     script = generic.folder / "waits.sh"
     script.write_text(bad)
     number = submit(generic, script)
-    wait_until(lambda: generic.job(number)["Reason"] == "PartitionConfig")
+    generic.once(number, lambda job: job["Reason"] == "PartitionConfig")
     generic("scancel", number)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,10 @@ from paths import REPOSITORY
 from ranks import LIMIT, TAG, Ended, Ranks, clean_environ
 
 COMMAND = REPOSITORY / "slurm" / "minicluster"
+UNDER_WAY = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
+"""The states of a job that is not over."""
+LOOK_SECONDS = 1.0
+"""Between two questions to SLURM, each of which is two processes: the ranks that one waits for need the processors."""
 
 # One Horovod an environment: over pip's Open MPI, over pip's MPICH, and without MPI. `make cluster-test` makes them.
 ENVIRONMENTS = {
@@ -81,22 +85,20 @@ class Minicluster:
         output = self("scontrol", "show", "job", number)
         return dict(re.findall(r"(\S+?)=(\S*)", output))
 
-    def batch(self, script: Path, *flags: str, build: str = "openmpi", limit: float = LIMIT) -> dict[str, str]:
-        """Submits a job script and waits until SLURM calls the job done."""
-        number = self.run("sbatch", "--parsable", *flags, script, build=build).good().out.strip()
-        return self.ended(number, limit)
+    def ended(self, number: str) -> dict[str, str]:
+        """The job, once it is over."""
+        return self.once(number, lambda job: job["JobState"] not in UNDER_WAY)
 
-    def ended(self, number: str, limit: float = LIMIT) -> dict[str, str]:
-        """The job once SLURM calls it done."""
-        deadline = time.monotonic() + limit
-        while (job := self.job(number))["JobState"] in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}:
-            held = job["Reason"].endswith("held")
-            if held or time.monotonic() > deadline:
+    def once(self, number: str, is_so: Callable[[dict[str, str]], object]) -> dict[str, str]:
+        """The job, once SLURM's record of it is as wanted."""
+        deadline = time.monotonic() + LIMIT
+        while not is_so(job := self.job(number)):
+            if job["Reason"].endswith("held") or time.monotonic() > deadline:
                 logs = "".join(
                     log.read_text(errors="replace")[-4000:] for log in (self.state / "log").glob("slurm*.log")
                 )
-                pytest.fail(f"job {number} is still {job['JobState']} (at most {limit} s): {job}\n{logs}")
-            time.sleep(0.3)
+                pytest.fail(f"job {number} is still {job['JobState']} (at most {LIMIT} s): {job}\n{logs}")
+            time.sleep(LOOK_SECONDS)
         return job
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import COMMAND, ENVIRONMENTS, Minicluster, losses
+from cluster import COMMAND, ENVIRONMENTS, LOOK_SECONDS, UNDER_WAY, Minicluster, losses
 from paths import SUPPORT
 from ranks import clean_environ
 
@@ -81,11 +81,11 @@ class Job:
         """Of the first step: its ranks' in their order."""
         return hostlist.expand(self.cluster.job(self.number)["NodeList"])
 
-    def until(self, true: Callable[[], object], what: str) -> None:
+    def until(self, true: Callable[[], object], what: str, pause: float = 0.1) -> None:
         deadline = time.monotonic() + self.limit
         while not true():
             assert time.monotonic() < deadline and "Traceback" not in self.log, f"{what}: {self.log[-3000:]}"
-            time.sleep(0.1)
+            time.sleep(pause)
         self.times[what] = time.monotonic()
 
     def trains(self, steps: int = 45) -> "Job":
@@ -140,13 +140,12 @@ class Job:
 
     def ended(self, *but: str) -> "Job":
         """Once it is over, or `but` in that state: SLURM waits longer for a silent node that was not given back."""
-        under_way = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"} - set(but)
 
         def is_over() -> bool:
             self.state = self.cluster.job(self.number)
-            return self.state["JobState"] not in under_way
+            return self.state["JobState"] not in UNDER_WAY - set(but)
 
-        self.until(is_over, "ended")
+        self.until(is_over, "ended", LOOK_SECONDS)
         return self
 
     @property
