@@ -1,4 +1,4 @@
-"""How ranks connect: rank 0 listens, every other rank looks for it, and unknown connections are few and short."""
+"""How ranks connect: rank 0 listens, every other rank searches for it; strangers' connections are few and short."""
 
 import contextlib
 import errno
@@ -18,34 +18,32 @@ from hvdtrain.ranks.peers import Peer, Peers, Signatures
 from hvdtrain.ranks.stacks import Process
 
 FEWEST_STRANGERS = 32
-FILES, FILES_OF_RANK = 256, 4  # open at a time: torch.distributed has two connections to each rank
+FILES, FILES_OF_RANK = 256, 4  # files that are open, and more for each rank: torch.distributed has two connections
+MOST_CREDENTIALS = 32  # that are remembered as read
 
 
 def allow_files(size: int) -> None:
-    """Raises this process's limit of open files, as far as the system allows, where so many ranks need more."""
+    """Raises this process's limit of open files, where so many ranks need more, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FILES + FILES_OF_RANK * size:
         with contextlib.suppress(OSError, ValueError):  # a hard limit above the system's
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-MOST_CREDENTIALS = 32  # of which it is known that they were read
-
-
 class Handshake:
-    """The handshake of one rank with each of its peers. `warn` is called with a line for the user."""
+    """How one rank and each of its peers prove to each other that they belong to the run. `warn` prints a line."""
 
     def __init__(self, peers: Peers, endpoint: Endpoint, warn: Callable[[str], None]) -> None:
         self.peers, self.topology, self.endpoint, self.warn = peers, peers.topology, endpoint, warn
         self.token = ""
-        """The name of the run among others of the same user."""
+        """The name of the run, by which it differs from other runs of the same user."""
         self.key: bytes | None = None
         """The run's key; None for a rank that has to learn it through munge."""
         self.credential: str | None = None
-        """On rank 0: the key for munge to read."""
+        """On rank 0: the key, encrypted by munge."""
         self.process: Process | None = None
-        """What other ranks of this host need, to see where this one stands."""
-        self._warned = self.topology.local_rank > 0  # one line a host
+        """What other ranks of this host need to see which line this one is in."""
+        self._warned = self.topology.local_rank > 0  # one line for each host
         self._learned: bytes | None = None
         self._tried: list[str] = []
         self._reader: threading.Thread | None = None
@@ -56,8 +54,8 @@ class Handshake:
         peer.send(messages.Hello(nonce=peer.nonce))
 
     def advance(self, peer: Peer, line: bytes) -> bool:
-        """Reads a line of a connection that has not proved to be a rank. Returns whether it is one now.
-        Raises ValueError where it cannot be one."""
+        """Reads a line of a peer that has not proved to be a rank. Returns whether it has now. Raises ValueError where
+        it cannot be one."""
         if not self.topology.is_rank_0:
             return self._advance_with_rank_0(peer, line)
         if not peer.signatures:
@@ -105,8 +103,8 @@ class Handshake:
         return False
 
     def _learns(self, credential: str | None) -> bool:
-        """Whether a key is being read out of the credential, for the next connection to be tried with: munge may take
-        its time, and anybody can send one."""
+        """Whether a key is being read from the credential, which the next connection then tries. It is read
+        in a thread: munge may be slow, and anybody can send a credential."""
         if credential is None or credential in self._tried:
             return self._reader is not None and self._reader.is_alive()
         if self._reader is None or not self._reader.is_alive():
@@ -128,7 +126,7 @@ class Handshake:
 
 
 class Admission:
-    """Rank 0's listener, or another rank's search for rank 0; whoever passes the handshake becomes a rank."""
+    """Rank 0's listener, or another rank's search for rank 0. A peer that passes the handshake becomes a rank."""
 
     def __init__(self, peers: Peers, handshake: Handshake) -> None:
         self.peers, self.handshake, self.topology = peers, handshake, peers.topology
@@ -138,7 +136,7 @@ class Admission:
         self._last_tried: dict[tuple[str, int], float] = {}
 
     def listen(self, host: str, ports: Sequence[int]) -> int:
-        """Lets others connect to the first free one of these ports of the host's address, "" for all it has; which one.
+        """Listens on the first free one of these ports of the address, "" for all addresses, and returns the port.
         Raises WorldError where all are taken."""
         for port in ports:
             with self._one_connection():
@@ -149,8 +147,8 @@ class Admission:
         raise WorldError(f"ports {ports[0]} to {ports[-1]} of {self.topology.host} are all taken; start again.")
 
     def accept(self, now: float) -> None:
-        """Accepts new connections. Of too many unknown ones, those that have sent nothing are closed first,
-        then the oldest."""
+        """Accepts new connections. Where too many are strangers', those that have sent nothing are closed first, then
+        the oldest."""
         assert self.listener
         size, limit = self.topology.size, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63  # infinite is -1
         most = max(FEWEST_STRANGERS, min(2 * size, limit - size - FILES))
@@ -166,8 +164,7 @@ class Admission:
                 peer.ends = connection.getsockname()[0], connection.getpeername()[0]
 
     def connect(self) -> socket.socket | None:
-        """Where rank 0 is yet to be found: a connection to the next address at which anybody listens, whoever
-        listens at others."""
+        """A connection to the next address where anybody listens, while rank 0 was not found."""
         if self.peers.came or any(peer.signatures for peer in self.peers.connections):
             return None
         pending, now = {peer.address for peer in self.peers.connections}, time.monotonic()
@@ -188,20 +185,20 @@ class Admission:
         return None
 
     def greet(self, connection: socket.socket, now: float) -> None:
-        """Begins the handshake with whoever is at the address that was connected to last."""
+        """Begins the handshake with the peer at the address that was connected to last."""
         peer = self.peers.add(connection, now)
         peer.address = self.addresses[-1]
         self.handshake.begin(peer)
 
     def advance(self, peer: Peer, line: bytes) -> bool:
-        """Whether the stranger, having sent the line, is now a rank. Raises ValueError where it cannot be one."""
+        """Reads a stranger's line. Returns whether it is a rank now. Raises ValueError where it cannot be one."""
         admitted = self.handshake.advance(peer, line)
         if admitted and self.peers.all_came():
             self._stop_listening()
         return admitted
 
     def drop_slow(self, now: float) -> None:
-        """Closes connections that have not proved in time to be ranks."""
+        """Closes connections of strangers that have not proved in time to be ranks."""
         for peer in self.peers.strangers() if self.listener or not self.topology.is_rank_0 else ():
             # Rank 0 has proved itself and may count this rank in already: its welcome takes as long as it takes.
             is_rank_0 = peer.signatures is not None and not self.topology.is_rank_0
@@ -210,7 +207,7 @@ class Admission:
                 self.peers.drop(peer)
 
     def missing(self) -> str:
-        """The ranks that this one waits for in vain, as text for a person."""
+        """The ranks for which this one has waited in vain, as text for a person."""
         if self.addresses:
             host, ports = self.addresses[0][0], sorted(port for _, port in self.addresses)
             return f"rank 0 was not found at {host}, ports {ports[0]} to {ports[-1]},"
@@ -224,8 +221,8 @@ class Admission:
 
     @contextlib.contextmanager
     def _one_connection(self) -> Iterator[None]:
-        """Around the work on one connection: its error concerns no other one. Raises WorldError where this process may
-        have no more connections."""
+        """Around the work on one connection, whose errors are ignored, as they concern no other. Raises
+        WorldError where this process may have no more connections."""
         try:
             yield
         except (OSError, UnicodeError, TypeError) as error:  # the last two of a name that no host can have

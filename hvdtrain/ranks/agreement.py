@@ -1,5 +1,6 @@
-"""What must be equal on all ranks, by name: compared in one exchange of 8 bytes a rank, and each difference named."""
+"""Compares what must be equal on all ranks, by an exchange of 8 bytes for each rank, and names what differs."""
 
+import contextlib
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from hvdtrain.ranks import stacks
 from hvdtrain.untrusted import one_line
 
 Values = Mapping[str, Any]
-"""JSON values by name; a name begins with the kind of what it names, one of REMEDIES, as in "data: training list"."""
+"""JSON values by name. A name begins with a kind of value, a key of REMEDIES, as in "data: training list"."""
 
 REMEDIES = {
     "data": "give every node the same data: copy the set whole, or name one shared folder",
@@ -38,7 +39,7 @@ REMEDIES = {
     "weights": "resume from the last checkpoint with the same command, and check that host's memory",
 }
 OF_A_NODE = {"name", "data_dir", "cache_dir"}
-"""Keys of a recipe that may differ: each node may have its file and the data in another place."""
+"""Keys of a recipe that may differ, as each node may have the recipe and the data in another place."""
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -56,26 +57,26 @@ MOST_CODE = 1 << 24
 def check(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
     """Compares the ranks' values. Every rank calls it; `ranks`: its own number, and how many there are.
 
-    Raises AgreementError on every rank, naming each value that differs, ranks and hosts, what they have, and a remedy.
+    Raises AgreementError on every rank, which names each value that differs, on which ranks and hosts, and a remedy.
     """
     marks = gather(np.array([mark(values)]), *ranks, sum_over_ranks)
     if (marks != marks[0]).any():
         raise AgreementError(differences(values, ranks, host, sum_over_ranks))
 
 
-def mark(values: Values) -> int:
-    """A signed 64-bit digest of the values."""
-    return _mark(json.dumps(values, sort_keys=True, default=_kind))
+def mark(value: Any) -> int:
+    """A signed 64-bit digest of a JSON value."""
+    text = json.dumps(value, sort_keys=True, default=_kind)
+    return int(np.uint64(xxhash.xxh3_64_intdigest(text.encode())).astype(np.int64))
 
 
 def differences(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> str:
-    """One line that says what differs, on which ranks, and what to do. Every rank calls it once digests have
-    differed."""
+    """One line that says what differs, on which ranks, and what to do. Every rank calls it where digests differ."""
     values = json.loads(json.dumps(values, default=_kind))
     common = from_rank_0(list(values), ranks[0], sum_over_ranks)
     more = of_ranks([name for name in values if name not in common][:MOST_NAMED], *ranks, sum_over_ranks)
     names = [*common, *sorted(set(chain.from_iterable(more)))]
-    own = np.array([_mark(json.dumps(values.get(name), sort_keys=True)) for name in names])
+    own = np.array([mark(values.get(name)) for name in names])
     table = gather(own, *ranks, sum_over_ranks)
     differing = [names[column] for column in np.flatnonzero((table != table[0]).any(axis=0))]
     shown = differing[:MOST_NAMED]
@@ -91,7 +92,7 @@ def differences(values: Values, ranks: tuple[int, int], host: str, sum_over_rank
 
 
 def _difference(name: str, texts: list[str], hosts: list[str]) -> str:
-    """Which ranks have which value: those that differ from the majority, or from rank 0 where there is none."""
+    """Which ranks have another value than most ranks, or than rank 0 where no value is that of most."""
     counts = Counter(texts)
     usual = max(counts, key=lambda text: (counts[text], text == texts[0]))
     others = [f"rank {rank} on {hosts[rank]} has {text}" for rank, text in enumerate(texts) if text != usual]
@@ -112,30 +113,27 @@ def _shown(value: Any, first: Any) -> str:
     return one_line("none" if value is None else f"{len(value)}" if is_long else value, LONGEST_SHOWN)
 
 
-def _mark(text: str) -> int:
-    return int(np.uint64(xxhash.xxh3_64_intdigest(text.encode())).astype(np.int64))
-
-
 def _kind(value: Any) -> Any:
-    """A value that JSON cannot hold: a NumPy or tensor number as a number; of anything else the name of its type,
-    as its text may hold an address in memory."""
+    """In place of a value that JSON cannot hold: the number of NumPy or a tensor; of anything else the name of its
+    type, as its text may hold an address in memory."""
     return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else type(value).__name__
 
 
 def named(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under names of that kind."""
+    """The values with names of that kind."""
     return {f"{kind}: {name}": value for name, value in values.items()}
 
 
 def of_process(settings: Mapping[str, Any], rank: int, sum_over_ranks: Sum) -> dict[str, Any]:
     """This process's code, library versions and settings, by name; `settings` are its framework's. Every rank calls it.
-    A module that only rank 0 or only this rank has imported counts as equal: rank 0 alone may plot."""
-    of_environment = {name: os.environ.get(name) for name in VARIABLES}
+
+    A module that rank 0 or this rank alone has imported counts as equal, as rank 0 alone may plot.
+    """
     own = code()
     first = from_rank_0(own, rank, sum_over_ranks)
     modules = {name: own.get(name, digest) for name, digest in first.items()}
-    libraries = named("version", installed.versions()) | named("setting", {**of_environment, **settings})
-    return libraries | named("code", modules)
+    every_setting = {**{name: os.environ.get(name) for name in VARIABLES}, **settings}
+    return named("version", installed.versions()) | named("setting", every_setting) | named("code", modules)
 
 
 def of_plan(plan: Plan, contents: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,25 +144,19 @@ def of_plan(plan: Plan, contents: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code() -> dict[str, str]:
-    """A digest of the file of each of the user's modules that are imported by now, by the module's name."""
+    """By the name of each of the user's modules that are imported by now, a digest of its file."""
     found = {}
     for name, module in sorted(sys.modules.copy().items()):  # atomic: a thread may import meanwhile
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and Path(file).is_absolute() and file.endswith(".py") and stacks.is_users(file):
-            found[name] = _digest(Path(file))
+            found[name] = "unreadable"
+            with contextlib.suppress(OSError), open(file, "rb") as opened:  # noqa: PTH123
+                found[name] = xxhash.xxh3_64_hexdigest(opened.read(MOST_CODE))
     return found
 
 
-def _digest(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            return str(xxhash.xxh3_64_hexdigest(opened.read(MOST_CODE)))
-    except OSError:
-        return "unreadable"
-
-
 def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod") -> None:
-    """Refuses to train when the engine (rank of size) sees another world than the launcher promised."""
+    """Raises WorldError where the engine has another rank or number of ranks than the launcher promised."""
     if (rank, size) != (topology.rank, topology.size):
         outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
         error = WorldError(
@@ -181,7 +173,7 @@ def check_replicas(
     """Compares the ranks' 64-bit fingerprints of their weights, and the values that an update follows from. Every rank
     calls it; `ranks`: its own number, and how many there are.
 
-    Raises ReplicaError on every rank, naming what differs, on which ranks and hosts.
+    Raises ReplicaError on every rank, which names what differs, on which ranks and hosts.
     """
     marks = gather(np.array([mark(values), fingerprint]), *ranks, sum_over_ranks)
     of_values, of_weights = (marks != marks[0]).any(axis=0)
@@ -192,7 +184,7 @@ def check_replicas(
 
 
 def of_unlike_buffers(names: Sequence[str], kind: str, end: str, remedy: str) -> list[str]:
-    """A line for the log about buffers that the forward pass has made different on each rank; no line without them."""
+    """A line for the log about buffers that the forward pass has made different on each rank, if there are any."""
     if not names:
         return []
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -204,8 +196,8 @@ def of_unlike_buffers(names: Sequence[str], kind: str, end: str, remedy: str) ->
 
 
 def check_devices(fingerprints: Sequence[int], step: int, devices: Sequence[str]) -> None:
-    """Compares the fingerprints of one process's replicas, one a device. Raises ReplicaError, naming each that
-    differs from the first."""
+    """Compares the fingerprints of one process's replicas, of which each device has one. Raises ReplicaError, which
+    names those that differ from the first."""
     differing = [index for index, mark in enumerate(fingerprints) if mark != fingerprints[0]]
     if differing:
         named = [f"replica {index} on {devices[index]}" for index in differing]

@@ -1,7 +1,7 @@
-"""Energy counters of nodes and GPUs: each is read by the ranks that see it, and counted once.
+"""Energy counters of nodes and GPUs. Several ranks may read the same counter, which is counted once.
 
-Sources: Cray's pm_counters, of a whole node; RAPL, of processors and their memory, for whoever may read it; NVML and
-amdsmi, of GPUs. All count joules since some time before; what a run used is a difference.
+The sources are Cray's pm_counters of a whole node; RAPL of processors and their memory, which on most hosts only root
+may read; NVML and amdsmi of GPUs. All count joules from an unknown time on: what a run used is a difference.
 """
 
 import contextlib
@@ -20,15 +20,16 @@ CLOSE_SECONDS = 0.5
 
 
 class Counter:
-    """One counter of energy. `read` gives joules since some time before."""
+    """One counter of energy. `read` returns joules since an unknown time."""
 
     def __init__(self, key: str, read: Callable[[], float], wraps: float = 0.0) -> None:
-        """`key`: SOURCE:DEVICE, the same for every process of the host. `wraps`: the joules at which it begins anew."""
+        """`key`: SOURCE:DEVICE, equal for all processes of the host. `wraps`: the joules at which it restarts
+        from 0."""
         self.key, self._read, self._wraps = re.sub(r"[^\w:-]", "-", key), read, wraps
         self._last, self._sum = read(), 0.0
 
     def joules(self) -> float:
-        """Joules used since this counter was made. Raises OSError and what its library raises."""
+        """The joules used since this object was made. Raises OSError and what the counter's library raises."""
         now = self._read()
         # A driver that was reset counts from 0.
         self._sum += now - self._last if now >= self._last else now + max(self._wraps - self._last, 0.0)
@@ -37,13 +38,13 @@ class Counter:
 
 
 def node_counters(sys: Path = Path("/sys")) -> list[Counter]:
-    """The counters of a whole host, for one of its processes to read."""
+    """The counters of a whole host, which one of its processes reads."""
     zones = [zone for zone in sorted((sys / "class/powercap").glob("intel-rapl:*")) if _is_counted(zone)]
     return _made([partial(_of_cray, sys / "cray/pm_counters/energy"), *(partial(_of_zone, zone) for zone in zones)])
 
 
 def _of_cray(file: Path) -> Counter:
-    """The counter of a Cray node, whose file holds `12345 J 1700000000000000 us`."""
+    """The counter of a Cray node, whose file reads like `12345 J 1700000000000000 us`."""
     return Counter("pm_counters:node", lambda: float(file.read_text().split()[0]))
 
 
@@ -107,7 +108,7 @@ def _of_amd(smi: Any, handle: Any) -> Counter:
 
 
 def _made(makers: Iterable[Callable[[], Counter]]) -> list[Counter]:
-    """The counters that can be read: on most hosts only root may read RAPL's."""
+    """The counters that can be read."""
     made = []
     for make in makers:
         with contextlib.suppress(Exception):
@@ -121,19 +122,19 @@ class Book:
     def __init__(self) -> None:
         self._joules: dict[tuple[str, str], float] = {}
         self._before: dict[tuple[str, str], float] = {}
-        """The readings when this run began, in a process that has trained another one before."""
+        """The readings at the beginning of this run, in a process that has trained another run before."""
 
     def enter(self, host: str, joules: Mapping[str, float]) -> None:
-        """Enters what a process of that host has read. A counter that several processes read is counted once."""
+        """Takes what a process of that host has read. A counter that several processes read is counted once."""
         for key, value in joules.items():
             self._joules[host, key] = max(value, self._joules.get((host, key), 0.0))
 
     def begin(self) -> None:
-        """Counts from now on for another run of this process."""
+        """Begins to count for another run of this process."""
         self._before = dict(self._joules)
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """The joules of all hosts by source, and how many hosts have that source."""
+        """By source, the joules of all hosts, and how many hosts have that source."""
         hosts: dict[str, set[str]] = {}
         joules: dict[str, float] = {}
         for (host, key), value in self._joules.items():
@@ -147,7 +148,7 @@ class Book:
 
 
 class EnergyWatch:
-    """Reads this process's counters now and then, in a thread, and hands them to rank 0; on rank 0, keeps all."""
+    """Reads this process's counters now and then, in a thread, and sends them to rank 0, which keeps those of all."""
 
     def __init__(self, liveness: Liveness, host: str, environ: Mapping[str, str], sys: Path = Path("/sys")) -> None:
         """`host`: the label by which rank 0 knows this rank's host."""
@@ -158,7 +159,7 @@ class EnergyWatch:
         self._thread = threading.Thread(target=self._work, name="energy", daemon=True)
 
     def start(self) -> None:
-        """Begins to read in a thread, where there is a counter."""
+        """Begins to read in a thread, if there is a counter."""
         self._thread.start()
 
     def close(self) -> None:

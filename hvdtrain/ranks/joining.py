@@ -1,7 +1,7 @@
-"""How the ranks of a run join: they connect at the rendezvous, and wait for one another before their libraries start.
+"""How the ranks of a run join: they connect at the rendezvous, and wait until all are ready for their libraries.
 
-Where the launcher names rank 0's host (srun, torchrun) they do so before the collective library starts, so that
-nobody waits there for a rank that refused; elsewhere they learn its address through the library.
+Where the launcher names rank 0's host (srun, torchrun) they connect before the collective library starts, so that no
+rank waits in it for one that refused. Elsewhere they learn rank 0's address through the library.
 """
 
 import os
@@ -18,12 +18,12 @@ from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peer, endpoints_of
 
 Serve = Callable[[list[Endpoint]], int | None]
-"""On rank 0: starts Horovod's rendezvous server for ranks at these endpoints, and returns its port; None where they
-need none."""
+"""On rank 0: starts Horovod's rendezvous server for ranks at these endpoints, and returns its port; None where none is
+needed."""
 
 
 class Joining:
-    """Where and with which key this rank connects. `insecure`: ranks need not prove that they belong together."""
+    """Where and with which key this rank connects. `insecure`: the ranks need not prove that they belong together."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Joining:
                 self.wake()
 
     def _listen(self) -> tuple[str, int, list[str]]:
-        """Begins to listen on rank 0. Returns a secret, the port, and this host's addresses."""
+        """On rank 0: begins to listen. Returns a secret, the port, and this host's addresses."""
         secret = secrets.token_bytes(keys.BYTES)
         self.handshake.key = self._shared(secret)
         host = self._own_address()
@@ -87,7 +87,7 @@ class Joining:
             self.admission.addresses = [(host, port) for port in rendezvous.ports[:-1]]
 
     def _own_address(self) -> str:
-        """Where rank 0 listens: on the loopback where all ranks are on one host, else on all its addresses."""
+        """The address where rank 0 listens: the loopback where all ranks are on one host; "" for all addresses."""
         return "127.0.0.1" if self.topology.local_size == self.topology.size else ""
 
     def _key_of(self, rendezvous: Rendezvous) -> tuple[bytes | None, str | None]:
@@ -101,12 +101,12 @@ class Joining:
         return keys.of_run(os.environ, self.topology)
 
     def _shared(self, secret: bytes) -> bytes:
-        """The key made from the secret that MPI has carried to all ranks, and from what their launcher gave them."""
+        """The key, derived from the secret that MPI has sent to all ranks, and from a key of the launcher's."""
         return keys.derived(keys.inherited(os.environ) or b"", secret.hex())
 
 
 class Readiness:
-    """Whether all ranks are ready to start the collective library, and what they learn then."""
+    """Waits until all ranks are ready to start the collective library, and gives them what they need for that."""
 
     def __init__(self, liveness: Liveness, admission: Admission) -> None:
         self.liveness, self.admission = liveness, admission
@@ -143,14 +143,14 @@ class Readiness:
         return f"waiting for {self.peers.awaited() or 'the other ranks'}"
 
     def busy(self, text: str) -> None:
-        """Reports to the other ranks why this one lets them wait, as in "copies the data": they then wait on, while
-        this process lives."""
+        """Reports to the other ranks why this one lets them wait, as in "copies the data". They then wait for
+        as long as this process is alive."""
         with self.liveness.changed:
             self._busy = messages.cut(text)
             self.peers.send(messages.Busy(text=self._busy))
 
     def catch_up(self, peer: Peer) -> None:
-        """Sends the other end of a new connection what it has missed."""
+        """Sends the peer of a new connection what it has missed."""
         if self._busy:
             peer.send(messages.Busy(text=self._busy))
         if self._ready and not self.topology.is_rank_0:
@@ -158,7 +158,7 @@ class Readiness:
 
     def all_ready(self, peer: Peer, message: messages.AllReady) -> None:
         """Rank 0 has reported that all ranks are ready."""
-        # Now, while rank 0 is sure to be there: a short run of its may be over before this rank has begun.
+        # Now, while rank 0 is sure to be there: a short run may be over on rank 0 before it has begun here.
         remote = peer.endpoint.node != self.topology.node
         own = peer.socket.getsockname()[0]
         self.interface = interface_of(own) if remote else message.interface
@@ -184,7 +184,7 @@ class Readiness:
             self.liveness.listener.warning(f"waiting for {awaited[0].name}, which {awaited[0].busy}.")
 
     def _report_all_ready(self, serve: Serve) -> None:
-        """On rank 0: all ranks learn what they need to start the collective library."""
+        """On rank 0: sends all ranks what they need to start the collective library."""
         own = self.handshake.endpoint
         endpoints = endpoints_of(own, self.peers.ranks())
         remote = [peer for peer in self.peers.ranks() if peer.endpoint.node != self.topology.node]

@@ -1,9 +1,9 @@
-"""The failure detector: a rank that is lost, or silent too long, ends every other one, by its name and host.
+"""The failure detector: where a rank is lost, or silent for too long, it names the rank and ends all others.
 
-A collective library waits for a rank that is gone, for ever or until a launcher kills everything, and names nobody.
-So every rank holds a TCP connection to rank 0 and sends heartbeats on it. A connection that closes without a
-farewell, or falls silent, is a rank that was lost; where the training thread does not come out of the library in
-time, the process is ended by force.
+A collective library waits for a rank that is gone, for ever or until a launcher kills everything, and does not name it.
+So every rank has a TCP connection to rank 0, and sends heartbeats on it. A rank is lost whose connection closes without
+a farewell, or becomes silent. Where the training thread then does not return from the library in time, the process
+is ended by force.
 """
 
 import contextlib
@@ -25,26 +25,26 @@ UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHO
 
 
 class Listener:
-    """What the ranks report to the run that they train, from any thread. Here each method does nothing; a run's own,
-    which prints, and writes into its folder, is in run/ending.py."""
+    """Receives what the ranks report to their run, from any thread. These methods do nothing. Those of the class in
+    run/ending.py print, and write into the run folder."""
 
     def error(self, kind: type[HvdtrainError], text: str) -> None:
         """This rank reports an error, for a person to read."""
 
     def warning(self, text: str) -> None:
-        """This rank reports what training survives, for a person to read."""
+        """This rank reports a problem that training survives, for a person to read."""
 
     def waiting(self, text: Callable[[], str]) -> None:
-        """The ranks wait for one another; `text` says for whom just now."""
+        """The ranks wait for one another; `text` returns for which ones at the moment."""
 
     def lost(self, reason: str) -> None:
         """On rank 0: training cannot continue. Called at once, and again where the process is ended by force."""
 
     def found(self, rank: int, host: str, why: str) -> None:
-        """A rank is lost that could not report it itself. Called on one rank of a host that is still there."""
+        """A rank was lost without a report. Called on one rank of a host that is still there."""
 
     def vanished(self) -> None:
-        """After `found`, where no other rank does so: the tasks of the launch are to be ended."""
+        """After `found`, on one rank: the other tasks of the launch have to be ended."""
 
     def signalled(self, text: str) -> None:
         """On rank 0: a signal ends all ranks soon, maybe before they can report more."""
@@ -53,23 +53,23 @@ class Listener:
         """On rank 0: a rank is "slow" or "stuck"; `text` is the warning."""
 
     def times(self, times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> None:
-        """On rank 0: how long the steps of each rank take. `hosts`: of each rank, the first one of its host."""
+        """On rank 0: how long the steps of each rank take. `hosts`: for each rank, the first rank of its host."""
 
     def energy(self, totals: Callable[[], Mapping[str, Mapping[str, float]]], *, is_last: bool) -> None:
-        """On rank 0: a counter was read. `totals` adds up what those of all hosts show since the run began."""
+        """On rank 0: a counter was read. `totals` returns what all hosts have used since the run began."""
 
 
 class Liveness:
-    """Whether all ranks live, and why training cannot continue where one does not."""
+    """Whether all ranks are alive, and why training cannot continue where one is not."""
 
     def __init__(self, peers: Peers, listener: Listener) -> None:
         self.peers, self.topology, self.listener = peers, peers.topology, listener
         self.changed = threading.Condition(threading.RLock())
-        """Held by whoever reads or changes the state of this rank's world; notified of every change."""
+        """Held by a thread that reads or changes the state of this rank's world; notified of every change."""
         self.in_steps = False
-        """Whether this rank now looks after every step whether to stop."""
+        """Whether this rank now checks after every step whether to stop."""
         self.is_ending = False
-        """Whether this rank is ending by itself, so that no other one's loss matters to it."""
+        """Whether this rank is ending by itself, so that it no longer matters that another rank is lost."""
         self.reason: str | None = None
         """Why training cannot continue."""
         self.deadline = float("inf")
@@ -82,8 +82,8 @@ class Liveness:
 
     @waits_for_ranks
     def wait_for(self, condition: Callable[[], object], seconds: float | None = None) -> bool:
-        """Waits, with `changed` held, until the condition holds or training cannot continue. False after so
-        many seconds."""
+        """Waits, with `changed` held, until the condition is true or training cannot continue. False where the time is
+        over."""
         return bool(self.changed.wait_for(lambda: self.reason or condition(), seconds))
 
     def aborted(self) -> AbortedError:
@@ -97,7 +97,7 @@ class Liveness:
         return messages.Lost(text=messages.cut(self.reason), code=self._exit_code) if self.reason else None
 
     def forgive(self, now: float) -> None:
-        """Starts all silences anew, after this process was suspended: it has heard nobody meanwhile."""
+        """Measures every silence anew, after this process was suspended and could read nothing."""
         for peer in self.peers.connections:
             peer.last_received = now
 
@@ -110,7 +110,7 @@ class Liveness:
                 self._silent(peer, limit)
 
     def unreadable(self, peer: Peer, error: Exception) -> None:
-        """The peer sent what cannot be read."""
+        """The peer has sent what cannot be read."""
         self.peers.drop(peer)
         if peer.rank >= 0 and not peer.left:
             self.lost(f"{peer.name} sent what no rank sends ({type(error).__name__})", finds=peer)
@@ -131,7 +131,7 @@ class Liveness:
         self.lost(why, finds=peer)
 
     def lost(self, why: str, code: int = AbortedError.exit_code, *, finds: Peer | None = None) -> None:
-        """Another rank cannot continue, so this one cannot. `finds`: the rank, where no other one has reported it."""
+        """Another rank cannot continue, so that this one cannot. `finds`: the rank, where this one has found it."""
         if self.reason or self.is_ending:
             return
         self.reason, self._exit_code = why, code
@@ -142,7 +142,7 @@ class Liveness:
             self._reported = True
         if self.topology.is_rank_0:
             self.peers.send(messages.Lost(text=messages.cut(why), code=code))
-            threading.Thread(target=self._record, args=(why,), daemon=True).start()  # its file system may hang
+            threading.Thread(target=self._record, args=(why, False), daemon=True).start()  # its file system may hang
         # Where rank 0's node is gone, the first rank of the next one acts for it.
         acts = self.topology.local_rank == 0 and self.topology.node in {0, 1, None}
         if finds and (acts or self.topology.rank == 1):
@@ -155,7 +155,7 @@ class Liveness:
                 self.listener.vanished()
 
     def lost_together(self, why: str, kind: type[HvdtrainError] = LoopError) -> None:
-        """Ends all ranks, since they have diverged, as rank 0 finds, or since this one cannot continue."""
+        """Ends all ranks, as rank 0 finds that they have diverged, or as this one cannot continue."""
         if not self.reason and not self.is_ending:
             self.listener.error(kind, f"{why.rstrip('.')}.")
             self._reported = True
@@ -163,8 +163,7 @@ class Liveness:
 
     @contextlib.contextmanager
     def diagnosing(self, what: str) -> Iterator[None]:
-        """Around a diagnostic, such as the search for slow ranks. Its fault is reported once, ends no run and blames no
-        rank."""
+        """Around a diagnostic, as the search for slow ranks. An error in it is reported once, and ends no run."""
         try:
             yield
         except Exception as error:
@@ -174,7 +173,7 @@ class Liveness:
                 self.listener.warning(text)
 
     def break_down(self, error: Exception) -> None:
-        """This rank cannot watch the others any more, so that no rank can continue."""
+        """This rank can no longer watch the others, so that no rank can continue."""
         with self.changed:
             if not self.reason and not self.is_ending:
                 text = str(error) if isinstance(error, HvdtrainError) else f"a fault of hvdtrain: {_fault(error)}"
@@ -183,28 +182,25 @@ class Liveness:
                 self.peers.send(messages.Failed(text=messages.cut(text), code=self._exit_code))
 
     def fail(self, why: str) -> None:
-        """Reports to the other ranks that `signal` ends this one, whatever its training thread does."""
+        """Reports to the other ranks that `signal` ends this one."""
         self.reason, self._exit_code = f"{self.signal.name}{why}", 128 + self.signal
         self.peers.send(messages.Failed(text=self.reason, code=self._exit_code))
 
     def end(self) -> None:
-        """Ends the process from here: the training thread may be inside C for ever."""
+        """Ends the process, as the training thread may be in C code for ever."""
         with self.changed:
             if not self.reason:
                 self.fail(f", and no step ended within {timeouts.CHECKPOINT:.0f} seconds")
             reason = self.reason or ""
-        last = threading.Thread(target=self._record_end, args=(reason,), daemon=True)
-        last.start()
-        last.join(timeouts.LAST_STATUS)
+        if self.topology.is_rank_0:
+            last = threading.Thread(target=self._record, args=(reason, not self._reported), daemon=True)
+            last.start()
+            last.join(timeouts.LAST_STATUS)
         os._exit(self._exit_code)
 
-    def _record_end(self, reason: str) -> None:
-        if self.topology.is_rank_0:
-            if not self._reported:
-                self.listener.error(AbortedError, str(AbortedError(reason)))
-            self._record(reason)
-
-    def _record(self, reason: str) -> None:
+    def _record(self, reason: str, prints: bool) -> None:
+        if prints:
+            self.listener.error(AbortedError, str(AbortedError(reason)))
         with contextlib.suppress(OSError):  # the disk may be what failed
             self.listener.lost(reason)
 

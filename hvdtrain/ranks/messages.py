@@ -1,5 +1,8 @@
-"""The messages between ranks: a frozen value each, checked when it is read for its type, its bounds, and whether its
-sender may send it. A text is for a person's terminal: control characters become escapes."""
+"""The messages between ranks, each a frozen value.
+
+When a message is read, its types and bounds are checked, and whether its sender may send it. Texts are shown at a
+person's terminal, so that control characters become escapes.
+"""
 
 from typing import Annotated, Literal
 
@@ -17,7 +20,7 @@ NONCE_DIGITS, PROOF_DIGITS = 32, 64
 
 
 def cut(text: str) -> str:
-    """The text, cut to what a message may hold."""
+    """The text, cut to the length that a message may have."""
     return printable(text, LONGEST_TEXT)[:LONGEST_TEXT]
 
 
@@ -54,7 +57,7 @@ class Hello(Message):
 
 
 class Challenge(Hello):
-    """Rank 0's answer, which proves that it has the key. `credential` holds the key itself, for munge to read."""
+    """Rank 0's answer, which proves that it has the key. `credential` holds the key, encrypted by munge."""
 
     kind: Literal["challenge"] = "challenge"  # type: ignore[assignment]
     proof: Annotated[str, StringConstraints(pattern=f"^[0-9a-f]{{{PROOF_DIGITS}}}$")]
@@ -62,7 +65,7 @@ class Challenge(Hello):
 
 
 class Identity(Message):
-    """Which rank the sender is. From here on every message is signed."""
+    """Which rank the sender is. This message and all that follow are signed."""
 
     kind: Literal["identity"] = "identity"
     rank: Count
@@ -85,8 +88,8 @@ class Ready(Message):
 
 
 class AllReady(Message):
-    """Rank 0 reports that all ranks are ready, with what they need to start the collective library.
-    `endpoints` are every rank's, or rank 0's alone."""
+    """All ranks are ready; with what they need to start the collective library. `endpoints` are all ranks', or rank 0's
+    alone."""
 
     kind: Literal["all_ready"] = "all_ready"
     horovod_port: Port | None
@@ -108,8 +111,7 @@ class Heartbeat(Message):
 
 
 class Traffic(BaseModel):
-    """What each step sends from an address of the sender's to another: bytes, and seconds for which they are under
-    way."""
+    """What each step sends from one address to another: the bytes, and for how many seconds they are under way."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     own: Name
@@ -119,8 +121,12 @@ class Traffic(BaseModel):
 
 
 class Times(Message):
-    """The sender's median seconds in each of its last steps: waiting for its batch, None where it does not know; all
-    else; in this, waiting for other ranks, None where it does not know. And its connections with the most traffic."""
+    """The median seconds of the sender's last steps, None where they are not known, and its connections with the most
+    traffic.
+
+    `reading`: it waits for its batch. `rest`: it does everything else. `waiting`: the part of `rest` in which it waits
+    for other ranks.
+    """
 
     kind: Literal["times"] = "times"
     reading: Seconds | None
@@ -132,21 +138,21 @@ class Times(Message):
 
 
 class Energy(Message):
-    """Joules that each counter the sender sees has counted since its process began."""
+    """The joules that each of the sender's counters has counted since its process began."""
 
     kind: Literal["energy"] = "energy"
     joules: Annotated[dict[CounterKey, Joules], Field(max_length=MOST_COUNTERS)]
 
 
 class StackRequest(Message):
-    """Requests where the receiver's training thread is, as no step has ended for a while."""
+    """Asks where the receiver's training thread is, as no step has ended for a while."""
 
     kind: Literal["stack_request"] = "stack_request"
 
 
 class Stack(Message):
-    """Where the sender's training thread is: whether it may stay there for long, in which collective, after how many
-    steps."""
+    """Where the sender's training thread is, whether it may stay there for long, in which collective it
+    waits, and after how many steps."""
 
     kind: Literal["stack"] = "stack"
     place: Place
@@ -158,7 +164,7 @@ class Stack(Message):
 
 
 class ProcessRequest(Message):
-    """Requests what the process of a rank does that does not answer, as another rank of its host sees it."""
+    """Asks the receiver what the process of another rank of its host does, which does not answer."""
 
     kind: Literal["process_request"] = "process_request"
     rank: Count
@@ -226,4 +232,4 @@ IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
 FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])
 FROM_RANK_0: TypeAdapter[_FromRank0] = TypeAdapter(Annotated[_FromRank0, Field(discriminator="kind")])
 DIAGNOSTIC = (Times, Energy, Stack, StackRequest, ProcessState, ProcessRequest)
-"""Messages that training does not need: a fault in handling them ends nothing."""
+"""Messages that training does not need: an error in handling them ends nothing."""

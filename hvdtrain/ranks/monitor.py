@@ -1,4 +1,4 @@
-"""The thread beside training: it reads what peers send and what signals come, and sends heartbeats."""
+"""The thread beside training, which reads messages and signals, and sends heartbeats."""
 
 import contextlib
 import signal
@@ -21,7 +21,7 @@ from hvdtrain.ranks.stuck import StuckWatch, look_at
 
 
 class Inbox:
-    """Acts on the messages of peers, each through the part of the world that it concerns."""
+    """Gives each message to the part of the world that it concerns."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Inbox:
         self.stuck, self.slow, self.energy = stuck, slow, energy
         self.topology = liveness.topology
         self.farewell: Message | None = None
-        """This rank's last message, for ranks that come late too."""
+        """This rank's last message, which is sent to ranks that connect late too."""
 
     def handle(self, peer: Peer, message: Message | None) -> None:
         if message is None:
@@ -63,7 +63,6 @@ class Inbox:
                 self.stuck.seen(message)
 
     def _act(self, peer: Peer, message: Message) -> None:
-        """Acts on a message that training depends on."""
         match message:
             case messages.Ready():
                 peer.ready = True
@@ -98,7 +97,7 @@ class Inbox:
 
 
 class Monitor:
-    """The thread that hands each message and each signal to the part of the world that it concerns."""
+    """Runs the thread."""
 
     def __init__(self, admission: Admission, watcher: SignalWatcher, inbox: Inbox) -> None:
         self.admission, self.watcher, self.inbox = admission, watcher, inbox
@@ -134,7 +133,7 @@ class Monitor:
                 if time.monotonic() >= self.liveness.deadline:
                     self.liveness.end()
                 self._turn()
-            except Exception as error:  # this thread alone sees signals and the deadline, and must not end
+            except Exception as error:  # no other thread handles signals and the deadline: this one must not end
                 with contextlib.suppress(Exception):
                     self.liveness.break_down(error)
                 time.sleep(timeouts.TICK)
@@ -182,8 +181,7 @@ class Monitor:
                 self.inbox.handle(source, message)
 
     def _messages(self, peer: Peer, now: float) -> Iterator[Message | None]:
-        """The messages of a peer; None once it has proved to be a rank. A fault in here is the peer's, any
-        other is not."""
+        """The messages of a peer; None when it has proved to be a rank. An error in here is the peer's fault."""
         kind = messages.FROM_RANK if self.topology.is_rank_0 else messages.FROM_RANK_0
         try:
             for line in peer.receive(now):

@@ -1,8 +1,8 @@
-"""Hosts whose network link is slow, from what Linux counts of each TCP connection.
+"""Finds hosts whose network link is slow, by Linux's counters of each TCP connection.
 
-Where one link is slow all ranks of a ring wait alike, so that their times name nobody. But the kernel knows of each
-connection how much the other end has acknowledged, and how long data was under way meanwhile. This process's
-connections to other ranks' hosts are those of Open MPI, MPICH, Gloo and NCCL over TCP. InfiniBand's verbs have none.
+Where one link is slow all ranks of a ring wait alike, so that their times name no rank. But the kernel knows how much
+of each connection's data the other end has acknowledged, and how long data was under way. The connections to other
+ranks' hosts are those of Open MPI, MPICH, Gloo and NCCL over TCP. InfiniBand's verbs have no such counters.
 """
 
 import ctypes
@@ -21,21 +21,21 @@ from hvdtrain.ranks.messages import MOST_ADDRESSES, Traffic
 ACKED, LIMITS = struct.Struct("=120xQ"), struct.Struct("=168xQQ")
 TCP_INFO_BYTES = 192
 LEAST = 2**16
-"""Bytes of a step, below which the time is that of the messages, not of their data."""
+"""Where a step sends fewer bytes, its time is that of the messages and not of their data."""
 DELAYED_ACK = 0.04
-"""Seconds for which the other end may keep back the acknowledgement of a step's last data (Linux's TCP_DELACK_MIN).
-They are not counted, but for a quarter of all: where steps are shorter, new data comes first."""
+"""Seconds for which the other end may delay the acknowledgement of a step's last data (Linux's TCP_DELACK_MIN). They
+are subtracted, but at most three quarters of the time: in short steps new data comes before they are over."""
 FACTOR = 2.0
-"""How many times as long as between other hosts a slow link takes for as much data."""
+"""A slow link takes at least FACTOR times as long for the same data as links between other hosts."""
 
 Connection = tuple[bytes, bytes]
-"""The socket addresses of this end and of the other, as the kernel has them."""
+"""The socket addresses of this end and of the other, in the kernel's format."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """The kernel's counters of a connection: the bytes that were acknowledged, and the seconds in which some
-    were not yet."""
+    """The kernel's counters of a connection: the bytes that were acknowledged, and for how many seconds some
+    were not."""
 
     acked: int
     busy: float
@@ -43,8 +43,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Edge:
-    """What each step carries from one host to another: bytes, and seconds for which it is busy with them. Hosts are
-    numbers."""
+    """What each step sends from one host to another: the bytes, and for how many seconds they are under way."""
 
     source: int
     target: int
@@ -54,8 +53,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A host whose link is busy for `seconds` of each step with `size` bytes to or from another host; between other
-    hosts as many take `others` seconds."""
+    """A host whose link takes `seconds` of each step for `size` bytes to or from another host, which take `others`
+    seconds between other hosts."""
 
     host: int
     seconds: float
@@ -64,8 +63,8 @@ class SlowLink:
 
 
 def parsed(info: bytes) -> Counters | None:
-    """What a TCP_INFO says; None of a kernel that does not count that. The time for which the other end had no room is
-    left out: a process that does not read is no slow network."""
+    """The counters in a TCP_INFO; None where the kernel has none. The time for which the other end had no room is left
+    out, as then its process does not read, and no network is slow."""
     if len(info) < TCP_INFO_BYTES:
         return None
     (acked,), (busy, without_room) = ACKED.unpack_from(info), LIMITS.unpack_from(info)
@@ -75,7 +74,7 @@ def parsed(info: bytes) -> Counters | None:
 def connections() -> dict[Connection, Counters]:
     """This process's TCP connections; none where the system is not Linux.
 
-    By libc, as a socket.socket of somebody else's descriptor can change and close it, and takes five times as long.
+    They are read by libc: a socket.socket made of another owner's descriptor could change and close it, and is slower.
     """
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - a Path a name takes longer
@@ -109,9 +108,9 @@ def address(sockaddr: bytes) -> str:
 def traffic(
     before: Mapping[Connection, Counters], now: Mapping[Connection, Counters], steps: int
 ) -> tuple[Traffic, ...]:
-    """What the connections carried in each of so many steps, by the addresses of both ends, most bytes first.
+    """What was sent in each of so many steps, by the addresses of both ends, most bytes first.
 
-    Parallel connections are busy at the same time: the seconds are those of one of them.
+    Parallel connections are busy at the same time, so that their seconds are those of one of them.
     """
     sums: dict[tuple[str, str], tuple[float, float]] = {}
     for connection, counters in now.items():
@@ -131,9 +130,9 @@ def traffic(
 
 
 def edges(reports: Mapping[int, Iterable[Traffic]], hosts: Mapping[int, int]) -> list[Edge]:
-    """The traffic between hosts. `reports` are by rank, and `hosts` has each rank's.
+    """The traffic between hosts. `reports` and `hosts` are by rank.
 
-    An address is that of a host if one of its ranks calls it its own: downloads and trackers are left out.
+    An address belongs to a host if one of its ranks sends from it, so that downloads and trackers are left out.
     """
     by_address = {each.own: hosts[rank] for rank, report in reports.items() for each in report}
     sums: dict[tuple[int, int], tuple[float, float]] = {}
@@ -146,8 +145,8 @@ def edges(reports: Mapping[int, Iterable[Traffic]], hosts: Mapping[int, int]) ->
 
 
 def slow_links(found: Iterable[Edge], least: float) -> list[SlowLink]:
-    """The hosts to and from which data takes twice as long or more as between others, and so `least` seconds more of
-    each step. Two hosts have no others, and neither is named."""
+    """The hosts to and from which data takes FACTOR times as long as between others, and `least` seconds more of each
+    step. Of two hosts neither is named, as there are no others."""
     left, slow = list(found), []
     while worst := _slowest(left, least):
         slow.append(worst)

@@ -1,4 +1,4 @@
-"""A rank's connections to other ranks: signed lines of JSON over TCP, and one selector that waits for them all."""
+"""A rank's connections to other ranks: signed lines of JSON over TCP, and one selector for all of them."""
 
 import contextlib
 import fcntl
@@ -28,8 +28,8 @@ UNKNOWN = Endpoint("", 0, 0)
 
 
 class Signatures:
-    """Signs the lines of one end of a connection and checks the other's: each counts, none can be left out or sent
-    again."""
+    """Signs the lines of one end of a connection, and checks those of the other. A signature includes the
+    line's number, so that no line can be left out or sent again."""
 
     def __init__(self, key: bytes, own: str, other: str) -> None:
         self._own, self._other = keys.derived(key, own), keys.derived(key, other)
@@ -55,7 +55,7 @@ def _signature(key: bytes, number: int, content: bytes) -> bytes:
 
 @dataclass(eq=False)
 class Peer:
-    """The other end of a connection; its rank is -1 until it has proved that it is one."""
+    """The other end of a connection. Its rank is -1 until it has proved to be a rank of the run."""
 
     socket: socket.socket
     opened: float
@@ -63,7 +63,7 @@ class Peer:
     rank: int = -1
     endpoint: Endpoint = UNKNOWN
     process: Process | None = None
-    """What other ranks of its host need to see where its training thread is."""
+    """What other ranks of its host need to see which line its training thread is in."""
     ready: bool = False
     stop_acknowledged: bool = False
     left: bool = False
@@ -79,7 +79,7 @@ class Peer:
     unread: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
     behind: set["Peer"] = field(default_factory=set)
-    """The set, common to all connections, of those that have bytes in `unsent`."""
+    """The peers that have bytes in `unsent`; all connections share this set."""
 
     @property
     def name(self) -> str:
@@ -87,11 +87,11 @@ class Peer:
         return f"rank {self.rank} on {self.endpoint.host}"
 
     def send(self, message: Message) -> None:
-        """Sends a line, or as much of it as can be sent now; a broken connection is found when it is read."""
+        """Sends a message, or as much of it as can be sent now. A broken connection is noticed when it is read."""
         self.send_encoded(message.model_dump_json().encode())
 
     def send_encoded(self, content: bytes) -> None:
-        """As `send`, of an encoded message."""
+        """Sends an encoded message, as `send` does."""
         self.unsent += (self.signatures.signed(content) if self.signatures else content) + b"\n"
         self.flush()
 
@@ -102,7 +102,7 @@ class Peer:
         (self.behind.add if self.unsent else self.behind.discard)(self)
 
     def interrupt(self) -> None:
-        """Has the other host's kernel send the signal SIGURG to the rank's process, which need not read for that."""
+        """Makes the kernel of the other host send SIGURG to the rank's process, which need not read for that."""
         with contextlib.suppress(OSError):
             self.socket.send(b"!", socket.MSG_OOB)
 
@@ -111,7 +111,7 @@ class Peer:
         fcntl.fcntl(self.socket, fcntl.F_SETOWN, os.getpid())
 
     def receive(self, now: float) -> list[bytes]:
-        """The lines that have come. Raises OSError at the connection's end, ValueError for what no rank sends."""
+        """The lines that have arrived. Raises OSError at the connection's end, ValueError for what no rank sends."""
         try:
             received = self.socket.recv(2**16)
         except BlockingIOError:
@@ -130,17 +130,17 @@ class Peer:
 
 
 class Peers:
-    """The connections of one rank: rank 0's to all others, another's to rank 0; strangers' until they prove what they
-    are.
+    """The connections of one rank: on rank 0 those to all other ranks, elsewhere the one to rank 0; and connections of
+    strangers, which have not proved to be ranks.
 
-    A host that does not acknowledge for `timeouts.UNREACHABLE` is cut off, whatever its processes are busy with.
+    A host that acknowledges nothing for `timeouts.UNREACHABLE` seconds is cut off, whatever its processes do.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.connections: list[Peer] = []
         self.came: set[int] = set()
-        """Every rank that was ever admitted."""
+        """All ranks that were ever admitted."""
         self.sent = 0.0
         """When `send` was called last."""
         self._selector = selectors.DefaultSelector()
@@ -156,8 +156,8 @@ class Peers:
         self._selector.unregister(source)
 
     def wait(self, seconds: float) -> list[Any]:
-        """The peers and sockets at which there is something to read, within that time; sooner where more is to be
-        sent."""
+        """Waits for at most that time, and returns the peers and sockets that can be read. Waits less where more has to
+        be sent."""
         return [key.data for key, _ in self._selector.select(min(seconds, SOON) if self._behind else seconds)]
 
     def flush(self) -> None:
@@ -210,7 +210,7 @@ class Peers:
         return peer.name if peer else f"rank {rank} on {self.topology.host}"
 
     def strangers(self) -> list[Peer]:
-        """The peers that have not."""
+        """The peers that have not proved to be ranks."""
         return [peer for peer in self.connections if peer.rank < 0]
 
     def send(self, message: Message) -> None:
@@ -229,7 +229,7 @@ class Peers:
             peer.socket.close()
 
     def close(self) -> None:
-        """Closes everything; in a forked child too, where it releases the parent's connections."""
+        """Closes everything. A forked child calls it too, to release its parent's connections."""
         for peer in self.connections:
             peer.socket.close()
         self.connections = []
@@ -237,13 +237,10 @@ class Peers:
 
 
 def endpoints_of(own: Endpoint, ranks: Sequence[Peer]) -> list[Endpoint]:
-    """On rank 0, when all have come: every rank's endpoint, with its address as all of them reach it."""
+    """On rank 0, once all ranks have connected: every rank's endpoint, with an address at which all can reach it."""
     by_rank = {peer.rank: peer for peer in ranks}
-    remote = {rank: peer.ends for rank, peer in by_rank.items() if _on_two_hosts(*peer.ends)}
+    ends = {rank: peer.ends for rank, peer in by_rank.items()}
+    remote = {rank: (here, there) for rank, (here, there) in ends.items() if here != there and there[:4] != "127."}
     here = remote[min(remote)][0] if remote else "127.0.0.1"
     others = [replace(by_rank[r].endpoint, address=remote[r][1] if r in remote else here) for r in sorted(by_rank)]
     return [replace(own, address=here), *others]
-
-
-def _on_two_hosts(own: str, other: str) -> bool:
-    return own != other and not other.startswith("127.")

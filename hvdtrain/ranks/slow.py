@@ -1,9 +1,9 @@
-"""Ranks that are slower than the others, and why: computing, reading or network, from what every rank knows anyway.
+"""Names ranks that are slower than the others, and the cause: computing, reading or the network.
 
-Each rank knows of a step how long it waited for its batch, and how long for the other ranks' gradients; the rest it
-computed. Where the framework reads inside of what it computes, the two are one. A rank that takes longer than the
-others for one of them, by as much as they wait for it, is named.
-For a slow network a ring of ranks waits as one: it is found by what the kernel counts of their connections (network).
+Each rank knows how long in a step it waited for its batch, and for the other ranks' gradients; the rest is computing.
+Where the framework reads while it computes, the two cannot be told apart. A rank is named that takes longer than the
+others for one of them, where the others wait for it as long.
+A slow network makes all ranks of a ring wait alike. It is found by the kernel's counters of connections (network.py).
 """
 
 import bisect
@@ -21,25 +21,23 @@ from hvdtrain.ranks.liveness import Liveness
 
 Cause = Literal["computing", "reading", "computing or reading", "network"]
 STEPS = 10
-"""The fewest steps of which a rank reports the median."""
+"""A rank reports the median of at least so many steps."""
 SAMPLED = 0.02
-"""Seconds from the beginning of a step that is measured to the next one: clocks inside a graph take time to read."""
+"""The fewest seconds between the beginnings of two steps that are measured: to read a clock in a graph takes time."""
 TIMES, OF = 4, 5
-"""A rank is named once it was found slow TIMES times among the last OF comparisons."""
+"""A rank is named once it was slow in TIMES of the last OF comparisons."""
 FACTOR = 1.5
-"""How many times as long as the others a slow rank takes."""
 PART = 0.2
-"""The least part of a step by which a slow rank takes longer."""
-EXPLAINED = 0.5
-"""The least part of a slow rank's extra time that the others must spend waiting."""
 SHORTEST = 0.002
-"""The fewest seconds by which a slow rank takes longer."""
+EXPLAINED = 0.5
+"""A slow rank takes FACTOR times as long as the others, and longer by PART of a step and by SHORTEST seconds.
+The others wait for EXPLAINED of this extra time."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that the others wait for in every step."""
+    """A rank for which the others wait in every step."""
 
     rank: int
     cause: Cause
@@ -55,10 +53,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class SlowNetwork(Slow):
-    """The first rank of a host whose link all wait for."""
+    """The first rank of a host whose slow link makes all wait."""
 
     size: float
-    """The bytes that are communicated in that time."""
+    """The bytes that are communicated in these seconds."""
 
     def __str__(self) -> str:
         return (
@@ -68,7 +66,7 @@ class SlowNetwork(Slow):
 
 
 class Others:
-    """The medians of all numbers but one; sorted once, as there may be thousands."""
+    """Gives the median of all numbers but one. They are sorted once, as there may be thousands."""
 
     def __init__(self, numbers: Iterable[float]) -> None:
         self._sorted = sorted(numbers)
@@ -83,7 +81,7 @@ class Others:
 
 
 def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
-    """The ranks that are slower than the others, and why."""
+    """The ranks that are slower than the others, with the cause."""
     least = _least(times)
     reading, rest = Others(each.reading or 0.0 for each in times.values()), Others(each.rest for each in times.values())
     known = {rank: each.waiting for rank, each in times.items() if each.waiting is not None}
@@ -117,13 +115,13 @@ def slow_networks(times: Mapping[int, messages.Times], hosts: Mapping[int, int])
 
 
 def _least(times: Mapping[int, messages.Times]) -> float:
-    """The fewest seconds by which a rank must take longer to be slow."""
+    """A slow rank takes longer than the others by at least so many seconds."""
     step = statistics.median((each.reading or 0.0) + each.rest for each in times.values())
     return max(PART * step, SHORTEST)
 
 
 def _is_slow(own: float, others: float, least: float, waited: float) -> bool:
-    """Whether a rank is slow that takes so long where the others take `others` seconds, and wait so much longer."""
+    """Whether a rank is slow: it takes `own` seconds, the others `others`; they wait for `waited` seconds more."""
     longer = own - others
     return own >= FACTOR * others and longer >= least and waited >= EXPLAINED * longer
 
@@ -139,23 +137,16 @@ def slowest(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> li
 
 
 def columns(times: Iterable[messages.Times]) -> dict[str, list[float | None]]:
-    """For a record of the journal, by column: the seconds of a step that each rank waits for its batch, computes, and
-    waits for other ranks."""
-    rows = list(times)
-    return {
-        "reading": [_rounded(each.reading) for each in rows],
-        "computing": [_rounded(max(0.0, each.rest - (each.waiting or 0.0))) for each in rows],
-        "waiting": [_rounded(each.waiting) for each in rows],
-    }
+    """For a record of the journal: the seconds of a step in which each rank waits for its batch, computes,
+    and waits for other ranks."""
+    rows = [(each.reading, max(0.0, each.rest - (each.waiting or 0.0)), each.waiting) for each in times]
+    rounded = [[None if seconds is None else round(seconds, 6) for seconds in row] for row in rows]
+    return {name: [row[index] for row in rounded] for index, name in enumerate(("reading", "computing", "waiting"))}
 
 
 def _working(times: messages.Times) -> float:
     """The seconds of a step without those of waiting for other ranks."""
     return (times.reading or 0.0) + times.rest - (times.waiting or 0.0)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 def _median(seconds: Iterable[float | None]) -> float | None:
@@ -169,12 +160,12 @@ class SlowWatch:
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
         self._began = self._measured = 0.0
-        """When this step began, and when the last measured one did."""
+        """When this step began, and when the last step that was measured began."""
         self.is_measuring = False
         """Whether this step is measured."""
         self._steps: list[tuple[float | None, float, float | None]] = []
         self.made = 0
-        """Steps since the last report."""
+        """The number of steps since the last report."""
         self._connections: dict[network.Connection, network.Counters] | None = None
         """The kernel's counters of each connection at the last report."""
         self._reported = 0.0
@@ -194,8 +185,8 @@ class SlowWatch:
                 self._connections = network.connections()
 
     def step_ended(self, reading: float | None, waiting: float | None) -> None:
-        """The update of a step that is measured is made: the seconds since `step_begins` in which this rank waited for
-        its batch, and for the other ranks, None where nobody knows."""
+        """Ends a step that is measured: the seconds since `step_begins` in which this rank waited for its
+        batch, and for the other ranks, None where that is not known."""
         now = time.monotonic()
         self._steps.append((reading, now - self._began - (reading or 0.0), waiting))
         self._measured, self.is_measuring = self._began, False
@@ -255,25 +246,25 @@ class SlowWatch:
 
 
 class Waiting(Protocol):
-    """An engine's clock."""
+    """An engine that measures waiting."""
 
     @property
     def waited(self) -> float | None:
-        """For how many seconds this rank has waited for the others' gradients so far; None of an engine of one process,
-        and where the engine cannot tell."""
+        """For how many seconds this rank has waited for the others' gradients so far; None where the engine does not
+        know, or has one process."""
 
 
 class Clocks:
-    """Measures on one rank how long each step reads and waits, for SlowWatch."""
+    """Measures for SlowWatch how long each step of this rank reads and waits."""
 
     def __init__(self, engine: Waiting, watch: SlowWatch) -> None:
         self._engine, self._watch = engine, watch
         self._reading: float | None = None
-        """Seconds of reading in this step; None while no batches come through `read`."""
+        """The seconds in which this step has read; None where no batches go through `read`."""
         self._waited = 0.0
 
     def read(self, batches: Iterator[T]) -> Iterator[T]:
-        """The batches; how long this rank waits for each counts as reading."""
+        """The batches. The time in which this rank waits for one counts as reading."""
         began = time.monotonic()
         for batch in batches:
             self._reading = (self._reading or 0.0) + time.monotonic() - began
@@ -290,7 +281,7 @@ class Clocks:
             self._waited = self._engine.waited or 0.0
 
     def end_step(self) -> None:
-        """Ends a step: its update is made."""
+        """Ends a step, whose update was made."""
         self._watch.made += 1
         if self._watch.is_measuring:
             waited = self._engine.waited

@@ -1,5 +1,5 @@
-"""Where a rank's training thread stands: its own, and that of another process of this host that answers no more; and
-the processes that read for it."""
+"""Which line the training thread of a rank is in: this process's own, and that of another process of this host that no
+longer answers; and the lines of the processes that read data for it."""
 
 import contextlib
 import faulthandler
@@ -24,10 +24,10 @@ import hvdtrain
 from hvdtrain import datasets
 
 State = Literal["stopped", "disk", "python", "unknown"]
-"""Of a process that does not answer: stopped by a signal; in the kernel, which waits for a disk; in C code that holds
-Python's lock; or nobody can see."""
+"""What a process does that does not answer: it is stopped by a signal; it is in the kernel, which waits for a disk; it
+is in C code that holds Python's lock; or that cannot be seen."""
 
-# Its default is to be ignored: it can do no harm to a process that has ended, or never listened.
+# A process that does not handle this signal ignores it: it does no harm to one that is no rank.
 ASKS = signal.SIGURG
 MEMORY = "hvdtrain-stacks"
 STDERR = 2
@@ -42,8 +42,8 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 Place = Literal["collective", "framework", "outside"]
-"""Where a thread is: in a collective; in C code of a framework, which may hold one; or elsewhere, where no rank waits
-for another."""
+"""Where a thread is: in a collective; in a framework's C code, which may be in one; or elsewhere, where it waits for no
+other rank."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Frame:
 
 ANY = ""
 Table = set[tuple[str, str]]
-"""Packages or modules, each with a function in it, or ANY."""
+"""Packages or modules, each with the name of a function in it, or with ANY for all functions."""
 COLLECTIVES: Table = {("horovod", ANY), ("torch.distributed", ANY)}
 FRAMEWORKS: Table = {
     ("torch.autograd.graph", "_engine_run_backward"),  # DistributedDataParallel's backward waits in it for the others
@@ -68,7 +68,7 @@ FRAMEWORKS: Table = {
 READING: Table = {("tensorflow.python.data", ANY)}
 CALLED: Table = {("tensorflow.python.ops.script_ops", ANY)}  # a graph, or its input pipeline, runs a function of Python
 READERS: Table = {(datasets.__name__, ANY), ("keras.src.trainers.data_adapters", ANY)}
-"""Modules that read batches: a thread of theirs reads ahead."""
+"""Modules that read batches, some in a thread that reads ahead."""
 OPERATIONS: Table = set()
 AVERAGING: Table = set(FRAMEWORKS)
 """Modules that average gradients."""
@@ -88,29 +88,29 @@ def _decorator(table: Table) -> Callable[[Function], Function]:
 waits_for_ranks = _decorator(COLLECTIVES)
 """Decorator of a function in which a thread waits for other ranks."""
 is_operation = _decorator(OPERATIONS)
-"""Decorator of a collective of an engine or a callback, which matches the same one of other ranks alone. On a method of
-a protocol it stands for those of that name in all modules of the package."""
+"""Decorator of a collective of an engine or a callback, in which all ranks must be at the same time. On a method of a
+protocol it also marks the methods of that name in all modules of the package."""
 takes_long = _decorator(LONG)
-"""Decorator of what may take long on one rank while the others wait, and is well."""
+"""Decorator of a function that may take long on one rank while the others wait, without being stuck."""
 
 
 def mark_module(table: Table, module: str) -> None:
-    """Enters all functions of a module: one calls it with its own name."""
+    """Enters all functions of a module, which calls this with its own name."""
     table.add((module, ANY))
 
 
 class Process(BaseModel):
-    """What another process of the same host needs, to see where this one stands."""
+    """What another process of the same host needs to see which line this one is in."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     pid: Annotated[int, Field(ge=1, lt=2**31)]
     started: Annotated[int, Field(ge=0, lt=2**63)]
-    """When the process began, in ticks since the host's start: tells it from a later one of the same number."""
+    """When the process began, in ticks since the host's start: a later process of the same number has another time."""
     thread: Annotated[int, Field(ge=0, lt=2**64)]
     memory: Annotated[int, Field(ge=0, lt=2**31)] | None
-    """The file descriptor to which it writes its threads' stacks when it is sent `ASKS`, in C and without Python's
-    lock; None for its stderr."""
+    """The file descriptor to which it writes its threads' stacks when it gets the signal `ASKS`, in C and without
+    Python's lock; None for its stderr."""
 
 
 class Stacks:
@@ -121,8 +121,8 @@ class Stacks:
         self._memory = -1
 
     def open(self, *, alone: bool) -> Process | None:
-        """Lets other processes of this host request them, until `close`. They read them in this process's
-        memory; where no other rank is on this host (`alone`), they go to stderr. None where nobody can ask."""
+        """Lets other processes of this host request the stacks, until `close`. They read them in this process's memory;
+        where no other rank is on this host (`alone`), the stacks go to stderr. None where that is not possible."""
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             if self._memory < 0 and signal.getsignal(ASKS) == signal.SIG_DFL:  # else it is the user's
                 self._memory = os.memfd_create(MEMORY)
@@ -151,15 +151,18 @@ class Stacks:
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
 
     def now(self) -> tuple[Place, bool, str, str, str]:
-        """Where the training thread is, whether it does what may take long, its line, for a person, in which collective
+        """Where the training thread is, whether it may stay there for long, its line as text, the collective in which
         it waits, and the user's line."""
         innermost = sys._current_frames()
         stack = _frames(innermost.pop(self._thread, None))
-        place, where = _place(stack), described(stack)
+        place, where = place_of(stack), described(stack)
         others = [*map(_frames, innermost.values())]
-        readers = [other for other in others if reads(other)]
-        called = [other for other in others if is_called(other) and _place(other) != "collective"]
-        if reads(stack) and (found := [_users_line(readers)] if readers else _lines_of_workers()):
+        readers = [other for other in others if has_any(other, READERS)]
+        # C code of a framework runs these threads' Python, and waits for it. (A pipeline that has read ahead as far as
+        # it may runs none.)
+        called = [other for other in others if has_any(other, CALLED) and place_of(other) != "collective"]
+        lines = [line for reference in _workers if (workers := reference()) for line in workers.lines()]
+        if has_any(stack, READERS) and (found := [_users_line(readers)] if readers else lines):
             where += f"; a reader stands in {found[0]}"
         elif place == "framework" and called:
             # What is called may itself wait for a reader, as Keras's generator for its pool of threads.
@@ -169,26 +172,26 @@ class Stacks:
                 where += ", where the kernel waits for a disk or a file system"
         operation = "" if place == "outside" else operation_of(stack)
         users = next((_line(frame) for frame in stack if is_users(frame.file)), "")
-        return place, is_long(stack), where, operation, users
+        return place, has_any(stack, LONG), where, operation, users
 
 
 class Workers:
-    """Processes that read for this rank. Each writes the line in which it does so into memory that it shares with this
-    one, from a thread: a signal would disturb what a user's code waits for."""
+    """Processes that read data for this rank. A thread of each writes the line that it is in into memory that they
+    share. A signal would disturb what a user's code waits for."""
 
     def __init__(self, context: BaseContext, number: int) -> None:
         self._lines = context.RawArray("c", number * LONGEST_LINE)
         _workers.append(weakref.ref(self, _workers.remove))
 
     def write_here(self, worker: int) -> None:
-        """Begins to write the lines of this process's main thread: it is a worker that reads data."""
+        """Begins to write the lines of this process's main thread, which reads data."""
         threading.Thread(target=self._write, args=(worker * LONGEST_LINE,), daemon=True).start()
 
     def _write(self, begin: int) -> None:
         reading = threading.main_thread().ident
         while True:
             stack = _frames(sys._current_frames().get(reading or 0))
-            line = described(stack).encode(errors="replace") if reads(stack) else b""
+            line = described(stack).encode(errors="replace") if has_any(stack, READERS) else b""
             self._lines[begin : begin + LONGEST_LINE] = line[:LONGEST_LINE].ljust(LONGEST_LINE, b"\0")
             time.sleep(WRITES)
 
@@ -201,11 +204,6 @@ class Workers:
 _workers: list["weakref.ref[Workers]"] = []
 
 
-def _lines_of_workers() -> list[str]:
-    """The lines of the worker processes that read for this one."""
-    return [line for reference in _workers if (workers := reference()) for line in workers.lines()]
-
-
 def _frames(frame: FrameType | None) -> list[Frame]:
     stack: list[Frame] = []
     while frame and len(stack) < DEEPEST:
@@ -215,39 +213,30 @@ def _frames(frame: FrameType | None) -> list[Frame]:
     return stack
 
 
-def place_of(stack: Iterable[Frame], own: Iterable[bool]) -> Place:
-    """Where a thread of this stack is, its innermost frame first. `own`: of each frame, whether it is the user's."""
+def place_of(stack: Iterable[Frame]) -> Place:
+    """Where a thread of this stack is, given its innermost frame first."""
     place: Place = "outside"
-    for frame, is_own in zip(stack, own, strict=True):
+    for frame in stack:
         if _is_in(frame, COLLECTIVES):
             return "collective"
-        if is_own or _is_in(frame, READING):
-            return place if is_own else "outside"
+        if is_users(frame.file):
+            return place
+        if _is_in(frame, READING):
+            return "outside"
         if _is_in(frame, FRAMEWORKS):
             place = "framework"
     return place
 
 
 def operation_of(stack: Sequence[Frame]) -> str:
-    """Of a thread in a collective: which one it waits in; "gradients", or empty where that cannot be seen."""
+    """The collective in which a thread waits: a function's name, or "gradients"; empty where that cannot be seen."""
     found = next((frame.function for frame in stack if _is_in(frame, OPERATIONS)), "")
-    return found or ("gradients" if any(_is_in(frame, AVERAGING) for frame in stack) else "")
+    return found or ("gradients" if has_any(stack, AVERAGING) else "")
 
 
-def is_long(stack: Iterable[Frame]) -> bool:
-    """Whether the thread does what may take long on one rank."""
-    return any(_is_in(frame, LONG) for frame in stack)
-
-
-def reads(stack: Iterable[Frame]) -> bool:
-    """Whether the thread reads batches, or waits for those that another one reads."""
-    return any(_is_in(frame, READERS) for frame in stack)
-
-
-def is_called(stack: Iterable[Frame]) -> bool:
-    """Whether C code of a framework runs this thread's Python, and waits for it. A pipeline that has read ahead as far
-    as it may runs none."""
-    return any(_is_in(frame, CALLED) for frame in stack)
+def has_any(stack: Iterable[Frame], table: Table) -> bool:
+    """Whether the thread is in one of the table's functions, or in what they call."""
+    return any(_is_in(frame, table) for frame in stack)
 
 
 def _is_in(frame: Frame, table: Table) -> bool:
@@ -257,27 +246,23 @@ def _is_in(frame: Frame, table: Table) -> bool:
     )
 
 
-def _place(stack: Sequence[Frame]) -> Place:
-    return place_of(stack, [is_users(frame.file) for frame in stack])
-
-
 def _users_line(stacks: Sequence[Sequence[Frame]]) -> str:
     """The line of the first thread that is in the user's code; else of the first thread."""
-    return described(next(filter(_is_in_users_code, stacks), stacks[0]))
+    return described(next((stack for stack in stacks if (found := _shown(stack)) and is_users(found.file)), stacks[0]))
 
 
-def _is_in_users_code(stack: Sequence[Frame]) -> bool:
-    found = next((frame for frame in stack if is_users(frame.file) or is_ours(frame.file)), None)
-    return found is not None and is_users(found.file)
+def _shown(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost line of the user's code or of this package."""
+    return next((frame for frame in stack if is_users(frame.file) or is_ours(frame.file)), None)
 
 
 def is_ours(file: str) -> bool:
-    """Whether the file is one of this package."""
+    """Whether the file belongs to this package."""
     return file.startswith(_OURS)
 
 
 def is_users(file: str) -> bool:
-    """Whether the file is the user's own: neither ours nor a library's."""
+    """Whether the file is the user's: it belongs neither to this package nor to a library."""
     return not (is_ours(file) or file.startswith(("<", *_LIBRARIES)))
 
 
@@ -285,7 +270,7 @@ def described(stack: Sequence[Frame]) -> str:
     """The innermost line of the user's code or of this package, followed by the library line that the thread is in."""
     if not stack:
         return "no line of Python"
-    found = next((frame for frame in stack if is_users(frame.file) or is_ours(frame.file)), stack[0])
+    found = _shown(stack) or stack[0]
     return _line(found) + (f" (inside {_line(stack[0])})" if stack[0] is not found else "")
 
 
@@ -294,8 +279,8 @@ def _line(frame: Frame) -> str:
 
 
 def observed(process: Process) -> tuple[State, str]:
-    """What another process of this host does, and in which line of Python it is. Asks it for its stacks, which the next
-    call finds: nothing here waits."""
+    """What another process of this host does, and in which line of Python it is. It requests the process's stacks,
+    which the next call finds, so that nothing here waits."""
     try:
         state, started = _stat(str(process.pid))
         if started != process.started:  # of another host, or of a container with numbers of its own
@@ -310,7 +295,7 @@ def observed(process: Process) -> tuple[State, str]:
 
 
 def _dumped(process: Process) -> str:
-    """The line in which the training thread was at the last request; empty before the first."""
+    """The line that the training thread was in at the last request; empty before the first."""
     path = f"/proc/{process.pid}/fd/{process.memory}"
     if process.memory is None or not os.readlink(path).startswith(f"/memfd:{MEMORY}"):  # noqa: PTH115
         return ""

@@ -1,5 +1,7 @@
-"""Signals, which a thread notices while the main thread is inside a collective, and the agreement to stop: a signal to
-any rank ends all of them after the same step, with a checkpoint."""
+"""Signals, which a thread notices while the main thread is in a collective, and the agreement to stop.
+
+A signal to any rank ends all ranks after the same step, with a checkpoint.
+"""
 
 import contextlib
 import os
@@ -19,13 +21,13 @@ MEANS = {signal.SIGTERM: "scancel, the time limit or kill", signal.SIGHUP: "the 
 
 
 class StopAgreement:
-    """The step after which all ranks stop, and the signal that made them."""
+    """The step after which all ranks stop, and the signal that has requested it."""
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
         self.signal: int | None = None
         self.too_early = False
-        """Whether that signal came before the first step."""
+        """Whether the signal came before the first step."""
         self.step: int | None = None
         """The step after which all ranks stop, once they have agreed."""
         self.stopped = False
@@ -38,7 +40,7 @@ class StopAgreement:
         with self.liveness.changed:
             self.liveness.in_steps = True
             if self.step is None and self._requested and self.topology.is_rank_0 and self._all_reachable():
-                # No rank is further than one step ahead of rank 0: all learn of the stop before they reach it.
+                # No rank is more than one step ahead of rank 0, so that all learn of the stop before they reach it.
                 self.step = step + (self.topology.size > 1)
                 self.peers.send(messages.StopAt(step=self.step, signal=self.signal or signal.SIGTERM))
                 self.liveness.wait_for(lambda: all(peer.stop_acknowledged for peer in self.peers.ranks()))
@@ -56,13 +58,13 @@ class StopAgreement:
         return StoppedError(step, signal.Signals(number).name, 128 + number)
 
     def agreed(self, message: messages.StopAt) -> None:
-        """Takes the step that rank 0 has chosen."""
+        """Notes the step that rank 0 has chosen."""
         self.step, self.signal = message.step, message.signal
         self.peers.send(messages.StopAcknowledged())
 
     def signalled(self, number: int, now: float) -> None:
         """Requests a stop of all ranks, as this process was sent a signal."""
-        if self.liveness.reason or self.stopped:  # the end is near: scancel, which we may have called, adds nothing
+        if self.liveness.reason or self.stopped:  # all end already, or this package itself has called scancel
             return
         self.requested(number)
         if not self.topology.is_rank_0:
@@ -92,7 +94,7 @@ class StopAgreement:
             self.liveness.listener.error(StoppedError, f"{name}{where} ({means}): {then}.")
 
     def _all_reachable(self) -> bool:
-        """Whether every rank can learn of the stop: none may stop where another would not."""
+        """Whether every rank can learn of the stop, as none may stop where another would not."""
         reachable = len(self.peers.ranks()) == self.topology.size - 1
         if not (reachable or self._warned):
             self._warned = True
@@ -104,11 +106,11 @@ _BLOCKED = (signal.SIGHUP, *TIME_LIMIT_SIGNALS)
 
 
 class SignalWatcher:
-    """SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 as bytes at `readable`; opened elsewhere than in the main thread it gets
-    none, as Python's handlers do."""
+    """Makes SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 readable as bytes at `readable`. Where another thread than
+    the main one opens it, it gets no signals, as Python's handlers."""
 
-    # A Python handler runs only once the main thread comes back from C, which a broken collective never does;
-    # the byte that C's handler writes can be read by any thread.
+    # A Python handler runs only when the main thread returns from C code, which it never does from a broken
+    # collective. The byte that the handler in C writes can be read by any thread.
 
     def __init__(self) -> None:
         self.readable, self._written = socket.socketpair()
@@ -116,7 +118,7 @@ class SignalWatcher:
         self._wakeup = -1
 
     def open(self, in_child: Callable[[], None]) -> None:
-        """Begins to watch. `in_child` runs after a fork in the child, which watches no longer."""
+        """Begins to watch. A forked child, which does not watch, calls `in_child`."""
         self.readable.setblocking(False)
         self._written.setblocking(False)
         _open_watchers[self] = in_child
@@ -127,20 +129,20 @@ class SignalWatcher:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
             before = signal.signal(number, _nothing)
-            # A warning that comes once the run has ended must not kill what has all its results.
-            unheard = number in TIME_LIMIT_SIGNALS and before == signal.SIG_DFL
-            self._before[number] = signal.SIG_IGN if unheard else before
-            signal.siginterrupt(number, False)  # not every library tries again where a signal cut its call short
-        # SLURM may signal every process of a step, and a terminal does as it closes: that would kill a reader of data,
-        # which has no handler. Readers inherit that they are blocked here.
+            # A warning that comes after the run's end must not kill a process that has all its results.
+            is_ignored = number in TIME_LIMIT_SIGNALS and before == signal.SIG_DFL
+            self._before[number] = signal.SIG_IGN if is_ignored else before
+            signal.siginterrupt(number, False)  # not every library repeats a call that a signal has interrupted
+        # SLURM may send signals to every process of a step, and so does a terminal that closes. They would kill a
+        # process that reads data, which has no handler. It inherits that they are blocked here.
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
     def unblock_here(self) -> None:
-        """Lets the calling thread take the signals that the main thread does not."""
+        """Lets the calling thread receive the signals that the main thread blocks."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
     def read(self) -> list[int]:
-        """The signals that have come since the last call."""
+        """The signals that have arrived since the last call."""
         with contextlib.suppress(BlockingIOError):
             return [number for number in self.readable.recv(64) if number in STOP_SIGNALS]
         return []
@@ -151,13 +153,13 @@ class SignalWatcher:
             self._written.send(b"\0")
 
     def close(self) -> None:
-        """Gives the signals back; a warning that nobody handled before is ignored from now on."""
+        """Restores the handlers of before. A warning signal that had none is ignored from now on."""
         if self._before:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """As `close`, in a forked child, where the warning signals stay blocked."""
+        """Does the same in a forked child, where the warning signals stay blocked."""
         _open_watchers.pop(self, None)
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
@@ -175,7 +177,7 @@ _open_watchers: dict[SignalWatcher, Callable[[], None]] = {}
 
 
 def _close_in_child() -> None:
-    # A child shares the socket: a signal of its own would stop the parent.
+    # A child shares the socket, so that a signal to the child would stop the parent.
     for watcher, in_child in list(_open_watchers.items()):
         watcher.close_in_child()
         in_child()

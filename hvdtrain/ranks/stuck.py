@@ -1,9 +1,10 @@
-"""Ranks that live but keep the others waiting: stuck in a loop, in a read, suspended. They are named, with their line.
+"""Names ranks that live but keep the others waiting, with the line they are in: stuck in a loop or a read, or
+suspended.
 
-A rank whose process lives sends heartbeats, be its training thread stuck for ever, and the others wait in an allreduce.
-So where no step ends for a while, rank 0 requests from every rank where its training thread stands. Who stands
-elsewhere than in a collective, while others wait in one, keeps them waiting. That is a warning, not an end: the read
-may come back. A rank that does not even answer is looked at by another one of its host.
+A process sends heartbeats even where its training thread is stuck for ever, while the others wait in an
+allreduce. So where no step ends for a while, rank 0 asks every rank where its training thread is. A rank that
+is not in a collective, while others wait in one, keeps them waiting. That is a warning and ends nothing, as a
+read may yet return. The process of a rank that does not even answer is examined by another rank of its host.
 """
 
 import statistics
@@ -28,8 +29,8 @@ DOES: dict[State, str] = {
 
 
 def keeping_others_waiting(places: Mapping[int, Place | Literal["silent"]]) -> set[int]:
-    """The ranks that keep others waiting: who does not answer, and who is outside a collective while at least as many
-    others are in one. Where fewer are, a step takes long everywhere, and some are done a little earlier."""
+    """The ranks that keep others waiting: those that do not answer, and those outside a collective while at least as
+    many others are in one. Where fewer are in one, a step takes long everywhere, and some ranks finish earlier."""
     waiting = [place in {"collective", "framework"} for place in places.values()]
     silent = {rank for rank, place in places.items() if place == "silent"}
     outside = {rank for rank, place in places.items() if place == "outside"}
@@ -39,7 +40,7 @@ def keeping_others_waiting(places: Mapping[int, Place | Literal["silent"]]) -> s
 
 
 class Parting:
-    """Whether the ranks wait in different collectives, for so long that none can come back."""
+    """Finds that the ranks wait in different collectives, so that none can ever return."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -47,9 +48,9 @@ class Parting:
     def judge(
         self, answers: Mapping[int, messages.Stack], size: int, asked: float, now: float, limit: float
     ) -> list[tuple[int, messages.Stack]]:
-        """The first rank of each collective that ranks wait in, where they have been apart for `limit` seconds since
-        they were `asked`. It takes longer where C code of a framework may compute yet, or two lines of the user's may
-        have called the same collective."""
+        """The first rank of each collective that ranks wait in, where these were different for `limit` seconds since
+        the ranks were `asked`; for longer where a framework's C code may still compute, or two lines of the user's
+        code may have called the same collective."""
         waits = [s for s in answers.values() if s.operation and (s.place == "collective" or not s.long)]
         if len(waits) < size or len({(stack.operation, stack.users_line) for stack in waits}) == 1:
             self._since = None
@@ -63,7 +64,7 @@ class Parting:
 
 
 class StuckWatch:
-    """Names ranks that keep the others waiting, on rank 0; on rank 1, rank 0 where it does not answer."""
+    """On rank 0, names ranks that keep the others waiting; on rank 1, names rank 0 where it does not answer."""
 
     def __init__(self, liveness: Liveness, endpoint: Endpoint) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
@@ -75,9 +76,9 @@ class StuckWatch:
         self._asked = 0.0
         self._answers: dict[int, messages.Stack] = {}
         self._since: dict[int, float] = {}
-        """The time since when each rank is seen to keep others waiting, by rank."""
+        """Since when each rank keeps others waiting."""
         self._named: dict[int, float] = {}
-        """The time at which each rank was last named."""
+        """When each rank was named last."""
         self._seen: dict[int, messages.ProcessState] = {}
         self._steps = 0
         self._parting = Parting()
@@ -93,20 +94,21 @@ class StuckWatch:
         self._steps += 1
 
     def expect_steps(self, expected: bool) -> None:
-        """Whether a step is to be expected soon; where it is, the time until it counts from now."""
+        """Says whether a step is expected soon; if so, the time until it counts from now."""
         self.paused = not expected
         if self._step_at is not None and expected:
             self._step_at = time.monotonic()
 
     def forgive(self, now: float) -> None:
-        """Starts all waits anew, after this process was suspended."""
+        """Starts to measure anew, after this process was suspended."""
         if self._step_at is not None:
             self._step_at = now
         self._since.clear()
         self._parting = Parting()
 
     def look(self, now: float) -> None:
-        """Requests, where no step has ended for a while, where the ranks stand, and names who keeps others waiting."""
+        """Where no step has ended for a while, asks the ranks where they are, and names those that keep others
+        waiting."""
         if self._step_at is None or self.liveness.reason or self.liveness.is_ending or self.topology.rank > 1:
             return
         if now - self._step_at < timeouts.STALLED:
@@ -118,14 +120,22 @@ class StuckWatch:
 
     def own(self) -> messages.Stack:
         """The message that says where this rank's training thread is."""
-        return _stack(self.stacks, paused=self.paused, steps=self._steps)
+        place, long, where, operation, users = self.stacks.now()
+        return messages.Stack(
+            place=place,
+            long=long or self.paused,
+            where=messages.cut(where),
+            operation=operation,
+            users_line=messages.cut(users),
+            steps=self._steps,
+        )
 
     def answered(self, peer: Peer, message: messages.Stack) -> None:
-        """Takes a rank's message about where its training thread is."""
+        """Takes a rank's answer to where its training thread is."""
         self._answers[peer.rank] = message
 
     def seen(self, message: messages.ProcessState) -> None:
-        """Takes what a rank has seen of another process of its host."""
+        """Takes what a rank has found out about another process of its host."""
         self._seen[message.rank] = message
 
     def _request(self, now: float) -> None:
@@ -135,10 +145,10 @@ class StuckWatch:
             self.peers.send(messages.StackRequest())
 
     def _judge(self, now: float) -> None:
-        """Judges by the ranks' answers to the last request who keeps the others waiting."""
+        """Finds and names those who keep the others waiting, by the ranks' answers to the last request."""
         places: dict[int, Place | Literal["silent"]] = {rank: each.place for rank, each in self._answers.items()}
         for peer in self.peers.ranks():
-            # Of rank 0 nothing was requested, but for its heartbeats.
+            # Rank 0 is asked nothing; it sends heartbeats.
             apart = timeouts.of_each(timeouts.STALLED, self.topology.size, timeouts.SILENCE / 2)
             since = self._asked if self.topology.is_rank_0 else now - apart
             if not peer.left and peer.last_received < since:
@@ -156,7 +166,7 @@ class StuckWatch:
                 self._name(rank, stack, now)
 
     def _judge_collectives(self, now: float) -> None:
-        """Ends all ranks where each waits in a collective, but not in the same one: none can come back."""
+        """Ends all ranks where each waits in a collective, but not in the same one: none can ever return."""
         if parted := self._parting.judge(self._answers, self.topology.size, self._asked, now, self._limit(None)):
             self.liveness.lost_together(
                 "the ranks wait in different collectives, for ever: "
@@ -165,7 +175,7 @@ class StuckWatch:
             )
 
     def _limit(self, stack: messages.Stack | None) -> float:
-        """The seconds that others wait for a rank before it is named."""
+        """After how many seconds in which others wait for it a rank is named."""
         if stack and stack.long:
             return timeouts.LONG
         usual = statistics.median(self._seconds) if self._seconds else 0.0
@@ -182,11 +192,13 @@ class StuckWatch:
 
     def _does(self, rank: int) -> str:
         """What the process of a rank does that does not answer, as text."""
-        peer = self.peers.of(rank)
-        prints = bool(peer and peer.process and peer.process.memory is None)
-        if peer and prints:
+        peer, seen = self.peers.of(rank), self._seen.get(rank)
+        line = f", in {seen.where}" if seen and seen.where else ""
+        if peer and peer.process and peer.process.memory is None:
             peer.interrupt()
-        return _does(self._seen.get(rank) or messages.ProcessState(rank=rank, state="unknown", where=""), prints)
+            line = ", and then prints its lines on stderr"
+        given_up = f"after {timeouts.SILENCE:.0f} seconds without an answer it is given up"
+        return f"does not answer: {DOES[seen.state if seen else 'unknown']}{line}; {given_up}"
 
     def _report_recovered(self, now: float) -> None:
         for rank in self._named:
@@ -196,7 +208,7 @@ class StuckWatch:
         self._parting = Parting()
 
     def _observe(self, rank: int) -> None:
-        """Looks at a silent rank's process from its host, or requests it of a rank that is there."""
+        """Examines a silent rank's process, or asks a rank of its host to do so."""
         silent = self.peers.of(rank)
         if not silent or not silent.process:
             return
@@ -209,30 +221,10 @@ class StuckWatch:
             neighbour.send(request)
 
 
-def _stack(stacks: Stacks, *, paused: bool, steps: int) -> messages.Stack:
-    """Where this rank's training thread is after so many steps; `paused`: whether it may stay there for long."""
-    place, long, where, operation, users = stacks.now()
-    return messages.Stack(
-        place=place,
-        long=long or paused,
-        where=messages.cut(where),
-        operation=operation,
-        users_line=messages.cut(users),
-        steps=steps,
-    )
-
-
 def look_at(message: messages.ProcessRequest) -> messages.ProcessState:
-    """Looks at the process of another rank of this host, and returns what it does."""
+    """What the process of another rank of this host does."""
     state, where = observed(message.process)
     return messages.ProcessState(rank=message.rank, state=state, where=messages.cut(where))
-
-
-def _does(seen: messages.ProcessState, prints: bool) -> str:
-    """What a process does that does not answer, as text; `prints`: whether it shows its lines on stderr itself."""
-    line = ", and then prints its lines on stderr" if prints else f", in {seen.where}" if seen.where else ""
-    given_up = f"after {timeouts.SILENCE:.0f} seconds without an answer it is given up"
-    return f"does not answer: {DOES[seen.state]}{line}; {given_up}"
 
 
 def _stands(stack: messages.Stack) -> str:

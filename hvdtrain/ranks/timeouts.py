@@ -1,9 +1,9 @@
-"""All seconds that ranks wait for one another, in one place."""
+"""How many seconds ranks wait for one another."""
 
 import math
 
-MANY = 400  # ranks, from each of which rank 0 reads as often as below
-GATHER, LONGEST_GATHER = 5e-5, 0.2  # for each rank, and at most, in which messages gather, to be read together
+MANY = 400  # ranks; where there are more, each sends less often than the constants below say
+GATHER, LONGEST_GATHER = 5e-5, 0.2  # for each rank, and at most, in which messages are collected and read together
 
 CONNECT = 3.5  # for a connection to be made: Linux tries again after 1 and 3
 RETRY = 0.2  # until the same address is tried again
@@ -15,7 +15,7 @@ UNREACHABLE = 20.0  # without an answer from a host's kernel after which its ran
 SILENCE = 60.0  # without a message of a rank, in steps: C code that holds Python's lock silences its thread too
 TIMES = 1.0  # between two reports of how long a rank's steps take
 ENERGY = 10.0  # between two readings of energy counters
-STALLED = 5.0  # without the end of a step after which ranks are asked where they stand
+STALLED = 5.0  # without the end of a step after which ranks are asked where they are
 STACKS = 2.0  # between two such requests
 STUCK = 12.0  # that others wait for a rank before it is named: with the above within 30 seconds
 LONG = 300.0  # the same while it validates, or writes a checkpoint

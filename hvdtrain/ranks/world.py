@@ -1,4 +1,4 @@
-"""The interface of training to the other ranks: how they join, live, stop together and leave."""
+"""What training uses of the other ranks: how they join, stop together and leave."""
 
 import contextlib
 import os
@@ -25,10 +25,10 @@ from hvdtrain.ranks.stuck import StuckWatch
 from hvdtrain.untrusted import one_line
 
 MOST_RANKS = 256
-"""Up to so many ranks, the step time of each is recorded; of more, that of each host's slowest."""
+"""Of up to so many ranks the step time of each is recorded; of more, only that of each host's slowest rank."""
 
-# MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too, whose provider
-# "sockets" hangs in one of two MPI_Init on several hosts.
+# MPICH's addresses over UCX are too long for SLURM's pmi2. pip's MPICH has libfabric too, whose provider "sockets"
+# hangs in every second MPI_Init on several hosts.
 SITE_MPICH = {"UCX_UNIFIED_MODE": "y"}
 PIP_MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
 
@@ -44,7 +44,7 @@ class World:
         *,
         insecure: bool = False,
     ) -> None:
-        """`listener`: to whom the ranks report. `insecure`: ranks need not prove that they belong together."""
+        """`listener` receives the reports of the ranks. `insecure`: ranks need not prove that they belong together."""
         self.topology, self.listener = topology, listener or Listener()
         self.peers = Peers(topology)
         self.liveness = Liveness(self.peers, self.listener)
@@ -83,7 +83,7 @@ class World:
         self.joining.connect_at(rendezvous)
 
     def busy(self, text: str) -> None:
-        """Reports to the other ranks why this one lets them wait, as in "copies the data"; "" for no longer."""
+        """Reports to the other ranks why this one lets them wait, as in "copies the data"; "" once it does not."""
         self.readiness.busy(text)
 
     def wait_until_ready(self, serve: Serve) -> None:
@@ -104,8 +104,7 @@ class World:
         return self.stop.stops_at(step)
 
     def expect_steps(self, expected: bool) -> None:
-        """Says whether the next step is expected soon; it is not after an epoch's last step, while ranks may
-        validate."""
+        """Says whether the next step is expected soon. After an epoch's last step it is not, as ranks may validate."""
         with self.liveness.diagnosing("stuck ranks"):
             self._stuck.expect_steps(expected)
 
@@ -114,8 +113,8 @@ class World:
         return self.stop.error(step)
 
     def aborted(self, cause: Exception) -> AbortedError:
-        """The error of a rank whose collective library broke, with the reason if any rank has reported one; else the
-        library's own, which the first rank of each host prints."""
+        """The error of a rank whose collective library failed, with the reason that a rank has reported; else with the
+        library's own error, which the first rank of each host prints."""
         with self.liveness.changed:
             self.liveness.wait_for(lambda: False, timeouts.TICK * 4)
             if self.liveness.reason:
@@ -136,7 +135,7 @@ class World:
 
     @waits_for_ranks
     def serve_rank_0(self) -> None:
-        """Waits, in another rank than 0, until rank 0 has finished: for an engine that rank 0 alone drives. Raises
+        """On all ranks but rank 0: waits until rank 0 has finished, where rank 0 alone drives the engine. Raises
         StoppedError or AbortedError."""
         with self.liveness.changed:
             self.liveness.in_steps = True
@@ -149,13 +148,13 @@ class World:
                 raise self.stopped(self.stop.step)
 
     def hosts(self) -> list[str]:
-        """Each rank's host, once all have joined; where there are many ranks, each host once."""
+        """The host of each rank, once all have joined; where there are many ranks, each host once."""
         known = {0: self.topology.host, **{peer.rank: peer.endpoint.host for peer in self.peers.ranks()}}
         hosts = [known.get(rank, "unknown") for rank in range(self.topology.size)]
         return hosts if len(hosts) <= MOST_RANKS else list(dict.fromkeys(hosts))
 
     def count_energy(self, *, anew: bool = False) -> None:
-        """Reports what all hosts have used in this run; `anew`: this process then trains another one, else it ends."""
+        """Reports the energy that all hosts have used in this run. `anew`: this process then trains another run."""
         with self.liveness.diagnosing("energy"):
             if not anew:
                 self._energy.close()
@@ -164,7 +163,8 @@ class World:
                 self._energy.book.begin()
 
     def leave(self, failure: str | None = None, code: int = TrainingError.exit_code) -> None:
-        """Sends a farewell, or with what message and exit code this rank fails; releases signals and connections."""
+        """Sends a farewell, or the message and exit code with which this rank fails; releases signals and
+        connections."""
         with self.liveness.changed:
             if self._monitor.ended:
                 return
@@ -183,11 +183,8 @@ class World:
 
 @contextlib.contextmanager
 def joined(world: World, framework: str, engine: str, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Around training: waits until all ranks are ready, and puts into `environ`, for as long as the block
-    runs, what their libraries look for.
-
-    Raises AbortedError or WorldError where not every rank comes.
-    """
+    """Around training: waits until all ranks are ready, and sets in `environ`, while the block runs, the variables that
+    their libraries read. Raises AbortedError or WorldError where a rank is missing."""
     over_gloo = engine == "horovod" and mpi.uses_gloo(world.topology, framework, environ)
     key = world.readiness.horovod_key
     world.readiness.shares = framework == "tensorflow" and ENGINES[engine].needs_address
@@ -197,15 +194,14 @@ def joined(world: World, framework: str, engine: str, environ: MutableMapping[st
     try:
         yield
     finally:
-        # One by one: a library's thread may be reading the environment, which must not be empty even for a moment.
+        # One by one, as a library's thread may read the environment meanwhile.
         for name in environ.keys() - before.keys():
             del environ[name]
         environ.update({name: value for name, value in before.items() if environ.get(name) != value})
 
 
 def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that libraries look for: torch.distributed's, and Horovod's where no launcher
-    set them."""
+    """The environment variables that libraries read: torch.distributed's, and Horovod's where no launcher set them."""
     topology, endpoints, ready = world.topology, world.endpoints, world.readiness
     found = {
         "RANK": str(topology.rank),
@@ -225,7 +221,7 @@ def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[
         )
     # Else Open MPI, when a rank is killed, now and then ends its peers before one can be named.
     found["OMPI_MCA_mpi_abort_delay"] = environ.get("OMPI_MCA_mpi_abort_delay", f"{timeouts.GRACE + 2:.0f}")
-    # Else Gloo gives up after 30 seconds a rank that is still importing its framework, and that one is refused then.
+    # Else Gloo gives up after 30 seconds, when a rank may still be importing its framework, and then refuses that rank.
     found["HOROVOD_GLOO_TIMEOUT_SECONDS"] = environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", f"{timeouts.ARRIVAL:.0f}")
     found["UCX_DEBUG_SIGNO"] = environ.get("UCX_DEBUG_SIGNO", "0")  # else UCX takes SIGHUP, to show where it stands
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":

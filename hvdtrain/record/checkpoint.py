@@ -1,9 +1,9 @@
-"""Checkpoints that survive anything: written beside, synced, checksummed, renamed; read without unpickling.
+"""Checkpoints: written under another name, synced, with a checksum, renamed; read without unpickling.
 
-One checkpoint is a folder `step-00000120` with `state.safetensors` (every array by name) and `meta.json`
-(position, numbers, the model's name, and a checksum of all this and the arrays' file). The folder appears
-complete, by one rename, or not at all; names that begin with a dot are what a killed run left. A damaged one
-becomes `damaged-step-00000120`, which is no checkpoint, once the run that holds the folder finds it.
+A checkpoint is a folder `step-00000120` with `state.safetensors` (every array by name) and `meta.json`
+(the position, numbers, the model's name, and a checksum of all this and of the arrays' file). The folder
+appears complete, by one rename, or not at all. A name that begins with a dot was left by a killed run. Once
+the run that holds the folder finds a damaged one, it renames it to `damaged-step-00000120`.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from hvdtrain.untrusted import printable
 ARRAYS, META = "state.safetensors", "meta.json"
 CHECKSUM = "xxh3_128"
 CHECKSUMS: Mapping[str, Callable[[bytes], Any]] = {CHECKSUM: xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""The checksums by their key in META. A checksum finds damage. Against a forger none would help, as he can
-write it too. SHA-256 took most of the writer's time: it is in older checkpoints, which are read."""
+"""The checksums by their key in META. They find damage, and stop no forger, who can write them too. SHA-256
+is slower, and in older checkpoints, which are still read."""
 NAME = re.compile(r"step-([0-9]{8,19})(\.old)?")
 HEADER_LIMIT = 64 << 20
 """The most bytes of the arrays' names and shapes; ResNet50 with momentum takes 50 KB."""
@@ -43,18 +43,18 @@ DAMAGED_KEPT = 2
 IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 Layout = Mapping[str, tuple[str, list[int]]]
-"""Arrays by name: NumPy's name of the dtype, and the shape."""
+"""By an array's name: NumPy's name of its dtype, and its shape."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 ShortText = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 
 
 class Damaged(CheckpointError):
-    """The folder's files are not those that were committed. Trying again does not help."""
+    """The checkpoint's files are not those that were written. Trying again does not help."""
 
 
 class Metadata(BaseModel):
-    """The keys of `meta` that are read before a run knows that the checkpoint is its own; others stand beside them."""
+    """The keys of `meta` that are checked of every checkpoint; a run checks more (schema.py)."""
 
     model_config = ConfigDict(strict=True)
 
@@ -73,11 +73,11 @@ class Checkpoint:
 
     @property
     def layout(self) -> Layout:
-        """What the arrays look like, as JSON."""
+        """The dtype and shape of every array."""
         return {name: (array.dtype.name, list(array.shape)) for name, array in self.arrays.items()}
 
     def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The numbers of that name. Raises CheckpointError where there are none of that shape."""
+        """The array of that name. Raises CheckpointError where there is none of numbers, of that shape."""
         found = self.arrays.get(name)
         if found is None or found.shape != shape or found.dtype.kind not in "biuf":
             there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
@@ -89,10 +89,9 @@ class Checkpoint:
 
 
 def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Writes a checkpoint as `folder/step-N`, then drops all before it but the `keep` newest and the best.
-    Returns its path.
+    """Writes a checkpoint as `folder/step-N`, and removes all earlier ones but the `keep` newest and the best.
 
-    Raises OutputError where it cannot be written; the checkpoints that were there stay.
+    Returns its path. Raises OutputError where it cannot be written; the checkpoints that were there stay.
     """
     final = folder / f"step-{checkpoint.meta['step']:08d}"
     try:
@@ -102,7 +101,8 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         old = final.with_name(f"{final.name}.old")
         with files.new_folder(final, aside=old) as unfinished:  # the old one counts until the new one does
             _write(unfinished, checkpoint)
-            _check_readable(unfinished)
+            files.parse_json(files.read(unfinished / META, META_LIMIT))  # within the limits of those who read it
+            _check_header(unfinished)
         files.remove(old)
     except (OSError, ValueError, SafetensorError) as error:
         raise OutputError(
@@ -114,8 +114,8 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and a line about each newer one that is damaged. Changes nothing: a run may
-    be writing there."""
+    """The newest whole checkpoint, and a line about each newer one that is damaged. Changes nothing, as a
+    run may be writing there."""
     damaged: list[str] = []
     listed = _listing(folder)
     for path in reversed(committed(folder)):
@@ -131,8 +131,8 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
-    """As `newest`, for the run that holds the folder: what a killed run left is swept away, and unless `check` raises,
-    all damaged ones are set aside. Raises OSError, and CheckpointError where one cannot be read now."""
+    """As `newest`, for the run that holds the folder: removes what a killed run left, and unless `check`
+    raises, renames all damaged checkpoints. Raises OSError; CheckpointError where one cannot be read now."""
     notes = _tidy(folder)
     found, damaged = None, dict[Path, Damaged]()
     for path in reversed(committed(folder)):
@@ -152,8 +152,7 @@ def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoi
 
 
 def committed(folder: Path) -> list[Path]:
-    """The folder's checkpoints, oldest first; none where the folder is a link. Raises CheckpointError where
-    it cannot be read."""
+    """The folder's checkpoints, oldest first; none where the folder is a link. Raises CheckpointError."""
     return _named(folder, "")
 
 
@@ -165,8 +164,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """The `meta` of a checkpoint, in the types of `Metadata`, without a look at the checksum. Raises
-    CheckpointError."""
+    """The `meta` of a checkpoint, whose checksum is not compared. Raises CheckpointError."""
     with _explained(path):
         meta = files.parse_json(text := files.read(path / META, META_LIMIT, follow=False))
         if not isinstance(meta, dict) or _text(meta) != text:  # the checksum is of the values: 1e5 and 1E5 are one
@@ -185,7 +183,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _prune(folder: Path, latest: Path, keep: int) -> None:
-    """Removes old checkpoints. Those of later steps stay: they are not this run's."""
+    """Removes old checkpoints. Those of later steps stay, as another run has written them."""
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     if latest not in paths:
         raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
@@ -196,7 +194,8 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
 
 
 def _tidy(folder: Path) -> list[str]:
-    """Undoes what a killed run had half done; a line about each damaged one that an older one of its step replaces."""
+    """Undoes what a killed run has left unfinished; a line about each damaged checkpoint that the older one
+    of its step replaces."""
     notes = []
     for old in [path for path in committed(folder) if path.suffix]:
         new = old.with_suffix("")
@@ -214,7 +213,7 @@ def _tidy(folder: Path) -> list[str]:
 
 
 def _set_aside(path: Path, error: Damaged) -> str:
-    """Renames a damaged checkpoint, for a person to look at. Returns a line for the log."""
+    """Renames a damaged checkpoint, for a person to examine. Returns a line for the log."""
     aside = path.with_name(f"damaged-{path.name}")
     files.remove(aside)
     files.move(path, aside)
@@ -231,7 +230,7 @@ def _named(folder: Path, prefix: str) -> list[Path]:
 
 
 def _by_step(path: Path) -> tuple[int, bool]:
-    """The key that sorts checkpoints by step; a replaced one comes before the one that replaces it."""
+    """The key that sorts checkpoints by step; one that was replaced comes before the new one."""
     step, _, old = path.name.rpartition("step-")[2].partition(".")
     return int(step), not old
 
@@ -253,7 +252,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _valid_score(path: Path) -> float:
-    """What the checkpoint scored in validation; -inf where it was not validated, or diverged."""
+    """The checkpoint's score in validation; -inf where it was not validated, or diverged."""
     try:
         score = metadata(path).get("valid_score")
     except CheckpointError:
@@ -262,7 +261,7 @@ def _valid_score(path: Path) -> float:
 
 
 def _verified(path: Path) -> dict[str, Any]:
-    """The `meta` of a checkpoint without the checksum, once every byte was checked. Raises CheckpointError."""
+    """The `meta` of a checkpoint without the checksum, which was compared. Raises CheckpointError."""
     meta = metadata(path)
     key = next((key for key in CHECKSUMS if key in meta), CHECKSUM)
     written = meta.pop(key, None)
@@ -271,12 +270,6 @@ def _verified(path: Path) -> dict[str, Any]:
             raise ValueError("its checksum differs")
         _check_header(path)
     return meta
-
-
-def _check_readable(folder: Path) -> None:
-    """Raises ValueError where what was written breaks a rule of those who read it."""
-    files.parse_json(files.read(folder / META, META_LIMIT))
-    _check_header(folder)
 
 
 def _check_header(folder: Path) -> None:
@@ -291,27 +284,27 @@ def _text(meta: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for what reading the files of `path` raises."""
+    """Turns what is raised by reading the files of `path` into a CheckpointError."""
     try:
         yield
     except OSError as error:
         if error.errno not in IS_DAMAGE and not isinstance(error, FileNotFoundError):  # it may be whole
             raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}; try again.") from None
         raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
-    except ValidationError as error:
-        raise Damaged(f"checkpoint {path} is damaged: {reason_of(error)}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {_reason(error)}.") from None
 
 
 def reason_of(error: ValidationError) -> str:
-    """Which key of `meta` breaks which rule."""
+    """Which key of `meta` breaks which rule, as text."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{printable('.'.join(map(str, first['loc'])))} in {META}: {first['msg']}"
 
 
 def _reason(error: Exception) -> str:
-    """The error in one line, without the folder that the message names already."""
+    """The error in one line, without the folder, which the message names already."""
+    if isinstance(error, ValidationError):
+        return reason_of(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{Path(error.filename).name}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())

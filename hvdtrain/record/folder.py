@@ -1,4 +1,4 @@
-"""The run folder `runs/<recipe>/<job or time>/`: found or made, locked, and its small files. Rank 0's alone."""
+"""The run folder `runs/<recipe>/<job or time>/`, which rank 0 finds or makes, and locks; and its small files."""
 
 import contextlib
 import errno
@@ -34,18 +34,11 @@ RECIPE = "recipe.yaml"
 WRITTEN = re.compile(
     r"checkpoints|trackers|\..*|events\..*|(step|damaged|best)-.*|.*\.(yaml|jsonl?|html)|job\.sh|rank.*", re.DOTALL
 )
-"""The names of all that a run writes into its folder."""
+"""The names of everything that a run writes into its folder."""
 State = Literal["running", "finished", "failed", "stopped"]
 
 
-class _Ended:
-    """Whether the status of a run's end is written. After it, no thread may write that the run is running."""
-
-    def __init__(self) -> None:
-        self.lock, self.so = threading.Lock(), False
-
-
-@dataclass(frozen=True)
+@dataclass
 class RunFolder:
     """A run's folder, held by this process until it ends."""
 
@@ -53,21 +46,23 @@ class RunFolder:
     lock: IO[str]
     holder: Holder | None = None
     """The file that holds the folder, on a file system without flock."""
-    _ended: _Ended = field(default_factory=_Ended, repr=False, compare=False)
+    _is_over: bool = field(default=False, init=False, repr=False)
+    """Whether the status of the run's end is written. After it, no thread may write that the run is running."""
+    _ending: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
     def write_status(self, state: State, **more: Any) -> None:
-        """`status.json`, replaced in one piece: state, the time in seconds since 1970, and more. Once the run has
-        ended, it is running no more, whoever says so."""
+        """Replaces `status.json`: the state, the time in seconds since 1970, and more. Once the run has
+        ended, the state "running" is no longer written."""
         path, text = self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1)
         if state == "running":
             self._write_running(path, text)
             return
-        with self._ended.lock:
-            self._ended.so = True
+        with self._ending:
+            self._is_over = True
         write = files.write if state == "finished" else files.write_before_exit  # a launcher ends it soon
         write(path, text)
 
@@ -76,8 +71,8 @@ class RunFolder:
         try:
             unfinished.write_text(text, encoding="utf-8")
             files.sync(unfinished)
-            with self._ended.lock:  # not while the disk syncs, for which a run that ends does not wait
-                if not self._ended.so:
+            with self._ending:  # not while the disk syncs, for which a run that ends does not wait
+                if not self._is_over:
                     unfinished.replace(path)
             files.sync(path.parent)
         finally:
@@ -86,26 +81,26 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is: what its folder says, and which checkpoints are its own."""
+    """What a run is: what its folder shows, and which checkpoints belong to it."""
 
     name: str
-    """The recipe and its entry, for reports, as in cifar100:bs256."""
+    """The recipe and its entry, as in cifar100:bs256, for reports."""
     framework: Framework
     model: str
-    """What two runs must share to exchange checkpoints."""
+    """Two runs can use each other's checkpoints where this is equal."""
     lines: tuple[str, ...]
     """Lines for the log."""
     files: Mapping[str, str]
-    """The texts of the folder's files, by file name."""
+    """The texts of the folder's small files, by file name."""
     checkpoint_bytes: int
     keep_checkpoints: int
     contents: Mapping[str, Any] = field(default_factory=dict)
-    """A description of the examples, where it is known from the start."""
+    """A description of the data set, where it is known from the start."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumes from; without one the run begins."""
+    """The checkpoint that a run resumes from; without one the run starts from the beginning."""
 
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
@@ -113,7 +108,7 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """The number of updates that were made already."""
+        """How many updates were made before."""
         return int(self.checkpoint.meta["step"]) if self.checkpoint else 0
 
 
@@ -157,7 +152,7 @@ def identity_of(plan: Plan, framework: Framework, contents: Mapping[str, Any]) -
 
 
 def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[str] = ()) -> ResumePoint:
-    """Reads the checkpoint to resume from, and writes what the run is. Raises OutputError and CheckpointError."""
+    """Reads the checkpoint to resume from, and writes the folder's small files. Raises OutputError, CheckpointError."""
     state, damaged = _recover(folder, identity)
     state, changes = on_other_data(state, identity.contents) if state else (None, [])
     notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged), *changes]
@@ -168,9 +163,9 @@ def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[st
 
 def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, list[str]]:
     def check(state: Checkpoint) -> None:
-        check_names(state.meta.get("data"), identity.contents, state.meta["step"])  # before: more classes, more weights
-        _check_model(state, identity, folder)
-        _check_framework(state, identity.framework, folder)
+        # The names first: other classes make another model too.
+        check_names(state.meta.get("data"), identity.contents, state.meta["step"])
+        _check_identity(state.meta, identity, folder.path)
         check_resumable(state.meta)
 
     try:
@@ -188,7 +183,7 @@ def _notes(folder: RunFolder, identity: Identity, state: Checkpoint | None, dama
 
 
 def _changes(folder: RunFolder, text: str) -> list[str]:
-    """A line where the folder's recipe, which a checkpoint was trained with, differs."""
+    """A line for the log where the recipe of the checkpoint was another."""
     before: set[str] = set()
     with contextlib.suppress(OSError, ValueError):
         before.update(files.read(folder.path / RECIPE, follow=False).splitlines())
@@ -204,7 +199,7 @@ def folder_name(recipe_name: str) -> str:
 
 
 def _fresh(parent: Path, topology: Topology) -> Path:
-    """A folder of its own, named by job or time: a job may train one recipe several times."""
+    """A new folder, named by the job or the time, with a number where a job trains one recipe several times."""
     name = topology.job_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path, count = parent / name, 1
     while True:
@@ -219,8 +214,8 @@ def _fresh(parent: Path, topology: Topology) -> Path:
 
 
 def _unfinished(parent: Path, plan: Plan, framework: str, job_id: str | None) -> tuple[RunFolder | None, list[str]]:
-    """The run of this very recipe, framework and user that has not ended and that nobody is writing to: this job's own,
-    where it was queued again, else the newest. Also lines about folders that are passed over."""
+    """The run of this user with the same recipe and framework that has not ended and that nobody writes to. It is this
+    job's own where the job was queued again, else the newest. Also lines about the folders that are passed over."""
     lines, own, theirs = list[str](), list[tuple[bool, float, Path]](), list[Path]()
     for path in parent.glob("*"):
         with contextlib.suppress(OSError):  # no run's folder
@@ -242,17 +237,19 @@ def _unfinished(parent: Path, plan: Plan, framework: str, job_id: str | None) ->
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a run's folder, the link to it, and its checkpoints' folder are this user's. Raises OSError."""
+    """Whether a run's folder, a link to it, and its folder of checkpoints belong to this user. Raises OSError."""
     return all(map(files.is_own, ((path / "checkpoints").lstat(), path.stat(), path.lstat())))
 
 
 def _is_this_run(path: Path, plan: Plan, framework: str) -> bool:
-    """Whether the folder holds checkpoints of this recipe and framework, and not the last. Raises OutputError and
-    CheckpointError where its files do not show it, or no run could resume there; OSError."""
+    """Whether the folder holds an unfinished run of this recipe and framework. Raises OutputError and CheckpointError
+    where its files do not show that, or no run could resume there; OSError."""
     _refuse_links(path)
     if not checkpoint.committed(path / "checkpoints"):
         return False
-    meta, text = _metadata(path), _recipe(path)
+    meta, text = _metadata(path), ""
+    with contextlib.suppress(OSError, ValueError):
+        text = files.read(path / RECIPE, follow=False)
     if _is_finished(path, meta, plan) or (meta and meta.get("framework") != framework):
         return False
     # What a power cut leaves of a file: nothing, zeros, or its beginning.
@@ -278,7 +275,7 @@ def _metadata(path: Path) -> dict[str, Any] | None:
 
 
 def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
-    """By the status, or by the newest checkpoint where the status is lost."""
+    """Whether the run has ended, by its status, or by its newest checkpoint where the status is lost."""
     state = reader.recorded_state(path)
     if state in get_args(State):
         return state == "finished"
@@ -290,15 +287,8 @@ def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
     return False
 
 
-def _recipe(path: Path) -> str:
-    try:
-        return files.read(path / RECIPE, follow=False)
-    except (OSError, ValueError):
-        return ""
-
-
 def hold(path: Path) -> RunFolder:
-    """The run folder, made where it is missing, for this process alone. Raises OutputError."""
+    """Opens the run folder, or makes it, and locks it for this process. Raises OutputError."""
     try:
         _refuse_links(path)
         files.make_folder(path / "checkpoints")
@@ -322,7 +312,7 @@ def hold(path: Path) -> RunFolder:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raises OutputError where a link lies in the run folder, in which the run writes, appends and removes; OSError."""
+    """Raises OutputError where a link lies in the run folder, through which the run would write or remove; OSError."""
     for folder in filter(Path.is_dir, (path, path / "checkpoints")):
         for each in folder.iterdir():
             is_file, status = each.is_file(), each.lstat()
@@ -337,26 +327,22 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write to the run folder {path}: {error.strerror}; give a writable --output.")
 
 
-def _check_model(state: Checkpoint, identity: Identity, folder: RunFolder) -> None:
-    theirs, ours = state.meta.get("model"), identity.model
-    if theirs != ours:
+def _check_identity(meta: Mapping[str, Any], identity: Identity, path: Path) -> None:
+    model, framework = meta.get("model"), meta.get("framework")
+    if model != identity.model:
         raise CheckpointError(
-            f"{folder.path} holds checkpoints of another model ({theirs}), this run trains {ours}; "
+            f"{path} holds checkpoints of another model ({model}), this run trains {identity.model}; "
             "give another --output."
         )
-
-
-def _check_framework(state: Checkpoint, framework: str, folder: RunFolder) -> None:
-    theirs = state.meta.get("framework")
-    if theirs != framework:
+    if framework != identity.framework:
         raise CheckpointError(
-            f"{folder.path} holds checkpoints of {theirs}, this run trains with {framework}; convert them: "
-            f"python -m hvdtrain convert {folder.path} --to {framework}"
+            f"{path} holds checkpoints of {framework}, this run trains with {identity.framework}; convert them: "
+            f"python -m hvdtrain convert {path} --to {identity.framework}"
         )
 
 
 def model_identity(plan: Plan) -> str:
-    """What two runs of recipes must share to exchange checkpoints."""
+    """A text that is equal for runs of recipes that can use each other's checkpoints."""
     r = plan.recipe
     stem = f", {r.stem} stem" if r.model == "resnet50" else ""
     optimizer = printable(optimizers.identity(r), LONGEST_IDENTITY)
@@ -365,8 +351,8 @@ def model_identity(plan: Plan) -> str:
 
 
 def _reserve(folder: RunFolder, identity: Identity) -> None:
-    """Refuses a folder that has no room for the checkpoints: the kept ones, the best, and one being written. It takes
-    none: where a file system cannot, posix_fallocate writes it all. Raises OutputError, OSError."""
+    """Refuses a folder without room for the checkpoints: those that are kept, the best, and one being written. The room
+    is not taken, as posix_fallocate would write all of it on some file systems. Raises OutputError, OSError."""
     there, disk = len(checkpoint.committed(folder.checkpoints)), os.statvfs(folder.path)
     wanted = max(1, identity.keep_checkpoints + 2 - there) * identity.checkpoint_bytes
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < wanted:  # some report nothing
@@ -377,7 +363,7 @@ def _reserve(folder: RunFolder, identity: Identity) -> None:
 
 
 def _describe(folder: RunFolder, identity: Identity, step: int) -> None:
-    """Writes what the run is: its files, and a status of `step` updates. Raises OutputError."""
+    """Writes the folder's small files, with a status of `step` updates. Raises OutputError."""
     try:
         _reserve(folder, identity)
         for name, text in identity.files.items():

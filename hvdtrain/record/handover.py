@@ -1,6 +1,6 @@
-"""What a run leaves for `python -m hvdtrain supervise`, which decides outside of the ranks what comes next.
+"""What a run reports to `python -m hvdtrain supervise`, which decides what is done once its ranks have ended.
 
-Each is a small file of its own with one writer, so that no rank waits for another.
+Each report is a small file that one rank writes, so that no rank waits for another.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from pydantic import NonNegativeInt
 from hvdtrain import files
 
 VARIABLE = "HVDTRAIN_OUTCOME"
-"""The variable that names the folder, which every node sees. Where it is set, a supervisor queues the job again."""
+"""The variable that names the folder of the reports, which every node sees. A supervisor sets it."""
 Name = Literal["run", "lost", "error"]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Report:
-    """What a file of the folder holds. What nobody has reported is empty."""
+    """What one file of the folder holds. What was not reported is empty."""
 
     run: str = ""
     step: NonNegativeInt = 0
@@ -39,19 +39,19 @@ class Report:
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
-    """Whether a supervisor decides what comes next."""
+    """Whether a supervisor started this run."""
     return bool(environ.get(VARIABLE))
 
 
 def write(environ: Mapping[str, str], name: Name, **values: Any) -> None:
-    """`NAME.json` for the supervisor, if there is one; a disk that fails must not end the run."""
+    """Writes `NAME.json` for the supervisor, if there is one. A disk that fails does not end the run."""
     if is_supervised(environ):
         with contextlib.suppress(OSError):
             files.write_before_exit(path(Path(environ[VARIABLE]), name), json.dumps(values))
 
 
 def read(folder: Path, name: Name) -> Report:
-    """The report that was written; an empty one where there is none, or it cannot be read."""
+    """The report of that name; an empty one where there is none, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         found = files.read_json(path(folder, name), follow=False)
         return pydantic.TypeAdapter(Report).validate_python(found)
@@ -59,5 +59,5 @@ def read(folder: Path, name: Name) -> Report:
 
 
 def path(folder: Path, name: Name) -> Path:
-    """The file of that name."""
+    """The path of that report."""
     return folder / f"{name}.json"

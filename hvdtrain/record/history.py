@@ -17,18 +17,18 @@ from hvdtrain.untrusted import HIGHEST, items, mapping, text, unix_time, whole
 
 Record = dict[str, Any]
 POINTS = 600
-"""Points that a curve has at most."""
+"""The most points that a curve has."""
 KEPT, MOST_KEPT = 1 << 12, 1 << 16
-"""Points after thinning while a file is read, and those at which it is thinned."""
+"""While a file is read, a column of more than MOST_KEPT points is thinned to KEPT."""
 MOST_NAMES = 40
 NOT_VALUES = {"kind", "step", "epoch", "time"}
 PHASES = ("start", "import", "rendezvous", "data", "model", "first_step", "training", "validation", "checkpoint", "end")
-"""In the order in which a launch comes to them; a newer version may have others, which come behind."""
+"""The phases of a launch in their order. Those that a newer version adds are shown after them."""
 MOST_PHASES = 20
 STEPS = ("first_step", "training")
 MOST_LAUNCHES = 1000
 MOST_EVENTS, MOST_KINDS = 500, 20
-"""Events of one kind, and kinds of events, that are kept of a launch."""
+"""The most events of one kind, and the most kinds of events, that are kept of a launch."""
 MOST_COLUMNS = 600
 MOST_RANKS = 256
 MOST_HOSTS = 20_000
@@ -36,7 +36,7 @@ TIMES = ("reading", "computing", "waiting")
 
 
 class Column:
-    """Points (x, y) in the order in which they come; neighbours become one where they are too many."""
+    """Points (x, y) in the order in which they were added. Where there are too many, neighbours are merged into one."""
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
@@ -44,7 +44,7 @@ class Column:
         self._count = 0
 
     def add(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Adds points [n] each; where one is not finite it is left out."""
+        """Adds n points, but for those with a number that is not finite."""
         known = np.isfinite(x) & np.isfinite(y)
         if not known.any():
             return
@@ -70,7 +70,7 @@ class Column:
 
 
 def _thinned(rows: np.ndarray, most: int) -> np.ndarray:
-    """The rows by x, neighbours as one, so that each stands for an equal part of x or is a point of its own."""
+    """At most so many rows, by x. Where there are more, each stands for an equal part of the range of x."""
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     if len(rows) <= most:
         return rows
@@ -96,11 +96,11 @@ class Metrics:
     last_epoch: int = 0
     """The last epoch that has ended."""
     last_time: float = 0.0
-    """When the last record was written, seconds since 1970; 0 where nothing says so."""
+    """When the last record was written, in seconds since 1970; 0 where that is not known."""
     repeated: int = 0
-    """Log lines of a step that had one before."""
+    """How many log lines are of a step that an earlier line was of."""
     valid_examples: set[int] = field(default_factory=set)
-    """Numbers of examples that validations have counted; at most a few."""
+    """The different numbers of examples that validations have counted, at most MOST_NAMES."""
     counted_epochs: int = 0
 
     def add(self, records: Sequence[Record]) -> None:
@@ -161,23 +161,24 @@ def _column(records: Sequence[Record], key: str) -> np.ndarray:
 
 
 def _numbers(values: Sequence[object], low: float, high: float = HIGHEST) -> np.ndarray:
-    """[n] the numbers in [low, high]; NaN for what is none."""
+    """[n] the numbers in [low, high]; NaN for every other value."""
     known = [untrusted.number(value, low, high) for value in values]
     return np.array([np.nan if value is None else value for value in known], np.float64)
 
 
 def _whole(values: np.ndarray) -> np.ndarray:
-    """The values, NaN where they are no whole numbers from 0 on."""
+    """The values that are whole numbers from 0 on; NaN for the others."""
     with np.errstate(invalid="ignore"):
         return np.where((values >= 0) & (values == np.floor(values)), values, np.nan)
 
 
 @dataclass(frozen=True)
 class Happening:
-    """An event, by the launch's clock."""
+    """An event of a launch."""
 
     kind: str
     clock: float
+    """Seconds from the launch's beginning to the event."""
     text: str
     step: int | None
     rank: int | None
@@ -185,7 +186,7 @@ class Happening:
 
 @dataclass(frozen=True)
 class Times:
-    """Median seconds of a step by rank; NaN where nobody knows."""
+    """Median seconds that a step took, by rank; NaN where they are not known."""
 
     clock: float
     ranks: tuple[int, ...]
@@ -201,7 +202,7 @@ class Times:
 
 @dataclass(frozen=True)
 class End:
-    """What a launch has recorded of its end."""
+    """How a launch ended, as it has recorded itself."""
 
     state: str
     text: str
@@ -213,23 +214,23 @@ class Launch:
     """One process of rank 0."""
 
     about: Record
-    """The record with which it began; empty where that is lost."""
+    """The record with which it began; empty where it is lost, and of every launch but the last."""
     clock: float = 0.0
     """Seconds from its beginning to its last sign of life."""
     last_step: int = 0
     hosts: list[str] = field(default_factory=list)
-    """Host of each rank; of very many ranks, one a node."""
+    """The host of each rank; where there are very many ranks, each host once."""
     submit: float | None = None
     start: float | None = None
-    """When the job was submitted and started, seconds since 1970, as SLURM says."""
+    """When the job was submitted and started, in seconds since 1970, as SLURM reports it."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds in each, by the last record of them."""
+    """The seconds that were spent in each phase, by the last record of phases."""
     grew: str = ""
-    """The phase that grew in the last record of them."""
+    """The phase that took the most time between the last two records of phases."""
     marks: "array[float]" = field(default_factory=lambda: array("d"))
-    """Step, and seconds of steps by then; a pair a record of phases."""
+    """Two numbers for each record of phases: a step, and the seconds that all steps up to it took."""
     checkpoints: "array[float]" = field(default_factory=lambda: array("d"))
-    """Steps of the checkpoints."""
+    """The steps at which checkpoints were written."""
     times: list[Times] = field(default_factory=list)
     figures: dict[str, tuple[float, int]] = field(default_factory=dict)
     """The highest value of each of `hvdtrain.core.sharing.FIGURES`, and its rank."""
@@ -240,39 +241,24 @@ class Launch:
     _events: dict[str, list[Happening]] = field(default_factory=dict)
     _times_seen: int = 0
     _every: int = 1
-    """One of so many records of times is kept, where there are very many."""
+    """Of how many records of times one is kept."""
 
-    @property
-    def time(self) -> float | None:
-        """When it began, seconds since 1970."""
-        return unix_time(self.about.get("time"))
-
-    @property
-    def first_step(self) -> int:
+    def __post_init__(self) -> None:
+        job = mapping(self.about.get("job"))
+        self.ranks = whole(self.about.get("ranks"), 1)
+        self.time = unix_time(self.about.get("time"))
+        """When it began, in seconds since 1970."""
+        self.first_step = whole(self.about.get("step")) or 0
         """The step that it resumed from."""
-        return whole(self.about.get("step")) or 0
-
-    @property
-    def valid_examples(self) -> int | None:
-        """The examples that its data set had for each validation."""
-        return whole(self.about.get("valid_examples"))
-
-    @property
-    def ranks(self) -> int | None:
-        return whole(self.about.get("ranks"), 1)
-
-    @property
-    def job_id(self) -> str:
-        return text(mapping(self.about.get("job")).get("id"), 60)
-
-    @property
-    def job(self) -> tuple[str, str]:
-        """The job, and how often SLURM has started it again."""
-        return self.job_id, text(mapping(self.about.get("job")).get("restart"), 20)
+        self.valid_examples = whole(self.about.get("valid_examples"))
+        """How many examples its data set had for each validation."""
+        self.job_id = text(job.get("id"), 60)
+        self.job = self.job_id, text(job.get("restart"), 20)
+        """The job's number, and how often SLURM has started the job again."""
 
     @property
     def events(self) -> list[Happening]:
-        """The events by clock; of very many of a kind, the first and the last ones."""
+        """The events in order of time; of very many of one kind, the first and the last ones."""
         return sorted(itertools.chain(*self._events.values()), key=lambda event: event.clock)
 
     def name_of(self, rank: int) -> str:
@@ -281,7 +267,7 @@ class Launch:
         return f"rank {rank} on {hosts[rank]}" if rank < len(hosts) and len(hosts) == self.ranks else f"rank {rank}"
 
     def step_seconds_until(self, step: int) -> float:
-        """Seconds of the steps up to that one, by the first record of phases that has it, or the last before it."""
+        """The seconds that all steps up to this one took, by the last record of phases that is not after it."""
         best, found = -1.0, 0.0
         for made, spent in zip(self.marks[::2], self.marks[1::2], strict=True):
             if best < made <= step:
@@ -289,7 +275,7 @@ class Launch:
         return found
 
     def add(self, record: Record) -> None:
-        """Adds one of its records, whatever it holds."""
+        """Adds one of its records, whatever the record holds."""
         clock = untrusted.seconds(record.get("clock")) or 0.0
         self.clock = max(self.clock, clock)
         self.last_step = max(self.last_step, whole(record.get("step")) or 0)
@@ -308,9 +294,7 @@ class Launch:
 
     def shorten(self) -> None:
         """Forgets what is shown of the last launch alone."""
-        numbers = {name: getattr(self, name) for name in ("time", "ranks", "valid_examples")}
-        of_job = dict(zip(("id", "restart"), self.job, strict=True))
-        self.about = {**numbers, "step": self.first_step, "job": of_job}
+        self.about = {}
         self.hosts = self.hosts if len(self.hosts) <= MOST_RANKS else []
 
     def _add_hosts(self, record: Record, clock: float) -> None:
@@ -326,7 +310,7 @@ class Launch:
         spent = {text(name, 30): untrusted.seconds(given.get(name)) for name in names[:MOST_PHASES]}
         known = {name: each for name, each in spent.items() if each is not None}
         if not known or sum(known.values()) < sum(self.phases.values()):
-            return  # damaged: they only grow
+            return  # damaged, as they only grow
         growth = {name: each - self.phases.get(name, 0.0) for name, each in known.items()}
         self.grew, self.phases = max(growth, key=growth.__getitem__), known
         self.clock = max(self.clock, sum(known.values()))
@@ -364,11 +348,8 @@ class Launch:
 
     def _add_energy(self, record: Record, clock: float) -> None:
         joules, nodes = mapping(record.get("joules")), mapping(record.get("nodes"))
-        known = {
-            text(name, 40): value
-            for name, given in list(joules.items())[:10]
-            if (value := untrusted.number(given, 0)) is not None
-        }
+        given = {text(name, 40): untrusted.number(value, 0) for name, value in list(joules.items())[:10]}
+        known = {name: value for name, value in given.items() if value is not None}
         if known:
             self.joules, self.joules_clock = known, clock
             counts = {name: whole(nodes.get(name), 1) for name in known}
@@ -381,7 +362,7 @@ class Launch:
 
 
 def add_launches(launches: list[Launch], records: Sequence[Record]) -> int:
-    """Adds records, each to the launch above it; how many belong to launches beyond the most."""
+    """Adds each record to the launch that it follows; how many launches beyond MOST_LAUNCHES were left out."""
     left_out = 0
     for record in records:
         if record.get("kind") == "launch":

@@ -1,7 +1,7 @@
-"""Who writes a run folder on a file system without flock, as Lustre mounted without it: a file with a heartbeat.
+"""Locks a run folder on a file system without flock, as Lustre may be mounted: by a file with a heartbeat.
 
-The file appears by O_EXCL, which holds there too. Its holder writes a new number into it every two seconds. Who finds
-it there watches it: a number that changes is a run that lives, one that stays is a run that was killed.
+The file is made with O_EXCL, which works there too. Its holder writes a new number into it every two seconds. Another
+run that finds the file watches it: while the number changes, its holder is alive; else the holder was killed.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ NAME = ".holder"
 HEARTBEAT = 2.0
 """Seconds between two heartbeats."""
 DEAD = 30.0
-"""Seconds without a heartbeat after which a run counts as killed, where its process is not seen to be gone."""
+"""Seconds without a heartbeat after which a run counts as killed, where it cannot be seen that its process is gone."""
 
 
 class Holder:
-    """The file of this process; `close` removes it."""
+    """Holds a folder by a file, which `close` removes."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OutputError where another run holds the folder, OSError."""
         self.path, self._closed, self._heartbeats = folder / NAME, threading.Event(), 0
-        self._token = secrets.token_hex(8)  # in containers, two processes of a host have one number
+        self._token = secrets.token_hex(8)  # in containers, two processes of a host may have the same number
         while not self._created():
             before = _read(self.path)
             if _lives(self.path, before):
@@ -43,7 +43,7 @@ class Holder:
 
     def check(self) -> None:
         """Raises OutputError where another run has taken the folder, as from one that was suspended."""
-        found = _read(self.path)  # empty where the file system is away for a while
+        found = _read(self.path)  # empty while the file system does not answer
         if found and not self._closed.is_set() and not self._is_own(found):
             raise OutputError(f"{self.path.parent} was taken by another run while this one stood still; it ends here.")
 
@@ -79,8 +79,8 @@ class Holder:
         return (found.get("token"), found.get("pid")) == (self._token, os.getpid())
 
     def _remove(self, dead: dict[str, object]) -> None:
-        """Removes a dead run's file, and not that of a run which has come meanwhile. Raises OSError where it may not:
-        in a folder like /tmp, it is another user's."""
+        """Removes a dead run's file, but not that of a run which began meanwhile. Raises OSError where it may not, as
+        of another user's file in a folder like /tmp."""
         aside = files.temporary(self.path)
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -91,7 +91,7 @@ class Holder:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Empty where there is nothing to read, or somebody else's."""
+    """What the file holds; empty where there is none, or it cannot be read."""
     try:
         found = files.read_json(path, follow=False)
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _processes() -> str:
-    """The kernel and container in which a process's number counts."""
+    """Names the kernel and the container, in which a process number is unique."""
     return f"{boot_id()} {Path('/proc/self/ns/pid').stat().st_ino}"
 
 

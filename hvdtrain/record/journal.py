@@ -1,7 +1,7 @@
 """launches.jsonl: what each launch of a run spends its time on, and what happens in it; for reports.
 
-Rank 0 writes it, from a thread: neither training nor the failure detector waits for a file system. A launch is one
-process of rank 0, from its begin to its end; the records of a launch follow its first one, of the kind "launch".
+Rank 0 writes it in a thread, so that neither training nor the failure detector waits for a file system. A launch is
+one process of rank 0. Its records follow its first one, which is of the kind "launch".
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,23 +30,27 @@ Phase = Literal[
     "start", "data", "import", "rendezvous", "model", "first_step", "training", "validation", "checkpoint", "end"
 ]
 SHORTEST = 5.0
-"""Seconds between two records of one kind that come again and again."""
+"""The fewest seconds between two records of a kind that is written again and again."""
 PHASES_APART = 1.0
-"""Seconds between two records of the phases: of a killed launch the last ones are all that is known."""
+"""The same for records of phases, the last of which is all that is known of a killed launch."""
 PART = 0.01
-"""The part of the time since the launch began that lies between two such records: a run of days has some hundreds."""
+"""The fewest seconds between two such records, as a part of the launch's age: in days it writes only some hundreds."""
 CLOSE_SECONDS = 5.0
 
 
 class Journal:
-    """The clock of this process, which is in one phase at each moment; on rank 0, the records too.
+    """How long this process has spent in each phase; on rank 0 also its records.
 
-    Every rank has one; without a file, records are dropped. Any thread may record; phases are the training thread's.
+    Every rank has one, which drops records while no file is open. Any thread may record. The training thread alone
+    changes the phase.
     """
 
     def __init__(self, age: float | None = None) -> None:
-        """`age`: seconds since the launch began; left out: since the process did, in its first one."""
-        self._begin(_age_of_first() if age is None else age)
+        """`age`: seconds since the launch began; left out: since the process began, for its first launch."""
+        global _has_begun
+        if age is None:
+            age, _has_begun = 0.0 if _has_begun else process_age(), True
+        self._begin(age)
 
     def _begin(self, age: float) -> None:
         self._began = time.monotonic() - age
@@ -55,16 +58,16 @@ class Journal:
         self._phase: Phase = "start"
         self._since = self._began
         self._again: dict[str, float] = {}
-        """When each kind of record that comes again and again is due next."""
+        """When a record of each repeated kind may be written next."""
         self._records: queue.SimpleQueue[Mapping[str, Any] | None] | None = None
         self._thread: threading.Thread | None = None
         self._ended = False
         self.step = 0
-        """Updates that the run has made."""
+        """The number of updates that the run has made."""
         self.is_finished = False
-        """Whether the run has come to its end."""
+        """Whether the run is complete."""
         self.replica_checks = 0
-        """How often the replicas were compared, and were equal."""
+        """How often the replicas were compared and were equal."""
 
     @property
     def clock(self) -> float:
@@ -72,14 +75,14 @@ class Journal:
         return time.monotonic() - self._began
 
     def enter(self, phase: Phase) -> None:
-        """Ends the phase before: from now on time is spent on `phase`."""
+        """Begins a phase, and ends the one before."""
         now = time.monotonic()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Counts the block's time as `phase`, and what follows as the phase before."""
+        """Counts the block's time as `phase`, and then returns to the phase before."""
         before = self._phase
         self.enter(phase)
         try:
@@ -93,8 +96,10 @@ class Journal:
         return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
 
     def open(self, folder: Path, about: Callable[[float], Mapping[str, Any]]) -> None:
-        """Begins to write, on rank 0. `about` gives, of the launch's age in seconds, the first record, in the writing
-        thread: it may take its time. Where this process has trained another run before, this one's launch begins now.
+        """Begins to write, on rank 0. Where this process has trained another run before, a new launch begins now.
+
+        `about` returns the first record, given the launch's age in seconds. It runs in the writing thread, so that it
+        may be slow.
         """
         if self._records:
             self.close()
@@ -109,8 +114,8 @@ class Journal:
         self._thread.start()
 
     def is_due(self, kind: str, shortest: float = SHORTEST) -> bool:
-        """Whether a record that comes again and again is to be written now; the next one is due later then, `shortest`
-        seconds at least."""
+        """Whether a record of a repeated kind is to be written now; the next one is then due after `shortest` seconds
+        or more."""
         now = self.clock
         if self._records is None or now < self._again.get(kind, 0.0):
             return False
@@ -118,7 +123,7 @@ class Journal:
         return True
 
     def mark(self, step: int, *, always: bool = False) -> None:
-        """Notes the number of updates made. Now and then, or `always`, records where the time went so far."""
+        """Notes the number of updates made. Now and then, or `always`, records the time spent in each phase."""
         self.step = step
         if self.is_due("phases", PHASES_APART) or (always and self._records):
             self.record("phases", step=step, phases=self.phases())
@@ -140,24 +145,18 @@ class Journal:
         self._ended = True
 
     def close(self) -> None:
-        """Waits a little until all is written."""
+        """Waits for a short time until everything is written."""
         if self._records and self._thread:
             self._records.put(None)
             self._thread.join(CLOSE_SECONDS)
 
 
 _has_begun = False
-"""Whether this process has begun a launch before, as a notebook's does."""
-
-
-def _age_of_first() -> float:
-    global _has_begun
-    age, _has_begun = 0.0 if _has_begun else process_age(), True
-    return age
+"""Whether this process has begun a launch before, as a notebook's may have."""
 
 
 def process_age() -> float:
-    """For how many seconds this process has run, by Linux's clock ticks."""
+    """For how many seconds this process has run."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         # The name in parentheses may hold spaces; proc(5) counts the fields behind it from 3.
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
@@ -171,25 +170,20 @@ def _write(
     about: Callable[[], Mapping[str, Any]],
     records: "queue.SimpleQueue[Mapping[str, Any] | None]",
 ) -> None:
-    """The thread's work. A disk that fails loses reports, no training."""
+    """The thread's work. Where the disk fails, records are lost and training continues."""
     with contextlib.suppress(OSError):
         # Do not follow or wait: it may be somebody else's link or pipe.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = os.open(path, flags, 0o666)
         try:
-            _end_line(file)
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":  # the last line of a killed launch is unfinished
+                os.write(file, b"\n")
             _append(file, about())
             for record in iter(records.get, None):
                 _append(file, record)
         finally:
             os.close(file)
-
-
-def _end_line(file: int) -> None:
-    """A killed launch's last line may be unfinished."""
-    size = os.fstat(file).st_size
-    if size and os.pread(file, 1, size - 1) != b"\n":
-        os.write(file, b"\n")
 
 
 def _append(file: int, record: Mapping[str, Any]) -> None:
@@ -201,61 +195,51 @@ JOB_SCRIPT = "job.sh"
 GIT_SECONDS = 5
 
 
-@dataclass(frozen=True)
-class Launched:
-    """What rank 0 knows of its launch from the beginning."""
+def launch_record(
+    topology: Topology, framework: str, engine: str, step: int, valid_examples: int | None, age: float
+) -> Mapping[str, Any]:
+    """The first record of a launch that began `age` seconds ago, and resumes from `step`.
 
-    topology: Topology
-    framework: str
-    engine: str
-    step: int
-    """The step that the run resumes from."""
-    valid_examples: int | None = None
-    """The number of examples of each validation; None where the run does not validate."""
-
-    def record(self, age: float) -> Mapping[str, Any]:
-        """The launch's first record; it began `age` seconds ago."""
-        job = slurm.job_id(os.environ)
-        return {
-            "kind": "launch",
-            "format": FORMAT,
-            "time": round(time.time() - age, 3),
-            "launcher": self.topology.launcher,
-            "engine": self.engine,
-            "framework": self.framework,
-            "ranks": self.topology.size,
-            "step": self.step,
-            "valid_examples": self.valid_examples,
-            "job": {"id": job, "restart": os.environ.get("SLURM_RESTART_COUNT", "0")} if job else None,
-            "command": redacted("\0".join(sys.orig_argv)).split("\0"),
-            "cwd": _current_folder(),
-            "versions": installed.versions(),
-            "git": git_commit(),
-        }
+    `valid_examples`: how many examples each validation has; None where the run does not validate.
+    """
+    job, cwd = slurm.job_id(os.environ), None
+    with contextlib.suppress(OSError):  # it was removed meanwhile
+        cwd = str(Path.cwd())
+    return {
+        "kind": "launch",
+        "format": FORMAT,
+        "time": round(time.time() - age, 3),
+        "launcher": topology.launcher,
+        "engine": engine,
+        "framework": framework,
+        "ranks": topology.size,
+        "step": step,
+        "valid_examples": valid_examples,
+        "job": {"id": job, "restart": os.environ.get("SLURM_RESTART_COUNT", "0")} if job else None,
+        "command": redacted("\0".join(sys.orig_argv)).split("\0"),
+        "cwd": cwd,
+        "versions": installed.versions(),
+        "git": git_commit(),
+    }
 
 
 def record_job(folder: Path, record: Callable[..., None]) -> None:
-    """Records what SLURM says of this run's job, whose script is kept in the folder, for its owner alone."""
+    """Records when SLURM was given this run's job and started it. Keeps the job's script in the folder, for its owner
+    alone to read."""
     if not (job := slurm.job_id(os.environ)):
         return
-    if times := job_times(job):
-        record("job", **times)
+    with contextlib.suppress(SlurmError, ValueError):
+        submit, start = slurm.query(job, "%V", "%S", environ={"SLURM_TIME_FORMAT": "%s"})
+        record("job", submit=float(submit), start=float(start))
     with contextlib.suppress(OSError, SlurmError):
         if script := slurm.batch_script(job):
             files.create_private(folder / JOB_SCRIPT, script.encode())
 
 
-def _current_folder() -> str | None:
-    try:
-        return str(Path.cwd())
-    except OSError:  # removed meanwhile
-        return None
-
-
 def git_commit() -> dict[str, Any] | None:
-    """Commit of the current folder, and whether files that git knows have changed since; None outside of git.
+    """The commit of the current folder, and whether files that git knows have changed since; None outside of git.
 
-    A repository's own settings name programs for git to run, so git sees its files without them.
+    A repository's own settings may name programs for git to run, so git is given its files without its settings.
     """
     asked = ["HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects"]
     try:
@@ -268,16 +252,6 @@ def git_commit() -> dict[str, Any] | None:
             changed = _git("status", "-s", "-uno", "--ignore-submodules=all", **environ)
         return {"commit": commit, "dirty": bool(changed.strip())}
     except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-
-
-def job_times(job_id: str) -> dict[str, float] | None:
-    """When SLURM was given the job, or was given it back, and when it started it, in seconds since 1970; None where
-    SLURM does not answer."""
-    try:
-        submit, start = slurm.query(job_id, "%V", "%S", environ={"SLURM_TIME_FORMAT": "%s"})
-        return {"submit": float(submit), "start": float(start)}
-    except (SlurmError, ValueError):
         return None
 
 

@@ -1,6 +1,6 @@
-"""A run folder, read by every tool: whatever of it is there, a line on whatever is not, and whether the run is alive.
+"""The one way in which every tool reads a run folder: what is there, what is missing, and whether the run is alive.
 
-Reading takes bounded memory, and raises nothing for what the folder holds.
+Reading takes bounded memory, and raises nothing, whatever the folder holds.
 """
 
 import contextlib
@@ -24,31 +24,33 @@ from hvdtrain.record import checkpoint, journal
 from hvdtrain.record.history import Launch, Metrics, Record, add_launches
 from hvdtrain.untrusted import mapping, one_line, text, unix_time, whole
 
-FILES = ("status.json", "metrics.jsonl", "recipe.yaml", "run.json", "plan.json", journal.NAME, "checkpoints")
-"""Names of which every run folder has one."""
+METRICS = "metrics.jsonl"
+FILES = ("status.json", METRICS, "recipe.yaml", "run.json", "plan.json", journal.NAME, "checkpoints")
+"""Every run folder has at least one of these."""
 CHUNK = 1 << 20
-"""Bytes that are read at once; a line of more is left out."""
+"""The bytes that are read at once; a longer line is left out."""
 MOST_BYTES = 1 << 30
 FAR = 1 << 26
-"""Bytes of a file's end in which the newest launch is searched for."""
+"""The bytes at a file's end in which the newest launch is searched for."""
 LAUNCH = re.compile(rb'\{"kind": ?"launch"')
 ENDED = ("finished", "failed", "stopped")
 JOB = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
 QUIET = 30.0
-"""Seconds without a record after which one looks whether the run's processes are still there."""
+"""Seconds without a record after which it is checked whether the run's processes are still there."""
 SILENT = 900.0
-"""Seconds without a sign of life, or SILENT_PART of the time so far, after which a run that has not ended was killed,
-where nobody can look: it writes at the latest after a hundredth of its time, but a log line may be long in coming."""
 SILENT_PART = 0.1
+"""Where that cannot be checked, a run that has not ended was killed once there was no sign of life for SILENT seconds,
+and for SILENT_PART of its time so far: a run that lives writes after a hundredth of its time, unless a log line is
+long in coming."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that could not be read."""
+    """A file, or a part of one, that could not be read."""
 
     name: str
     line: str
-    """What it is, and what is not known without it."""
+    """What is wrong with it, and what is not known without it."""
     is_absent: bool = False
     """Whether the file is not there."""
 
@@ -61,18 +63,22 @@ class Run:
     status: Mapping[str, Any] = field(default_factory=dict)
     recipe_text: str = ""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved keys."""
+    """The recipe's keys with their values."""
     recipe_name: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
     program: Mapping[str, Any] = field(default_factory=dict)
-    """What run.json holds, of a user's own program."""
+    """What run.json holds, which a user's own program has in place of a recipe."""
     metrics: Metrics = field(default_factory=Metrics)
     recent: list[Record] = field(default_factory=list)
-    """The records at the end of the metrics, as they are; where they alone were read."""
+    """The last records of the metrics, where only the end of the file was read."""
     launches: list[Launch] = field(default_factory=list)
     changed: float = 0.0
-    """When one of its files was last written, seconds since 1970."""
+    """When one of its files was last written, in seconds since 1970."""
     gaps: list[Gap] = field(default_factory=list)
+
+    def lacks(self, name: str, what: str, without: str = "", *, is_absent: bool = False) -> None:
+        """Notes what is wrong with the file of that name; `without`: what is not known without it."""
+        self.gaps.append(Gap(name, f"{name} {what}{f': {without}' if without else ''}", is_absent))
 
     @property
     def launch(self) -> Launch | None:
@@ -80,20 +86,19 @@ class Run:
         return self.launches[-1] if self.launches else None
 
     def recent_of(self, kind: Literal["step", "epoch"]) -> list[Record]:
-        """The records of steps, or of epochs, among the recent ones."""
-        return [
-            record for record in self.recent if record.get("kind") == kind and whole(record.get("step")) is not None
-        ]
+        """The recent records of that kind that have a step."""
+        found = [record for record in self.recent if record.get("kind") == kind]
+        return [record for record in found if whole(record.get("step")) is not None]
 
     @property
     def job_id(self) -> str:
-        """The last launch's job as squeue takes it; "" where it was in none."""
+        """The number of the last launch's job, for squeue; "" where it was in none."""
         number = self.launch.job_id if self.launch else ""
         return number if JOB.fullmatch(number) else ""
 
     @property
     def framework(self) -> str:
-        """torch or tensorflow; "" where nothing says so."""
+        """torch or tensorflow; "" where that is not known."""
         return self._about("framework")
 
     @property
@@ -102,19 +107,19 @@ class Run:
 
     @property
     def ranks(self) -> int | None:
-        """As launched last, else as planned."""
+        """How many ranks were launched last, else how many were planned."""
         launched = self.launch.ranks if self.launch else None
         return launched or whole(self.plan.get("size"), 1) or whole(self.program.get("ranks"), 1)
 
     @property
     def step(self) -> int:
-        """The updates that are made."""
+        """How many updates were made."""
         launched = self.launch.last_step if self.launch else 0
         return max(self.metrics.last_step, whole(self.status.get("step")) or 0, launched)
 
     @property
     def total_steps(self) -> int | None:
-        """The steps of the plan, or those made where an epoch has begun anew with other data."""
+        """The steps of the plan; those made where they are more, as an epoch has begun again with other data."""
         planned = whole(self.plan.get("total_steps"), 1)
         return planned and max(planned, self.step)
 
@@ -124,13 +129,13 @@ class Run:
 
     @property
     def epochs_made(self) -> float:
-        """The epochs that are made; fractions count."""
+        """How many epochs were made, as a fraction."""
         each = self.steps_per_epoch
         return self.step / each if each else float(self.metrics.last_epoch)
 
     @property
     def last_sign(self) -> float:
-        """The last sign of life, seconds since 1970: the newest time of the records; of older folders, of the files."""
+        """When there was a sign of life last, in seconds since 1970: in the records; in older folders, the files."""
         times = [unix_time(self.status.get("time")) or 0.0, self.metrics.last_time]
         if self.launch and self.launch.time:
             times.append(self.launch.time + self.launch.clock)
@@ -138,7 +143,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """Why the run failed or was stopped, in one line; "" where nothing says so."""
+        """Why the run failed or was stopped, in one line; "" where that is not known."""
         ended = self.launch.end.text if self.launch and self.launch.end else ""
         return text(self.status.get("error")) or ended
 
@@ -148,12 +153,12 @@ class Run:
 
 
 def read(path: Path, *, recent: bool = False) -> Run:
-    """What the folder holds; `recent`: its last launch and the end of its metrics, in bounded time."""
+    """What the folder holds; `recent`: only its last launch and the end of its metrics, in bounded time."""
     found = Run(path)
     found.status = _mapping(found, "status.json", "how the run ended is not known")
     _read_recipe(found, recent)
     if recent:
-        _read_lines(found, "metrics.jsonl", found.recent.extend, _end_of)
+        _read_lines(found, METRICS, found.recent.extend, _end_of)
         found.metrics.add(found.recent)
         _read_lines(found, journal.NAME, lambda records: add_launches(found.launches, records), _last_launch_of)
     else:
@@ -163,7 +168,7 @@ def read(path: Path, *, recent: bool = False) -> Run:
 
 
 def _read_recipe(found: Run, recent: bool) -> None:
-    """Reads the recipe and its plan, or what a program of the user's own has in their place."""
+    """Reads the recipe and its plan, or what a user's own program has in place of them."""
     if not os.path.lexists(found.path / "recipe.yaml") and os.path.lexists(found.path / "run.json"):
         found.program = _mapping(found, "run.json")
         return
@@ -181,13 +186,13 @@ def _read_recipe(found: Run, recent: bool) -> None:
         found.gaps.append(Gap("recipe.yaml", one_line(error, 200)))
         return
     if not found.recipe:
-        found.gaps.append(Gap("recipe.yaml", "recipe.yaml holds no recipe"))
+        found.lacks("recipe.yaml", "holds no recipe")
 
 
 def _read_metrics(found: Run) -> None:
-    is_read = _read_lines(found, "metrics.jsonl", found.metrics.add, _all_of, "no curves")
+    is_read = _read_lines(found, METRICS, found.metrics.add, without="no curves")
     if is_read and not found.metrics.steps and not found.metrics.epochs:
-        found.gaps.append(Gap("metrics.jsonl", "metrics.jsonl has no records: no curves"))
+        found.lacks(METRICS, "has no records", "no curves")
 
 
 def _read_launches(found: Run) -> None:
@@ -197,21 +202,12 @@ def _read_launches(found: Run) -> None:
         nonlocal left_out
         left_out += add_launches(found.launches, records)
 
-    is_read = _read_lines(found, journal.NAME, take, _all_of, "no waterfall, events, heat map or energy")
+    is_read = _read_lines(found, journal.NAME, take, without="no waterfall, events, heat map or energy")
     if is_read and not any(launch.clock for launch in found.launches):
-        lacks = "times" if found.launches else "records"
-        found.gaps.append(Gap(journal.NAME, f"{journal.NAME} has no {lacks}: no waterfall"))
+        found.lacks(journal.NAME, f"has no {'times' if found.launches else 'records'}", "no waterfall")
     if left_out:
         kept = f"{journal.NAME}: launches after the first {len(found.launches):,} are left out"
         found.gaps.append(Gap(journal.NAME, kept))
-
-
-Spans = Callable[[IO[bytes]], list[tuple[int, int]]]
-"""Which parts of a file are read, from and to a byte."""
-
-
-def _all_of(file: IO[bytes]) -> list[tuple[int, int]]:
-    return [(0, MOST_BYTES)]
 
 
 def _end_of(file: IO[bytes]) -> list[tuple[int, int]]:
@@ -220,7 +216,7 @@ def _end_of(file: IO[bytes]) -> list[tuple[int, int]]:
 
 
 def _last_launch_of(file: IO[bytes]) -> list[tuple[int, int]]:
-    """The last launch's beginning, and the file's end."""
+    """Where the last launch's beginning is, and the file's end."""
     ((last, size),) = _end_of(file)
     end, after = size, b""
     while end > max(0, size - FAR):
@@ -234,31 +230,40 @@ def _last_launch_of(file: IO[bytes]) -> list[tuple[int, int]]:
     return [(last, size)]
 
 
-def _read_lines(found: Run, name: str, take: Callable[[list[Record]], Any], spans: Spans, without: str = "") -> bool:
-    """Gives the records of a JSON lines file to `take`, some thousand at a time; whether all of it could be read."""
+def _read_lines(
+    found: Run,
+    name: str,
+    take: Callable[[list[Record]], Any],
+    spans: Callable[[IO[bytes]], list[tuple[int, int]]] | None = None,
+    without: str = "",
+) -> bool:
+    """Gives the records of a JSON lines file to `take`, some thousand at a time. Returns whether all could be read.
+
+    `spans`: which parts of the file are read, each from and to a byte; left out: the whole file.
+    """
     gaps, count, damaged = len(found.gaps), 0, 0
     try:
         with files.opened(found.path / name, follow=False) as file:
             status = os.fstat(file.fileno())
             found.changed = max(found.changed, status.st_mtime)
-            for begin, end in spans(file):
+            for begin, end in spans(file) if spans else [(0, MOST_BYTES)]:
                 for lines in _lines(file, begin, end):
                     records = [record for record in map(_parsed, lines) if record is not None]
                     count, damaged = count + len(lines), damaged + len(lines) - len(records)
                     take(records)
     except (OSError, ValueError) as error:
-        found.gaps.append(_gap(name, error, without))
+        _note_unreadable(found, name, error, without)
         return False
-    if spans is _all_of and damaged:
+    if not spans and damaged:
         of = f"{count:,} lines" if count != 1 else "1 line"
         found.gaps.append(Gap(name, f"{name}: {damaged:,} of {of} cannot be read"))
-    if spans is _all_of and status.st_size > MOST_BYTES:
-        found.gaps.append(Gap(name, f"{name} has more than {MOST_BYTES >> 30} GiB: the rest is left out"))
+    if not spans and status.st_size > MOST_BYTES:
+        found.lacks(name, f"has more than {MOST_BYTES >> 30} GiB", "the rest is left out")
     return len(found.gaps) == gaps
 
 
 def _lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
-    """The lines between two places of a file; in the place of one that is too long, one that is no JSON."""
+    """The lines between two bytes of a file. One that is too long is replaced by one that is not JSON."""
     rest = b""
     file.seek(begin)
     while chunk := file.read(min(CHUNK, end - file.tell())):
@@ -279,18 +284,17 @@ def _parsed(line: bytes) -> Record | None:
 
 
 def _mapping(found: Run, name: str, without: str = "") -> Mapping[str, Any]:
-    """A small JSON file's mapping; `without`: what is not known without it."""
+    """The mapping in a small JSON file; `without`: what is not known without it."""
     content = _text(found, name, without)
     if not content:
         return {}
-    after = f": {without}" if without else ""
     try:
         value = files.parse_json(content)
     except ValueError as error:
-        found.gaps.append(Gap(name, f"{name} is not JSON ({one_line(error, 80)}){after}"))
+        found.lacks(name, f"is not JSON ({one_line(error, 80)})", without)
         return {}
     if not isinstance(value, dict):
-        found.gaps.append(Gap(name, f"{name} holds no object{after}"))
+        found.lacks(name, "holds no object", without)
         return {}
     return value
 
@@ -302,22 +306,22 @@ def _text(found: Run, name: str, without: str) -> str:
         found.changed = max(found.changed, path.lstat().st_mtime)
         if content.strip(" \n\0"):
             return content
-        found.gaps.append(Gap(name, f"{name} is empty{f': {without}' if without else ''}"))
+        found.lacks(name, "is empty", without)
     except (OSError, ValueError) as error:
-        found.gaps.append(_gap(name, error, without))
+        _note_unreadable(found, name, error, without)
     return ""
 
 
-def _gap(name: str, error: OSError | ValueError, without: str) -> Gap:
-    after = f": {without}" if without else ""
+def _note_unreadable(found: Run, name: str, error: OSError | ValueError, without: str) -> None:
     if isinstance(error, FileNotFoundError):
-        return Gap(name, f"{name} is not there{after}", is_absent=True)
+        found.lacks(name, "is not there", without, is_absent=True)
+        return
     why = one_line(getattr(error, "strerror", None) or error, 80)
     if isinstance(error, OSError) and error.errno == errno.ENXIO:
         why = "it is not a regular file"
     if isinstance(error, UnicodeDecodeError):
         why = "it is not UTF-8"
-    return Gap(name, f"{name} cannot be read ({why}){after}")
+    found.lacks(name, f"cannot be read ({why})", without)
 
 
 def recorded_state(path: Path) -> str:
@@ -328,8 +332,8 @@ def recorded_state(path: Path) -> str:
 def state_of(run: Run, now: float, is_job_over: Callable[[], bool | None] | None = None) -> str:
     """finished, failed, stopped, running, killed (its processes are gone or silent, and no end is recorded), unknown.
 
-    An end that is recorded counts first, then whether a process of this host holds the folder, then what SLURM says of
-    the job, then the clock. `is_job_over` returns SLURM's answer, None for none; left out: SLURM is requested here.
+    A recorded end counts first, then whether a process of this host holds the folder, then whether SLURM knows the
+    job, then the clock. `is_job_over` returns SLURM's answer, None for none; left out: SLURM is asked here.
     """
     launch, status = run.launch, text(run.status.get("state"), 20)
     for recorded in (status, launch.end.state if launch and launch.end else ""):
@@ -349,7 +353,7 @@ def state_of(run: Run, now: float, is_job_over: Callable[[], bool | None] | None
 
 
 def _is_over(job: str) -> bool | None:
-    """Whether SLURM knows the job no longer; None where there is none, or SLURM does not answer."""
+    """Whether SLURM no longer knows the job; None where there is no job, or SLURM does not answer."""
     try:
         return not slurm.query(job, "%T") if job else None
     except SlurmError as error:
@@ -357,7 +361,7 @@ def _is_over(job: str) -> bool | None:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a process of this host holds the folder. Looks, and takes no lock that a run could miss."""
+    """Whether a process of this host holds the folder. It takes no lock, which a run could then not have."""
     try:
         status = (folder / ".lock").stat()
         locks = Path("/proc/locks").read_text(encoding="ascii")
@@ -368,7 +372,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _is_open(file: Path) -> bool:
-    """Whether a process of this user has it open: a file system may have no locks."""
+    """Whether a process of this user has the file open: some file systems have no locks."""
     lock = str(file.resolve())
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # somebody else's, or it has ended
@@ -378,7 +382,7 @@ def _is_open(file: Path) -> bool:
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
-    """The step of the newest checkpoint, and when it was written, seconds since 1970; None without one."""
+    """The step of the newest checkpoint, and when it was written, in seconds since 1970; None without one."""
     with contextlib.suppress(OSError, ValueError):
         for path in checkpoint.committed(folder / "checkpoints")[-1:]:
             return int(path.name.rpartition("-")[2]), path.stat().st_mtime
@@ -386,7 +390,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
 
 
 def written(folder: Path) -> float | None:
-    """When one of the run's files was last written, seconds since 1970; None where it is no run's folder."""
+    """When one of the run's files was last written, in seconds since 1970; None where it is no run's folder."""
     times = list[float]()
     for name in FILES:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""The reports of a run: a log for people, metrics.jsonl for programs, TensorBoard events for curves; how far it is."""
+"""The reports of a run: a log for people, metrics.jsonl for programs, TensorBoard events, and how far training is."""
 
-# A log line's words are Horovod's tutorial's, whose readers take the last of them with `grep "Avg img/sec"`.
+# The words of a log line are those of Horovod's tutorial, whose readers filter them by `grep "Avg img/sec"`.
 
 import contextlib
 import json
@@ -23,26 +23,26 @@ from hvdtrain.terminal import Screen
 
 LINE_LIMIT = 1 << 16
 BAR, SHORTEST_BAR = 30, 4
-"""Columns of the bar, which takes what the numbers leave."""
+"""The most and the fewest columns of the progress bar, which gets the room that the numbers leave."""
 
 
 @dataclass
 class Training:
-    """The numbers of the newest log line, and a clock that knows how many steps are made."""
+    """What the terminal shows: the numbers of the newest log line, and how far training is."""
 
     estimate: Estimate
     epoch: int = 0
     is_ending: bool = False
-    """Whether the epoch is reported, and its checkpoint is written."""
+    """Whether the epoch was reported already, and its checkpoint is being written."""
     silence: float = field(default=4.0, init=False)
     _numbers: tuple[str, ...] = ()
 
     def logged(self, loss: float, lr: float, rate: float) -> None:
-        """What the newest log line has."""
+        """Takes the numbers of a new log line."""
         self._numbers = f"loss {loss:.4f}", f"LR {lr:.4g}", f"{rate:.1f} img/s"
 
     def bar(self, width: int) -> str:
-        """Step of total, percent, a bar, and the rest."""
+        """One line with a progress bar."""
         step, total = self.estimate.step, self._total
         where = f"{step}/{total} {step / total:4.0%}" if total else f"step {step}"
         ends = [where, *self._left(), *self._running()]
@@ -53,7 +53,7 @@ class Training:
         return "  ".join(parts)
 
     def line(self) -> str:
-        """The same in words."""
+        """The same without a bar."""
         step, total = self.estimate.step, self._total
         where = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
         return ", ".join([where, f"epoch {self.epoch}", *self._numbers, *self._running(), *self._left()])
@@ -68,14 +68,14 @@ class Training:
         return [] if left is None else [f"{duration(left)} left"]
 
     def _running(self) -> list[str]:
-        """What takes its time, and for how long so far."""
+        """What takes unusually long, and for how long it has lasted."""
         estimate = self.estimate
         if not estimate.is_slow:
             return []
         if estimate.is_in_pause:
             what = "checkpoint" if self.is_ending else "validation"
         else:
-            what = "this step" if estimate.has_stepped else "the first step, which may compile"
+            what = "this step" if estimate.made else "the first step, which may compile"
         return [f"{what} {duration(estimate.running)}"]
 
 
@@ -94,13 +94,13 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class Words:
-    """What a line of the log has, where recipes and programs of the user's differ."""
+    """The words in which the log of a recipe differs from that of a user's own program."""
 
     unit: str
     loss: str
-    """What it has of the loss; empty: the loss and all metrics, by name."""
+    """How the loss is written; empty: the loss and all metrics are written, by name."""
     norm: str
-    """The tag of the gradients' norm in TensorBoard's curves."""
+    """The tag of the gradients' norm for TensorBoard."""
 
 
 OF_RECIPES = Words("img/sec", "Loss: {loss:.4f}", "gradient_norm")
@@ -108,7 +108,7 @@ OF_PROGRAMS = Words("examples/sec", "", "gradient_norm/step")
 
 
 class Reporter:
-    """Rank 0's log. On a terminal a progress bar, elsewhere lines; always metrics.jsonl, and the trackers."""
+    """Rank 0's reports: a progress bar on a terminal, lines elsewhere, metrics.jsonl and the trackers."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Reporter:
         trackers: Trackers | None = None,
         words: Words = OF_RECIPES,
     ) -> None:
-        """Appends to the run's files from `first_step` on. `screen`: where the lines go, and how far training is."""
+        """Appends to the run's files from `first_step` on. `screen` prints the lines, and shows how far training is."""
         self._words = words
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
@@ -132,11 +132,11 @@ class Reporter:
         self._epoch_began = time.monotonic()
 
     def note(self, text: str) -> None:
-        """One line of the log."""
+        """Prints one line of the log."""
         self._screen.print(f"INFO - {text}")
 
     def begin_epoch(self, progress: Progress, extent: Extent) -> None:
-        """The first or next epoch begins, or what is left of it."""
+        """Begins an epoch, or what is left of it."""
         self._epoch_began = time.monotonic()
         self._estimate.begin_epoch(progress.step)
         self._expect(progress, extent)
@@ -144,7 +144,7 @@ class Reporter:
         self._screen.show(self._training)
 
     def stepped(self, progress: Progress, extent: Extent) -> None:
-        """An update is made."""
+        """Notes that an update was made."""
         self._estimate.stepped(progress.step)
         if not self._estimate.ahead:
             self._expect(progress, extent)
@@ -158,7 +158,8 @@ class Reporter:
         seconds: float,
         gradient_norm: float | None = None,
     ) -> None:
-        """The steps since the last call: totals over all ranks and the seconds they took. `epoch` counts from 1."""
+        """Reports the steps since the last call: totals over all ranks, and the seconds that they took. `epoch` counts
+        from 1."""
         rate, values = totals.count / seconds, {"loss": totals.mean_loss}
         if not self._words.loss:
             values |= totals.means
@@ -175,7 +176,7 @@ class Reporter:
             self.note(f"{self._where(step, epoch)}, {shown}, {self._pace(lr)}{self._words.unit}: {rate:.1f}")
 
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
-        """The end of an epoch: totals over all ranks."""
+        """Reports the end of an epoch, with totals over all ranks."""
         seconds = time.monotonic() - self._epoch_began
         metrics = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
         self._scalar("loss/train", train.mean_loss, step)
@@ -195,7 +196,7 @@ class Reporter:
         self._draw(lambda events: events.flush())
 
     def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """The end of an epoch of a program of the user's: what it has reported."""
+        """Reports the end of an epoch of a user's own program, with the values that it has given."""
         seconds = time.monotonic() - self._epoch_began
         for name, value in values.items():
             self._scalar(name, value, step)
@@ -204,7 +205,7 @@ class Reporter:
         self._draw(lambda events: events.flush())
 
     def close(self, state: str = "finished") -> None:
-        """Ends the files, and the trackers' runs in that state: finished, failed or stopped."""
+        """Closes the files, and ends the trackers' runs in that state: finished, failed or stopped."""
         self._draw(lambda events: events.close())
         for line in self._trackers.close(state):
             self.note(line)
@@ -244,7 +245,7 @@ class Reporter:
         self._draw(lambda events: events.add_scalar(tag, value, step))
 
     def _draw(self, call: Callable[[Events], object]) -> None:
-        """Calls TensorBoard's writer, as long as it works: no tracker stops a training."""
+        """Calls TensorBoard's writer. Once it has failed it is not called again: no tracker stops a training."""
         if self._events:
             try:
                 call(self._events)
@@ -273,14 +274,14 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:
-    """Its lines, those left out that are no text or longer than any of ours."""
+    """The file's lines, but for those that are not text. A line that is longer than any of ours is split."""
     while line := file.readline(LINE_LIMIT):
         with contextlib.suppress(UnicodeDecodeError):
             yield line.decode().rstrip("\n")
 
 
 def _is_made(line: str, first_step: int) -> bool:
-    """Whether it is a record of a step that is not made again. A killed run's unfinished line is not."""
+    """Whether the line is a whole record of a step that is not made again."""
     try:
         step = files.parse_json(line)["step"]
     except (ValueError, LookupError, TypeError):

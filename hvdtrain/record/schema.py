@@ -1,4 +1,4 @@
-"""What a checkpoint's metadata must hold for a run to resume from it."""
+"""What a checkpoint's metadata must hold so that a run can resume from it."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from hvdtrain.record.checkpoint import Checkpoint, Count, ShortText, reason_of
 from hvdtrain.untrusted import one_line, quoted
 
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
-"""A float that may be NaN, as of a metric that has no value in some batch."""
+"""A float that may be NaN, as a metric is that has no value in some batch."""
 MOST_METRICS = Field(max_length=1000)
 APART = {"class names", "batch_size", "seed"}
 """The keys of a data description that have a rule of their own."""
@@ -45,7 +45,7 @@ class ScalerMetadata(Strict):
 
 
 class RunMetadata(Strict):
-    """The keys of a checkpoint's `meta` that a run resumes from; others stand beside them."""
+    """The keys of `meta` that a run resumes from; a checkpoint has others too."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -64,8 +64,8 @@ class RunMetadata(Strict):
 
 
 def check_names(before: Any, now: Mapping[str, Any], step: int) -> None:
-    """Raises CheckpointError where the classes of the data have other names, or another order, than those that were
-    trained: the network's outputs would get other labels."""
+    """Raises CheckpointError where the data's classes have other names, or another order, than the
+    checkpoint's: the network's outputs would get other labels."""
     ours, theirs = (of.get("class names") if isinstance(of, Mapping) else None for of in (now, before))
     if isinstance(ours, list) and isinstance(theirs, list) and ours != theirs:
         pairs = enumerate(zip_longest(theirs, ours))
@@ -79,9 +79,11 @@ def check_names(before: Any, now: Mapping[str, Any], step: int) -> None:
 
 
 def news_of(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress) -> str:
-    """A line for the log where the data differ from the checkpoint's; empty where they do not, or it
-    describes none. `progress` is then set to the beginning of its epoch where the training set is another: no
-    position in the order of the old examples holds in that of the new. Raises CheckpointError."""
+    """A line for the log where the data differ from the checkpoint's; empty where they do not.
+
+    Where the training set is another, sets `progress` to the beginning of its epoch, as a position in the order
+    of the old examples means nothing in that of the new ones. Raises CheckpointError.
+    """
     check_names(before, now, progress.step)
     others = [name for name in now if now[name] != before.get(name, now[name]) and name not in APART]
     if not others:
@@ -105,7 +107,7 @@ def on_other_data(state: Checkpoint, now: Mapping[str, Any]) -> tuple[Checkpoint
 
 @contextlib.contextmanager
 def taken(step: int) -> Iterator[None]:
-    """Raises CheckpointError where the block takes from a checkpoint's `meta` what is of another kind or missing."""
+    """Turns the error of a block that misses something in a checkpoint's `meta` into a CheckpointError."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -114,7 +116,7 @@ def taken(step: int) -> Iterator[None]:
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where a checkpoint's `meta` is not what a run writes."""
+    """Raises CheckpointError where `meta` does not hold what a run resumes from."""
     try:
         RunMetadata.model_validate(meta)
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""A file of named arrays in safetensors' format, written in blocks past the page cache.
+"""A file of named arrays in safetensors' format, written in blocks that bypass the page cache.
 
-The library's own `save_file` gives the same bytes, but a checksum would then need the file to be read again. Here each
-block is given to the checksum when it is written, and neither keeps Python's lock meanwhile. The page cache would take
-more processor time than all else: its pages are made, filled, and freed once the file is removed.
+The library's own `save_file` writes the same bytes, but for a checksum the file would have to be read again. Here
+each block is given to the checksum when it is written, and neither holds Python's lock meanwhile. To fill and free
+the pages of the page cache would take more processor time than everything else.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from safetensors import SafetensorError
 DIRECT = getattr(os, "O_DIRECT", 0)
 """0 on macOS, which has no such flag."""
 BLOCK = 2 << 20
-"""The bytes of a block, a multiple of all page sizes. Blocks of 256 KiB take half as much processor time
-again, of 8 MiB more too."""
+"""The bytes of a block, a multiple of all page sizes. Blocks of 256 KiB take 50 % more processor time, and
+blocks of 8 MiB more too."""
 NAMES = {
     **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16"},
     **{"int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64"},
     **{"float64": "F64", "int64": "I64", "uint64": "U64"},
 }
-"""The format's names of NumPy's dtypes; those that come later here come first in a file."""
+"""The format's names of NumPy's dtypes, in the reverse of their order in a file."""
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], update: Callable[[memoryview], object]) -> None:
-    """Writes a new file; `update` is given its bytes, block by block. Raises OSError, and SafetensorError for an array
-    of a dtype that the format has not."""
+    """Writes a new file; calls `update` with its bytes, block by block. Raises OSError; SafetensorError for a dtype
+    that the format does not have."""
     with path.open("xb", buffering=0) as file:
         with contextlib.suppress(OSError):  # a file system without O_DIRECT
             _set_direct(file.fileno(), True)
@@ -43,8 +43,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], update: Callable[[memory
 
 
 def blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[memoryview]:
-    """The file's bytes, BLOCK at once but for the last. Each overwrites the one before; O_DIRECT wants it to begin at a
-    page's boundary, in memory that a fork shares."""
+    """The file's bytes in blocks. Each overwrites the one before. O_DIRECT requires that a block begins at a page's
+    boundary, in memory that a fork shares."""
     block, filled = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8), 0
     for content in _contents(_ordered(arrays)):
         start = 0
@@ -60,14 +60,13 @@ def blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[memoryview]:
 
 
 def _contents(ordered: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
-    """Each part of the file as bytes."""
     yield np.frombuffer(_header(ordered), np.uint8)
     for array in ordered.values():
         yield np.asarray(array, order="C").reshape(-1).view(np.uint8)
 
 
 def _write(file: int, block: memoryview) -> None:
-    """Writes all of a block; through the page cache where O_DIRECT is refused, as a file's last bytes fill no page."""
+    """Writes all of a block; through the page cache where O_DIRECT is refused, as for a last block that is short."""
     while block:
         try:
             block = block[os.write(file, block) :]
@@ -78,7 +77,7 @@ def _write(file: int, block: memoryview) -> None:
 
 
 def _set_direct(file: int, direct: bool) -> None:
-    """Makes writes bypass the page cache, or not. Raises OSError where the file system cannot."""
+    """Sets whether writes bypass the page cache. Raises OSError where the file system cannot."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags | DIRECT if direct else flags & ~DIRECT)
 

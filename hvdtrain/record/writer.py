@@ -1,4 +1,4 @@
-"""A run's checkpoints: when one is due on all ranks, and rank 0's writing of it beside training."""
+"""A run's checkpoints: when all ranks make one, and how rank 0 writes it while training continues."""
 
 import copy
 import math
@@ -20,9 +20,9 @@ from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import RunFolder
 
 LAST_CHECKPOINT = 3.0
-"""Seconds for a checkpoint that is being written when an error ends the run, before it is reported."""
+"""Seconds that an error which ends the run waits, before it is reported, for a checkpoint that is being written."""
 FIRST = 20
-"""Steps to each of the first three checkpoints of a run, after which their cost is known."""
+"""The interval in steps of a run's first three checkpoints, after which their cost is known."""
 WARM_UP = 5
 """The first steps, which are not measured."""
 LOGGED_AGAIN = 1.5
@@ -37,21 +37,21 @@ class Snapshots(Protocol):
 
 
 class Writer:
-    """Rank 0's writer of checkpoints. At most one is under way: the next waits for it, so that there is never more than
-    one snapshot in memory.
+    """Rank 0's writer of checkpoints. The next one waits until the one before is written, so that there is never more
+    than one snapshot in memory.
 
-    What goes wrong in the thread is raised by the next call of any method but `leave`.
+    An error in its thread is raised by the next call of any method but `leave`.
     """
 
     def __init__(self, folder: RunFolder, keep: int) -> None:
         self._folder, self._keep = folder, keep
-        # One thread for all: who starts one waits until a processor, busy with training, has run it. The interpreter
-        # waits for its work at the process's end.
+        # One thread for all checkpoints: to start one means to wait until a processor, busy with training, has run it.
+        # At the process's end the interpreter waits for its work.
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._last: futures.Future[None] | None = None
         self._process = os.getpid()
         self.seconds = 0.0
-        """Seconds that the last checkpoint took to be written, beside training."""
+        """Seconds that it took to write the last checkpoint."""
 
     @property
     def is_writing(self) -> bool:
@@ -76,12 +76,12 @@ class Writer:
         self.check()
 
     def leave(self) -> None:
-        """Waits a little, in a run that an error ends: other ranks wait for its report. What is not written by then is
-        written while the process ends, unless its launcher kills it."""
+        """Waits for a short time, in a run that an error ends and whose other ranks wait for the report. What is not
+        written by then is written while the process ends, unless its launcher kills it."""
         futures.wait(self._under_way(), LAST_CHECKPOINT)
 
     def _under_way(self) -> list[futures.Future[None]]:
-        """The last one while it is; none in a forked child, which has no such thread."""
+        """The checkpoint that is being written; none in a forked child, which does not have the thread."""
         return [self._last] if self._last and not self._last.done() and os.getpid() == self._process else []
 
     def _commit(self, made: Checkpoint) -> None:
@@ -111,8 +111,8 @@ class Steps:
 
 @dataclass
 class Costs:
-    """What rank 0 measures: its steps alone and beside a checkpoint that is being written, and how long each checkpoint
-    has held them up. The first one, which also takes the memory of all, is left out."""
+    """What rank 0 measures: the time of its steps, alone and while a checkpoint is being written, and how long each
+    checkpoint stopped training. The first one, which also allocates the memory, is left out."""
 
     alone: Steps = field(default_factory=Steps)
     beside: Steps = field(default_factory=Steps)
@@ -129,7 +129,7 @@ class Costs:
         self._last = None
 
     def stepped(self, now: float, *, is_writing: bool) -> None:
-        """Measures the step that has ended."""
+        """Measures a step that ends now."""
         if self._last is not None and self._skipped >= WARM_UP:
             seconds = now - self._last - self._stalled
             (self.beside if self._is_beside or is_writing else self.alone).add(seconds)
@@ -137,8 +137,8 @@ class Costs:
         self._last, self._stalled, self._is_beside = now, 0.0, is_writing
 
     def written(self, stall: float, write_seconds: float) -> None:
-        """Measures a checkpoint that has begun: training waited `stall` seconds for it, and the one before took
-        `write_seconds` to be written."""
+        """Measures a checkpoint that has begun: training stopped for `stall` seconds, and writing the one before took
+        `write_seconds`."""
         self.made += 1
         self._stalled += stall
         self._is_beside = True
@@ -159,15 +159,15 @@ class Costs:
 
     @property
     def cost(self) -> float:
-        """Seconds that training loses by one checkpoint: held up, and by slower steps beside it. To be asked when the
-        next begins."""
+        """Seconds that training loses by one checkpoint, while it stops and by slower steps. To be called
+        when the next one begins."""
         slower = self.beside.seconds - self.beside.count * self.step_seconds
         return statistics.fmean(self.stalls) + max(0.0, slower) / max(1, self.made - 2)
 
 
 def daly(cost: float, mtbf: float) -> float:
-    """Seconds of training between two checkpoints that lose least, of which each costs so many seconds, where failures
-    are so many seconds apart.
+    """The best time between two checkpoints, in seconds, where each costs `cost` seconds and there are `mtbf` seconds
+    between failures.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer
     Systems 22 (2006), equation 37; its first term alone is J. W. Young's, Communications of the ACM 17 (1974).
@@ -179,9 +179,9 @@ def daly(cost: float, mtbf: float) -> float:
 
 
 class Pace:
-    """`checkpoint_every_steps: auto`. Every rank has the same: rank 0 measures, and the others are given its interval.
+    """The interval of `checkpoint_every_steps: auto`, in which training loses the least time by Daly's formula.
 
-    Training loses least with Daly's interval. No checkpoint is due before the one before it is written.
+    Rank 0 measures, and all ranks have its interval. No checkpoint is due before the one before it is written.
     """
 
     def __init__(self, mtbf_hours: float, step: int) -> None:
@@ -193,18 +193,18 @@ class Pace:
         return step >= self._next
 
     def wanted(self) -> int:
-        """Rank 0's interval in steps, by what it has measured."""
+        """On rank 0: the interval in steps, by what it has measured."""
         if not self.costs.is_known:
             return FIRST
         seconds = max(daly(self.costs.cost, self.mtbf_hours * 3600), self.costs.write_seconds)
         return min(10**9, max(1, math.ceil(seconds / self.costs.step_seconds)))
 
     def renew(self, step: int, interval: int) -> None:
-        """A checkpoint was made at this step; the next is due `interval` steps later."""
+        """Notes that a checkpoint was made at this step; the next is due `interval` steps later."""
         self._next = step + interval
 
     def news(self, interval: int) -> str | None:
-        """A line for the log, where the interval is a new one."""
+        """A line for the log where the interval has changed."""
         costs = self.costs
         if not costs.is_known or (self._logged and 1 / LOGGED_AGAIN < interval / self._logged < LOGGED_AGAIN):
             return None
@@ -216,10 +216,10 @@ class Pace:
 
 
 class Checkpointing:
-    """Every rank has one, and calls the same methods in the same order; rank 0's writes."""
+    """A run's checkpoints. Every rank has one and calls the same methods in the same order; rank 0's writes."""
 
     def __init__(self, folder: RunFolder | None, intervals: Intervals, step: int, sum_over_ranks: Sum) -> None:
-        """`folder` is rank 0's; `step`: how many updates the run has made before."""
+        """`folder`: the run folder on rank 0, else None; `step`: how many updates the run has made before."""
         self.writer = Writer(folder, intervals.keep_checkpoints) if folder else None
         self._every, self._sum = intervals.checkpoint_every_steps, sum_over_ranks
         self.pace: Pace | None = None
@@ -228,7 +228,7 @@ class Checkpointing:
             self.pace = Pace(intervals.mtbf_hours, step)
 
     def due(self, step: int) -> bool:
-        """Whether one is due after this step, inside an epoch too."""
+        """Whether a checkpoint is due after this step."""
         return self.pace.due(step) if self.pace else self._every != "auto" and due(step, self._every)
 
     def pause(self) -> None:
@@ -237,21 +237,26 @@ class Checkpointing:
             self.pace.costs.pause()
 
     def stepped(self) -> None:
-        """A step has ended. Raises OutputError where the checkpoint under way could not be written."""
+        """Notes that a step has ended. Raises OutputError where the checkpoint under way could not be written."""
         if self.writer:
             self.writer.check()
             if self.pace:
                 self.pace.costs.stepped(time.monotonic(), is_writing=self.writer.is_writing)
 
     def write(self, step: int, state: Snapshots, metadata: Callable[[], Mapping[str, Any]]) -> str | None:
-        """Copies the state, on rank 0, and begins to write it beside training; a line for the log where the interval is
-        a new one. Raises OutputError of the checkpoint before, which it waits for."""
+        """Copies the state, on rank 0, and begins to write it. Returns a line for the log where the interval has
+        changed. Waits for the checkpoint before, and raises its OutputError."""
         if self.writer:
             meta, began = metadata(), time.monotonic()
             self.writer.write(state, meta)
             if self.pace:
                 self.pace.costs.written(time.monotonic() - began, self.writer.seconds)
-        return self._renewed(self.pace, step) if self.pace else None
+        if not self.pace:
+            return None
+        # All ranks take rank 0's interval: they checkpoint together.
+        interval = int(self._sum(np.array([self.pace.wanted() if self.writer else 0]))[0])
+        self.pace.renew(step, interval)
+        return self.pace.news(interval)
 
     def wait(self) -> None:
         """Waits for the one under way. Raises OutputError where it could not be written."""
@@ -259,12 +264,6 @@ class Checkpointing:
             self.writer.wait()
 
     def leave(self) -> None:
-        """Waits a little for the one under way, in a run that an error ends."""
+        """Waits for the one under way for a short time, in a run that an error ends."""
         if self.writer:
             self.writer.leave()
-
-    def _renewed(self, pace: Pace, step: int) -> str | None:
-        """All ranks take rank 0's interval: they checkpoint together."""
-        interval = int(self._sum(np.array([pace.wanted() if self.writer else 0]))[0])
-        pace.renew(step, interval)
-        return pace.news(interval)

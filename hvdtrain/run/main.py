@@ -1,6 +1,7 @@
 """From the command line to the first framework import, and from an error to an exit code: what all adapters share."""
 
 import contextlib
+import functools
 import importlib
 import os
 import threading
@@ -22,7 +23,7 @@ from hvdtrain.ranks.world import World, joined
 from hvdtrain.record import folder as folders
 from hvdtrain.record import handover, trackers
 from hvdtrain.record.folder import Identity, ResumePoint, RunFolder
-from hvdtrain.record.journal import Launched, record_job
+from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.options import Options, parse_run
 from hvdtrain.run.run import Run
@@ -95,8 +96,8 @@ def record_launch(
 ) -> None:
     """On rank 0: from now on the folder has the launch's records, and its status where a rank is lost."""
     ending.folder, journal = folder, ending.journal
-    launched = Launched(ending.topology, framework, engine, resume.step, valid_examples)
-    journal.open(folder.path, launched.record)
+    about = functools.partial(launch_record, ending.topology, framework, engine, resume.step, valid_examples)
+    journal.open(folder.path, about)
     threading.Thread(target=record_job, args=(folder.path, journal.record), name="job", daemon=True).start()
     if resume.checkpoint:
         journal.event("resume", f"resumes from the checkpoint of step {resume.step}", step=resume.step)

@@ -19,19 +19,19 @@ from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peer, Peers
 from hvdtrain.ranks.stacks import (
     AVERAGING,
+    LONG,
+    READERS,
     Frame,
     Process,
     Stacks,
     described,
-    is_long,
+    has_any,
     is_operation,
-    is_users,
     last_of,
     mark_module,
     observed,
     operation_of,
     place_of,
-    reads,
     takes_long,
     waits_for_ranks,
 )
@@ -97,7 +97,7 @@ STACKS = {  # the innermost frame first
 
 @pytest.mark.parametrize(("stack", "place"), STACKS.values(), ids=STACKS.keys())
 def test_where_a_stack_stands(stack, place):
-    assert place_of(stack, [is_users(frame.file) for frame in stack]) == place
+    assert place_of(stack) == place
 
 
 def test_the_users_line_is_shown():
@@ -109,10 +109,9 @@ def test_the_users_line_is_shown():
 
 
 def test_what_may_take_long_and_what_reads():
-    assert is_long([SYNCHRONIZE, MARKED])
-    assert not is_long([STEP, MAIN])
-    assert reads([Frame("hvdtrain.datasets.packed", "read", OURS)])
-    assert not reads([STEP, MAIN])
+    assert has_any([SYNCHRONIZE, MARKED], LONG)
+    assert has_any([Frame("hvdtrain.datasets.packed", "read", OURS)], READERS)
+    assert not has_any([STEP, MAIN], LONG | READERS)
 
 
 DUMP = f'''Thread 0x00000000000000ff (most recent call first):

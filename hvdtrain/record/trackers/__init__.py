@@ -1,7 +1,7 @@
-"""Experiment trackers beside metrics.jsonl: each is a process of its own, which can neither stop nor slow a training.
+"""Experiment trackers: each is a process of its own, which can neither stop nor slow down a training.
 
-A tracker's library brings threads, hooks, exit handlers and a version of protobuf of its own. None of them is loaded
-into rank 0: it writes lines of JSON to a pipe and never waits for it.
+A tracker's library brings its own threads, hooks, exit handlers and version of protobuf. So rank 0 loads none of
+them: it writes lines of JSON to a pipe, and never waits for the process that reads them.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.topology import Topology
 
 MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Trackers that are processes, and the module that each needs. Its extra has the tracker's name."""
+"""The trackers that are processes, and the module that each needs. A pip extra has the tracker's name."""
 CLOSE_SECONDS = 10.0
 STOP_SECONDS = 3.0
-"""Seconds for the trackers of a run that a signal or an error ends: the launcher may not wait."""
+"""Seconds that the trackers have where a signal or an error ends the run, as the launcher may not wait longer."""
 QUEUE_BYTES = 1 << 20
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises EngineUnavailable for a tracker whose library is not installed; imports none."""
+    """Raises EngineUnavailable for a tracker whose library is not installed. Imports no library."""
     for name in names:
         found = importlib.util.find_spec(MODULES[name]) if name in MODULES else None
         if name in MODULES and not (found and found.origin):  # a folder of wandb's own, in the current one, has none
@@ -39,8 +39,8 @@ def check(names: Sequence[str]) -> None:
 
 
 def metadata(topology: Topology, framework: str, engine: str, **trained: Any) -> dict[str, Any]:
-    """What a tracker stores of the run beside its metrics; `trained`: recipe and plan, or what stands for them. The
-    git commit is added by the tracker's process."""
+    """What a tracker stores about the run; `trained`: recipe and plan, or what replaces them. The tracker's
+    process adds the git commit."""
     return {
         **untrusted.without_secrets(trained),
         "framework": framework,
@@ -54,7 +54,7 @@ def metadata(topology: Topology, framework: str, engine: str, **trained: Any) ->
 
 
 class Trackers:
-    """A run's trackers, on rank 0. Its methods return lines for the log, raise nothing and wait for nobody."""
+    """A run's trackers, on rank 0. The methods return lines for the log and raise nothing. Only `close` waits."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Trackers:
         metadata: Mapping[str, Any] | None = None,
         resumes: bool = False,
     ) -> None:
-        """Starts those of `names` that are processes, which keep their files in the run folder `folder`.
+        """Starts those of `names` that are processes. They keep their files in the run folder `folder`.
 
-        `project` groups runs; `resumes`: whether the run continues from a checkpoint, and so with its run id.
+        `project` groups runs. `resumes`: whether the run continues from a checkpoint, and so keeps its run id.
         """
         self._processes: list[_Process] = []
         self._lines: list[str] = []
@@ -80,13 +80,13 @@ class Trackers:
                 self._lines.append(f"tracker {name} could not be started: {error}")
 
     def add(self, metrics: Mapping[str, float], step: int) -> list[str]:
-        """The metrics after `step` updates."""
+        """Sends the metrics after `step` updates."""
         for process in self._processes:
             process.send({"metrics": metrics, "step": step})
         return self._collected()
 
     def close(self, state: str) -> list[str]:
-        """Ends the trackers' runs, within CLOSE_SECONDS; `state`: finished, failed or stopped."""
+        """Ends the trackers' runs, within CLOSE_SECONDS. `state` is finished, failed or stopped."""
         seconds = CLOSE_SECONDS if state == "finished" else STOP_SECONDS
         deadline = time.monotonic() + seconds
         for process in self._processes:
@@ -102,12 +102,12 @@ class Trackers:
 
 
 class _Process:
-    """One tracker's process: JSON lines to its stdin, lines for the log from its stdout."""
+    """One tracker's process. It reads lines of JSON from stdin, and prints lines for the log to stdout."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
         command = untrusted.program(__name__, name, str(folder.absolute()))
-        # What the library prints goes into the file. A session of its own: Ctrl-C is for the training.
+        # What the library prints goes into the file. The process has its own session: Ctrl-C is for the training.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(folder / "trackers" / f"{name}.log", flags, 0o666), "ab") as log:
             self._process = subprocess.Popen(
@@ -124,15 +124,17 @@ class _Process:
         self._dropped = 0
 
     def send(self, record: Mapping[str, Any]) -> None:
-        """Gives the process a record, or drops it where the process lags behind."""
-        if self._flush():
-            self._drop()
-        else:
+        """Sends a record, or drops it where the process lags behind."""
+        if not self._flush():
             self._unsent = json.dumps(record).encode() + b"\n"
             self._flush()
+            return
+        if not self._dropped:
+            self._lines.append(f"tracker {self._name} lags behind: it misses points; metrics.jsonl has them all")
+        self._dropped += 1
 
     def end(self, state: str) -> None:
-        """Makes the process end its run."""
+        """Requests the end of the tracker's run."""
         self._unsent += json.dumps({"state": state}).encode() + b"\n"
         self._flush()
 
@@ -158,7 +160,7 @@ class _Process:
             pipe.close()
 
     def lines(self) -> list[str]:
-        """The lines that the process has reported since the last call."""
+        """The lines that the process has printed since the last call."""
         if not self._process.stdout or not self._process.stdout.closed:
             self._read()
         lines, self._lines = self._lines, []
@@ -171,14 +173,9 @@ class _Process:
                 self._unsent = self._unsent[os.write(self._to, self._unsent) :]
         except BlockingIOError:
             pass
-        except OSError:  # it has ended, and said why; `wait` reports a crash
+        except OSError:  # it has ended and given a reason; `wait` reports a crash
             self._unsent = b""
         return self._unsent
-
-    def _drop(self) -> None:
-        if not self._dropped:
-            self._lines.append(f"tracker {self._name} lags behind: it misses points; metrics.jsonl has them all")
-        self._dropped += 1
 
     def _read(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""MLflow: the server that MLFLOW_TRACKING_URI names, else files in `mlruns` beside the run folder."""
+"""MLflow, with the server of MLFLOW_TRACKING_URI, or else with files in `mlruns` beside the run folder."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ LONGEST = 500
 
 
 class Tracker:
-    """A run of MLflow. The user's MLFLOW_* variables win."""
+    """A run of MLflow. The user's MLFLOW_* variables have priority."""
 
     def start(self, start: Start) -> str:
         logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -74,14 +74,15 @@ class Tracker:
                 raise
             return str(found.experiment_id)
 
-    def _describe(self, facts: dict[str, str]) -> None:
-        """Recipe and plan as parameters, which never change; the rest, and what has changed since, as tags."""
-        params = {key: value for key, value in facts.items() if key.startswith(("recipe.", "plan."))}
+    def _describe(self, metadata: dict[str, str]) -> None:
+        """Stores recipe and plan as parameters, which cannot change, and everything else, and what has changed since,
+        as tags."""
+        params = {key: value for key, value in metadata.items() if key.startswith(("recipe.", "plan."))}
         there = self._client.get_run(self._id).data.params
         new = [Param(key, value) for key, value in params.items() if key not in there]
         for first in range(0, len(new), PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=new[first : first + PARAMS_AT_ONCE])
-        tags = {key: value for key, value in facts.items() if key not in params or there.get(key, value) != value}
+        tags = {key: value for key, value in metadata.items() if key not in params or there.get(key, value) != value}
         self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in tags.items()])
 
 

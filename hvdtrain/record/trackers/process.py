@@ -1,4 +1,4 @@
-"""A tracker's process: reads the run's points from stdin and hands them to the library, until the training ends."""
+"""A tracker's process: it reads the run's metrics from stdin and gives them to the library, until training ends."""
 
 import contextlib
 import fcntl
@@ -22,6 +22,7 @@ from hvdtrain.untrusted import one_line
 LAST_SECONDS = 30
 """Seconds that a tracker has after the training's end."""
 SAVE_SECONDS = 1.0
+"""The fewest seconds between two notes of which steps the tracker has."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,20 @@ class Start:
 
 
 class Tracker(Protocol):
-    """A library, in a process that it has for itself. Every method may raise, print and take its time."""
+    """A tracker's library, alone in its process. Every method may raise, print and be slow."""
 
     def start(self, start: Start) -> str:
-        """Begins or continues the tracker's run; its id."""
+        """Begins or continues the tracker's run, and returns its id."""
 
     def add(self, metrics: Mapping[str, float], step: int) -> None:
-        """The metrics after `step` updates."""
+        """Stores the metrics after `step` updates."""
 
     def close(self, state: str) -> None:
-        """Ends the run; `state`: finished, failed or stopped."""
+        """Ends the run. `state` is finished, failed or stopped."""
 
 
 def main(name: str, folder: Path) -> None:
-    """Follows the training of the run folder with the tracker of that name."""
+    """Runs the tracker of that name for the training of the run folder."""
     for number in (signal.SIGINT, *STOP_SIGNALS):  # SLURM sends them to all of a step, a terminal as it closes
         signal.signal(number, signal.SIG_IGN)
     parent, messages = os.getppid(), os.dup(1)
@@ -69,7 +70,7 @@ def main(name: str, folder: Path) -> None:
     about = {**given["metadata"], "git": git_commit()}
     start = Start(folder, given["project"], about, follower.known_id(given["resumes"]), note)
     follower.start(f"{__package__}.{name}", start)
-    state = "failed"  # of a killed training, which reports no end
+    state = "failed"  # as of a killed training, which reports no end
     for record in _records(parent):
         if "state" in record:
             state = record["state"]
@@ -82,7 +83,7 @@ def main(name: str, folder: Path) -> None:
 
 
 class _Follower:
-    """Calls a tracker; reports its first failure, and keeps its run id and how far each metric is, in a file."""
+    """Calls a tracker, reports its first failure, and keeps in a file its run id and the last step of each metric."""
 
     def __init__(self, path: Path, note: Callable[[str], None]) -> None:
         self._path, self._note = path, note
@@ -93,7 +94,7 @@ class _Follower:
         self._has_failed = False
 
     def known_id(self, resumes: bool) -> str | None:
-        """The run id of the run folder; none of a training that begins anew, or where the file is lost."""
+        """The run id of the run folder; None for a training that begins anew, or where the file is lost."""
         files.sweep(self._path.parent, self._path.name)
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             kept = files.read_json(self._path)
@@ -103,7 +104,7 @@ class _Follower:
         return None
 
     def start(self, module: str, start: Start) -> None:
-        """Begins with the class Tracker of that module; ends the process where that fails."""
+        """Starts the class Tracker of that module, and ends the process where that fails."""
         try:
             self._tracker = importlib.import_module(module).Tracker()
             self._id = self._tracker.start(start)
@@ -116,7 +117,7 @@ class _Follower:
             self._save()
 
     def add(self, metrics: Mapping[str, float], step: int) -> None:
-        """Leaves out what the tracker has already: steps that a resumed training makes again."""
+        """Gives the tracker the metrics but for those that it has: a resumed training makes some steps again."""
         new = {name: value for name, value in metrics.items() if step > self._last.get(name, -1)}
         if not new:
             return
@@ -147,7 +148,7 @@ class _Follower:
 
 
 def _records(parent: int) -> Iterator[dict[str, Any]]:
-    """The training's records up to its end, or up to its death where a child of its keeps the pipe open."""
+    """The training's records until it ends, also where a child of its process keeps the pipe open."""
     unread, alive = b"", True
     while alive:
         alive = os.getppid() == parent

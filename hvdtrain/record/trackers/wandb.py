@@ -1,4 +1,4 @@
-"""Weights & Biases: online where its server answers and a key is configured, else offline into the run folder."""
+"""Weights & Biases, online where its server answers and a key is configured, or else offline in the run folder."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {  # those that the installed version has
 
 
 class Tracker:
-    """A run of wandb. The user's WANDB_* variables and settings files win."""
+    """A run of wandb. The user's WANDB_* variables and settings files have priority."""
 
     def start(self, start: Start) -> str:
         given = wandb.setup().settings
@@ -47,7 +47,7 @@ class Tracker:
             own["mode"] = "offline"
         own = {key: value for key, value in own.items() if key not in given.model_fields_set or key == "x_stats_pid"}
         self._run = wandb.init(config=dict(start.metadata), settings=wandb.Settings(**own))
-        # Its own step only rises: what a resumed training makes again would be lost.
+        # wandb's own step only rises: steps that a resumed training makes again would be lost.
         self._run.define_metric("*", step_metric="step")
         if self._run.offline:
             start.note(f"offline{why}; to sync: wandb sync {start.folder}/wandb/*-{self._run.id}")
@@ -64,7 +64,7 @@ class Tracker:
 
 
 def why_offline(settings: Any) -> str:
-    """Why the run is offline, in brackets; "" where the user's settings decide or the server answers."""
+    """Why the run is offline, in brackets; "" where it is online, or the user's settings decide."""
     if "mode" in settings.model_fields_set:
         return ""
     if not answers(settings.base_url):
@@ -75,7 +75,7 @@ def why_offline(settings: Any) -> str:
 
 
 def answers(url: str, seconds: float = REACH_SECONDS) -> bool:
-    """Whether the server's host, or the proxy in between, takes a connection within `seconds`."""
+    """Whether the server's host, or the proxy, accepts a connection within `seconds`."""
     parts = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):

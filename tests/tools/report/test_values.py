@@ -1,5 +1,6 @@
 """Curves, heat map, events, origin, comparison and scaling: the values that a page shows."""
 
+import functools
 import json
 import re
 
@@ -14,7 +15,7 @@ from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peers
 from hvdtrain.ranks.slow import STEPS, SlowWatch
 from hvdtrain.record.history import MOST_COLUMNS, MOST_KEPT, MOST_RANKS, POINTS, Column, Launch, Metrics, add_launches
-from hvdtrain.record.journal import Journal, Launched
+from hvdtrain.record.journal import Journal, launch_record
 from hvdtrain.record.reader import read
 from hvdtrain.run.ending import RunListener
 from hvdtrain.tools.report import comparison, scaling
@@ -128,7 +129,7 @@ def times_of(clock, computing, **more):
 def test_one_row_says_everything_of_a_figure_of_each_rank(tmp_path, monkeypatch):
     monkeypatch.setitem(FIGURES, "threads", Figure("most threads", lambda: 7.0, lambda value: f"{value:.0f} threads"))
     journal = Journal(0.0)
-    journal.open(tmp_path, Launched(ALONE, "torch", "local", 0).record)
+    journal.open(tmp_path, functools.partial(launch_record, ALONE, "torch", "local", 0, None))
     watch = SlowWatch(Liveness(Peers(ALONE), RunListener(ALONE, journal)))
     watch.step_begins()
     for _ in range(STEPS):
