@@ -1,7 +1,7 @@
-"""The processes above a rank; among them the shell in which horovodrun waits for mpirun.
+"""The processes above a rank, among which is the shell in which horovodrun waits for mpirun.
 
-A signal to horovodrun reaches this shell alone: it dies, and mpirun trains on with all ranks, so the ranks look out for
-its end.
+A signal to horovodrun reaches this shell alone. The shell dies, and mpirun continues with all ranks, so that the ranks
+themselves have to notice its end.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ MOST_ABOVE = 4
 
 
 class LauncherShell:
-    """That shell, or torchrun, where there is one above this process."""
+    """Notices the end of that shell, or of torchrun, where one of them is above this process."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -28,7 +28,7 @@ class LauncherShell:
                 break
 
     def take_end(self) -> bool:
-        """Whether the shell has ended. True once."""
+        """Whether the shell has ended. Returns True only once."""
         if self._descriptor is None:
             return False
         ended = select.poll()
@@ -46,19 +46,19 @@ class LauncherShell:
 
 
 def is_launcher_shell(arguments: list[str]) -> bool:
-    """Whether it is `sh -c "mpirun ..."`, which lives as long as its mpirun unless it is killed."""
+    """Whether these are the arguments of `sh -c "mpirun ..."`, which lives as long as mpirun unless it is killed."""
     shell, *rest = arguments or [""]
     return Path(shell).name == "sh" and len(rest) >= 2 and rest[0] == "-c" and rest[1].startswith("mpirun ")
 
 
 def is_torchrun(arguments: list[str]) -> bool:
-    """Whether it is torchrun, which some signals kill; its ranks would train on."""
+    """Whether these are the arguments of torchrun, which some signals kill while its ranks continue."""
     return any(Path(word).name in {"torchrun", "torch.distributed.run"} for word in arguments[:3])
 
 
 def is_below_terminal_task(environ: Mapping[str, str], proc: Path = PROC) -> bool:
-    """Whether this is below, or is, a program that `srun --pty` has given nothing but its terminal, as bash or python:
-    its other tasks have none and have ended."""
+    """Whether this process is, or is below, an interactive program that `srun --pty` has started, as bash or
+    python. The step's other tasks then have no terminal, and have ended."""
     task = environ.get("SLURM_TASK_PID", "")
     if "SLURM_PTY_PORT" not in environ or not task.isdecimal():
         return False
@@ -67,7 +67,7 @@ def is_below_terminal_task(environ: Mapping[str, str], proc: Path = PROC) -> boo
 
 
 def above(pid: int, most: int = MOST_ABOVE, proc: Path = PROC) -> list[int]:
-    """The process and those above it on this host, the nearest first."""
+    """The process and its ancestors on this host, the nearest first."""
     found: list[int] = []
     while pid > 1 and len(found) < most:
         found.append(pid)
@@ -79,7 +79,7 @@ def above(pid: int, most: int = MOST_ABOVE, proc: Path = PROC) -> list[int]:
 
 
 def arguments_of(pid: int, proc: Path = PROC) -> list[str]:
-    """What a process was started with; nothing where it may not be read."""
+    """The command line of a process; empty where it may not be read."""
     try:
         return (proc / f"{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

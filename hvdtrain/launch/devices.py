@@ -1,4 +1,4 @@
-"""Which GPU, how many threads and what memory a rank takes, for every framework."""
+"""Which GPU, how many threads and how much memory a rank uses, in every framework."""
 
 import ctypes
 import functools
@@ -20,10 +20,10 @@ from hvdtrain.untrusted import whole_number
 def gpu_index(
     wanted: Literal["auto", "cpu", "cuda"], visible: int, topology: Topology, gpu_operations: bool
 ) -> int | None:
-    """The index of this rank's GPU among the `visible` ones; None is the CPU.
+    """The index of this rank's GPU among the `visible` ones; None for the CPU.
 
-    One visible GPU is the rank's own; with as many as there are ranks on the host, a rank takes its local
-    rank's. `gpu_operations` says whether the engine averages what lies on a GPU. Raises DeviceError.
+    A single visible GPU is this rank's. Where as many are visible as there are ranks on the host, the local rank is the
+    index. `gpu_operations`: whether the engine can average arrays on a GPU. Raises DeviceError.
     """
     if wanted == "cpu" or (wanted == "auto" and not visible):
         return None
@@ -44,9 +44,9 @@ def gpu_index(
 
 @functools.cache
 def driver_gpus(path: str | None, device_files: Path = Path("/dev")) -> int:
-    """How many GPUs the driver shows to this process; without its nvidia-smi on the `path`, how many device files."""
+    """How many GPUs the driver has; where nvidia-smi is not on the `path`, how many device files there are."""
     smi = shutil.which("nvidia-smi", path=path)
-    if not smi:  # as in a container that was given the driver's libraries alone
+    if not smi:  # as in a container that has only the driver's libraries
         return len(list(device_files.glob("nvidia[0-9]*")))
     try:
         listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
@@ -56,8 +56,9 @@ def driver_gpus(path: str | None, device_files: Path = Path("/dev")) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], count: Callable[[str | None], int] = driver_gpus) -> int:
-    """How many GPUs this process may use, found without a framework: those of the driver that CUDA_VISIBLE_DEVICES
-    leaves. SLURM sets the variable on hosts that have none, too. `count` gives the driver's, from the PATH."""
+    """How many GPUs this process may use, found without a framework: those of the driver that are in
+    CUDA_VISIBLE_DEVICES. SLURM sets this variable on hosts without a GPU too. `count` returns the driver's
+    number, given the PATH."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not _named(named, sys.maxsize):
         return 0  # hidden: no need to call a slow driver
@@ -66,30 +67,30 @@ def visible_gpus(environ: Mapping[str, str], count: Callable[[str | None], int] 
 
 
 def _named(variable: str, present: int) -> int:
-    """How many GPUs CUDA takes from its variable: those before the first that is not there, none where one is twice."""
-    names = [name.strip() for name in variable.split(",")]
-    valid = list(itertools.takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or _index(name) < present, names))
+    """How many GPUs CUDA takes from its variable: those before the first that does not exist; none where one is there
+    twice."""
+
+    def exists(name: str) -> bool:
+        return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < present)
+
+    valid = list(itertools.takewhile(exists, (name.strip() for name in variable.split(","))))
     return len(valid) if len(set(valid)) == len(valid) else 0
-
-
-def _index(name: str) -> float:
-    return int(name) if name.isdecimal() else math.inf
 
 
 def threads(
     cpus: int, cpus_of_host: int, topology: Topology, environ: Mapping[str, str], quota: float | None = None
 ) -> int | None:
-    """How many threads a rank computes with, given the CPUs it may run on; None leaves the framework's choice.
+    """How many threads a rank computes with, given the CPUs on which it may run; None: the framework decides.
 
-    A task of srun's takes the CPUs it was promised, where it may run on as many; torchrun's ranks divide those of
-    their agent. Elsewhere a rank that is bound to some of the host's CPUs has them for itself; unbound ranks
-    divide the host's. A container's `quota`, in CPUs (left out: this process's), is divided by all ranks of the host.
+    A task of srun's uses the CPUs that SLURM has promised it, where it may run on as many; torchrun's ranks share those
+    of their agent. Elsewhere a rank that is bound to some of the host's CPUs uses them alone, and ranks that are not
+    bound share the host's. All ranks of a host share a container's `quota` of CPUs (left out: this process's).
     """
     if "OMP_NUM_THREADS" in environ:
         return None
     granted = math.ceil(min(cpus_of_host, processors.quota() if quota is None else quota))
     most = cpus if granted == cpus_of_host else max(1, min(cpus, granted // topology.local_size))
-    # srun of SLURM 22.05 and later takes SRUN_CPUS_PER_TASK alone, and leaves the job's own variable as it was.
+    # srun of SLURM 22.05 and later reads SRUN_CPUS_PER_TASK alone, and does not change the job's own variable.
     promised = whole_number(environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or "")
     cpus_of = launcher(topology.launcher).cpus_of
     if promised is not None and cpus_of:
@@ -101,13 +102,15 @@ def threads(
 
 
 def keep_memory(environ: Mapping[str, str]) -> None:
-    """Lets glibc's malloc keep what is freed, up to this process's peak, for its next step.
+    """Makes glibc's malloc keep freed memory for the next step, up to this process's peak.
 
-    By default an array of some MB goes back to the kernel, which zeroes its pages anew in the next step: of a ResNet50
-    on CPUs that is 5 to 30 % of the time. Another malloc, or one with the user's own settings, stays as it is.
+    By default it returns an array of some MB to the kernel, which zeroes its pages again in the next step. That takes
+    5 to 30 % of the time of a ResNet50 on CPUs. Another malloc, or one with settings of the user's, is not changed.
     """
     trim_threshold, mmap_max = -1, -4  # malloc.h
-    own = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
-    if not own and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    is_configured = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+    if not is_configured and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(mmap_max, 0)
         libc.mallopt(trim_threshold, -1)

@@ -1,9 +1,7 @@
-"""What a rank prints beside its log, and where rank 0's output ends.
-
-That is a person's terminal, straight or through a launcher, or a file.
+"""What a rank prints beside its log, and whether rank 0's output is shown at a terminal or written into a file.
 
 horovodrun and srun read a rank's output from a pipe, and mpirun from a terminal that it makes for the rank, wherever
-its own output goes. So the launcher's own output decides.
+its own output goes. So the output of the launcher decides.
 """
 
 import contextlib
@@ -24,10 +22,11 @@ MOST_ABOVE = 100
 
 
 def display(launcher: str) -> Display:
-    """How this process shows its progress, where this launcher has started it."""
+    """How this process, started by this launcher, shows its progress."""
     if not sys.stdout:  # it was closed
         return "file"
-    is_terminal = sys.stdout.isatty() and (launcher != "srun" or sys.stdin.isatty())  # `srun -u` gives stdout one alone
+    # `srun -u` makes a terminal for stdout alone.
+    is_terminal = sys.stdout.isatty() and (launcher != "srun" or sys.stdin.isatty())
     found = display_of(launcher, is_terminal, os.environ, os.getpid())
     return "lines" if found == "bar" and os.environ.get("TERM", "dumb") == "dumb" else found
 
@@ -52,7 +51,7 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
 
 
 def name_of(arguments: list[str]) -> str:
-    """The program's name; of a Python program that of its script or module."""
+    """The program's name; for a Python program, that of its script or module."""
     name = Path(arguments[0]).name.rstrip(":") if arguments else ""
     if name.startswith("python") and len(arguments) > 1:
         is_module = arguments[1] == "-m" and len(arguments) > 2
@@ -63,7 +62,7 @@ def name_of(arguments: list[str]) -> str:
 
 
 def _through_srun(environ: Mapping[str, str], proc: Path) -> Display:
-    """The display by the output of this job's srun, where that runs on this host."""
+    """The display by the output of this job's srun, if srun runs on this host."""
     ends = [_stdout(pid, proc) for pid in _sruns(environ.get("SLURM_JOB_ID", ""), proc)]
     if not ends:
         return _of_job(environ)
@@ -71,26 +70,22 @@ def _through_srun(environ: Mapping[str, str], proc: Path) -> Display:
 
 
 def _of_job(environ: Mapping[str, str]) -> Display:
-    """The display where the launcher's output cannot be seen: a job script writes into a file, a person's
-    srun or salloc to a terminal."""
+    """The display where the launcher's output is not known: a job script writes into a file, a person's srun or salloc
+    to a terminal."""
     return "lines" if environ.get("SLURM_JOB_ID") and environ.get("ENVIRONMENT") != "BATCH" else "file"
 
 
 def _sruns(job: str, proc: Path) -> list[int]:
-    """This user's srun processes of the job. One without a job in its environment has made the job itself, and counts
-    where there is no other."""
-    sruns = [pid for pid in _own_processes(proc) if name_of(arguments_of(pid, proc)) == "srun"]
-    jobs = {pid: _job_of(pid, proc) for pid in sruns}
-    return [pid for pid in sruns if jobs[pid] == job] or [pid for pid in sruns if jobs[pid] is None]
-
-
-def _own_processes(proc: Path) -> Iterator[int]:
+    """This user's srun processes of the job. An srun without a job in its environment has made the job
+    itself; it counts where there is no other."""
+    jobs: dict[int, str | None] = {}
     for entry in proc.iterdir():
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
-                yield int(entry.name)
-        except OSError:  # it has ended
-            continue
+                pid = int(entry.name)
+                if name_of(arguments_of(pid, proc)) == "srun":
+                    jobs[pid] = _job_of(pid, proc)
+    return [pid for pid in jobs if jobs[pid] == job] or [pid for pid in jobs if jobs[pid] is None]
 
 
 def _job_of(pid: int, proc: Path) -> str | None:
@@ -113,7 +108,7 @@ def _is_terminal(end: str) -> bool:
 
 
 def greet(adapter: str, argv: Sequence[str]) -> None:
-    """On rank 0: prints what begins, and shows from now on what is waited for."""
+    """On rank 0: prints what is started, and from now on shows what the process waits for."""
     try:
         topology = discover(os.environ)
     except TopologyError:  # reported where the run begins
@@ -148,7 +143,8 @@ def _print(line: str) -> None:
 
 @contextlib.contextmanager
 def shown(topology: Topology, text: str) -> Iterator[Show]:
-    """What replaces `text` at the terminal of rank 0, or at its launcher's; nothing on other ranks and in files."""
+    """Shows `text` at rank 0's terminal or its launcher's while the block runs, and gives a function that replaces it.
+    Nothing is shown on other ranks and in files."""
     kind = display(topology.launcher) if topology.is_rank_0 else "file"
     if kind == "file" and topology.launcher != "alone":
         yield hidden

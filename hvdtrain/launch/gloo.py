@@ -1,4 +1,4 @@
-"""Horovod over Gloo without horovodrun: the rendezvous server and the variables that horovodrun would have given."""
+"""Horovod over Gloo without horovodrun: the rendezvous server and the variables that horovodrun would provide."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from hvdtrain.launch.topology import Topology
 
 
 class RendezvousServer:
-    """Horovod's rendezvous server, in a thread of this process, at `address` and `port`, for runs one after another.
+    """Horovod's rendezvous server, in a thread of this process, at `address` and `port`. It can serve several runs, one
+    after the other.
 
-    It answers only who signs with `key`, of 32 bytes. Raises EngineUnavailable.
+    It answers only requests that are signed with `key`, of 32 bytes. Raises EngineUnavailable.
     """
 
     def __init__(self, key: bytes, address: str = "127.0.0.1") -> None:
@@ -30,7 +31,7 @@ class RendezvousServer:
         self.port = int(self._server.start(address=address))
 
     def expect(self, endpoints: Sequence[Endpoint]) -> None:
-        """Forgets the ranks of before and waits for these."""
+        """Forgets all earlier ranks, and waits for these."""
         from horovod.runner.common.util.hosts import SlotInfo
 
         self._server.init([SlotInfo(*slot) for slot in _slots(endpoints)])
@@ -69,11 +70,11 @@ def variables(
 
 
 def _slots(endpoints: Sequence[Endpoint]) -> list[tuple[str, int, int, int, int, int, int]]:
-    """A row for each rank: its host's label, rank, local rank, index of its host among those that have its
-    local rank, number of ranks, of its host's ranks, and of those hosts."""
-    nodes, local_sizes = dict[int, list[int]](), Counter(own.node for own in endpoints)
-    for own in sorted(endpoints, key=lambda own: own.node):
-        nodes.setdefault(own.local_rank, []).append(own.node)
+    """For each rank: its host's label, rank, local rank, the index of its host among the hosts that have this local
+    rank, the number of all ranks, of its host's ranks, and of those hosts."""
+    nodes, local_sizes = dict[int, list[int]](), Counter(each.node for each in endpoints)
+    for each in sorted(endpoints, key=lambda each: each.node):
+        nodes.setdefault(each.local_rank, []).append(each.node)
     index = {(node, local): index for local, of in nodes.items() for index, node in enumerate(of)}
     return [
         (e.label, rank, local, index[e.node, local], len(endpoints), local_sizes[e.node], len(nodes[local]))

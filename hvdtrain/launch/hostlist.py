@@ -1,4 +1,4 @@
-"""SLURM's short forms: hosts such as `nid[001-004,7],login1`, and tasks of each node such as `2(x3),1`."""
+"""SLURM's short forms of hosts, as `nid[001-004,7],login1`, and of the tasks of each node, as `2(x3),1`."""
 
 import re
 
@@ -28,8 +28,8 @@ def expand(text: str) -> list[str]:
 
 
 def first(nodes: str) -> str:
-    """The first host of a step's list, however long it is. Raises TopologyError where there is none."""
-    # Each of these stops at the next bracket, so that none takes longer than the list is long.
+    """The first host of a step's list. Raises TopologyError where there is none."""
+    # Each pattern stops at the next bracket, so that a long list takes no more than its length in time.
     group = re.match(r"((?:[^][,]|\[[^][]*\])*)(?:,|\Z)", nodes)
     host = re.sub(r"\[([^][,-]*)(?:[,-][^][]*)?\]", r"\1", group[1] if group else "")
     if len(host) > LONGEST_HOST or not HOST.fullmatch(host):
@@ -38,8 +38,9 @@ def first(nodes: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[tuple[int, int]]:
-    """Tasks of a node and how many nodes in a row have as many: `2(x3),1` -> (2, 3), (1, 1). Raises ValueError."""
-    # Never written out: 1(x999999) three hundred times is a line of text, and as many hosts as fill the memory.
+    """The tasks of a node, and how many neighbouring nodes have as many: `2(x3),1` -> (2, 3), (1, 1). Raises
+    ValueError."""
+    # Not expanded: a short text, as 1(x999999) three hundred times, may name more hosts than fit into memory.
     if not TASKS.fullmatch(text):
         raise ValueError(text)
     return [(int(tasks), int(nodes or 1)) for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]

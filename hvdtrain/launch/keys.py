@@ -1,7 +1,7 @@
-"""The key by which the ranks of a run prove to one another that one user started them.
+"""The key by which the ranks of a run prove to each other that one user has started them.
 
-On a node that others share anybody may connect to a port, or take it first; the environment of a user's processes, a
-file of mode 0600 and what munge encrypts for a user are all that others cannot read.
+On a shared node anybody may connect to a port, or take it first. What others cannot read is the environment of a user's
+processes, a file of mode 0600, and what munge encrypts for the user.
 """
 
 import contextlib
@@ -25,14 +25,12 @@ from hvdtrain.launch.topology import Topology, launcher
 
 BYTES = 32
 INHERITED = ("HVDTRAIN_KEY", "HOROVOD_RENDEZVOUS_KEY")
-"""Variables that hold a key: the job scripts of `hvdtrain slurm` make the first, horovodrun the second."""
-OTHER_NODE = 10.0  # seconds until a file that another node has made is seen here, on a network file system
+"""Variables that hold a key: the job scripts of `hvdtrain slurm` set the first, horovodrun the second."""
+OTHER_NODE = 10.0  # seconds after which a file that another node has made is visible here, on a network file system
 MUNGE_SECONDS = 5
 INSECURE = "--insecure-rendezvous"
 MAKE = "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 REMEDY = f"give all ranks one, {MAKE}, or {INSECURE} where nobody else can reach these nodes."
-
-
 OPEN = bytes(BYTES)
 """The key of a run whose ranks need not prove that they belong together."""
 WARNING = (
@@ -41,9 +39,9 @@ WARNING = (
 
 
 def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None, str | None]:
-    """The key of this rank, and on rank 0 its credential for ranks on nodes that do not see the same home.
+    """The key of this rank; on rank 0 also a credential with the key, for ranks on nodes with another home.
 
-    Another rank has none where munge will have to read rank 0's credential. Raises WorldError.
+    Another rank has no key where it has to read rank 0's credential by munge. Raises WorldError.
     """
     if key := inherited(environ):
         return key, None
@@ -52,16 +50,16 @@ def of_run(environ: Mapping[str, str], topology: Topology) -> tuple[bytes | None
         key = of_user(environ)
     except OSError as error:
         why = f"{error.filename or 'the home'}: {error.strerror}"
-    own = key or secrets.token_bytes(BYTES)
+    chosen = key or secrets.token_bytes(BYTES)
     is_known_to_all = key is not None and topology.local_size == topology.size
-    credential = wrapped(own) if key is None or (topology.is_rank_0 and not is_known_to_all) else None
+    credential = wrapped(chosen) if key is None or (topology.is_rank_0 and not is_known_to_all) else None
     if key is None and credential is None:
-        raise _of_this_host(f"no key of this user's ({why}), and munge does not answer; {REMEDY}")
-    return (own, credential) if topology.is_rank_0 else (key, None)
+        raise of_this_host(f"no key of this user's ({why}), and munge does not answer; {REMEDY}")
+    return (chosen, credential) if topology.is_rank_0 else (key, None)
 
 
 def source(environ: Mapping[str, str], topology: Topology) -> str:
-    """Where the ranks of this run have their key from, for a person; "" where they have none. Raises WorldError."""
+    """Where the ranks of this run get their key from, for a person; "" where they have none. Raises WorldError."""
     if inherited(environ):
         return next(name for name in INHERITED if name in environ)
     if launcher(topology.launcher).mpi and topology.local_size < topology.size:
@@ -74,19 +72,19 @@ def source(environ: Mapping[str, str], topology: Topology) -> str:
 
 
 def inherited(environ: Mapping[str, str]) -> bytes | None:
-    """The key that the launcher or the job script has left in the environment. Raises WorldError."""
+    """The key in the environment, from the launcher or the job script. Raises WorldError."""
     name = next((name for name in INHERITED if name in environ), None)
     if name is None:
         return None
     if not re.fullmatch(f"[0-9a-fA-F]{{{2 * BYTES}}}", environ[name]):
-        raise _of_this_host(
+        raise of_this_host(
             f"{name} must be {2 * BYTES} hexadecimal digits, got {len(environ[name])} characters; unset it, or {REMEDY}"
         )
     return bytes.fromhex(environ[name])
 
 
 def path(environ: Mapping[str, str]) -> Path:
-    """Where the user's own key is kept. Raises OSError where he has no home."""
+    """Where the user's key is kept. Raises OSError where there is no home."""
     folder = Path(environ.get("XDG_CONFIG_HOME", ""))
     if not folder.is_absolute():  # as the XDG Base Directory Specification wants it
         home = Path(environ.get("HOME") or _home_of_user())
@@ -104,9 +102,9 @@ def _home_of_user() -> str:
 
 
 def of_user(environ: Mapping[str, str]) -> bytes:
-    """The key in the user's home, which is made where there is none.
+    """The key in the user's home. It is made if there is none.
 
-    Raises OSError where it cannot be made, WorldError for one that others may have read or written.
+    Raises OSError where it cannot be made, WorldError where others may have read or written it.
     """
     file = path(environ)
     with contextlib.suppress(FileNotFoundError):
@@ -146,15 +144,15 @@ def _read(file: Path) -> bytes:
 
 
 def _refused(found: Path, wanted: str, status: os.stat_result) -> WorldError:
-    return _of_this_host(
+    return of_this_host(
         f"{found} must be {wanted} that uid {os.geteuid()} alone may change or read, got {status.st_size} bytes, uid "
         f"{status.st_uid}, {stat.filemode(status.st_mode)}; remove it, and the next run makes another, or {REMEDY}"
     )
 
 
 def wrapped(key: bytes) -> str | None:
-    """The key as munge's credential, which this user's processes alone can read; None where there is no munge."""
-    # A site may have configured munge not to encrypt, or to forget after seconds.
+    """The key as a credential of munge's, which only this user's processes can read; None where there is no munge."""
+    # A site may have configured munge not to encrypt, or to let credentials expire after seconds.
     return _munge("munge", f"--restrict-uid={os.geteuid()}", "--cipher=aes128", "--ttl=-1", given=key.hex())
 
 
@@ -166,7 +164,7 @@ def unwrapped(credential: str) -> bytes | None:
 
 
 def _munge(program: str, *options: str, given: str) -> str | None:
-    """The output of munge or unmunge, also where a credential was read before."""
+    """The output of munge or unmunge, also for a credential that was read before."""
     if not (found := shutil.which(program)):
         return None
     try:
@@ -179,7 +177,7 @@ def _munge(program: str, *options: str, given: str) -> str | None:
 
 
 def boot_id() -> str:
-    """A text that differs from host to host, and is the same in all containers of one."""
+    """A text that is different on each host, and the same in all containers of a host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -191,7 +189,8 @@ def derived(key: bytes, *purpose: object) -> bytes:
     return hmac.digest(key, os.fsencode("\0".join(map(str, purpose))), hashlib.sha256)
 
 
-def _of_this_host(text: str) -> WorldError:
+def of_this_host(text: str) -> WorldError:
+    """An error that other hosts may not have, so that each prints its own."""
     error = WorldError(text)
     error.everywhere = False
     return error

@@ -1,5 +1,5 @@
-"""Which MPI a library would load, by which plugin srun connects its tasks, and so how ranks find one another: read from
-files, nothing is loaded."""
+"""Which MPI a library would load, and by which plugin srun connects its tasks. Files are read, and nothing is
+loaded."""
 
 import importlib.util
 import os
@@ -20,20 +20,20 @@ TITLES: Mapping[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 PLUGINS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
 """The plugins for `srun --mpi=` that an MPI of each kind can use; `Mpi.plugins` are those of one library."""
 
-# The names under which a program requests its MPI. Cray's and Intel's keep MPICH's ABI, and its number 12.
+# The file names by which a program requests its MPI. Cray's and Intel's MPI have MPICH's ABI, and its number 12.
 SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|mpi_intel\w*)\.so\.12)\0")
 VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
 CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
 OF_MPI = re.compile(r"undefined symbol: (?:P?MPI[XR]?_|ompi_|opal_|mca_)|lib(?:mpi|open-|pmix)", re.IGNORECASE)
-"""What the loader's message holds where it has loaded another MPI than Horovod was built with."""
+"""Found in the loader's message where it has loaded another MPI than Horovod was built with."""
 MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI library: whose ABI, its version ("" unknown), and its file (a bare name where none is found).
+    """An MPI library: whose ABI it has, its version ("" where unknown), and its file (only a name where none is found).
 
-    `also` are plugins that a site has built into it.
+    `also`: further plugins that a site has built into it.
     """
 
     kind: Kind
@@ -61,7 +61,7 @@ class Mpi:
 
 
 def horovod_library(framework: str) -> Path | None:
-    """The compiled half of Horovod for that framework; None where it was not built for it, or is not installed."""
+    """Horovod's compiled library for that framework; None where Horovod was not built for it, or is not installed."""
     spec = importlib.util.find_spec("horovod")
     folders = (spec and spec.submodule_search_locations) or []
     libraries = (path for folder in folders for path in sorted(Path(folder, framework).glob("mpi_lib*.so")))
@@ -69,13 +69,13 @@ def horovod_library(framework: str) -> Path | None:
 
 
 def of_horovod(framework: str) -> Mpi | None:
-    """The MPI that Horovod loads with that framework; None where it has none, or is not there (horovod_library)."""
+    """The MPI that Horovod loads with that framework; None where it was built without MPI, or is not installed."""
     library = horovod_library(framework)
     return of_library(library) if library else None
 
 
 def of_library(path: Path) -> Mpi | None:
-    """The MPI that the shared object requests of the loader; None where it requests none, or cannot be read."""
+    """The MPI that the loader loads for this library; None where it needs no MPI, or cannot be read."""
     requested = SONAME.search(_contents(path))
     if not requested:
         return None
@@ -89,7 +89,7 @@ def of_library(path: Path) -> Mpi | None:
 
 
 def unavailable(framework: str, title: str, error: Exception) -> EngineUnavailable:
-    """The error for a Horovod that cannot be imported: no build helps where another MPI hides its own."""
+    """The error where Horovod cannot be imported. To build it again does not help where another MPI hides its own."""
     found = of_horovod(framework) if OF_MPI.search(str(error)) else None
     remedy = f"build it: python -m hvdtrain build --frameworks {framework}"
     if found and is_by_path(found):
@@ -101,13 +101,13 @@ def unavailable(framework: str, title: str, error: Exception) -> EngineUnavailab
 
 
 def is_by_path(found: Mpi) -> bool:
-    """Whether the loader takes it from a folder of LD_LIBRARY_PATH."""
+    """Whether the loader finds it in a folder of LD_LIBRARY_PATH."""
     folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     return found.library in [each.resolve() for folder in folders for each in folder.glob("lib*mpi*.so*")]
 
 
 def plugin_of(environ: Mapping[str, str]) -> str | None:
-    """The plugin by which srun connects the tasks of this step, "none" for none; None outside a step of srun's."""
+    """The plugin by which srun connects the tasks of this step, "none" where there is none; None outside a step."""
     if not slurm.is_step(environ):
         return None
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
@@ -134,21 +134,21 @@ def _loaded(path: Path, soname: str) -> Path | None:
 
 
 def _built_in(kind: Kind, library: Path, data: bytes) -> tuple[str, ...]:
-    """The plugins beyond the kind's own: pmi2 in an Open MPI up to 4, PMIx in an MPICH."""
+    """The plugins that not every MPI of the kind has: pmi2 in an Open MPI up to 4, PMIx in an MPICH."""
     if kind == "openmpi":
         return ("pmi2",) if (library.parent / "openmpi" / "mca_pmix_s2.so").exists() else ()
     return ("pmix",) if b"libpmix.so" in data else ()
 
 
 def _version(data: bytes) -> str:
-    """The version that the library holds as a constant of its own."""
-    # Other libraries linked into this one leave shorter numbers: the MPI's has three parts where any has.
+    """The version, which is a constant in the library."""
+    # Other libraries that are linked into this one have shorter numbers: where any has three parts it is the MPI's.
     found = CRAY_VERSION.findall(data) or VERSION.findall(data)
     return max(found, key=lambda version: version.count(b"."), default=b"").decode()
 
 
 def uses_gloo(topology: Topology, framework: str, environ: Mapping[str, str]) -> bool:
-    """Whether the ranks are to use Gloo with a rendezvous server of rank 0's own."""
+    """Whether the ranks use Gloo with a rendezvous server that rank 0 starts."""
     if not launcher(topology.launcher).needs_rendezvous:
         return False
     if topology.launcher != "srun" or environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":

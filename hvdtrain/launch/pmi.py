@@ -1,4 +1,4 @@
-"""PMI: by which plugin srun connects a step's tasks to their MPI, its name and its variables."""
+"""PMI: the plugins by which srun connects a step's tasks to their MPI, with their names and variables."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,13 +12,13 @@ NAMES = re.compile(r"\b(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|pspmix?|openmpi)\
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin of srun's, and the variables it sets: the one that names the step, rank, and number of ranks."""
+    """A plugin of srun's, and the variables that it sets: the label of the step, the rank, the number of ranks."""
 
     name: str
     label: str
     step: str  # what the label holds for a step
     rank: str
-    size: str  # "" where it sets none
+    size: str  # "" where there is none
 
 
 # Cray's names are from SLURM's plugin mpi/cray_shasta.
@@ -30,7 +30,7 @@ PLUGINS = (
 
 
 def of_step(environ: Mapping[str, str], step: str) -> Iterator[Plugin]:
-    """The plugins that serve this very step: a label with another's is what an outer launcher's daemon left."""
+    """The plugins of this step. The label of another step is that of an outer launcher's daemon."""
     return (plugin for plugin in PLUGINS if environ.get(plugin.label) == plugin.step.format(step))
 
 

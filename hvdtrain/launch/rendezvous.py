@@ -1,7 +1,5 @@
-"""Where the ranks of a run find one another before any collective library has started: host, ports and token.
-
-TensorFlow's TF_CONFIG is made from what they have found.
-"""
+"""Where the ranks of a run connect before any collective library has started: host, ports and token; and TF_CONFIG,
+which is made from their endpoints."""
 
 import contextlib
 import fcntl
@@ -24,7 +22,7 @@ from hvdtrain.launch import hostlist, keys
 from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.untrusted import printable, quoted, whole_number
 
-# Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may hold.
+# Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may use.
 FIRST_PORT, PORTS = 10_000, 20_000
 BLOCK = 8
 SERVED = 3
@@ -37,10 +35,10 @@ Port = Annotated[int, Field(ge=1, lt=2**16)]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank 0's host, a block of ports of this step's own, and the step's name as the token.
+    """Rank 0's host, a block of ports for this step alone, and the step's name as the token.
 
-    Rank 0 listens on the first free one of the ports but the last, which is MASTER_PORT for libraries of ranks that
-    are not connected. `key` is what MPI has carried to all ranks; empty where they must know it (see keys.py).
+    Rank 0 listens on the first free port but the last one, which is MASTER_PORT for libraries of ranks that are not
+    connected. `key` was sent to all ranks by MPI; empty where they get it in another way (see keys.py).
     """
 
     host: str
@@ -53,8 +51,8 @@ class Rendezvous:
 class Endpoint:
     """Where a rank is: its host's name and index, and its local rank.
 
-    `address` is its host's, as the other ranks reach it, and `port` the first of three on which it may serve them:
-    known once all ranks are connected.
+    `address` is the one at which other ranks reach its host, and `port` the first of three on which it may listen for
+    them. Both are known once all ranks are connected.
     """
 
     host: Annotated[str, Field(max_length=255), AfterValidator(printable)]
@@ -65,15 +63,15 @@ class Endpoint:
 
     @property
     def label(self) -> str:
-        """A name of the host that no other has: containers may all be called alike."""
+        """A name that no other host of the run has: containers may all have the same."""
         return f"{self.host}-{self.node}"
 
 
 def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous | None:
-    """The rendezvous of an srun step, a torchrun or env://; None where the launcher names no host, or for one rank.
+    """The rendezvous of an srun step, torchrun or env://; None where the launcher names no host, or for one rank.
 
-    The ports follow from job and step: neighbouring steps have neighbouring blocks, and no variable has to be
-    exported by the job script.
+    The ports follow from the numbers of job and step, so that the job script need not export any variable, and
+    neighbouring steps have different ports.
     """
     if topology.size == 1:
         return None
@@ -83,22 +81,20 @@ def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous 
             hostlist.first(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
         )
     if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
-        # Every torchrun that is given no id has the same; two on one host differ by their port.
+        # All torchruns without an id have the same one; two on one host have different ports.
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         token = "-".join(environ.get(name, "") for name in names)
         return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(os.fsencode(token))), token)
     if topology.launcher == "env://":
-        # Some operators give rank 0 another name of itself than the others have.
+        # Some operators of Kubernetes give rank 0 another name for its host than the other ranks.
         token = f"{environ.get('MASTER_PORT', '')}-{topology.size}"
         return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(token.encode())), token)
     return None
 
 
 def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvous:
-    """The rendezvous of ranks whose launcher names no host: the one host they share, or where rank 0 is by MPI.
-
-    Raises EngineUnavailable or WorldError where they can learn of none.
-    """
+    """The rendezvous of ranks whose launcher names no host: the host that all share, or rank 0's, which they learn by
+    MPI. Raises EngineUnavailable or WorldError where that is not possible."""
     if topology.local_size == topology.size:
         token = environ.get(launcher(topology.launcher).launch, str(os.getppid()))
         return Rendezvous("127.0.0.1", _block(zlib.crc32(os.fsencode(token))), token)
@@ -126,7 +122,7 @@ def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvo
 
 
 def check_host(host: str) -> None:
-    """Raises WorldError where this host, one of several, can never find rank 0 on that one."""
+    """Raises WorldError where ranks on this host can never connect to rank 0 on that one."""
     ipv6, text = Path("/proc/net/if_inet6"), ""
     is_global = [line.split()[3] == "00" for line in ipv6.read_text().splitlines()] if ipv6.exists() else []
     lacks = "this host" if any(is_global) and all(own.startswith("127.") for own in addresses()) else ""
@@ -145,9 +141,7 @@ def check_host(host: str) -> None:
             "an IPv4 address, or start all ranks on one."
         )
     if text:
-        error = WorldError(text)
-        error.everywhere = False
-        raise error
+        raise keys.of_this_host(text)
 
 
 def addresses() -> list[str]:
@@ -172,7 +166,7 @@ def address_of(interface: str) -> str | None:
 
 
 def own_endpoint(topology: Topology) -> Endpoint:
-    """This rank's endpoint, before the others have found its address. Raises WorldError."""
+    """This rank's endpoint, before its address is known. Raises WorldError."""
     return Endpoint(topology.host, topology.node or 0, topology.local_rank, port=free_ports(topology))
 
 
@@ -183,16 +177,16 @@ def endpoint_alone(topology: Topology) -> Endpoint:
 
 def free_ports(topology: Topology) -> int:
     """The first of `SERVED` neighbouring free ports that no other rank of this host takes. Raises WorldError."""
-    own, everybodys = SERVED * topology.local_rank, SERVED * topology.local_size
-    lanes = range(FIRST_PORT + own, FIRST_PORT + PORTS - SERVED, everybodys)
-    for first in random.sample(lanes, min(len(lanes), TRIES)):
+    begin, step = FIRST_PORT + SERVED * topology.local_rank, SERVED * topology.local_size
+    possible = range(begin, FIRST_PORT + PORTS - SERVED, step)
+    for first in random.sample(possible, min(len(possible), TRIES)):
         if all(map(_is_free, range(first, first + SERVED))):
             return first
-    raise WorldError(f"ports {lanes.start} to {lanes.stop} of {topology.host} are all taken; start again.")
+    raise WorldError(f"ports {possible.start} to {possible.stop} of {topology.host} are all taken; start again.")
 
 
 def _is_free(port: int) -> bool:
-    # Only bound: a rank that looks for rank 0 must find nobody listening here.
+    # It does not listen: a rank that searches for rank 0 must find nobody here.
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", port))
@@ -211,7 +205,7 @@ def _number(text: str) -> int:
 
 
 Cluster = dict[str, list[str]]
-"""Every task's host:port by job, in the order of the tasks' indices."""
+"""By job, the host:port of its tasks in the order of their indices."""
 
 
 def of(cluster: Cluster, job: str, index: int) -> str:
@@ -225,8 +219,8 @@ def workers(endpoints: Sequence[Endpoint]) -> Cluster:
 
 
 def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
-    """A cluster in which every rank is a worker, the first of each host a parameter server too, and rank 0
-    the chief."""
+    """A cluster in which every rank is a worker, the first rank of each host a parameter server too, and rank 0 the
+    chief."""
     holders = [endpoints[rank] for rank in servers(endpoints)]
     return {
         "chief": [f"{endpoints[0].address}:{endpoints[0].port + 2}"],
@@ -236,15 +230,15 @@ def with_servers(endpoints: Sequence[Endpoint]) -> Cluster:
 
 
 def no_proxy(endpoints: Sequence[Endpoint], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable with which gRPC reaches the ranks themselves, beside what no proxy serves already: with http_proxy
-    alone it asks the proxy for them, again and again."""
+    """The variable that makes gRPC connect to the ranks directly, added to its present value. Where only http_proxy is
+    set, gRPC asks the proxy for them, again and again."""
     given = environ.get("no_grpc_proxy", environ.get("no_proxy"))
     hosts = dict.fromkeys(name for endpoint in endpoints for name in (endpoint.address, endpoint.host))
     return {"no_grpc_proxy": ",".join(filter(None, (given, *hosts)))}
 
 
 def servers(endpoints: Sequence[Endpoint]) -> list[int]:
-    """The ranks whose processes hold a parameter server too: the first one of each host."""
+    """The ranks whose processes are parameter servers too: the first one of each host."""
     first: dict[str, int] = {}
     for rank, endpoint in enumerate(endpoints):
         first.setdefault(endpoint.address, rank)
@@ -252,7 +246,7 @@ def servers(endpoints: Sequence[Endpoint]) -> list[int]:
 
 
 def placement(endpoints: Sequence[Endpoint]) -> list[str]:
-    """A line for the log that says which host has which workers and servers."""
+    """Lines for the log that say which host has which workers and servers."""
     lines = []
     for index, first in enumerate(servers(endpoints)):
         here = [str(rank) for rank, endpoint in enumerate(endpoints) if endpoint.address == endpoints[first].address]

@@ -1,7 +1,7 @@
-"""SLURM's commands, and what they call this job and this step.
+"""SLURM's commands, and the names by which they know this job and this step.
 
-What a command prints may hold text of other users: it is decoded whatever its bytes, and callers take from it what
-they know, or print it as one printable line.
+What a command prints may hold text of other users. So it is decoded whatever its bytes are, and callers either parse it
+or print it as one printable line.
 """
 
 import os
@@ -17,21 +17,21 @@ from typing import Literal
 from hvdtrain.untrusted import one_line, printable
 
 SECONDS = 20.0
-"""Seconds that a command may take, but for those of LIMITS."""
+"""The seconds that a command may take, except those in LIMITS."""
 LIMITS: dict[str, float | None] = {
     "sacct": 8.0,  # the report of a run that has failed is waited for 10 s
-    "sbatch": None,  # a request that is cut off may have been granted
+    "sbatch": None,  # a request that is interrupted may have been granted
 }
 SLURMD_PORT = 6818
 CONNECT_SECONDS = 3.5  # Linux tries again after 1 and 3
 MOST_CONNECTIONS = 256
 STEP = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
-"""Variables of a task of srun's; the shell of a batch job has not all of them."""
+"""Variables of a task of srun's. The shell of a batch job does not have all of them."""
 Cause = Literal["missing", "cannot run", "no answer", "refused", "killed", "gone"]
 
 
 class SlurmError(Exception):
-    """A command of SLURM that gave no answer. Its text goes behind the command: "did not answer within 20 s"."""
+    """A command of SLURM that gave no answer. The text continues the command: "did not answer within 20 s"."""
 
     def __init__(self, why: str, cause: Cause, message: str = "") -> None:
         """`message`: what the command itself has printed."""
@@ -40,7 +40,7 @@ class SlurmError(Exception):
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
-    """What SLURM's commands call this job. The SLURM_JOB_ID of one element of an array is that of the whole array."""
+    """This job's name for SLURM's commands. (The SLURM_JOB_ID of an array's element is that of the whole array.)"""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
@@ -51,12 +51,13 @@ def is_step(environ: Mapping[str, str]) -> bool:
 
 
 def step_id(environ: Mapping[str, str]) -> str | None:
-    """What SLURM's commands call this srun step; None outside of one."""
+    """This step's name for SLURM's commands; None outside of a step."""
     return f"{job_id(environ)}.{environ['SLURM_STEP_ID']}" if is_step(environ) else None
 
 
 def query(job: str, *fields: str, environ: Mapping[str, str] | None = None) -> list[str]:
-    """The job's values of these fields, as `%T`, by squeue. Raises SlurmError, "gone" where it has long ended."""
+    """The values of the job's fields, as `%T`, by squeue. Raises SlurmError, of the cause "gone" where the
+    job is over."""
     command = ["squeue", "--noheader", f"--jobs={job}", f"--format={'|'.join(fields)}"]
     try:
         line = _output(command, environ=environ).strip().partition("\n")[0]
@@ -64,7 +65,7 @@ def query(job: str, *fields: str, environ: Mapping[str, str] | None = None) -> l
         if "Invalid job id" not in error.message:
             raise
         line = ""
-    if not line:  # soon after its end a job is listed no more, then SLURM knows no such job
+    if not line:  # after its end a job is first not listed, and later an invalid job id
         raise SlurmError("knows the job no longer", "gone")
     values = [value.strip() for value in line.split("|")]
     if len(values) != len(fields):
@@ -73,18 +74,18 @@ def query(job: str, *fields: str, environ: Mapping[str, str] | None = None) -> l
 
 
 def batch_script(job: str) -> str:
-    """The job's script. Raises SlurmError, of a job without one too."""
+    """The job's script. Raises SlurmError, also where the job has none."""
     return _output(["scontrol", "write", "batch_script", job, "-"])
 
 
 def submit(script: str) -> str:
-    """Gives the script to sbatch; the number of the job. Raises SlurmError."""
+    """Gives the script to sbatch, and returns the job's number. Raises SlurmError."""
     printed = _output(["sbatch", "--parsable"], script=script)
     return printable(printed.strip().partition(";")[0])  # JOB;CLUSTER where there are several clusters
 
 
 def requeue(job: str, without: Collection[str] = ()) -> str:
-    """Requests SLURM to start the job again, elsewhere than on those nodes; a message for the user."""
+    """Makes SLURM queue the job again, `without` those nodes. Returns a message for the user."""
     again = "submit the job again to continue."
     excluded = ",".join([*_excluded(job), *without]) if without else ""
     try:
@@ -104,7 +105,8 @@ def requeue(job: str, without: Collection[str] = ()) -> str:
 
 
 def release(job: str, keep: Sequence[str], folder: Path) -> bool:
-    """Gives all nodes of the job back but these. scontrol writes two files into the folder."""
+    """Gives back all nodes of the job but these; whether SLURM has done so. scontrol writes two files into
+    the folder."""
     try:
         _output(["scontrol", "update", f"JobId={job}", f"NodeList={','.join(keep)}"], cwd=folder)
     except SlurmError:
@@ -120,12 +122,12 @@ def cancel(step: str, *options: str) -> None:
 
 
 def accounting(jobs: Sequence[str], fields: Sequence[str]) -> str:
-    """What sacct has of all starts of the jobs: a line each, its fields with | between them. Raises SlurmError."""
+    """A line of sacct's for each start of the jobs, its fields separated by |. Raises SlurmError."""
     return _output(["sacct", "-X", "-D", "-P", "-n", "-o", ",".join(fields), "-j", ",".join(jobs)])
 
 
 def endpoints(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """By node the host and port of its slurmd; as it is usual where SLURM does not answer."""
+    """The host and port of each node's slurmd; the usual ones where SLURM does not answer."""
     port = re.search(r"^SlurmdPort\s*= (\d{1,5})", _shown("show", "config"), re.MULTILINE)
     shown = _shown("--oneliner", "show", "node", ",".join(nodes))
     found: list[tuple[str, str]] = re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", shown, re.MULTILINE)
@@ -141,7 +143,7 @@ def silent_nodes(endpoints: Mapping[str, tuple[str, int]]) -> frozenset[str]:
 
 
 def controller_answers() -> bool:
-    """Whether slurmctld does, or nobody can request that here."""
+    """Whether slurmctld answers. True too where scontrol is not installed."""
     try:
         return " is UP" in _output(["scontrol", "ping"])
     except SlurmError as error:
@@ -172,7 +174,7 @@ def _shown(*arguments: str) -> str:
 def _output(
     command: Sequence[str], script: str = "", cwd: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
-    """What the command prints, given the script, with those variables beside the process's. Raises SlurmError."""
+    """The command's output, with the script as its input and additional variables. Raises SlurmError."""
     tool, seconds = shutil.which(command[0]), LIMITS.get(command[0], SECONDS)
     if tool is None:
         raise SlurmError("is not installed here", "missing")

@@ -1,4 +1,4 @@
-"""The rank of this process among those of its run, as its launcher reports it in the environment."""
+"""The rank of this process among those of its run, which its launcher reports in the environment."""
 
 import bisect
 import dataclasses
@@ -15,17 +15,17 @@ from hvdtrain.untrusted import printable, quoted
 
 Environ = Mapping[str, str]
 Kind = Literal["openmpi", "mpich"]
-"""Whose binary interface an MPI library has."""
+"""Which binary interface an MPI library has."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The rank of this process and its host, among those of its run.
+    """The rank of this process, and its host, among those of its run.
 
     `node` is the index of this host among the run's hosts, None where the launcher does not report it (Open MPI,
-    MPICH). From horovodrun it is the cross rank: where hosts have unequal numbers of ranks, it counts
-    only the hosts with more than `local_rank` ranks. From torchrun it is the agent's rank. `job_id` is the
-    SLURM allocation's, whichever launcher runs inside it; over ssh only some ranks may see it.
+    MPICH). Of horovodrun it is the cross rank: where hosts have unequal numbers of ranks, it counts only the hosts with
+    more than `local_rank` ranks. Of torchrun it is the agent's rank. `job_id` is that of the SLURM allocation,
+    whichever launcher runs in it; over ssh some ranks may not have it.
     """
 
     rank: int
@@ -50,13 +50,13 @@ class Topology:
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row of the table: all that this package knows of a launcher by its name."""
+    """One row of the table: all that this package knows about a launcher."""
 
     name: str
     command: str
-    """What a remedy asks a person to type."""
+    """The command that a message tells a person to type."""
     signs: tuple[str, ...]
-    """Variables one of which in the environment means that this launcher started the rank."""
+    """Variables by which a rank of this launcher is recognised."""
     rank: str
     """The variables of a rank's indices."""
     size: str
@@ -65,14 +65,14 @@ class Launcher:
     node: str | None = None
     _: dataclasses.KW_ONLY
     remedy: str
-    """What to do where Horovod sees other ranks than this launcher promised."""
+    """What to do where Horovod reports other ranks than this launcher."""
     mpi: Kind | None = None
-    """The MPI whose launcher it is."""
+    """The MPI to which the launcher belongs."""
     launch: str = ""
-    """The variable whose value only the ranks of one launch share, where they share a host."""
+    """The variable whose value is different for each launch on a host."""
     prefixes: tuple[str, ...] = ()
-    """How the variables begin that it or its daemons set for a rank: another launcher that finds them may take itself
-    for that rank."""
+    """The first letters of the variables that it or its daemons set for a rank. Another launcher that is started with
+    them may believe to be that rank."""
     programs: tuple[str, ...] = ()
     """The names of its programs, among the processes above a rank."""
     daemons: tuple[str, ...] = ()
@@ -80,18 +80,18 @@ class Launcher:
     rewrites_output: bool = False
     """Whether it reads what a rank prints, and prints it itself."""
     needs_rendezvous: bool = False
-    """Whether it starts no rendezvous of Horovod's, so that rank 0 does."""
+    """Whether rank 0 has to start Horovod's rendezvous server, as this launcher does not."""
     cpus_of: Literal["rank", "host"] | None = None
-    """Who gets the processors that SLURM grants a task: each rank, or all ranks of a host together."""
+    """Who gets the processors that SLURM has promised a task: each rank, or all ranks of a host together."""
 
     _enough = staticmethod(any)
 
     def is_in(self, environ: Environ) -> bool:
-        """Whether this launcher has set its variables; some rows need one of them, some all."""
+        """Whether this launcher has set its signs: some rows need one of them, some all."""
         return self._enough(sign in environ for sign in self.signs)
 
     def topology(self, environ: Environ, host: str) -> Topology:
-        """What the launcher promised this rank. Raises TopologyError where it contradicts itself."""
+        """The topology that the launcher reports. Raises TopologyError where it contradicts itself."""
         size = self._number(environ, self.size)
         rank = self._below(size, self.size, self._number(environ, self.rank), self.rank)
         local_size = self._ranks_of_this_host(environ)
@@ -127,13 +127,13 @@ class Launcher:
 
 
 class SlurmStep(Launcher):
-    """The row of a SLURM step, which gives the ranks of all its hosts in one variable."""
+    """The row of a SLURM step, which has the numbers of ranks of all its hosts in one variable."""
 
-    # A batch shell has SLURM_PROCID=0 and the task count too, yet is no rank: only a step has both signs.
+    # The shell of a batch job has SLURM_PROCID=0 and the task count too, but is no rank: only a step has both signs.
     _enough = staticmethod(all)
 
     def topology(self, environ: Environ, host: str) -> Topology:
-        """The step's own numbers. Raises TopologyError where PMI, PMIx or Cray's PALS have others for it."""
+        """The step's numbers. Raises TopologyError where those of PMI, PMIx or Cray's PALS are different."""
         topology = super().topology(environ, host)
         step = f"{topology.job_id}.{environ['SLURM_STEP_ID']}"
         for plugin in pmi.of_step(environ, step):
@@ -161,13 +161,13 @@ class SlurmStep(Launcher):
 
 
 class ByHand(Launcher):
-    """The row of ranks that an operator of Kubernetes or a person numbers, as torch.distributed's env:// has them: one
-    on each host, unless LOCAL_RANK and LOCAL_WORLD_SIZE say otherwise."""
+    """The row of ranks that a person or an operator of Kubernetes numbers, by the variables of torch.distributed's
+    env://. There is one on each host, unless LOCAL_RANK and LOCAL_WORLD_SIZE are set."""
 
     _enough = staticmethod(all)
 
     def topology(self, environ: Environ, host: str) -> Topology:
-        """The topology that the variables say; alone for one rank of one. Raises TopologyError."""
+        """The topology by these variables; alone where there is one rank. Raises TopologyError."""
         one_a_host = {} if self.local_rank in environ else {self.local_rank: "0", self.local_size: "1"}
         topology = super().topology({**environ, **one_a_host}, host)
         if topology.size == 1:
@@ -188,8 +188,8 @@ MPICH: dict[str, Any] = {
     "daemons": ("hydra_pmi_proxy",),
     "rewrites_output": True,
 }
-# The innermost launcher first: srun's variables outlive an mpirun, Hydra or torchrun started inside its step.
-# HOROVOD_CONTROLLER alone is no launcher, and a PMIX_RANK may be a daemon's.
+# The innermost launcher first: an mpirun, Hydra or torchrun that is started in a step of srun's keeps srun's variables.
+# HOROVOD_CONTROLLER alone means no launcher, and a PMIX_RANK may be that of a daemon.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
         "horovodrun",
@@ -289,34 +289,34 @@ ALONE = Launcher(
     remedy="take --engine local, or start with horovodrun, mpirun or srun",
 )
 SIZES = ("WORLD_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "PMIX_SIZE")
-"""Variables of the number of ranks, by which no launcher of the table is known."""
+"""Variables that hold a number of ranks, but are no sign of a launcher in the table."""
 RANKS = ("PALS_RANKID", "JSM_NAMESPACE_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK", "FLUX_TASK_RANK")
-"""Variables of launchers that are not in the table: whoever has one is a rank, of however many."""
+"""Variables of launchers that are not in the table: a process that has one is a rank."""
 
 
 def launcher(name: str) -> Launcher:
-    """The row of that name, which a Topology has."""
+    """The row of that name, as in a Topology."""
     return next((row for row in LAUNCHERS if row.name == name), ALONE)
 
 
 def programs(*, rewriting: bool = False) -> set[str]:
-    """The names of the launchers' programs; `rewriting`: of those alone that print themselves what a rank prints, and
-    of their daemons."""
+    """The names of the launchers' programs; `rewriting`: only of those that print themselves what a rank prints, and of
+    their daemons."""
     if rewriting:
         return {name for row in LAUNCHERS if row.rewrites_output for name in (*row.programs, *row.daemons)}
     return {name for row in LAUNCHERS for name in row.programs}
 
 
 def prefixes() -> tuple[str, ...]:
-    """How the variables begin that launchers set for a rank."""
+    """The first letters of the variables that launchers set for a rank."""
     return tuple(prefix for row in LAUNCHERS for prefix in row.prefixes)
 
 
 def discover(environ: Environ, host: str | None = None) -> Topology:
-    """The rank of this process, as the innermost launcher reports it; alone where there is none.
+    """The rank of this process, as the innermost launcher reports it; alone where there is no launcher.
 
-    `host` is this machine's name where the caller knows a better one. Raises TopologyError where the launcher
-    contradicts itself. What the launcher promises here, the collective library may yet fail to keep.
+    `host`: another name for this host. Raises TopologyError where the launcher contradicts itself. The collective
+    library may later have another rank.
     """
     host = host or socket.gethostname()
     for row in LAUNCHERS:
@@ -327,7 +327,7 @@ def discover(environ: Environ, host: str | None = None) -> Topology:
 
 
 def _check_alone(environ: Environ) -> None:
-    """Raises TopologyError where a variable says that this process is one of several ranks."""
+    """Raises TopologyError where a variable shows that this process is one of several ranks."""
     sizes = [*SIZES, "SLURM_NTASKS"] if "SLURM_STEP_ID" in environ else SIZES
     several = [name for name in sizes if re.fullmatch("0*[1-9][0-9]+|0*[2-9]", environ.get(name, ""))]
     for name in [*several, *(name for name in RANKS if name in environ)]:

@@ -23,7 +23,6 @@ SLOW = (  # of the tool itself, which changes seldom
     "rate_and_delay",
     "keeps_to_its_quota",
     "variable_set_on_purpose",
-    "sites_job_runs_as_it_stands",
     "login_shell",
     "comes_back_with_its_jobs",
     "folder_below_tmp",
@@ -155,52 +154,6 @@ def test_hosts_know_one_another_over_ssh(mini):
 def test_srun_reaches_every_node_in_the_current_directory(mini):
     output = mini("srun", "-N4", "-n8", "sh", "-c", 'echo "$(hostname) $PWD"', cwd=REPOSITORY / "tests")
     assert sorted(output.splitlines()) == [f"nid00{n} {REPOSITORY}/tests" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
-
-
-SITES = {  # header: nodes, tasks a node, GPUs a task sees
-    "Piz Daint": (
-        "--nodes=2 --ntasks-per-core=1 --ntasks-per-node=1 --cpus-per-task=12 --hint=nomultithread --constraint=gpu "
-        "--account=abc --switches=1",
-        (2, 1, ""),
-    ),
-    "JUWELS Booster": (
-        "--nodes=2 --ntasks-per-node=4 --gres=gpu:4 --cpus-per-task=24 --partition=booster --reservation=course "
-        "--account=abc",
-        (2, 4, "0,1,2,3"),
-    ),
-    "Jean Zay": (
-        "--nodes=1 --ntasks-per-node=8 --gres=gpu:8 --cpus-per-task=3 --hint=nomultithread --partition=gpu_p2 "
-        "--account=abc@v100",
-        (1, 8, "0,1,2,3,4,5,6,7"),
-    ),
-    "Capella": (
-        "--nodes=2 --ntasks=8 --gres=gpu:4 --ntasks-per-node=4 --cpus-per-task=14 --mem=750G --exclusive",
-        (2, 4, "0,1,2,3"),
-    ),
-    "Perlmutter": (
-        "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c 24 --signal=USR2@120 --requeue",
-        (2, 4, "0,1,2,3"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("header", "expected"), SITES.values(), ids=SITES)
-def test_a_sites_job_runs_as_it_stands(mini, tmp_path, header, expected):
-    reservation = ("reservationname=course", "starttime=now", "duration=60", "users=root", "nodes=nid003,nid004")
-    mini("scontrol", "create", "reservation", *reservation)
-    script = f"#!/bin/bash -l\n#SBATCH {header} --time=15\nset -e\nmodule purge\nmodule load Horovod\n"
-    script += "srun sh -c 'echo $(hostname) ${SLURM_NTASKS} seen:$CUDA_VISIBLE_DEVICES'\n"
-    output = REPOSITORY / f".{tmp_path.name}.out"
-    try:
-        mini("sbatch", "--wait", f"--output={output}", given=script)
-        lines = [line for line in output.read_text().splitlines() if "seen:" in line]
-    finally:
-        output.unlink(missing_ok=True)
-        mini("exec", "head", "scontrol", "delete", "reservationname=course")
-    nodes, tasks, gpus = expected
-    assert len(lines) == nodes * tasks
-    assert {line.split(maxsplit=1)[1] for line in lines} == {f"{nodes * tasks} seen:{gpus}"}
-    assert len({line.split()[0] for line in lines}) == nodes
 
 
 def test_a_login_shell_finds_the_callers_python_once_a_module_is_loaded(mini):

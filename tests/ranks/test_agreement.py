@@ -136,8 +136,6 @@ EPOCHS = {
     "alike": ([{"iou": 0.5, "nan": float("nan")}, {"nan": float("nan"), "iou": 0.5}], None),
     "number": ([{"iou": 0.5}, {"iou": 0.25}], "iou: rank 1 on nid1 has 0.25, rank 0 on nid0 0.5"),
     "no number": ([{"iou": float("nan")}, {"iou": 0.25}], "iou: rank 1 on nid1 has 0.25, rank 0 on nid0 nan"),
-    "nothing": ([{"iou": 0.5}, {}], "iou: rank 1 on nid1 has none, rank 0 on nid0 0.5"),
-    "nothing of rank 0": ([{}, {"iou": 0.5}], "iou: rank 1 on nid1 has 0.5, rank 0 on nid0 none"),
     "two names": (
         [{"dice": 1.0}, {"dcie": 1.0}],
         "dice: rank 1 on nid1 has none, rank 0 on nid0 1.0; dcie: rank 1 on nid1 has 1.0, rank 0 on nid0 none",

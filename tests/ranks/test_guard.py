@@ -29,30 +29,6 @@ WORLDS = {
         "the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), --mpi=pmi2 or --mpi=cray_shasta "
         "(MPICH, Cray-MPICH), and load that MPI's module.",
     ),
-    "mpirun": (
-        ("mpirun", 0, 2),
-        (0, 1),
-        "mpirun promised rank 0 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; start with "
-        "the mpirun of the MPI that Horovod was built with.",
-    ),
-    "mpiexec": (
-        ("mpiexec", 0, 2),
-        (0, 1),
-        "mpiexec promised rank 0 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; start with "
-        "the mpiexec of the MPI that Horovod was built with.",
-    ),
-    "torchrun": (
-        ("torchrun", 0, 2),
-        (0, 1),
-        "torchrun promised rank 0 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; build "
-        "Horovod with Gloo: python -m hvdtrain build.",
-    ),
-    "horovodrun": (
-        ("horovodrun", 1, 2),
-        (0, 1),
-        "horovodrun promised rank 1 of 2 on nid1, but Horovod reports rank 0 of 1: nothing would be averaged; build "
-        "Horovod with the controller that horovodrun used: python -m hvdtrain build.",
-    ),
     "alone": (
         ("alone", 0, 1),
         (0, 2),
@@ -85,11 +61,6 @@ DEAF = {
         ("srun", 0, 8),
         "local",
         "engine local trains one rank alone, but srun started 8; drop --engine local, or start one process.",
-    ),
-    "local under torchrun": (
-        ("torchrun", 0, 2),
-        "local",
-        "engine local trains one rank alone, but torchrun started 2; drop --engine local, or start one process.",
     ),
 }
 

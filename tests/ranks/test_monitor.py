@@ -1,4 +1,4 @@
-"""The thread beside training: among a thousand ranks, without files to open, and with faults of its own."""
+"""The thread beside training: among hundreds of ranks, without files to open, and with faults of its own."""
 
 import os
 import signal
@@ -17,7 +17,8 @@ from hvdtrain.ranks.stacks import Process
 from hvdtrain.ranks.world import World
 from hvdtrain.run.ending import Ending
 
-MANY, PATIENCE = 1000, 120.0
+SLOW = ("[too low for good", "though_it_hangs[SIGTERM")
+MANY, PATIENCE = 500, 120.0
 PROGRAM = Path(many_ranks.__file__)
 
 
@@ -55,7 +56,7 @@ def worlds():
 
 @pytest.fixture
 def begun(worlds):
-    """Rank 0 of a thousand, and the others, once all are ready."""
+    """Rank 0 of hundreds, and the others, once all are ready."""
     rank_0 = worlds(0, MANY)
     fakes = Fakes(MANY, rank_0)
     waits = threading.Thread(target=rank_0.wait_until_ready, args=(lambda endpoints: None,))
@@ -66,7 +67,7 @@ def begun(worlds):
     fakes.peers.close()
 
 
-def test_of_a_thousand_ranks_each_learns_what_it_needs_and_the_lost_one_is_named(begun):
+def test_of_hundreds_of_ranks_each_learns_what_it_needs_and_the_lost_one_is_named(begun):
     rank_0, fakes = begun
     assert len(rank_0.endpoints) == MANY
     assert (fakes.messages["all_ready"], fakes.messages["busy"]) == (MANY - 1, MANY - 1)
@@ -78,7 +79,7 @@ def test_of_a_thousand_ranks_each_learns_what_it_needs_and_the_lost_one_is_named
         peer.send(many_ranks.TIMES)
     until(lambda: compared)
     assert len(compared[0]) == MANY
-    gone = fakes.peers.connections[700]
+    gone = fakes.peers.connections[300]
     gone.socket.close()
     until(lambda: rank_0.liveness.reason)
     rank = fakes.handshakes[gone].topology.rank
@@ -102,17 +103,9 @@ LIMITS = {"raised": (256, 4096, None), "too low for good": (256, 256, "run ulimi
 
 @pytest.mark.parametrize(("soft", "hard", "remedy"), LIMITS.values(), ids=LIMITS)
 def test_more_ranks_than_open_files(soft, hard, remedy):
+    limit = ("sh", "-c", f'ulimit -n {hard}; ulimit -Sn {soft}; exec "$@"', "sh")
     rank_0 = subprocess.Popen(
-        [
-            "sh",
-            "-c",
-            f'ulimit -n {hard}; ulimit -Sn {soft}; exec "$@"',
-            "sh",
-            sys.executable,
-            PROGRAM,
-            "limited",
-            "300",
-        ],
+        [*limit, sys.executable, PROGRAM, "limited", "300"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -26,13 +26,9 @@ def test_a_tcp_info_is_read():
     assert network.parsed(TCP_INFO) == Counters(50_000_001, 0.016)
 
 
-def test_time_without_room_at_the_other_end_is_left_out():
+def test_time_without_room_and_a_kernel_that_does_not_count_are_left_out():
     assert network.parsed(TCP_INFO[:176] + (12_000).to_bytes(8, sys.byteorder) + TCP_INFO[184:]).busy == 0.004
-
-
-def test_a_kernel_that_does_not_count_reports_nothing():
     assert network.parsed(TCP_INFO[:104]) is None
-    assert network.parsed(b"") is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -126,11 +122,6 @@ def test_what_each_step_sends(connections, expected):
     assert carried(*connections) == expected
 
 
-def test_a_new_connection_counts_from_its_beginning():
-    (found,) = network.traffic({}, {(end("10.0.0.1"), end("10.0.0.2")): Counters(10_000_000, 1.4)}, 10)
-    assert (found.size, round(found.busy, 6)) == (MB, 0.1)
-
-
 def test_a_report_has_room_for_the_most_traffic():
     many = [("10.0.0.1", f"10.0.1.{number}", 1_000_000 * number, 1.0) for number in range(1, 2 * MOST_ADDRESSES)]
     found = network.traffic({}, {(end(own), end(other)): Counters(size, busy) for own, other, size, busy in many}, 10)
@@ -177,21 +168,9 @@ OPEN_MPI = of(
     _4_2=(5.3, 40),
     _4_3=(10.5, 1176),
 )
-MPICH = of(
-    6,
-    _1_2=(11.6, 572),
-    _1_3=(5.8, 1468),
-    _2_1=(12.6, 344),
-    _2_4=(6.3, 380),
-    _3_1=(6.3, 1100),
-    _3_4=(12.1, 1300),
-    _4_2=(6.3, 444),
-    _4_3=(11.9, 1296),
-)
 DDP = of(3.5, _1_4=(21.0, 276), _2_1=(21.0, 44), _3_2=(21.1, 1952), _4_3=(21.7, 1940))
 FOUND = {
     "Open MPI": (OPEN_MPI, 0.04, [3]),
-    "MPICH": (MPICH, 0.06, [3]),
     "Gloo's ring": (DDP, 0.1, [3]),
     "Open MPI, no link is slow": (
         of(

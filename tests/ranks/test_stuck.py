@@ -49,7 +49,6 @@ KEEPING = {
     "a long step, which one has ended": ([OUT, OUT, IN, OUT], set()),
     "a host of four ranks": ([IN] * 4 + [OUT] * 4, {4, 5, 6, 7}),
     "one does not answer": ([IN, IN, SILENT], {2}),
-    "all but one do not answer": ([IN, SILENT, SILENT], {1, 2}),
     "nobody waits for who does not answer": ([OUT, OUT, SILENT], set()),
 }
 
@@ -81,13 +80,11 @@ MARKED = Frame(__name__, "marked", OURS)
 STACKS = {  # the innermost frame first
     "ours, in a function that says so": ([MARKED, MAIN], IN),
     "Horovod": ([SYNCHRONIZE, MAIN], IN),
-    "torch.distributed": ([GATHER, MAIN], IN),
     "DistributedDataParallel's backward": ([BACKWARD, Frame("torch._tensor", "backward", LIBRARY), MAIN], MAYBE),
     "the user's backward": ([STEP, BACKWARD, MAIN], OUT),
     "a hook that communicates, in backward": ([SYNCHRONIZE, BACKWARD, MAIN], IN),
     "a graph": ([EXECUTE, MAIN], MAYBE),
     "TensorFlow's data": ([EXECUTE, NEXT, MAIN], OUT),
-    "the user's forward": ([STEP, Frame("torch.nn.modules.module", "_call_impl", LIBRARY), MAIN], OUT),
     "forward below a wrapper": ([STEP, Frame("torch.distributed.fsdp", "forward", LIBRARY), MAIN], OUT),
     "a queue": ([Frame("queue", "get", LIBRARY, 2), MAIN], OUT),
     "another module of that beginning": ([Frame("horovodlike", "f", LIBRARY), MAIN], OUT),

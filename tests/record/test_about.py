@@ -26,17 +26,9 @@ def repository(tmp_path, monkeypatch):
     (folder / "hooks").mkdir(parents=True)
 
     def git(*words):
-        own = [
-            "-c",
-            "user.name=x",
-            "-c",
-            "user.email=x@x",
-            "-c",
-            "core.fsmonitor=false",
-            "-c",
-            "core.hooksPath=/dev/null",
-        ]
-        return subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+        own = ("user.name=x", "user.email=x@x", "core.fsmonitor=false", "core.hooksPath=/dev/null")
+        command = ["git", *(word for setting in own for word in ("-c", setting)), *words]
+        return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
     git("init", "-q")
     (folder / "a.txt").write_text("a")
@@ -69,6 +61,10 @@ def test_a_worktree_and_a_folder_within(repository, tmp_path, monkeypatch):
     for folder in ("tree", "tree/within", "repository/hooks"):
         monkeypatch.chdir(tmp_path / folder)
         assert journal.git_commit() == {"commit": commit, "dirty": False}
+    (tmp_path / "repository/new").write_text("")
+    assert journal.git_commit() == {"commit": commit, "dirty": False}
+    repository.git("add", "new")
+    assert journal.git_commit() == {"commit": commit, "dirty": True}
     monkeypatch.chdir(tmp_path)
     assert journal.git_commit() is None
 

@@ -1,6 +1,7 @@
 """launches.jsonl: the time of a launch adds up, and what a thread writes is whole."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -72,18 +73,8 @@ def test_records_that_come_again_are_a_hundredth_of_the_time_apart(open_launch, 
     assert due[-1] - due[-2] == pytest.approx(journal.PART * due[-2], abs=1)
 
 
-def test_without_a_file_nothing_is_kept():
-    launch = Journal()
-    launch.event("slow", "text")
-    launch.mark(1, always=True)
-    launch.end("finished")
-    launch.close()
-
-
 @pytest.mark.parametrize("kind", ["folder", "link", "fifo", "missing"])
 def test_a_file_that_cannot_be_written_ends_no_run(open_launch, tmp_path, kind):
-    import os
-
     path = tmp_path / NAME
     {
         "folder": path.mkdir,
@@ -91,10 +82,13 @@ def test_a_file_that_cannot_be_written_ends_no_run(open_launch, tmp_path, kind):
         "fifo": lambda: os.mkfifo(path),
         "missing": lambda: tmp_path.rename(tmp_path.with_name("gone")),
     }[kind]()
-    launch = open_launch()
-    launch.event("slow", "text")
-    launch.close()
+    for launch in (open_launch(), Journal()):  # the latter has no file
+        launch.event("slow", "text")
+        launch.mark(1, always=True)
+        launch.end("finished")
+        launch.close()
     assert not (tmp_path / "elsewhere").exists()
+    assert 0 < journal.process_age() < 10_000
 
 
 def test_a_second_run_of_a_process_begins_anew(open_launch, tmp_path):
@@ -107,10 +101,6 @@ def test_a_second_run_of_a_process_begins_anew(open_launch, tmp_path):
     ends = [each["clock"] for each in written(tmp_path) if each["kind"] == "end"]
     assert ends[0] > 100
     assert ends[1] < 1
-
-
-def test_the_age_of_this_process():
-    assert 0 < journal.process_age() < 10_000
 
 
 JOBS = {  # what squeue prints: the record
