@@ -124,21 +124,18 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
 
 def print_error(topology: Topology, kind: type[HvdtrainError], text: str) -> None:
     """Prints an error as one line of this rank on stderr."""
-    _print(f"{kind.__name__}{_where(topology)}: {text}")
+    _print(topology, kind.__name__, text)
 
 
 def print_warning(topology: Topology, text: str) -> None:
     """Prints a warning as one line of this rank on stderr."""
-    _print(f"warning{_where(topology)}: {text}")
+    _print(topology, "warning", text)
 
 
-def _where(topology: Topology) -> str:
-    return f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
-
-
-def _print(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
-        print(line, file=sys.stderr, flush=True)
+def _print(topology: Topology, kind: str, text: str) -> None:
+    rank = f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
+    with contextlib.suppress(OSError, ValueError):  # the reader may be gone
+        print(f"{kind}{rank}: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.launch.ancestors import LauncherShell
@@ -20,25 +21,21 @@ from hvdtrain.ranks.stop import SignalWatcher, StopAgreement
 from hvdtrain.ranks.stuck import StuckWatch, look_at
 
 
+@dataclass
 class Inbox:
     """Gives each message to the part of the world that it concerns."""
 
-    def __init__(
-        self,
-        liveness: Liveness,
-        readiness: Readiness,
-        stop: StopAgreement,
-        stuck: StuckWatch,
-        slow: SlowWatch,
-        energy: EnergyWatch,
-    ) -> None:
-        self.liveness, self.readiness, self.stop = liveness, readiness, stop
-        self.stuck, self.slow, self.energy = stuck, slow, energy
-        self.topology = liveness.topology
-        self.farewell: Message | None = None
-        """This rank's last message, which is sent to ranks that connect late too."""
+    liveness: Liveness
+    readiness: Readiness
+    stop: StopAgreement
+    stuck: StuckWatch
+    slow: SlowWatch
+    energy: EnergyWatch
+    farewell: Message | None = None
+    """This rank's last message, which is sent to ranks that connect late too."""
 
     def handle(self, peer: Peer, message: Message | None) -> None:
+        """Acts on a message; None stands for a peer that has just proved to be a rank."""
         if message is None:
             self._catch_up(peer)
         elif isinstance(message, messages.DIAGNOSTIC):
@@ -89,7 +86,7 @@ class Inbox:
         if self.farewell:
             peer.send(self.farewell)
         self.readiness.catch_up(peer)
-        if self.topology.is_rank_0:
+        if self.liveness.topology.is_rank_0:
             if lost := self.liveness.lost_message():
                 peer.send(lost)
         elif self.stop.signal:

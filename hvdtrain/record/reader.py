@@ -162,8 +162,7 @@ def read(path: Path, *, recent: bool = False) -> Run:
         found.metrics.add(found.recent)
         _read_lines(found, journal.NAME, lambda records: add_launches(found.launches, records), _last_launch_of)
     else:
-        _read_metrics(found)
-        _read_launches(found)
+        _read_all(found)
     return found
 
 
@@ -189,23 +188,19 @@ def _read_recipe(found: Run, recent: bool) -> None:
         found.lacks("recipe.yaml", "holds no recipe")
 
 
-def _read_metrics(found: Run) -> None:
+def _read_all(found: Run) -> None:
+    """Reads all metrics and all launches."""
     is_read = _read_lines(found, METRICS, found.metrics.add, without="no curves")
     if is_read and not found.metrics.steps and not found.metrics.epochs:
         found.lacks(METRICS, "has no records", "no curves")
-
-
-def _read_launches(found: Run) -> None:
-    left_out = 0
-
-    def take(records: list[Record]) -> None:
-        nonlocal left_out
-        left_out += add_launches(found.launches, records)
-
-    is_read = _read_lines(found, journal.NAME, take, without="no waterfall, events, heat map or energy")
+    left_out: list[int] = []
+    without = "no waterfall, events, heat map or energy"
+    is_read = _read_lines(
+        found, journal.NAME, lambda records: left_out.append(add_launches(found.launches, records)), without=without
+    )
     if is_read and not any(launch.clock for launch in found.launches):
         found.lacks(journal.NAME, f"has no {'times' if found.launches else 'records'}", "no waterfall")
-    if left_out:
+    if any(left_out):
         kept = f"{journal.NAME}: launches after the first {len(found.launches):,} are left out"
         found.gaps.append(Gap(journal.NAME, kept))
 

@@ -248,9 +248,10 @@ GOOD = """\
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 srun --exact bash -c 'exec python show.py $SLURM_PROCID'
 """
-# Of every task: its rank, the number of ranks, $SLURM_PROCID, and the CPUs that its step has on its node.
-RIGHT = [[rank, 4, str(rank), "16"] for rank in range(4)]
-PROVEN = {  # what is replaced in GOOD, by what, --check's message, and what the tasks then print
+# What is replaced in GOOD, by what, --check's message, and what every task then prints: its rank, the number of ranks,
+# $SLURM_PROCID, and the CPUs that its step has on its node.
+PROVEN = {
+    "right": ("", "", "", [[rank, 4, str(rank), "16"] for rank in range(4)]),
     "a training without srun": (
         "srun --exact bash -c 'exec python show.py $SLURM_PROCID'",
         "python show.py 0",
@@ -284,30 +285,18 @@ PROVEN = {  # what is replaced in GOOD, by what, --check's message, and what the
 }
 
 
-@pytest.fixture(scope="module")
-def printed(generic) -> dict[str, list[object]]:
-    """What the tasks of each script of PROVEN print, and of the right one."""
+def test_what_is_called_right_goes_right_and_what_is_called_wrong_goes_wrong(generic):
     (generic.folder / "show.py").write_text(SHOW)
+    assert check(GOOD) == []
     numbers = {}
-    for case, (old, new, *_) in {"right": ("", ""), **PROVEN}.items():
+    for case, (old, new, wrong, _) in PROVEN.items():
         script = generic.folder / f"{case}.sh"
         script.write_text(GOOD.replace(old, new))
+        assert not wrong or wrong in {finding.wrong for finding in check(GOOD.replace(old, new))}
         numbers[case] = submit(generic, script)
-    logs = {case: over(generic, number).log for case, number in numbers.items()}
-    return {case: sorted(json.loads(line) for line in log.splitlines() if line[0] == "[") for case, log in logs.items()}
-
-
-def test_a_script_that_is_called_right_does_what_it_promises(printed):
-    assert check(GOOD) == []
-    assert printed["right"] == RIGHT
-
-
-@pytest.mark.parametrize("case", PROVEN)
-def test_what_is_called_wrong_goes_wrong(printed, case):
-    old, new, wrong, outcome = PROVEN[case]
-    assert GOOD.count(old) == 1
-    assert wrong in {finding.wrong for finding in check(GOOD.replace(old, new))}
-    assert printed[case] == outcome
+    for case, number in numbers.items():
+        lines = [line for line in over(generic, number).log.splitlines() if line[0] == "["]
+        assert sorted(map(json.loads, lines)) == PROVEN[case][-1], case
 
 
 REFUSED = {  # what is replaced in GOOD, by what, --check's message, and sbatch's

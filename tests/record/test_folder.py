@@ -206,7 +206,7 @@ def test_lost_small_files_hide_no_checkpoints(content, plan):
 def test_fuzzed_statuses_are_read_or_made_up_for(plan):
     path = stopped_at(plan, 40).folder.path
     meta = _metadata(path)
-    for text in odd_json.texts({"state": "finished", "time": 1.5, "step": 3, "error": "x"}):
+    for text in odd_json.texts({"state": "finished", "time": 1.5, "step": 3, "error": "x"}, 300):
         (path / "status.json").write_bytes(text.encode("utf-8", "surrogatepass"))
         assert _is_finished(path, meta, plan) in (True, False)
     begin(plan)
@@ -645,7 +645,7 @@ def test_a_holder_that_cannot_be_removed_is_reported(tmp_path, monkeypatch):
 
 def test_a_run_on_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr(holder, "HEARTBEAT", 0.05)
-    monkeypatch.setattr(holder, "DEAD", 1.0)
+    monkeypatch.setattr(holder, "DEAD", 0.1)
     (tmp_path / holder.NAME).write_text('{"host": "b", "boot": "x", "pid": 1, "heartbeat": 7}')
     holder.Holder(tmp_path).close()  # no heartbeat
     for odd in ("", "[", "null", '{"pid": "\\u001b[2J"}', "x" * 2**21):
@@ -665,6 +665,7 @@ def test_a_run_on_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):
     other.start()
     try:
         stop.wait(0.2)
+        monkeypatch.setattr(holder, "DEAD", 30.0)
         message = f"{tmp_path} is being written by another run (process 1 on b); wait for it, or give another --output."
         assert refusal(OutputError, holder.Holder, tmp_path) == message
     finally:
