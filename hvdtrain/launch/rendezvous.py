@@ -125,7 +125,7 @@ def check_host(host: str) -> None:
     """Raises WorldError where ranks on this host can never connect to rank 0 on that one."""
     ipv6, text = Path("/proc/net/if_inet6"), ""
     is_global = [line.split()[3] == "00" for line in ipv6.read_text().splitlines()] if ipv6.exists() else []
-    lacks = "this host" if any(is_global) and all(own.startswith("127.") for own in addresses()) else ""
+    lacks = "this host" if any(is_global) and all(address.startswith("127.") for address in addresses()) else ""
     try:
         (host or ".").encode("idna")
         socket.getaddrinfo(host, None, socket.AF_INET)

@@ -54,7 +54,7 @@ class Launcher:
 
     name: str
     command: str
-    """The command that a message tells a person to type."""
+    """The command that a message asks a person to type."""
     signs: tuple[str, ...]
     """Variables by which a rank of this launcher is recognised."""
     rank: str

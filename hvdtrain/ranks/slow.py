@@ -1,7 +1,7 @@
 """Names ranks that are slower than the others, and the cause: computing, reading or the network.
 
 Each rank knows how long in a step it waited for its batch, and for the other ranks' gradients; the rest is computing.
-Where the framework reads while it computes, the two cannot be told apart. A rank is named that takes longer than the
+Where the framework reads while it computes, the two cannot be distinguished. A rank is named that takes longer than the
 others for one of them, where the others wait for it as long.
 A slow network makes all ranks of a ring wait alike. It is found by the kernel's counters of connections (network.py).
 """
@@ -71,9 +71,9 @@ class Others:
     def __init__(self, numbers: Iterable[float]) -> None:
         self._sorted = sorted(numbers)
 
-    def median(self, own: float) -> float:
-        """The median of all numbers but `own`, which is one of them."""
-        index, middle = bisect.bisect_left(self._sorted, own), (len(self._sorted) - 1) // 2
+    def median(self, one: float) -> float:
+        """The median of all numbers but `one` of them."""
+        index, middle = bisect.bisect_left(self._sorted, one), (len(self._sorted) - 1) // 2
         upper = self._sorted[middle + (middle >= index)]
         if len(self._sorted) % 2 == 0:
             return upper
@@ -120,10 +120,11 @@ def _least(times: Mapping[int, messages.Times]) -> float:
     return max(PART * step, SHORTEST)
 
 
-def _is_slow(own: float, others: float, least: float, waited: float) -> bool:
-    """Whether a rank is slow: it takes `own` seconds, the others `others`; they wait for `waited` seconds more."""
-    longer = own - others
-    return own >= FACTOR * others and longer >= least and waited >= EXPLAINED * longer
+def _is_slow(seconds: float, others: float, least: float, waited: float) -> bool:
+    """Whether a rank is slow that takes so many seconds, the others `others`, and they wait for `waited`
+    seconds more."""
+    longer = seconds - others
+    return seconds >= FACTOR * others and longer >= least and waited >= EXPLAINED * longer
 
 
 def slowest(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> list[int]:

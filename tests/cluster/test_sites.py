@@ -153,7 +153,7 @@ def test_the_same_losses_at_every_site_to_the_bit(job_of):
 
 
 @pytest.mark.parametrize("name", [name for name, launcher in SCRIPTS if launcher == "tf-config"])
-def test_a_node_is_told_its_place_among_the_workers(job_of, name):
+def test_a_node_is_given_its_place_among_the_workers(job_of, name):
     job = job_of(name, "tf-config")
     assert job.ending == ("COMPLETED", "0:0"), job.log
     configs = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]

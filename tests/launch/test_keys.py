@@ -23,12 +23,16 @@ def home(tmp_path):
 
 
 def test_a_key_is_made_once_and_closed_to_others(home):
-    key = keys.of_user(home)
+    before = os.umask(0)
+    try:
+        key = keys.of_user(home)
+    finally:
+        os.umask(before)
     file = keys.path(home)
     assert len(key) == 32
     assert keys.of_user(home) == key
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (file.parent, file.parent.parent)} == {0o700}
     assert [path.name for path in file.parent.iterdir()] == ["key"]
 
 
@@ -94,16 +98,6 @@ def test_a_uid_without_a_home():
 @pytest.mark.parametrize("folder", [".", "", "relative"])
 def test_a_config_folder_that_is_not_absolute_is_passed_over(folder, home):
     assert keys.path({**home, "XDG_CONFIG_HOME": folder}) == keys.path(home)
-
-
-def test_every_folder_that_is_made_is_closed_whatever_the_umask(home):
-    before = os.umask(0)
-    try:
-        keys.of_user(home)
-    finally:
-        os.umask(before)
-    file = keys.path(home)
-    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (file.parent, file.parent.parent)} == {0o700}
 
 
 @pytest.mark.parametrize("value", ["", "ab", "g" * 64, "a" * 63, "a" * 65, "é" * 64, "a" * 10_000])

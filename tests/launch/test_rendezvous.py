@@ -10,7 +10,7 @@ from refusals import refusal
 
 from hvdtrain.errors import WorldError
 from hvdtrain.launch import hostlist, rendezvous
-from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
+from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.world import World
 
@@ -135,10 +135,6 @@ def test_a_host_of_ipv6_alone_is_named():
     if "check_host" not in ran.stderr:
         pytest.skip(f"needs root, unshare and ip (apt install iproute2): {ran.stderr}")
     assert ALONE.format("this host") in ran.stderr
-
-
-def test_hosts_of_one_name_are_distinguished():
-    assert Endpoint("localhost", 0, 1).label != Endpoint("localhost", 1, 1).label
 
 
 def test_ranks_on_one_host_have_one_where_no_launcher_names_a_host():

@@ -98,10 +98,6 @@ def test_ranks_of_a_host_take_ports_of_their_own():
     assert all(10_000 <= port < 30_000 for port in first)
 
 
-def test_a_rank_alone_serves_itself():
-    assert rendezvous.endpoint_alone(Topology.alone("a")).address == "127.0.0.1"
-
-
 FAR = "XLA has no access to variables on another device (tensorflow.org/xla/known_issues); drop it."
 REFUSED = {
     "xla over one copy of the variables": ("central", {"xla": True}, f"xla cannot be with engine central: {FAR}"),

@@ -69,11 +69,6 @@ def test_another_signal_is_not(watcher, taken):
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_it_can_be_woken(watcher):
-    watcher.wake()
-    assert seen(watcher) == []
-
-
 def test_the_signals_are_given_back():
     before = [signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS]
     ours = [signal.getsignal(number) for number in STOP_SIGNALS]

@@ -222,7 +222,7 @@ def clock(capsys, monkeypatch):
         end.close()
 
 
-def test_it_is_named_within_thirty_seconds_then_rarely_then_goes_on(clock):
+def test_it_is_named_within_thirty_seconds_then_rarely_until_it_resumes(clock):
     assert clock.run(100) == []  # before the first step
     clock.step()
     clock.places[2] = OUT

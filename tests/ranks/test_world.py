@@ -39,16 +39,6 @@ FOUND = {
     "pmi2 with MPICH": (PMI2, MPICH, {**RANK, **MASTER, "UCX_UNIFIED_MODE": "y"}),
     "pmi2 with MPICH, chosen": (f"{PMI2} UCX_UNIFIED_MODE=n", MPICH, {**RANK, **MASTER, "UCX_UNIFIED_MODE": "n"}),
     "pmi2 with Cray's": (PMI2, CRAY_MPICH, {**RANK, **MASTER}),
-    "a delay, chosen": (
-        f"{PMIX} OMPI_MCA_mpi_abort_delay=0",
-        OPEN_MPI_5,
-        {**RANK, **MASTER, "OMPI_MCA_mpi_abort_delay": "0"},
-    ),
-    "a timeout, chosen": (
-        f"{PMIX} HOROVOD_GLOO_TIMEOUT_SECONDS=60",
-        OPEN_MPI_5,
-        {**RANK, **MASTER, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"},
-    ),
     "torchrun has set them": (f"{TORCHRUN} RANK=3 WORLD_SIZE=4", None, RANK),
 }
 

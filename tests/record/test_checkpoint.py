@@ -1,7 +1,6 @@
 """Checkpoints: what goes in comes out, whatever kills the writer or damages the files."""
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -33,7 +32,7 @@ def made(step: int, **metadata) -> Checkpoint:
     return Checkpoint({"x": np.full(50, step)}, {"step": step, "model": "m", **metadata})
 
 
-def taken_up(folder: Path):
+def recovered(folder: Path):
     return recover(folder, lambda _: None)
 
 
@@ -90,16 +89,6 @@ def test_a_step_committed_again_replaces_the_first(tmp_path):
     commit(tmp_path, made(5, run="second"), keep=1)
     assert newest(tmp_path)[0].meta["run"] == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
-
-
-def test_what_a_killed_run_left_is_swept_away(tmp_path):
-    for left in (".step-00000001.tmp", ".step-00000002.old"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / ARRAYS).write_bytes(b"half")
-    assert newest(tmp_path) == (None, [])
-    commit(tmp_path, made(3), keep=1)
-    assert taken_up(tmp_path)[0].meta["step"] == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def flip(name: str, index: int):
@@ -174,7 +163,7 @@ def test_damaged_ones_are_set_aside_and_never_count(tmp_path):
     for step in (2, 3, 5, 6):  # the best among them
         truncate(ARRAYS, 100)(tmp_path / f"step-{step:08d}")
     assert newest(tmp_path / "missing") == (None, [])
-    found, damaged = taken_up(tmp_path)
+    found, damaged = recovered(tmp_path)
     assert found.meta["step"] == 4
     assert damaged == [
         f"checkpoint {tmp_path}/step-0000000{step} is damaged: its checksum differs. "
@@ -186,14 +175,14 @@ def test_damaged_ones_are_set_aside_and_never_count(tmp_path):
     ]
     commit(tmp_path, made(5), keep=2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
-    assert taken_up(tmp_path)[1] == []
+    assert recovered(tmp_path)[1] == []
 
 
 def test_a_replaced_one_outlives_a_damaged_one_of_its_step(tmp_path):
     """As where a kill came between the two renames of a second commit, and a bit flipped since."""
     shutil.copytree(commit(tmp_path, made(10), keep=1), tmp_path / "step-00000010.old")
     truncate(ARRAYS, 100)(tmp_path / "step-00000010")
-    found, damaged = taken_up(tmp_path)
+    found, damaged = recovered(tmp_path)
     assert found.meta["step"] == 10
     assert damaged == [
         f"checkpoint {tmp_path}/step-00000010 is damaged: its checksum differs. It is kept as damaged-step-00000010 "
@@ -302,7 +291,7 @@ def test_one_that_cannot_be_read_now_is_left_where_it_is(tmp_path, monkeypatch):
         with pytest.raises(
             CheckpointError, match=r"step-00000002 cannot be read: meta.json: Permission denied; try ag"
         ):
-            taken_up(Path("c"))
+            recovered(Path("c"))
     finally:
         os.seteuid(user)
     assert names(Path("c")) == ["step-00000001", "step-00000002"]
@@ -332,7 +321,7 @@ def test_names_that_only_look_like_checkpoints(tmp_path):
     for name in ("step-00000002-backup", "step-", "step-9", "step-٠٠٠٠٠٠٠٩", "step-" + "9" * 30, "damaged-step-mine"):
         (tmp_path / name).mkdir()
     assert names(tmp_path) == ["step-00000001"]
-    assert taken_up(tmp_path)[0].meta["step"] == 1
+    assert recovered(tmp_path)[0].meta["step"] == 1
     commit(tmp_path, made(2), keep=1)
     assert len(list(tmp_path.iterdir())) == 7
 
@@ -627,26 +616,6 @@ def test_sigkill_before_any_operation_on_files_leaves_only_whole_checkpoints(ste
     assert len(seen) > 20
 
 
-def test_a_full_disk_spares_the_checkpoints_before(tiny_disk):
-    folder = tiny_disk / "checkpoints"
-    commit(folder, made(1), keep=2)
-    big = Checkpoint({"x": np.zeros(2**18)}, {"step": 2, "model": "m"})
-    with pytest.raises(OutputError) as caught:
-        commit(folder, big, keep=2)
-    message = str(caught.value)
-    assert message.startswith(f"checkpoint {folder}/step-00000002 could not be written: ")
-    assert "No space left on device" in message
-    assert message.endswith(
-        "; free space or give another --output. "
-        "The checkpoints before it are whole: the same command resumes from there."
-    )
-    assert "\n" not in message
-    assert newest(folder)[0].meta["step"] == 1
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-    commit(folder, made(3), keep=2)
-    assert newest(folder)[0].meta["step"] == 3
-
-
 def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk, monkeypatch):
     monkeypatch.setattr(tensor_file, "BLOCK", 1 << 14)
     folder = tiny_disk / "checkpoints"
@@ -658,7 +627,8 @@ def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk, 
         try:
             commit(folder, Checkpoint({"x": np.zeros(20_000)}, {"step": 2}), keep=2)
         except OutputError as error:
-            assert "No space left on device" in str(error)
+            assert str(error).startswith(f"checkpoint {folder}/step-00000002 could not be written: ")
+            assert "No space left on device; free space or give another --output. The checkpoints before" in str(error)
             assert [path.name for path in folder.iterdir()] == ["step-00000001"]
         else:
             written += 1
@@ -667,18 +637,8 @@ def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk, 
         assert newest(folder)[0].meta["step"] == 1
         (tiny_disk / "filler").unlink()
     assert 0 < written < 40
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "checkpoints"
-    with pytest.raises(OutputError) as caught:
-        commit(folder, made(1), keep=1)
-    assert str(caught.value) == (
-        f"checkpoint {folder}/step-00000001 could not be written: checkpoints: {os.strerror(errno.ENOTDIR)}; "
-        "free space or give another --output. "
-        "The checkpoints before it are whole: the same command resumes from there."
-    )
+    commit(folder, made(3), keep=2)
+    assert newest(folder)[0].meta["step"] == 3
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -95,20 +95,20 @@ def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
 
     kept = {name: folder / "trackers" / f"{name}.json" for name in ("wandb", "mlflow")}
     first = {name: json.loads(path.read_text()) for name, path in kept.items()}
-    before, goes_on = {path: path.stat().st_ino for path in kept.values()}, tmp_path / "goes on"
+    before, continues = {path: path.stat().st_ino for path in kept.values()}, tmp_path / "continues"
     assert {of["last"]["loss"] >= 44 for of in first.values()} == {True}  # what was in the pipe is not lost
-    with started("alone", 1, command, **nowhere, **held(55, until=goes_on)) as ranks:
+    with started("alone", 1, command, **nowhere, **held(55, until=continues)) as ranks:
         # Else a machine may take longer to load the libraries than the end of a run waits for them.
         wait_until(lambda: all(path.stat().st_ino != number for path, number in before.items()))
-        goes_on.touch()
+        continues.touch()
         ended = ranks.wait().good()
     assert "resuming from step" in ended.out
     assert "tracker wandb: offline (127.0.0.1 does not answer); to sync: wandb sync" in ended.out
     assert "tracker" not in ended.err
     assert "wandb" not in ended.err
 
-    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = {name for record in told for name in record} - {"kind", "step"}
+    recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = {name for record in recorded for name in record} - {"kind", "step"}
     assert names >= {"epoch", "loss", "lr", "examples_per_second", "train_loss", "valid_loss", "seconds"}
 
     client = mlflow_client(tmp_path / "mlruns", monkeypatch)
@@ -121,7 +121,7 @@ def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
     }
     for name in ("loss", "lr", "train_loss", "valid_loss"):
         points = [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, name)]
-        assert points == curve(told, name), name
+        assert points == curve(recorded, name), name
 
     runs = wandb_runs(folder)
     rows = [row for records in runs for row in history(records)]
@@ -130,7 +130,7 @@ def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
         first["wandb"]["id"]
     }
     for name in ("loss", "lr", "train_loss", "valid_loss"):
-        assert curve(rows, name) == curve(told, name), name
+        assert curve(rows, name) == curve(recorded, name), name
     stored = config(runs[-1])
     assert set(stored) - {"_wandb"} == {"recipe", "plan", "framework", "engine", "launcher", "ranks", "hosts",
                                         "job_id", "versions", "git"}  # fmt: skip
@@ -389,9 +389,9 @@ def test_the_reporter_hands_on_its_mapping_and_the_state(state, error, tmp_path,
         if error:
             raise error
     (metrics, step), ending = kept.given
-    told = json.loads((tmp_path / "metrics.jsonl").read_text())
-    del told["time"]  # trackers have a clock of their own
-    assert {"kind": "step", "step": step, **metrics} == told
+    recorded = json.loads((tmp_path / "metrics.jsonl").read_text())
+    del recorded["time"]  # trackers have a clock of their own
+    assert {"kind": "step", "step": step, **metrics} == recorded
     assert ending == state.partition(" ")[0]
     out = capsys.readouterr().out
     assert "INFO - a line\n" in out

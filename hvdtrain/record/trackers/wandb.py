@@ -34,19 +34,21 @@ class Tracker:
 
     def start(self, start: Start) -> str:
         given = wandb.setup().settings
-        own = {key: value for key, value in SETTINGS.items() if key in type(given).model_fields}
-        own |= {
+        chosen = {key: value for key, value in SETTINGS.items() if key in type(given).model_fields}
+        chosen |= {
             "root_dir": str(start.folder),
             "project": start.project,
             "run_name": start.folder.name,
             "resume": "allow",
         }
         if start.run_id:
-            own["run_id"] = start.run_id
+            chosen["run_id"] = start.run_id
         if why := why_offline(given):
-            own["mode"] = "offline"
-        own = {key: value for key, value in own.items() if key not in given.model_fields_set or key == "x_stats_pid"}
-        self._run = wandb.init(config=dict(start.metadata), settings=wandb.Settings(**own))
+            chosen["mode"] = "offline"
+        chosen = {
+            key: value for key, value in chosen.items() if key not in given.model_fields_set or key == "x_stats_pid"
+        }
+        self._run = wandb.init(config=dict(start.metadata), settings=wandb.Settings(**chosen))
         # wandb's own step only rises: steps that a resumed training makes again would be lost.
         self._run.define_metric("*", step_metric="step")
         if self._run.offline:
