@@ -450,24 +450,27 @@ def test_taken(argv, names):
     assert parse_run("x", ["linear", *argv])[1].tracker == names
 
 
+MISSING = """
+import sys
+from hvdtrain.run import main
+from hvdtrain.record import trackers
+trackers.check(("wandb", "mlflow"))
+trackers.Trackers(("wandb", "mlflow")).close("finished")
+print({"wandb", "mlflow"} & {*sys.modules}, flush=True)
+trackers.MODULES["wandb"] = "not_there"
+sys.exit(main.main("torch", ["linear", "--tracker", "wandb"], None))
+"""
+
+
 def test_a_library_that_is_missing_is_refused_before_training(tmp_path, monkeypatch, python):
     (tmp_path / "not_there").mkdir()  # such as wandb leaves in the current folder
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(trackers.MODULES, "wandb", "not_there")
     with pytest.raises(EngineUnavailable, match=r"^tracker wandb is not installed; pip install 'hvdtrain\[wandb\]'\.$"):
         trackers.check(("mlflow", "wandb"))
-    script = "import sys; from hvdtrain.run import main; from hvdtrain.record import trackers; "
-    script += "trackers.MODULES['wandb'] = 'not_there'; "
-    script += "sys.exit(main.main('torch', ['linear', '--tracker', 'wandb'], None))"
-    ended = python("-c", script, environ={"PYTHONPATH": HOUSE})
+    ended = python("-c", MISSING, environ={"PYTHONPATH": HOUSE})
     assert ended.returncode == 2
+    assert ended.stdout == "set()\n"  # no library is imported into the training
     assert ended.stderr.count("\n") == 1
     assert "pip install 'hvdtrain[wandb]'" in ended.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_no_library_is_imported_into_the_training(python):
-    script = "import sys; from hvdtrain.run import main; from hvdtrain.record import trackers; "
-    script += "trackers.check(('wandb', 'mlflow')); "
-    script += "trackers.Trackers(('wandb', 'mlflow')).close('finished'); print({'wandb', 'mlflow'} & {*sys.modules})"
-    assert python("-c", script, environ={"PYTHONPATH": HOUSE}).stdout == "set()\n"
