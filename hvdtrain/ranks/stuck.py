@@ -107,8 +107,7 @@ class StuckWatch:
         self._parting = Parting()
 
     def look(self, now: float) -> None:
-        """Where no step has ended for a while, asks the ranks where they are, and names those that keep others
-        waiting."""
+        """Where no step has ended for a while, asks the ranks where they are, and names who keeps others waiting."""
         if self._step_at is None or self.liveness.reason or self.liveness.is_ending or self.topology.rank > 1:
             return
         if now - self._step_at < timeouts.STALLED:
@@ -116,18 +115,16 @@ class StuckWatch:
         elif now - self._asked >= timeouts.of_each(timeouts.STACKS, self.topology.size):
             if self._asked > self._step_at:
                 self._judge(now)
-            self._request(now)
+            self._asked, self._answers = now, {self.topology.rank: self.own()}
+            if self.topology.is_rank_0:
+                self.peers.send(messages.StackRequest())
 
     def own(self) -> messages.Stack:
         """The message that says where this rank's training thread is."""
         place, long, where, operation, users = self.stacks.now()
+        where, users = messages.cut(where), messages.cut(users)
         return messages.Stack(
-            place=place,
-            long=long or self.paused,
-            where=messages.cut(where),
-            operation=operation,
-            users_line=messages.cut(users),
-            steps=self._steps,
+            place=place, long=long or self.paused, where=where, operation=operation, users_line=users, steps=self._steps
         )
 
     def answered(self, peer: Peer, message: messages.Stack) -> None:
@@ -137,12 +134,6 @@ class StuckWatch:
     def seen(self, message: messages.ProcessState) -> None:
         """Takes what a rank has found out about another process of its host."""
         self._seen[message.rank] = message
-
-    def _request(self, now: float) -> None:
-        self._asked = now
-        self._answers = {self.topology.rank: self.own()}
-        if self.topology.is_rank_0:
-            self.peers.send(messages.StackRequest())
 
     def _judge(self, now: float) -> None:
         """Finds and names those who keep the others waiting, by the ranks' answers to the last request."""
