@@ -1,6 +1,7 @@
-"""What a message says of a broken rule, and of a name that is close to a known one."""
+"""What a message says of a broken rule, and of a name that is close to a known one; counts and durations as text."""
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -170,8 +171,31 @@ def _targets(known: Collection[str], synonyms: Sequence[str]) -> dict[str, str]:
 
 
 def counted(number: int, thing: str) -> str:
-    """As `1 rank` and `2 ranks`."""
-    return f"{number} {thing}" + ("" if number == 1 else "s")
+    """As `1 rank` and `1,024 ranks`."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def duration(seconds: float, *, rough: bool = False) -> str:
+    """As `85 ms`, `12.3 s`, `4 min 5 s`, `1 h 23 min`, `3 d 4 h`; a rough one, as of an estimate, is `45 s` or `12 min`
+    below two hours."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return f"-{duration(-seconds, rough=rough)}"
+    if rough and seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    if rough and minutes < 100:
+        return f"{minutes} min"
+    if round(seconds) < 3600:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
+    if minutes < 48 * 60:
+        return "{} h {} min".format(*divmod(minutes, 60))
+    return "{} d {} h".format(*divmod(round(seconds / 3600), 24))
 
 
 def _like(word: str, names: Mapping[str, str], cutoff: float) -> str | None:

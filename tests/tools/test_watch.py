@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.folder import hold
-from hvdtrain.record.progress_line import duration
+from hvdtrain.core.wording import duration
 from hvdtrain.record.reader import CHUNK, read, recorded_state
 from hvdtrain.tools import watch
 from hvdtrain.tools.report.assemble import run_report
@@ -221,7 +221,7 @@ SQUEUE = {  # exit code, squeue's output, its errors: the row
 def test_the_job_as_squeue_has_it(code, out, err, row, run, squeue):
     squeue(out, err, code)
     job = Job.requested("77")
-    since = duration(max(0.0, NOW - datetime(2026, 11, 25, 3).timestamp()))
+    since = duration(max(0.0, NOW - datetime(2026, 11, 25, 3).timestamp()), rough=True)
     assert drawn(run, job)["job"].startswith(f"77: {row.format(since)}")
     assert job.is_waiting == ("pending" in row) and job.is_over == ("ended" in row)
 

@@ -14,7 +14,7 @@ from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record import reader
 from hvdtrain.record.history import Launch, Record
-from hvdtrain.record.progress_line import duration
+from hvdtrain.core.wording import duration
 from hvdtrain.record.reader import ENDED, Run
 from hvdtrain.untrusted import mapping, number, one_line, text, unix_time, whole
 
@@ -146,7 +146,7 @@ def _job(job: Job, now: float) -> str:
         parts += [f"reason {job.reason}"] if job.reason and job.reason != "None" else []
         submitted, start = _time(job.submit), _time(job.start)
         parts += [f"submitted {_ago(submitted, now)}"] if submitted else []
-        parts += [f"expected to start in {duration(max(0.0, start - now))}" if start else "start not known yet"]
+        parts += [f"expected to start in {duration(max(0.0, start - now), rough=True)}" if start else "start not known yet"]
     elif job.state and not job.is_over:
         parts += [f"{job.left} left of its time limit"] if job.left else []
         parts += [f"on {job.nodes}"] if job.nodes else []
@@ -161,7 +161,7 @@ def _time(when: str) -> float | None:
 
 
 def _ago(when: float, now: float) -> str:
-    return f"{duration(max(0.0, now - when))} ago"
+    return f"{duration(max(0.0, now - when), rough=True)} ago"
 
 
 def _ranks(run: Run) -> str:
@@ -182,7 +182,7 @@ def _progress(run: Run, state: str, now: float) -> str:
     bar = "#" * round(share * BAR) + "." * (BAR - round(share * BAR))
     left = seconds_left(run) if state == "running" else None
     passed = max(0.0, now - run.last_sign) if run.last_sign else 0.0
-    shown = "" if left is None else f"  {duration(max(0.0, left - passed))} left"
+    shown = "" if left is None else f"  {duration(max(0.0, left - passed), rough=True)} left"
     return f"step {step} of {total}  {share:.0%}  {bar}{shown}"
 
 
