@@ -259,7 +259,7 @@ def read_supervised(scene: Scene) -> None:
         for name in ("run", "lost", "error"):
             handover.read(folder, name)
     run = handover.Report(run=str(HOSTILE.absolute()))
-    supervise._newest_step(run)
+    supervise._newest_checkpoint(run)
     supervise._wait_for_release(run)
 
 

@@ -1,4 +1,5 @@
-"""`python -m hvdtrain report RUN [RUN ...]`: one file on the result, the time and the energy of runs, or of a sweep."""
+"""`python -m hvdtrain report RUN [RUN ...]`: one file on the result, the time and the energy of
+runs, or of a sweep."""
 
 import json
 import statistics
@@ -40,7 +41,8 @@ TOGETHER = (("Loss", "validation"), ("Loss", "training, log lines"), ("Accuracy"
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Writes one HTML file about runs: verdict, where the time went, curves, energy, how to repeat them.
+    """Writes one HTML file about runs: verdict, where the time went, curves, energy, how to repeat
+    them.
 
     Several runs are compared. The runs may be finished, stopped, failed or still going.
     """
@@ -91,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def document_of(options: Options, status: Status) -> Document:
-    """The values of the report. Raises RecipeError where a run or the sweep is no folder, or the sweep holds none."""
+    """The values of the report. Raises RecipeError where a run or the sweep is no folder, or the
+    sweep holds none."""
     for path in options.runs:
         if not path.is_dir():
             what = "is a file" if path.exists() else "is not there"
@@ -132,7 +135,8 @@ def to_json(document: Document) -> str:
 
 
 def _default_output(options: Options) -> Path:
-    """The path of the page without --output: in the one folder that is reported on, but in no other user's."""
+    """The path of the page without --output: in the one folder that is reported on, but in no
+    other user's."""
     folders = [*options.runs, *([options.sweep] if options.sweep else [])][:2]
     return folders[0] / NAME if len(folders) == 1 and files.is_own(folders[0].stat()) else Path(NAME)
 

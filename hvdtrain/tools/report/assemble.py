@@ -164,7 +164,8 @@ def _series(column: Column, label: str) -> Series:
 def _curve(
     base: str, label: str, labels: Mapping[str, str], steps: Mapping[str, Column], epochs: Mapping[str, Series]
 ) -> Curve:
-    """The chart of a metric: its log lines, labelled `label`, and its values over epochs, labelled by `labels`."""
+    """The chart of a metric: its log lines, labelled `label`, and its values over epochs,
+    labelled by `labels`."""
     series = [_series(steps[base], label)] if base in steps else []
     series += [replace(epochs[name], label=label) for name, label in labels.items() if name in epochs]
     title = TITLES.get(base, base)
@@ -179,6 +180,7 @@ def _by_step(series: Series, metrics: Metrics, steps_per_epoch: int | None) -> S
 
 
 def _spans_decades(series: Sequence[Series]) -> bool:
-    """Whether all values are positive and span two decades, most of which a linear axis would hide."""
+    """Whether all values are positive and span two decades, most of which a linear axis would
+    hide."""
     values = np.concatenate([each.y for each in series]) if series else np.zeros(0)
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())

@@ -1,8 +1,8 @@
 """Where a run's time and energy went: the parts of its wall time, each rank's step time, joules.
 
-All launches are on one axis of time, from submit to the last sign of life. A launch is as long on it as its own clock
-says, and one that seems to begin before the one before it has ended begins at that end. So the parts add up to the wall
-time, however the clocks of hosts differ.
+All launches are on one axis of time, from submit to the last sign of life. A launch is as long on
+it as its own clock says, and one that seems to begin before the one before it has ended begins at
+that end. So the parts add up to the wall time, however the clocks of hosts differ.
 """
 
 import re
@@ -55,7 +55,8 @@ SOURCES = {
     "amdsmi": ("amdsmi", "GPUs of the job only"),
     "rapl": ("RAPL", "processors and memory of the nodes, whoever used them"),
 }
-"""The name and scope of a counter, by its key in the records; the first that was read gives the run's energy."""
+"""The name and scope of a counter, by its key in the records; the first that was read gives the
+run's energy."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ def _lost(launch: Launch, phases: Mapping[str, float], later: Sequence[Launch]) 
 
 
 def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
-    """The median seconds of each part of a step that is known, over the ranks and the run. A launch's first record has
-    its warm-up, and is left out where there are others."""
+    """The median seconds of each part of a step that is known, over the ranks and the run. A
+    launch's first record has its warm-up, and is left out where there are others."""
     records = [times for launch in launches for times in (launch.times[1:] or launch.times)]
     found = {}
     for name, label in PARTS.items():
@@ -259,7 +260,8 @@ def of_table(printed: str) -> Measured | None:
 
 
 def of_counters(launches: Iterable[Launch]) -> list[Measured]:
-    """The sums over launches of what each counter had at last. The first is the run's energy, where SLURM has none."""
+    """The sums over launches of what each counter had at last. The first is the run's energy,
+    where SLURM has none."""
     found: dict[str, Measured] = {}
     for launch in launches:
         for name in SOURCES.keys() & {name for name, joules in launch.joules.items() if joules > 0}:

@@ -1,4 +1,5 @@
-"""The values of a report, which are rendered as HTML, Markdown or JSON; and how figures are written."""
+"""The values of a report, which are rendered as HTML, Markdown or JSON; and how figures are
+written."""
 
 import math
 from collections.abc import Mapping
@@ -8,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 Level = Literal["good", "attention", "bad", "open"]
-"""Of a verdict. good: trained to its end, all promises kept; attention: something to look at; bad: failed, or a
-promise was broken; open: still running."""
+"""Of a verdict. good: trained to its end, all promises kept; attention: something to look at;
+bad: failed, or a promise was broken; open: still running."""
 Kept = Literal["kept", "broken", "unknown"]
 
 
@@ -24,7 +25,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the run ended, how good its result is and what to do next, which the report begins with."""
+    """How the run ended, how good its result is and what to do next, which the report begins
+    with."""
 
     level: Level
     headline: str
@@ -55,7 +57,8 @@ class Waterfall:
     parts: tuple[Part, ...]
     """In the order in which they first occurred."""
     goodput: float | None
-    """The share of the wall time in which useful steps were made; None where the run recorded no phases."""
+    """The share of the wall time in which useful steps were made; None where the run recorded no
+    phases."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Series:
     x: np.ndarray
     y: np.ndarray
     low: np.ndarray | None = None
-    """The lowest and highest of the values that each point stands for, where points stand for several."""
+    """The lowest and highest of the values that each point stands for, where points stand for
+    several."""
     high: np.ndarray | None = None
 
 
@@ -144,7 +148,8 @@ class Origin:
     is_shipped: bool
     """Whether hvdtrain brings a recipe of that name."""
     differences: tuple[tuple[str, str, str], ...]
-    """The keys whose values differ from the shipped recipe's: key, shipped value, this run's value."""
+    """The keys whose values differ from the shipped recipe's: key, shipped value, this run's
+    value."""
     plan: tuple[str, ...]
     """The lines that the run printed of its plan."""
     versions: Mapping[str, str]
@@ -170,9 +175,11 @@ class RunReport:
     """When it was submitted, or else launched first, in seconds since 1970."""
     verdict: Verdict
     numbers: tuple[tuple[str, str], ...]
-    """The key numbers as label and text: accuracy, epochs, steps, images/s, wall time, goodput, energy."""
+    """The key numbers as label and text: accuracy, epochs, steps, images/s, wall time, goodput,
+    energy."""
     results: Mapping[str, float]
-    """Final metrics by name, for comparisons: valid_acc1, valid_loss, examples_per_second, wall_seconds, kwh, ..."""
+    """Final metrics by name, for comparisons: valid_acc1, valid_loss, examples_per_second,
+    wall_seconds, kwh, ..."""
     waterfall: Waterfall | None
     curves: tuple[Curve, ...]
     heat: HeatMap | None
@@ -205,11 +212,13 @@ class Scaling:
     mode: str
     rows: tuple[ScalingRow, ...]
     predicted: tuple[tuple[int, float, float, float], ...]
-    """Ranks, and the middle, lowest and highest efficiency that is predicted for them; () where no model fits."""
+    """Ranks, and the middle, lowest and highest efficiency that is predicted for them; () where
+    no model fits."""
     published: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
     """Names of published runs, and the pairs of GPUs and efficiency of each."""
     communication: tuple[tuple[int, float, float], ...]
-    """Ranks, and the seconds of a step in which they compute and communicate; () where that was not measured."""
+    """Ranks, and the seconds of a step in which they compute and communicate; () where that was
+    not measured."""
     sentence: str
 
 
@@ -220,8 +229,8 @@ class Comparison:
     columns: tuple[str, ...]
     """The runs' short names."""
     rows: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """Group, key, and a value of each run. Of the groups recipe, software and launch only keys that differ; of the
-    group result all."""
+    """Group, key, and a value of each run. Of the groups recipe, software and launch only keys
+    that differ; of the group result all."""
     curves: tuple[Curve, ...]
     seeds: tuple[str, ...]
     """Sentences on the final accuracy of runs that differ in their seed alone."""

@@ -1,4 +1,5 @@
-"""What was trained: the recipe beside the shipped one, the plan, software and hosts, and how to repeat the run."""
+"""What was trained: the recipe beside the shipped one, the plan, software and hosts, and how to
+repeat the run."""
 
 import re
 import shlex
@@ -104,7 +105,8 @@ def plan_lines(run: Run) -> tuple[str, ...]:
 
 
 def _plan(run: Run) -> Plan:
-    """The run's plan. Raises many kinds of errors where files are damaged, or of another version."""
+    """The run's plan. Raises many kinds of errors where files are damaged, or of another
+    version."""
     keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
     recipe = recipes.validate({**keys, "name": run.recipe_name})
     numbers = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}

@@ -1,4 +1,5 @@
-"""Renders a report as one HTML file, which holds its charts and has no script or address; and as short Markdown."""
+"""Renders a report as one HTML file, which holds its charts and has no script or address; and as
+short Markdown."""
 
 import base64
 import functools
@@ -28,7 +29,8 @@ MOST_EVENTS, ALL_EVENTS = 200, 500
 MOST_TEXT, ALL_TEXT = 30_000, 40_000
 """The characters of a run's recipe, plan or hosts, and of those of all runs."""
 MOST_WHOLE_RUNS = 8
-"""Up to so many runs are shown in full; of more, the page shows the comparison, and little of each."""
+"""Up to so many runs are shown in full; of more, the page shows the comparison, and little of
+each."""
 SHARED_ROW = 3
 """So many checkpoints in a row share a row of the list of events."""
 WORDS = {"good": "Good", "attention": "Attention", "bad": "Problem", "open": "Open"}
@@ -53,8 +55,8 @@ def render(document: Document) -> str:
 
 
 def _limits(document: Document) -> dict[str, int]:
-    """What each run may show, so that the page stays below a megabyte: points of a series, rows of the list of events,
-    characters of a text, and whether all of it (`whole`)."""
+    """What each run may show, so that the page stays below a megabyte: points of a series, rows
+    of the list of events, characters of a text, and whether all of it (`whole`)."""
     runs = max(len(document.runs), 1)
     whole = runs <= MOST_WHOLE_RUNS
     curves = [curve for run in document.runs if whole for curve in run.curves]
@@ -79,8 +81,8 @@ def markdown(document: Document) -> str:
 
 
 def event_rows(events: Iterable[Event]) -> list[tuple[int | None, list[Event]]]:
-    """The rows of the list of events: the number that an event has on the charts, and the event. Checkpoints have no
-    number, and many in a row share a row."""
+    """The rows of the list of events: the number that an event has on the charts, and the event.
+    Checkpoints have no number, and many in a row share a row."""
     rows: list[tuple[int | None, list[Event]]] = []
     numbers = count(1)
     for is_checkpoint, group in groupby(events, key=lambda event: event.kind == "checkpoint"):
@@ -200,7 +202,8 @@ def heat(given: HeatMap) -> dict[str, Any] | None:
 
 
 def _chosen(seconds: np.ndarray, slow: object) -> np.ndarray:
-    """The rows to show, in their order: of too many, the slow ones and then those with the longest steps."""
+    """The rows to show, in their order: of too many, the slow ones and then those with the
+    longest steps."""
     named = np.isin(np.arange(len(seconds)), list(slow))  # type: ignore[call-overload]
     peak = np.nanmean(np.where(np.isfinite(seconds), seconds, 0), axis=1)
     order = np.lexsort((-peak, ~named))
@@ -218,7 +221,8 @@ def _columns(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _png(seconds: np.ndarray, low: float, high: float) -> str:
-    """The map as a PNG in base64, of few colours, so that it stays small; transparent where nothing was recorded."""
+    """The map as a PNG in base64, of few colours, so that it stays small; transparent where
+    nothing was recorded."""
     from PIL import Image
 
     share = np.clip((seconds - low) / (high - low or 1), 0, 1)
@@ -238,8 +242,8 @@ def _palette(count: int) -> np.ndarray:
 
 
 def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[tuple[str, float, bool]]:
-    """The names that have room beside the map, with the place of their middle in percent, and whether they are slow.
-    Names of slow ranks are placed first."""
+    """The names that have room beside the map, with the place of their middle in percent, and
+    whether they are slow. Names of slow ranks are placed first."""
     step = pixels / len(chosen)
     taken: list[tuple[str, float, bool]] = []
     for place, row in sorted(enumerate(chosen.tolist()), key=lambda pair: (pair[1] not in given.slow, pair[0])):

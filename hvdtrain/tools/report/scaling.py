@@ -1,4 +1,5 @@
-"""The speed-up and efficiency over numbers of ranks, from `bench scaling` or from a folder of runs."""
+"""The speed-up and efficiency over numbers of ranks, from `bench scaling` or from a folder of
+runs."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +31,12 @@ PUBLISHED: Mapping[str, Mapping[int, float]] = {
     "Horovod 2018: ResNet-101 on P100s, 25 Gbit/s": {1: 1.0, 128: 0.90},
     "Horovod 2018: VGG-16 on P100s, 25 Gbit/s": {1: 1.0, 128: 0.79},
 }
-"""Efficiency of published weak scaling by GPUs, against one GPU. docs/speed.md and tests/tools/test_predict.py name the
-sources."""
+"""Efficiency of published weak scaling by GPUs, against one GPU. docs/speed.md and
+tests/tools/test_predict.py name the sources."""
 
 Parts = tuple[float, float]
-"""The seconds of a step in which a rank reads and computes, and in which it waits for the others."""
+"""The seconds of a step in which a rank reads and computes, and in which it waits for the
+others."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Measured:
 
 
 def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
-    """The sweep in each mode, and a line on each thing that could not be read. Raises RecipeError where there is no
-    sweep."""
+    """The sweep in each mode, and a line on each thing that could not be read. Raises
+    RecipeError where there is no sweep."""
     if not path.is_dir():
         raise RecipeError(f"--sweep must name a folder, of bench scaling or of runs, got {printable(str(path), 200)}.")
     missing: list[str] = []
@@ -122,7 +124,8 @@ class SweepRun:
 
 
 def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
-    """The runs below the folder, by mode. Weak: those with the same batch a rank; strong: those with the same batch."""
+    """The runs below the folder, by mode. Weak: those with the same batch a rank; strong: those
+    with the same batch."""
     runs = []
     known = {each.parent for pattern in ("*", "*/*") for each in path.glob(f"{pattern}/metrics.jsonl")}
     for each in sorted(known)[:MOST_RUNS]:
@@ -151,7 +154,8 @@ def _sweep_run(run: Run) -> SweepRun | None:
 
 
 def _alike(runs: Sequence[SweepRun], key: Callable[[SweepRun], float]) -> list[SweepRun]:
-    """The runs that have the most frequent key; none where they are all on the same number of ranks."""
+    """The runs that have the most frequent key; none where they are all on the same number of
+    ranks."""
     common = statistics.mode(map(key, runs)) if runs else None
     alike = [run for run in runs if key(run) == common]
     return alike if len({run.ranks for run in alike}) > 1 else []
@@ -190,7 +194,8 @@ def _scaling(mode: str, measured: Measured) -> Scaling:
 
 
 def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """The efficiency of each round, by ranks; where rounds differ in number, against the median of the fewest ranks."""
+    """The efficiency of each round, by ranks; where rounds differ in number, against the median
+    of the fewest ranks."""
     if len({len(rounds) for rounds in seconds.values()}) > 1:
         fewest = min(seconds)
         alone = statistics.median(seconds[fewest])
@@ -200,8 +205,8 @@ def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int
 
 
 def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...]:
-    """Ranks and efficiency as predicted from the first two points, for the ranks that were measured and more; () where
-    no model fits the points."""
+    """Ranks and efficiency as predicted from the first two points, for the ranks that were
+    measured and more; () where no model fits the points."""
     first = dict(sorted(measured.seconds.items())[:2])
     points = tuple(Point(ranks, statistics.median(of) / ranks) for ranks, of in first.items())
     spread = max((max(of) - min(of)) / 2 / statistics.median(of) for of in first.values())

@@ -1,4 +1,5 @@
-"""The verdict on a run: how it ended, how good its result is, which promises were kept, and what to do next."""
+"""The verdict on a run: how it ended, how good its result is, which promises were kept, and what
+to do next."""
 
 import math
 import re
@@ -19,8 +20,8 @@ HARMLESS = {
     *("guard_every_steps", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "profile"),
     *("fusion_threshold_mb", "cycle_time_ms", "autotune", "horovod_timeline", "train_crop", "valid_resize"),
 }
-"""Keys that do not change the result: a run that differs in them from the shipped recipe should still reach what that
-expects."""
+"""Keys that do not change the result: a run that differs in them from the shipped recipe should
+still reach what that expects."""
 TWICE = 2.0
 """Accuracies are the same within so many of their standard errors."""
 LEAST_TOLERANCE = 0.005
@@ -205,7 +206,8 @@ def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
 
 
 def _tolerance(expected: float, run: Run) -> float:
-    """How far an accuracy over the run's examples may be off by chance; for other metrics a twentieth of the value."""
+    """How far an accuracy over the run's examples may be off by chance; for other metrics a
+    twentieth of the value."""
     examples = untrusted.whole(run.plan.get("valid_examples"), 1)
     if not 0 <= expected <= 1:
         return abs(expected) / 20
@@ -226,7 +228,8 @@ def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
 
 
 def _of_time(waterfall: Waterfall | None) -> str:
-    """Advice on the largest part of the wall time that is no training; "" where no part is worth it."""
+    """Advice on the largest part of the wall time that is no training; "" where no part is worth
+    it."""
     if not waterfall or not waterfall.wall_seconds:
         return ""
     worth = dict[str, float]()
@@ -285,7 +288,8 @@ def _world(run: Run) -> Found:
 
 
 def _replicas(run: Run) -> Found:
-    """Whether the weights, and what updates them, were equal on all ranks each time that they were compared."""
+    """Whether the weights, and what updates them, were equal on all ranks each time that they
+    were compared."""
     if re.search(r"ReplicaError|after step \d+ the (ranks differ in|weights of replica) ", run.error):
         return "broken", "the ranks' weights, or what updates them, differed, and the run stopped"
     ended = [launch.end.replica_checks for launch in run.launches if launch.end]

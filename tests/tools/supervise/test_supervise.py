@@ -18,7 +18,7 @@ from hvdtrain.errors import JobError
 from hvdtrain.record.handover import Report
 from hvdtrain.tools.supervise import _read_history
 from hvdtrain.tools.supervise.decision import Ended, Lost
-from hvdtrain.tools.supervise.job import SIGNALS, Job, Signals, beside_others, check_step, own_step, placed
+from hvdtrain.tools.supervise.job import SIGNALS, Job, Signals, beside_others, check_step, placed, step_of_this_job
 
 PLACED = {  # srun's words, nodes, tasks a node, without: the words then
     "nothing given": ("srun python x.py -n 3", 3, 1, (), "srun --nodes=3 --ntasks=3 python x.py -n 3"),
@@ -107,8 +107,9 @@ if code == "replaced":  # as a stranger who may write to the folder around it
 for name, values in reports.items():
     (folder / f"{{name}}.json").write_text(json.dumps(values))
 if code == "hang":
-    print("hangs", flush=True)
-    time.sleep(3600)
+    while not os.path.exists("cancelled"):
+        time.sleep(0.05)
+    code = 137
 if code == "until a signal":
     def stop(number, frame):
         with open("signals", "a") as log:
@@ -139,7 +140,7 @@ def supervise(tmp_path):
     for name, text in (
         ("srun", SRUN.format(python=sys.executable)),
         ("scontrol", SCONTROL),
-        ("scancel", '#!/bin/sh\necho "$*" >> "${0%/*}/scancel.log"\n'),
+        ("scancel", '#!/bin/sh\necho "$*" >> "${0%/*}/scancel.log"\ntouch cancelled\n'),
     ):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -226,7 +227,7 @@ DAMAGED = (
     "1",
     '[{"code": 1',
     '[{"code": 1, "nodes": 1, "lost": {"rank": 1}}]',
-    '[{"code": 1, "nodes": 1, "step": "x"}]',
+    '[{"code": 1, "nodes": 1, "checkpoint": "x"}]',
 )
 
 
@@ -380,9 +381,9 @@ def test_another_folder_in_the_place_of_ours_is_not_read(supervise, tmp_path):
 STEPS = {"22.0": "22.0", "--me": "", "23.0": "", "22": "", "22.0 --me": "", "22.0\n23.0": "", "220.0": "", None: ""}
 
 
-@pytest.mark.parametrize(("given", "own"), STEPS.items())
-def test_a_step_of_another_job_is_none_to_cancel(given, own):
-    assert own_step(Report(host="nid001", step_id=given), JOB) == own
+@pytest.mark.parametrize(("given", "step"), STEPS.items())
+def test_a_step_of_another_job_is_none_to_cancel(given, step):
+    assert step_of_this_job(Report(host="nid001", step_id=given), JOB) == step
 
 
 def test_only_a_step_of_this_job_is_cancelled(supervise, tmp_path):
