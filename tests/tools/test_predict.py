@@ -312,7 +312,7 @@ def test_the_picture(tmp_path, monkeypatch, capsys):
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    options = predict.flags.parse(predict.Options, predict.PROG, [*JSC, "--ranks", "64,1024"])
+    options = predict.flags.parse(predict.Options, "predict", [*JSC, "--ranks", "64,1024"])
     predict.draw(axes, predict.task_of(options))
     assert axes.get_ylabel() == "Efficiency against 4 ranks / %"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lowest to highest", "forecast", "measured"]

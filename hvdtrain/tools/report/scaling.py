@@ -11,9 +11,10 @@ from hvdtrain import files, untrusted
 from hvdtrain.errors import RecipeError
 from hvdtrain.record import reader
 from hvdtrain.record.reader import Run
+from hvdtrain.tools.bench.measure import MOST_RANKS
 from hvdtrain.tools.bench.scaling import efficiencies
 from hvdtrain.tools.predict.scaling import NOISE, Point, Points
-from hvdtrain.tools.predict.task import LEAST, MOST, MOST_POINTS, MOST_RANKS, WORST_MISFIT
+from hvdtrain.tools.predict.task import LEAST, MOST, MOST_POINTS, WORST_MISFIT
 from hvdtrain.tools.report.costs import WAITING, step_parts
 from hvdtrain.tools.report.model import Scaling, ScalingRow, percent
 from hvdtrain.untrusted import one_line, printable

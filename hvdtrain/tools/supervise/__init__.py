@@ -1,4 +1,5 @@
-"""`python -m hvdtrain supervise -- srun ...`: starts a step of srun again when it loses a rank or a node."""
+"""`python -m hvdtrain supervise -- srun ...`: starts a step of srun again when it loses a rank
+or a node."""
 
 import contextlib
 import fcntl
@@ -43,11 +44,13 @@ CUT_OFF_SECONDS = 2.0  # seconds between two checks whether another node answers
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Runs a step of srun (after --) in a job's script, and starts it again when it loses a rank or a node.
+    """Runs a step of srun (after --) in a job's script, and starts it again when it loses a rank or
+    a node.
 
-    The lost node is given back, and a spare one takes its place; without one, a hvdtrain recipe continues on fewer
-    nodes where its batch can be divided. Else the job is queued again, elsewhere. Bad input, a diverged loss, scancel
-    and three starts in a row without a new checkpoint end the job.
+    The lost node is given back, and a spare one takes its place; without one, a hvdtrain recipe
+    continues on fewer nodes where its batch can be divided. Else the job is queued again,
+    elsewhere. Bad input, a diverged loss, scancel and three starts in a row without a new
+    checkpoint end the job.
     """
 
     spare: Annotated[
@@ -80,7 +83,8 @@ class Supervisor:
     """Starts the job's step, and starts it again."""
 
     def __init__(self, job: Job, words: Sequence[str], wanted: int, sets_nodes: bool, folder: Path) -> None:
-        """`words`: srun's; `wanted`: the number of nodes; `sets_nodes`: whether srun must be given that number."""
+        """`words`: srun's; `wanted`: the number of nodes; `sets_nodes`: whether srun must be
+        given that number."""
         self.job, self.words, self.wanted = job, words, wanted
         tasks, nodes = number_of(words, "ntasks"), number_of(words, "nodes")
         per_node = number_of(words, "ntasks-per-node") or job.tasks_per_node
@@ -127,7 +131,8 @@ class Supervisor:
     def _start(
         self, words: Sequence[str], environ: Mapping[str, str], nodes: int
     ) -> tuple[Ended, frozenset[str], frozenset[int]]:
-        """One start to its end, the nodes that are silent then, and smaller numbers of nodes that can continue."""
+        """One start to its end, the nodes that are silent then, and smaller numbers of nodes
+        that can continue."""
         folder = self.folder / f"start-{len(self.history) + 1}"
         files.remove(folder)
         files.make_folder(folder)
@@ -160,8 +165,8 @@ class Supervisor:
         return ended, silent, frozenset(fewer)
 
     def _silent(self) -> frozenset[str]:
-        """The nodes that do not answer. Where no other node does, this one is cut off, and waits until one answers: if
-        that takes long, SLURM queues the job again."""
+        """The nodes that do not answer. Where no other node does, this one is cut off, and waits
+        until one answers: if that takes long, SLURM queues the job again."""
         others = {node: self.endpoints[node] for node in self.nodes if node != self.job.nodes[0]}
         is_logged = False
         while True:
@@ -174,7 +179,8 @@ class Supervisor:
             time.sleep(CUT_OFF_SECONDS)
 
     def _lost(self, report: handover.Report, silent: frozenset[str]) -> Lost:
-        """The rank that was lost. A rank on a node that is cut off may have reported first, and named another."""
+        """The rank that was lost. A rank on a node that is cut off may have reported first, and
+        named another."""
         node = self.job.node_of(report.host)
         if silent and node not in silent:
             return Lost(report.rank, min(silent), not_answering(silent))
@@ -199,8 +205,8 @@ def _restarting(decision: Restart, ended: Ended) -> str:
 
 
 def _newest_checkpoint(run: handover.Report) -> int:
-    """The training step of the newest checkpoint; that which the run resumed from, where its folder is not seen here, as
-    from outside of a container."""
+    """The training step of the newest checkpoint; that which the run resumed from, where its
+    folder is not seen here, as from outside of a container."""
     saved = reader.newest_checkpoint(Path(run.run))
     return max(saved[0] if saved else 0, run.step)
 

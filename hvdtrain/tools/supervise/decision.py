@@ -1,4 +1,5 @@
-"""What comes next once a start of the job's step has ended: a restart, a requeue or the end, decided from values alone."""
+"""What comes next once a start of the job's step has ended: a restart, a requeue or the end,
+decided from values alone."""
 
 import math
 import signal
@@ -103,7 +104,8 @@ def not_answering(silent: Collection[str]) -> str:
 
 
 def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
-    """What happened to a rank or a node, after which another start may succeed; None where nothing shows that."""
+    """What happened to a rank or a node, after which another start may succeed; None where
+    nothing shows that."""
     if last.lost:
         return last.lost.why
     if silent:
@@ -130,7 +132,8 @@ def _progress(history: Sequence[Ended]) -> Iterator[bool]:
 
 
 def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Restart | Requeue:
-    """A restart on the nodes that are left, or a requeue where the training cannot continue on them."""
+    """A restart on the nodes that are left, or a requeue where the training cannot continue on
+    them."""
     if history[-1].reports and nodes.seconds_left < NEAR_LIMIT:
         return Requeue(tuple(sorted(nodes.silent)), f"{why}; the time limit is {nodes.seconds_left:.0f} s away")
     without = tuple(node for node in nodes.names if node in nodes.silent | _left_out(history, nodes))
@@ -141,8 +144,8 @@ def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Restart | Requeu
 
 
 def _left_out(history: Sequence[Ended], nodes: Nodes) -> set[str]:
-    """The nodes that answer, but were lost twice: all that were without a new checkpoint in between; of others as many as
-    spare nodes can replace."""
+    """The nodes that answer, but were lost twice: all that were without a new checkpoint in
+    between; of others as many as spare nodes can replace."""
     losses, since = Counter[str](), Counter[str]()
     for ended, is_new in zip(history, _progress(history), strict=True):
         if is_new:

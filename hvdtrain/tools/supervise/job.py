@@ -1,4 +1,5 @@
-"""The job that a supervisor runs in: its nodes, the words of its srun, and one start of its step from begin to end."""
+"""The job that a supervisor runs in: its nodes, the words of its srun, and one start of its step
+from begin to end."""
 
 import math
 import re
@@ -95,8 +96,8 @@ def placed(words: Sequence[str], nodes: int, tasks_per_node: int | None, without
 
 
 def beside_others(words: Sequence[str]) -> list[str]:
-    """The words of srun for the same step without memory of its own: a step that has not ended on a silent node still
-    holds the job's."""
+    """The words of srun for the same step without memory of its own: a step that has not ended
+    on a silent node still holds the job's."""
     return _with(words, {"mem": 0})
 
 
@@ -117,7 +118,8 @@ def _srun_options(words: Sequence[str]) -> list[tuple[Option, Sequence[str]]]:
 
 
 class Signals:
-    """Passes the signals that this process gets on to srun, and remembers the last one, or the first that ends."""
+    """Passes the signals that this process gets on to srun, and remembers the last one, or the
+    first that ends."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -143,7 +145,8 @@ def run_step(
     signals: Signals,
     silent: Callable[[], frozenset[str]],
 ) -> tuple[int, frozenset[str]]:
-    """Runs srun to its end. Returns its exit code as a shell has it, and the nodes that were silent if it failed.
+    """Runs srun to its end. Returns its exit code as a shell has it, and the nodes that were silent
+    if it failed.
 
     The ranks leave their reports in `folder`.
     """
