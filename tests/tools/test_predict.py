@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import warm
 
 from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.tools import predict
@@ -324,7 +325,7 @@ def test_the_picture(tmp_path, monkeypatch, capsys):
 
 
 def test_from_the_command_line():
-    command = [sys.executable, "-m", "hvdtrain", "predict", "--point", "4:5355.9"]
+    command = warm.command("hvdtrain", "-m", "hvdtrain", "predict", "--point", "4:5355.9")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("RecipeError: --point must be given at least twice, got 1;")

@@ -7,16 +7,16 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+import warm
 
+from hvdtrain.core.wording import duration
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.folder import hold
-from hvdtrain.core.wording import duration
 from hvdtrain.record.reader import CHUNK, read, recorded_state
 from hvdtrain.tools import watch
 from hvdtrain.tools.report.assemble import run_report
@@ -142,7 +142,7 @@ def test_a_live_display_ends(happens, code, seen, run, monkeypatch):
     monkeypatch.undo()
     write(run, "status.json", {"state": "running", "time": time.time()})
     parent, child = pty.openpty()
-    command = [sys.executable, "-m", "hvdtrain", "watch", str(run)]
+    command = warm.command("hvdtrain", "-m", "hvdtrain", "watch", str(run))
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ) as process:
         os.close(child)
@@ -306,11 +306,11 @@ def test_every_tool_says_the_same_of_a_run_that_may_be_killed(
 
 
 HOLDER = """
-import sys
+import os, sys
 from pathlib import Path
 from hvdtrain.record.folder import hold
 folder = hold(Path(sys.argv[1]))
-print("held", flush=True)
+print(os.getpid(), flush=True)
 sys.stdin.read()
 """
 
@@ -319,11 +319,11 @@ def test_a_run_whose_process_is_killed_is_killed_for_every_tool(run):
     write(run, "status.json", {"state": "running", "time": NOW - 60})
     write(run, "launches.jsonl", [{**LAUNCH, "time": NOW - 70}, {**WORLD, "hosts": [HERE]}])
     (run / "metrics.jsonl").unlink()
-    command = [sys.executable, "-c", HOLDER, str(run)]
+    command = warm.command("hvdtrain", "-c", HOLDER, str(run))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
+        holder = int(process.stdout.readline())
         assert watch.find(str(run)).frame().state == run_report(run).state == "running"
-        process.kill()
+        os.kill(holder, signal.SIGKILL)
     assert watch.find(str(run)).frame().state == run_report(run).state == "killed"
     assert recorded_state(run) == "running"
 
