@@ -176,26 +176,24 @@ def counted(number: int, thing: str) -> str:
 
 
 def duration(seconds: float, *, rough: bool = False) -> str:
-    """As `85 ms`, `12.3 s`, `4 min 5 s`, `1 h 23 min`, `3 d 4 h`; a rough one, as of an estimate, is `45 s` or `12 min`
-    below two hours."""
+    """As `85 ms`, `12.3 s`, `4 min 5 s`, `1 h 23 min`, `3 d 4 h`. A rough one, as of an estimate, is
+    `45 s` or `12 min` below 100 minutes."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
         return f"-{duration(-seconds, rough=rough)}"
-    if rough and seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     if rough and minutes < 100:
-        return f"{minutes} min"
+        return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms" if seconds else "0 s"
     if round(seconds) < 3600:
-        return "{} min {} s".format(*divmod(round(seconds), 60))
-    if minutes < 48 * 60:
-        return "{} h {} min".format(*divmod(minutes, 60))
-    return "{} d {} h".format(*divmod(round(seconds / 3600), 24))
+        count, each, units = round(seconds), 60, ("min", "s")
+    elif minutes < 48 * 60:
+        count, each, units = minutes, 60, ("h", "min")
+    else:
+        count, each, units = round(seconds / 3600), 24, ("d", "h")
+    return f"{count // each} {units[0]} {count % each} {units[1]}"
 
 
 def _like(word: str, names: Mapping[str, str], cutoff: float) -> str | None:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from hvdtrain.core.sharing import Sum
+from hvdtrain.core.sharing import MOST_RANKS, Sum
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
 from hvdtrain.launch import gloo, mpi
@@ -23,9 +23,6 @@ from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.ranks.stop import SignalWatcher, StopAgreement
 from hvdtrain.ranks.stuck import StuckWatch
 from hvdtrain.untrusted import one_line
-
-MOST_RANKS = 256
-"""Up to so many ranks, the step time of each is recorded; of more, that of each host's slowest."""
 
 # MPICH's addresses over UCX are longer than SLURM's pmi2 can carry. pip's MPICH has libfabric too, whose provider
 # "sockets" hangs in one of two MPI_Init on several hosts.

@@ -3,25 +3,26 @@
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import checkpoint
 import loader
 import overhead
 import pytest
+import warm
 from images import write_tree
 from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain.errors import RecipeError
 from hvdtrain.tools import pack
+from hvdtrain.tools.bench import ranks
 from hvdtrain.tools.bench.measure import Kept
 
 LONG = [1234.5678, 1201.1234, 1340.9876]  # seconds, as many digits as there may be
 
 
 def run(program, *argv, cwd):
-    command = [sys.executable, program.__file__, *map(str, argv)]
+    command = warm.command("hvdtrain", program.__file__, *argv)
     return subprocess.run(command, cwd=cwd, check=False, capture_output=True, text=True, timeout=240)
 
 
@@ -30,6 +31,19 @@ def measured(program, *argv, cwd):
     done = run(program, "--json", "-", *argv, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture
+def measured_warm(tmp_path, monkeypatch, capsys):
+    """The same of a single rank, which begins with PyTorch loaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ranks, "launcher", lambda name, count, *flags: warm.command("torch"))
+
+    def measure(program, *argv):
+        assert program.main(["--json", "-", "--ranks", "1", "--rounds", "2", *argv]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return measure
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +125,8 @@ def test_the_figures_of_checkpoints():
 
 @pytest.mark.launched
 @needs_torch
-def test_checkpoints_are_measured(tmp_path):
-    argv = ["--recipe", "linear", "--ranks", "1", "--rounds", "2", "--every", "5", "--steps", "15"]
-    result = measured(checkpoint, *argv, cwd=tmp_path)
+def test_checkpoints_are_measured(measured_warm, tmp_path):
+    result = measured_warm(checkpoint, "--recipe", "linear", "--every", "5", "--steps", "15")
     assert len(result["stalls"]) == len(result["copies"]) == 2 * 3
     assert all(len(seconds) == 2 for seconds in result["step_seconds"].values())
     assert list(tmp_path.iterdir()) == []  # its checkpoints are gone
@@ -150,9 +163,8 @@ print(least - 4 * TICK < found < float(child.communicate(b"\\n")[0]) + time.proc
 
 
 def test_the_time_of_a_living_child_is_counted():
-    done = subprocess.run(
-        [sys.executable, "-c", BUSY], cwd=Path(loader.__file__).parent, capture_output=True, text=True, check=True
-    )
+    command, folder = warm.command("hvdtrain", "-c", BUSY), Path(loader.__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
 
 
@@ -211,20 +223,26 @@ step:
 """
 
 
+@pytest.fixture
+def user_code(tmp_path):
+    (tmp_path / "own_of_bench.py").write_text(OWN)
+    (tmp_path / "own.yaml").write_text(OWN_RECIPE)
+
+
 @pytest.mark.launched
 @needs_torch
 @needs_horovod
-@pytest.mark.parametrize(
-    ("recipe", "more"),
-    [
-        pytest.param("own.yaml", ["--ranks", "2", "--engine", "ddp"], id="a loss"),
-        pytest.param("own.yaml:step", ["--ranks", "1"], id="a step", marks=pytest.mark.slow),
-    ],
-)
-def test_overhead_of_the_users_own_network_and_data(recipe, more, tmp_path):
-    (tmp_path / "own_of_bench.py").write_text(OWN)
-    (tmp_path / "own.yaml").write_text(OWN_RECIPE)
-    result = measured(overhead, "--recipe", recipe, "--rounds", "2", *more, cwd=tmp_path)
+def test_overhead_of_the_users_step(user_code, measured_warm):
+    result = measured_warm(overhead, "--recipe", "own.yaml:step")
+    assert set(result["step_seconds"]) == {"hvdtrain", "hand-written"}
+    assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@needs_torch
+def test_overhead_of_the_users_loss_over_ddp(user_code, tmp_path):
+    result = measured(overhead, "--recipe", "own.yaml", "--rounds", 2, "--ranks", 2, "--engine", "ddp", cwd=tmp_path)
     assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
     assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
 

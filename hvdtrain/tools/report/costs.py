@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hvdtrain import untrusted
+from hvdtrain.core.sharing import MOST_RANKS
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
-from hvdtrain.record.history import MOST_RANKS, PHASES, STEPS, Launch, Times
+from hvdtrain.record.history import PHASES, STEPS, Launch, Times
 from hvdtrain.tools.report.model import Energy, EnergyRow, HeatMap, Part, Waterfall
 
 NAMES = {"first_step": "first step", "checkpoint": "checkpoints"}
