@@ -86,8 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
-    """Starts ranks in each round with Horovod over MPI and over Gloo. One that fails once is
-    reported and left out."""
+    """Measures over MPI and Gloo in each round; what fails once is reported and left out."""
     found: Found = {}
     ways = dict(WAYS)
     program = ["-m", RANK, *argv, "--rounds", "1"]
@@ -164,8 +163,7 @@ def draw(axes: "Axes", found: Mapping[str, Mapping[int, Sequence[float]]], ranks
 
 
 def rank(argv: Sequence[str]) -> int:
-    """Measures on every rank. Rank 0 prints the result, or leaves it to the process that started
-    the ranks."""
+    """Measures on every rank; rank 0 prints the answer, or keeps the figures."""
     topology = discover(os.environ)
     world = World(topology, rendezvous.from_launcher(topology, os.environ))
     world.start()

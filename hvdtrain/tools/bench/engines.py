@@ -108,8 +108,7 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
 
 
 def trained(command: Sequence[str], environ: Mapping[str, str], beside: Path | None = None) -> Measured:
-    """Runs the training command and reads its steps from its run folder, which is temporary, and
-    made in `beside`, where that is given: a folder that the ranks' hosts share."""
+    """The steps of a training command, whose temporary run folder is made in `beside`, if given."""
     with tempfile.TemporaryDirectory(dir=beside, prefix="bench-") as folder:
         done = subprocess.run(
             [*command, "--output", f"{folder}/run"],
@@ -143,18 +142,16 @@ def _waiting(folder: Path) -> float | None:
     return float(statistics.median(known)) if known else None
 
 
-def measure_all(
-    chosen: Sequence[Contender], recipe: str, rounds: int, steps: int, show: Show
-) -> dict[Contender, Measured]:
+def measure_all(chosen: Sequence[Contender], options: Options, show: Show) -> dict[Contender, Measured]:
     """Runs every contender once a round. One that fails is left out of later rounds."""
     found = {contender: Measured([]) for contender in chosen}
-    for number in range(rounds):
+    for number in range(1, options.rounds + 1):
         for index, (contender, before) in enumerate(found.items(), 1):
             if before.reason:
                 continue
             name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
-            show(measure.titled(name, number + 1, rounds))
-            now = run(contender, recipe, steps)
+            show(measure.titled(name, number, options.rounds))
+            now = run(contender, options.recipe, options.steps)
             found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
     return found
 
@@ -190,22 +187,16 @@ def fastest(found: dict[Contender, Measured]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark; the exit code, 1 where no engine could be measured. Raises
-    HvdtrainError."""
+    """Runs the benchmark; the exit code, 1 without a measurement. Raises HvdtrainError."""
     options: Options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)
-
-    def measuring(show: Show) -> measure.Answer | None:
-        return answer(options, measure_all(chosen, options.recipe, options.rounds, options.steps, show))
-
-    return measure.run("bench engines", measuring, options)
+    return measure.run("bench engines", lambda show: answer(options, measure_all(chosen, options, show)), options)
 
 
 def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer | None:
-    """The table and the fastest engine. Where none could be measured, prints why and returns
-    None."""
+    """The answer; None, with the reasons printed, where no engine could be measured."""
     results = [
         {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
         for c, m in found.items()

@@ -52,8 +52,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def summary(values: Sequence[float], scale: float = 1.0, digits: int | None = None) -> str:
-    """The spread of the values times `scale`, as `12.30 (12.01 to 13.40)`, with so many digits
-    behind the point, or with about four in all."""
+    """The spread times `scale`, as `12.30 (12.01 to 13.40)`; by default in four digits."""
     found = [scale * value for value in spread(values)]
     if digits is None:
         digits = 3 if found[0] < 1 else 2 if found[0] < 100 else 1 if found[0] < 1000 else 0
@@ -67,8 +66,7 @@ def rate(per_second: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio of speeds as `1.8 times as fast as`, or `as fast as` where they are about the
-    same."""
+    """A ratio as `1.8 times as fast as`, or `as fast as` where it is about 1."""
     return f"{ratio:.1f} times as fast as" if ratio >= 1.05 else "as fast as"
 
 
@@ -200,8 +198,7 @@ def save(path: Path, text: str, remedy: str = "--output a folder") -> None:
 
 
 def plot(draw: Callable[["Axes"], None], path: Path) -> None:
-    """Draws a plot into a PNG file. Raises OutputError, or EngineUnavailable where matplotlib is
-    missing."""
+    """Draws a plot into a PNG file. Raises OutputError, EngineUnavailable."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -57,8 +57,7 @@ def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: S
 
 
 def follow(command: Sequence[str], environ: Mapping[str, str], now: Path, show: Show) -> tuple[int, str]:
-    """Runs a command and shows what the file `now` holds meanwhile; its exit code and what it
-    printed."""
+    """Runs a command, showing what the file `now` holds; its exit code and what it printed."""
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -76,8 +75,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str], now: Path, show: 
 
 @contextlib.contextmanager
 def showing(topology: Topology) -> Iterator[Show]:
-    """On every rank, gives what shows a text to the person who started the ranks. Only rank 0's
-    texts are shown."""
+    """On every rank, what shows a text to the person who started it; only rank 0 shows it."""
     if NOW not in os.environ:
         with shown(topology, "preparing") as at_terminal:
             yield at_terminal
@@ -127,8 +125,7 @@ def become(module: str, argv: Sequence[str]) -> NoReturn:
 
 
 def keep(found: dict[str, Any]) -> bool:
-    """On rank 0, leaves the figures to the caller of `launch`; False where the user's launcher
-    started the ranks."""
+    """On rank 0, keeps the figures for `launch`; False where that did not start it."""
     if KEPT not in os.environ:
         return False
     Path(os.environ[KEPT]).write_text(json.dumps(found))

@@ -96,8 +96,7 @@ class Allocation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark, or prints or submits a job that does; the exit code. Raises
-    HvdtrainError."""
+    """Runs the benchmark, or prints or submits its job; the exit code. Raises HvdtrainError."""
     options: Options = flags.parse(Options, "python -m hvdtrain bench scaling", argv)
     _check(options)
     if options.site:
@@ -200,8 +199,7 @@ def draw(axes: "Axes", found: Found) -> None:
 
 
 def job(options: Options, site_name: str) -> str:
-    """The script of a job that runs the sweep within its allocation. Raises JobError,
-    RecipeError."""
+    """The script of a job that runs the sweep. Raises JobError, RecipeError."""
     site = slurm.site_named(site_name)
     nodes = numbers("nodes", options.nodes or "1,2")
     ranks = sorted({1, *(count * site.gpus for count in nodes)})

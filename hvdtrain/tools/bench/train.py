@@ -68,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
         ranks.become(MODULE, argv)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
 
-    def measuring(show: Show) -> measure.Answer:
-        return answer(ranks.launch(["-m", MODULE, *argv], engine, options.ranks, show=show))
-
-    return measure.run("bench train", measuring, options)
+    program = ["-m", MODULE, *argv]
+    return measure.run(
+        "bench train", lambda show: answer(ranks.launch(program, engine, options.ranks, show=show)), options
+    )
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -105,8 +105,7 @@ def answer(results: dict[str, Any]) -> measure.Answer:
 
 
 def limit(times: dict[str, list[float]]) -> tuple[str, float]:
-    """A sentence on what limits the step, and how many times as long as its slowest part it
-    takes: 1 where all parts overlap."""
+    """A sentence on what limits the step, and its time over that of its slowest part."""
     middle = {name: statistics.median(values) for name, values in times.items()}
     computing = min(middle[name] for name in (ALONE, SYNTHETIC) if name in middle)
     pieces = {"reading": middle[IO_ONLY], "computing": computing, "communication": middle.get(ALLREDUCE, 0.0)}
@@ -116,15 +115,13 @@ def limit(times: dict[str, list[float]]) -> tuple[str, float]:
 
 
 def efficiency(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """The speed of a rank among the others, in each round, as a share of its speed while they
-    rest: with communication, and without, where only what ranks share of a machine, such as
-    memory, can slow it down."""
+    """A rank's speed among the others, as a share of that while they rest, in each round. Without
+    communication only what ranks share of a machine, such as memory, can slow it down."""
     return {name: [one / among for one, among in zip(times[ONE], times[name], strict=True)] for name in (FULL, ALONE)}
 
 
 def rank(argv: Sequence[str]) -> NoReturn:
-    """Measures on every rank; rank 0 prints the answer, or leaves the figures to the process
-    that started the ranks."""
+    """Measures on every rank; rank 0 prints the answer, or keeps the figures."""
     options, of_run = parse(argv)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until_shown:
         show = until_shown.enter_context(ranks.showing(discover(os.environ)))
@@ -141,8 +138,7 @@ def rank(argv: Sequence[str]) -> NoReturn:
 
 @dataclass(frozen=True)
 class Sides:
-    """The trainers that are measured. `alone` and `communicate` are None where the run has one
-    rank."""
+    """The trainers to measure. `alone` and `communicate` are None in a run of one rank."""
 
     whole: Any
     """The framework's Trainer of the run, as it is."""
@@ -251,8 +247,7 @@ def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[
 
 
 def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float | None]]:
-    """The functions that measure the seconds of a step, by name. One returns None on a rank that
-    rests."""
+    """What measures the seconds of a step, by name; None on a rank that rests."""
     everywhere, of_one = Progress(), Progress()
 
     def batches(progress: Progress = everywhere) -> Iterator[Any]:

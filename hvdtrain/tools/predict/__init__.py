@@ -148,15 +148,13 @@ def _efficiency(task: Task, ranks: int, seconds: float) -> float:
 
 
 def _limit(fractions: dict[str, float], least: float = WORTH_NAMING) -> str:
-    """The cause that takes most beside compute, where it takes at least that share; else
-    compute."""
+    """The cause that takes most beside compute, from that share on; else compute."""
     cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
     return cause if fractions[cause] >= least else "compute"
 
 
 def _next_limit(task: Task) -> tuple[str, int] | None:
-    """The first cause to take more than a tenth of the time, and the number of ranks, of powers
-    of two beyond the points, from which on it does; None where compute limits up to MOST_RANKS."""
+    """The cause to take more than a tenth of the time first, and from how many ranks on."""
     known = task.model.points[-1].ranks if isinstance(task.model, Points) else 1
     ranks = [2**k for k in range(MOST_RANKS.bit_length()) if 2**k > known]
     if not ranks:

@@ -94,8 +94,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """The seconds of the same work on `ranks`, with the lowest and highest that the model
-    allows. `by_cause` splits `seconds`, with `compute` as one of the causes."""
+    """The seconds of the same work on `ranks`, with their bounds, and split by cause."""
 
     ranks: Numbers
     seconds: Numbers
@@ -110,8 +109,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Link:
-    """A known allreduce: the model of a step, without its compute, and the steps that one rank
-    alone makes."""
+    """A known allreduce: the model of a step without compute, and the steps of one rank alone."""
 
     model: StepModel
     steps: float
@@ -214,8 +212,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Physics:
-    """A forecast without measured runs of several ranks, from what a step computes and
-    communicates."""
+    """A forecast without measured runs, from what a step computes and communicates."""
 
     model: StepModel
     steps: float
@@ -224,8 +221,7 @@ class Physics:
     overlap: float | None = None
 
     def forecast(self, ranks: Sequence[int]) -> Forecast:
-        """The geometric middle between no overlap and all that the backward pass can hide, where
-        it is not known."""
+        """The geometric middle between no overlap and all that the backward pass can hide."""
         where = np.asarray(ranks, np.float64)
         least, most = (0.0, BACKWARD) if self.overlap is None else (self.overlap, self.overlap)
         slow = replace(self.model, byte_seconds=self.model.byte_seconds / SLOWEST_LINK)
@@ -243,8 +239,7 @@ class Physics:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The weights of columns, none of them negative, with which their sum passes near the
-    measured points."""
+    """The sum of columns with weights, none negative, that passes near the measured points."""
 
     ranks: Numbers
     cost: Numbers
@@ -264,8 +259,7 @@ class _Fit:
         return float(found.fun) if found.success else float("inf")
 
     def reach(self, ranks: Numbers, tolerance: float) -> tuple[ByCause, ByCause]:
-        """The least and the most seconds at `ranks`, by cause, with all points met within the
-        tolerance."""
+        """The least and the most seconds by cause, with all points met within the tolerance."""
         low, high = (
             [self._extreme(n, max(tolerance, self.misfit + 1e-9), sign) for n in ranks.tolist()] for sign in (1, -1)
         )
@@ -286,8 +280,7 @@ class _Fit:
         return by_cause
 
     def _system(self) -> tuple[Numbers, Numbers]:
-        """The columns at the points, and what they must sum up to, both relative to what was
-        measured there."""
+        """The columns at the points, and what they must sum up to, relative to the points."""
         known = sum((column(self.ranks) for column in self.known.values()), np.zeros_like(self.cost))
         return self._scaled(self.ranks) * self.cost[-1] / self.cost[:, None], 1 - known / self.cost
 

@@ -89,8 +89,7 @@ class Task:
 
 
 class Scaling(BaseModel):
-    """The JSON of `bench scaling`; `weak` has the seconds of a step in each round, by the number
-    of ranks."""
+    """The JSON of `bench scaling`; `weak` has the seconds of a step by ranks and round."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -122,7 +121,6 @@ def task_of(options: Options) -> Task:
 
 
 def _gradient_mb(options: Options) -> float:
-    """The size of the recipe's gradients. Raises HvdtrainError."""
     if options.gradient_mb is not None:
         raise RecipeError("--recipe and --gradient-mb exclude each other; give one of them.")
     chosen = recipes.load(str(options.recipe))
@@ -170,7 +168,6 @@ def _refuse_rising(points: Sequence[Point], options: Options) -> None:
 
 
 def _ranks(options: Options, fewest: int) -> tuple[int, ...]:
-    """The requested numbers of ranks, or powers of two above the points."""
     if options.ranks is None:
         first = 2 ** max(0, math.ceil(math.log2(fewest)))
         return tuple(n for n in (first * 2**k for k in range(1, 8)) if n <= MOST_RANKS) or (MOST_RANKS,)
@@ -215,7 +212,6 @@ def _from_points(options: Options, points: tuple[Point, ...], noise: float, fixe
 
 
 def _from_file(options: Options, path: Path) -> Task:
-    """The prediction from the JSON of `bench scaling`, of steps without a run's fixed part."""
     try:
         found = Scaling.model_validate_json(read_bytes(path, MOST_BYTES))
     except OSError as error:

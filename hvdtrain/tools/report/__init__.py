@@ -93,8 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def document_of(options: Options, status: Status) -> Document:
-    """The values of the report. Raises RecipeError where a run or the sweep is no folder, or the
-    sweep holds none."""
+    """The values of the report. Raises RecipeError where a run or a sweep is not there."""
     for path in options.runs:
         if not path.is_dir():
             what = "is a file" if path.exists() else "is not there"
@@ -135,8 +134,7 @@ def to_json(document: Document) -> str:
 
 
 def _default_output(options: Options) -> Path:
-    """The path of the page without --output: in the one folder that is reported on, but in no
-    other user's."""
+    """The path without --output: in the run's folder, but not in another user's."""
     folders = [*options.runs, *([options.sweep] if options.sweep else [])][:2]
     return folders[0] / NAME if len(folders) == 1 and files.is_own(folders[0].stat()) else Path(NAME)
 
@@ -161,7 +159,6 @@ def _differing(runs: Sequence[RunReport]) -> list[Row]:
 
 
 def _settings(run: RunReport) -> dict[str, dict[str, str]]:
-    """How the run was made, by group and key."""
     origin = run.origin
     hosts = ", ".join(origin.hosts) if len(origin.hosts) <= 4 else f"{len(origin.hosts):,} hosts"
     ranks = f"{origin.ranks:,}" if origin.ranks else ""

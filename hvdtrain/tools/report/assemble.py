@@ -116,7 +116,6 @@ def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[st
 
 
 def _numbers(run: Run, results: dict[str, float]) -> tuple[tuple[str, str], ...]:
-    """The key numbers as label and text."""
     step, total = run.step, run.total_steps
     epochs, planned = run.epochs_made, run.recipe.get("epochs")
     metrics = [name for name in ("valid_acc1", "valid_acc5", "valid_loss", "train_loss") if name in results]
@@ -164,8 +163,7 @@ def _series(column: Column, label: str) -> Series:
 def _curve(
     base: str, label: str, labels: Mapping[str, str], steps: Mapping[str, Column], epochs: Mapping[str, Series]
 ) -> Curve:
-    """The chart of a metric: its log lines, labelled `label`, and its values over epochs,
-    labelled by `labels`."""
+    """The chart of a metric, from its log lines and its values over epochs."""
     series = [_series(steps[base], label)] if base in steps else []
     series += [replace(epochs[name], label=label) for name, label in labels.items() if name in epochs]
     title = TITLES.get(base, base)
@@ -180,7 +178,6 @@ def _by_step(series: Series, metrics: Metrics, steps_per_epoch: int | None) -> S
 
 
 def _spans_decades(series: Sequence[Series]) -> bool:
-    """Whether all values are positive and span two decades, most of which a linear axis would
-    hide."""
+    """Whether the values are positive and span two decades, so that a linear axis hides most."""
     values = np.concatenate([each.y for each in series]) if series else np.zeros(0)
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())

@@ -45,8 +45,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Mark:
-    """An event on a chart's axis, with its number in the list of events, which a checkpoint has
-    not."""
+    """An event on the x axis, with its number in the list of events; a checkpoint has none."""
 
     x: float
     number: int | None
@@ -115,8 +114,7 @@ class Chart:
     def line(
         self, x: Any, y: Any, colour: str, dashes: str = "", width: float = 1.6, mark: float = 0, shape: str = "h0"
     ) -> None:
-        """Draws a line through the points, each of which is marked by the shape, where `mark` is
-        its size."""
+        """Draws a line through the points, each with the shape, where `mark` is its size."""
         places = np.stack([self.x.at(x), self.y.at(y)], axis=1)
         self.shapes.append(Shape(_path(places), colour, width, dashes))
         known = places[np.isfinite(places).all(axis=1)]
@@ -157,16 +155,14 @@ def tick(value: float) -> str:
 
 
 def span(curves: Sequence[Curve], x_label: str) -> tuple[float, float] | None:
-    """The lowest and highest x of all curves with that x axis; None where they have no finite
-    point."""
+    """The lowest and highest x of all curves with that x axis; None without a finite point."""
     every = [known(series)[0] for curve in curves if curve.x_label == x_label for series in curve.series]
     x = np.concatenate(every or [np.empty(0)])
     return (float(x.min()), float(x.max())) if x.size else None
 
 
 def curve(given: Curve, marks: Sequence[Mark], title: str, most: int, over: tuple[float, float] | None) -> Chart | None:
-    """The chart of a curve over that span of x, with at most so many points of each series; None
-    where none of them is finite."""
+    """The chart of a curve, with so many points of a series; None without a finite point."""
     drawn = [_plain(series, most) for series in given.series]
     values = np.concatenate([known(series)[1] for series in drawn] or [np.empty(0)])
     if not values.size or not over:
@@ -202,8 +198,7 @@ def speedup(scaling: Scaling) -> Chart:
 
 
 def efficiency(scaling: Scaling) -> Chart:
-    """The chart of the efficiency over ranks: the range of the rounds, the prediction and
-    published runs."""
+    """The chart of efficiency over ranks: the range of rounds, the prediction, published runs."""
     ranks = [row.ranks for row in scaling.rows]
     middle, low, high = np.array([row.efficiency for row in scaling.rows], dtype=float).T
     published = [(name, np.array(points, dtype=float).T) for name, points in scaling.published if points]
@@ -236,8 +231,7 @@ def efficiency(scaling: Scaling) -> Chart:
 
 
 def communication(scaling: Scaling) -> Chart:
-    """The chart of the seconds of a step spent computing and communicating, a bar for each
-    number of ranks."""
+    """The chart of the seconds of a step spent computing and communicating, over ranks."""
     ranks, computing, communicating = zip(*scaling.communication, strict=True)
     together = np.add(computing, communicating)
     x, y = Axis(-0.6, len(ranks) - 0.4, X), Axis(0.0, 1.05 * float(together.max()) or 1.0, Y)
@@ -287,8 +281,7 @@ def _y_axis(values: np.ndarray, log: bool) -> Axis:
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:
-    """The range with a margin, and at least a thousandth of its values, so that the marks differ
-    in five digits."""
+    """The range with a margin, wide enough that its marks differ in five digits."""
     least = max(abs(low), abs(high)) * 1e-3
     least = least if least > 1e-300 else 1.0
     if high - low < least:
@@ -312,8 +305,7 @@ def _mark(chart: Chart, marks: Sequence[Mark]) -> None:
 
 
 def _labels(marks: Sequence[tuple[float, int]]) -> Iterator[tuple[float, str]]:
-    """Place and text of each label; lines that are close together share one at the first of
-    them: `3-5`."""
+    """Place and text of each label; close lines share one at the first of them: `3-5`."""
     groups: list[list[tuple[float, int]]] = []
     for mark in sorted(marks):
         if groups and mark[0] - groups[-1][0][0] < NEAR * (X[1] - X[0]):

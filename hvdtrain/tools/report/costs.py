@@ -140,8 +140,7 @@ def _lost(launch: Launch, phases: Mapping[str, float], later: Sequence[Launch]) 
 
 
 def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
-    """The median seconds of each part of a step that is known, over the ranks and the run. A
-    launch's first record has its warm-up, and is left out where there are others."""
+    """The median seconds of each known part of a step. First records hold the warm-up."""
     records = [times for launch in launches for times in (launch.times[1:] or launch.times)]
     found = {}
     for name, label in PARTS.items():
@@ -261,8 +260,7 @@ def of_table(printed: str) -> Measured | None:
 
 
 def of_counters(launches: Iterable[Launch]) -> list[Measured]:
-    """The sums over launches of what each counter had at last. The first is the run's energy,
-    where SLURM has none."""
+    """Each counter's sum over launches; the first is the run's energy, where SLURM has none."""
     found: dict[str, Measured] = {}
     for launch in launches:
         for name in SOURCES.keys() & {name for name, joules in launch.joules.items() if joules > 0}:

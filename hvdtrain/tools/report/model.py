@@ -25,8 +25,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the run ended, how good its result is and what to do next, which the report begins
-    with."""
+    """How the run ended, how good its result is and what to do next."""
 
     level: Level
     headline: str

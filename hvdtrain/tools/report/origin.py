@@ -105,8 +105,7 @@ def plan_lines(run: Run) -> tuple[str, ...]:
 
 
 def _plan(run: Run) -> Plan:
-    """The run's plan. Raises many kinds of errors where files are damaged, or of another
-    version."""
+    """The run's plan. Raises many errors where files are damaged, or of another version."""
     keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
     recipe = recipes.validate({**keys, "name": run.recipe_name})
     numbers = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}

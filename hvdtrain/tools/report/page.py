@@ -55,8 +55,7 @@ def render(document: Document) -> str:
 
 
 def _limits(document: Document) -> dict[str, int]:
-    """What each run may show, so that the page stays below a megabyte: points of a series, rows
-    of the list of events, characters of a text, and whether all of it (`whole`)."""
+    """What the page shows of each run, so that it stays below a megabyte; `whole`: all of it."""
     runs = max(len(document.runs), 1)
     whole = runs <= MOST_WHOLE_RUNS
     curves = [curve for run in document.runs if whole for curve in run.curves]
@@ -81,8 +80,7 @@ def markdown(document: Document) -> str:
 
 
 def event_rows(events: Iterable[Event]) -> list[tuple[int | None, list[Event]]]:
-    """The rows of the list of events: the number that an event has on the charts, and the event.
-    Checkpoints have no number, and many in a row share a row."""
+    """The rows of the list of events: number and events. Checkpoints have no number."""
     rows: list[tuple[int | None, list[Event]]] = []
     numbers = count(1)
     for is_checkpoint, group in groupby(events, key=lambda event: event.kind == "checkpoint"):
@@ -202,8 +200,7 @@ def heat(given: HeatMap) -> dict[str, Any] | None:
 
 
 def _chosen(seconds: np.ndarray, slow: object) -> np.ndarray:
-    """The rows to show, in their order: of too many, the slow ones and then those with the
-    longest steps."""
+    """The rows to show: of too many, the slow ones and those with the longest steps."""
     named = np.isin(np.arange(len(seconds)), list(slow))  # type: ignore[call-overload]
     peak = np.nanmean(np.where(np.isfinite(seconds), seconds, 0), axis=1)
     order = np.lexsort((-peak, ~named))
@@ -221,8 +218,7 @@ def _columns(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _png(seconds: np.ndarray, low: float, high: float) -> str:
-    """The map as a PNG in base64, of few colours, so that it stays small; transparent where
-    nothing was recorded."""
+    """The map as a small PNG in base64, transparent where nothing was recorded."""
     from PIL import Image
 
     share = np.clip((seconds - low) / (high - low or 1), 0, 1)
@@ -242,8 +238,7 @@ def _palette(count: int) -> np.ndarray:
 
 
 def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[tuple[str, float, bool]]:
-    """The names that have room beside the map, with the place of their middle in percent, and
-    whether they are slow. Names of slow ranks are placed first."""
+    """The names that have room beside the map: name, place in percent, whether it is slow."""
     step = pixels / len(chosen)
     taken: list[tuple[str, float, bool]] = []
     for place, row in sorted(enumerate(chosen.tolist()), key=lambda pair: (pair[1] not in given.slow, pair[0])):

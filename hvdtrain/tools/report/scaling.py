@@ -56,8 +56,7 @@ class Measured:
 
 
 def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
-    """The sweep in each mode, and a line on each thing that could not be read. Raises
-    RecipeError where there is no sweep."""
+    """The sweep in each mode, and a line on each thing not read. Raises RecipeError."""
     if not path.is_dir():
         raise RecipeError(f"--sweep must name a folder, of bench scaling or of runs, got {printable(str(path), 200)}.")
     missing: list[str] = []
@@ -125,8 +124,7 @@ class SweepRun:
 
 
 def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
-    """The runs below the folder, by mode. Weak: those with the same batch a rank; strong: those
-    with the same batch."""
+    """The runs below the folder: weak with the same batch a rank, strong with the same batch."""
     runs = []
     known = {each.parent for pattern in ("*", "*/*") for each in path.glob(f"{pattern}/metrics.jsonl")}
     for each in sorted(known)[:MOST_RUNS]:
@@ -155,8 +153,7 @@ def _sweep_run(run: Run) -> SweepRun | None:
 
 
 def _alike(runs: Sequence[SweepRun], key: Callable[[SweepRun], float]) -> list[SweepRun]:
-    """The runs that have the most frequent key; none where they are all on the same number of
-    ranks."""
+    """The runs of the most frequent key, where they are on several numbers of ranks."""
     common = statistics.mode(map(key, runs)) if runs else None
     alike = [run for run in runs if key(run) == common]
     return alike if len({run.ranks for run in alike}) > 1 else []
@@ -195,8 +192,7 @@ def _scaling(mode: str, measured: Measured) -> Scaling:
 
 
 def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """The efficiency of each round, by ranks; where rounds differ in number, against the median
-    of the fewest ranks."""
+    """The efficiency of each round by ranks; of unequal rounds against a median."""
     if len({len(rounds) for rounds in seconds.values()}) > 1:
         fewest = min(seconds)
         alone = statistics.median(seconds[fewest])
@@ -206,8 +202,7 @@ def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int
 
 
 def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...]:
-    """Ranks and efficiency as predicted from the first two points, for the ranks that were
-    measured and more; () where no model fits the points."""
+    """Ranks and efficiency as predicted from the first two points; () where no model fits."""
     first = dict(sorted(measured.seconds.items())[:2])
     points = tuple(Point(ranks, statistics.median(of) / ranks) for ranks, of in first.items())
     spread = max((max(of) - min(of)) / 2 / statistics.median(of) for of in first.values())
@@ -224,7 +219,6 @@ def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...
 
 
 def _sentence(mode: str, rows: Sequence[ScalingRow]) -> str:
-    """The result in a sentence."""
     first, last = rows[0], rows[-1]
     middle, low, high = last.efficiency
     spread = f" ({percent(low)} to {percent(high)} over the rounds)" if len(last.step_seconds) > 1 else ""

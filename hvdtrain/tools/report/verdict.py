@@ -197,7 +197,7 @@ def _plain(run: Run, results: Sequence[Result]) -> list[str]:
 
 
 def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
-    """What it cost that the run was launched several times, where it was."""
+    """The cost of several launches, if there were several."""
     if len(run.launches) < 2:
         return []
     lost = sum(part.seconds for part in waterfall.parts if part.name == "lost work") if waterfall else 0.0
@@ -206,8 +206,7 @@ def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
 
 
 def _tolerance(expected: float, run: Run) -> float:
-    """How far an accuracy over the run's examples may be off by chance; for other metrics a
-    twentieth of the value."""
+    """How far an accuracy may be off by chance; for other metrics a twentieth."""
     examples = untrusted.whole(run.plan.get("valid_examples"), 1)
     if not 0 <= expected <= 1:
         return abs(expected) / 20
@@ -228,8 +227,7 @@ def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
 
 
 def _of_time(waterfall: Waterfall | None) -> str:
-    """Advice on the largest part of the wall time that is no training; "" where no part is worth
-    it."""
+    """Advice on the part of the wall time that is worth it most; "" where none is."""
     if not waterfall or not waterfall.wall_seconds:
         return ""
     worth = dict[str, float]()
@@ -288,8 +286,7 @@ def _world(run: Run) -> Found:
 
 
 def _replicas(run: Run) -> Found:
-    """Whether the weights, and what updates them, were equal on all ranks each time that they
-    were compared."""
+    """Whether weights, and what updates them, were equal on all ranks at each comparison."""
     if re.search(r"ReplicaError|after step \d+ the (ranks differ in|weights of replica) ", run.error):
         return "broken", "the ranks' weights, or what updates them, differed, and the run stopped"
     ended = [launch.end.replica_checks for launch in run.launches if launch.end]

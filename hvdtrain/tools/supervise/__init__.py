@@ -83,8 +83,7 @@ class Supervisor:
     """Starts the job's step, and starts it again."""
 
     def __init__(self, job: Job, words: Sequence[str], wanted: int, sets_nodes: bool, folder: Path) -> None:
-        """`words`: srun's; `wanted`: the number of nodes; `sets_nodes`: whether srun must be
-        given that number."""
+        """srun starts on `wanted` nodes, and is given the number if `sets_nodes`."""
         self.job, self.words, self.wanted = job, words, wanted
         tasks, nodes = number_of(words, "ntasks"), number_of(words, "nodes")
         per_node = number_of(words, "ntasks-per-node") or job.tasks_per_node
@@ -131,8 +130,7 @@ class Supervisor:
     def _start(
         self, words: Sequence[str], environ: Mapping[str, str], nodes: int
     ) -> tuple[Ended, frozenset[str], frozenset[int]]:
-        """One start to its end, the nodes that are silent then, and smaller numbers of nodes
-        that can continue."""
+        """One start, the nodes silent at its end, and smaller numbers of nodes that fit."""
         folder = self.folder / f"start-{len(self.history) + 1}"
         files.remove(folder)
         files.make_folder(folder)
@@ -179,8 +177,7 @@ class Supervisor:
             time.sleep(CUT_OFF_SECONDS)
 
     def _lost(self, report: handover.Report, silent: frozenset[str]) -> Lost:
-        """The rank that was lost. A rank on a node that is cut off may have reported first, and
-        named another."""
+        """The rank that was lost. A rank that is cut off may have reported another first."""
         node = self.job.node_of(report.host)
         if silent and node not in silent:
             return Lost(report.rank, min(silent), not_answering(silent))
@@ -205,8 +202,7 @@ def _restarting(decision: Restart, ended: Ended) -> str:
 
 
 def _newest_checkpoint(run: handover.Report) -> int:
-    """The training step of the newest checkpoint; that which the run resumed from, where its
-    folder is not seen here, as from outside of a container."""
+    """The newest checkpoint, or that resumed from, where the run folder is not seen."""
     saved = reader.newest_checkpoint(Path(run.run))
     return max(saved[0] if saved else 0, run.step)
 

@@ -104,8 +104,7 @@ def not_answering(silent: Collection[str]) -> str:
 
 
 def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
-    """What happened to a rank or a node, after which another start may succeed; None where
-    nothing shows that."""
+    """Why another start may succeed: what happened to a rank or node; None if nothing did."""
     if last.lost:
         return last.lost.why
     if silent:
@@ -132,8 +131,7 @@ def _progress(history: Sequence[Ended]) -> Iterator[bool]:
 
 
 def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Restart | Requeue:
-    """A restart on the nodes that are left, or a requeue where the training cannot continue on
-    them."""
+    """A restart on the nodes that are left, or a requeue where they are too few."""
     if history[-1].reports and nodes.seconds_left < NEAR_LIMIT:
         return Requeue(tuple(sorted(nodes.silent)), f"{why}; the time limit is {nodes.seconds_left:.0f} s away")
     without = tuple(node for node in nodes.names if node in nodes.silent | _left_out(history, nodes))

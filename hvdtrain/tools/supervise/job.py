@@ -96,8 +96,7 @@ def placed(words: Sequence[str], nodes: int, tasks_per_node: int | None, without
 
 
 def beside_others(words: Sequence[str]) -> list[str]:
-    """The words of srun for the same step without memory of its own: a step that has not ended
-    on a silent node still holds the job's."""
+    """The words of srun without memory of its own, which a step that hangs still holds."""
     return _with(words, {"mem": 0})
 
 
@@ -118,8 +117,7 @@ def _srun_options(words: Sequence[str]) -> list[tuple[Option, Sequence[str]]]:
 
 
 class Signals:
-    """Passes the signals that this process gets on to srun, and remembers the last one, or the
-    first that ends."""
+    """Passes signals on to srun, and remembers the last one, or the first that ends."""
 
     def __init__(self) -> None:
         self.last = 0

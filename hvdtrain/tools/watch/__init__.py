@@ -35,8 +35,7 @@ STYLES = {"stopped": "bold yellow", "failed": "bold red", "killed": "bold red"} 
 
 
 class Squeue:
-    """The newest answer of squeue on a job, requested by a thread: a busy controller answers
-    late."""
+    """squeue's newest answer on a job, requested by a thread, as a busy controller is slow."""
 
     def __init__(self, number: str) -> None:
         self._number, self._answer, self._next = number, Job(number), 0.0

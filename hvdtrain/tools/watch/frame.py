@@ -190,8 +190,7 @@ def _progress(run: Run, state: str, now: float) -> str:
 
 
 def seconds_left(run: Run) -> float | None:
-    """Seconds from the last record to the end, by the pace of recent log lines and the time of
-    the last validation; None where they are not known."""
+    """Seconds from the last record to the end, by recent log lines; None where unknown."""
     steps, epochs = run.recent_of("step"), run.recent_of("epoch")
     total, batch, an_epoch = run.total_steps, whole(run.plan.get("global_batch"), 1), run.steps_per_epoch
     rates = [rate for record in steps[-RECENT:] if (rate := number(record.get("examples_per_second")))]

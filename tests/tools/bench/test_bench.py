@@ -223,7 +223,7 @@ def test_an_engine_that_failed_once_is_left_out_of_the_next_round(monkeypatch):
         engines, "run", lambda one, recipe, steps: Measured([1.0], 1) if one == first else Measured([], reason="no GPU")
     )
     seen = []
-    engines.measure_all([first, other], "linear", 2, 3, seen.append)
+    engines.measure_all([first, other], engines.Options(rounds=2), seen.append)
     assert seen == [
         "round 1 of 2: torch local (1 of 2)",
         "round 1 of 2: torch dataparallel (2 of 2)",
