@@ -71,7 +71,7 @@ def sets(tmp_path_factory):
         (loader, "--workers -1", "--workers must be at least 0, got '-1'; --help lists the flags."),
         *(
             (loader, f"--{name} 0", f"--{name} must be at least 1, got '0'; --help lists the flags.")
-            for name in ("batch-size", "pictures", "crop", "rounds")
+            for name in ("batch-size", "images", "crop", "rounds")
         ),
         (loader, "--data-dir {packed}", "--data-dir must be a folder of images for torchvision, {packed} is packed."),
         (loader, "--data-dir {tree} --packed {tree}", "--packed must be the packed set of a --data-dir, got {tree}."),
@@ -94,13 +94,13 @@ def test_a_refusal_is_one_line(tmp_path):
 def answers():
     """An answer of each benchmark, of figures as long as they get."""
     kinds = dict.fromkeys(checkpoint.KINDS, LONG)
-    stalls = {"every": 10, "step_seconds": kinds, "copies": LONG, "stalls": LONG, "stall_over_copy": 1.4}
+    stalls = {"every": 10, "step_seconds": kinds, "copies": LONG, "stalls": LONG}
     loops = dict.fromkeys(("hvdtrain", "hand-written", "Lightning"), LONG)
     readers = dict.fromkeys(("shards", "folder", "DALI", "torchvision"), LONG)
     rates = {"images_per_core_second": readers, "images_per_second": readers, "cores": 128}
     ratios = {name: [2.1] for name in readers if name != "torchvision"}
     return {
-        "checkpoint": checkpoint.answer({**stalls, "ratios": [1.02, 1.05]}),
+        "checkpoint": checkpoint.answer(stalls),
         "overhead": overhead.answer({"step_seconds": loops, "ratios": {"hvdtrain": [1.01, 0.99], "Lightning": [1.2]}}),
         "loader": loader.answer({**rates, "ratios": ratios}, True),
     }
@@ -134,7 +134,7 @@ def test_checkpoints_are_measured(measured_warm, tmp_path):
 
 @pytest.mark.slow
 def test_readers_are_measured_interleaved(sets, tmp_path):
-    flags = ["--data-dir", sets["tree"], "--packed", sets["packed"], "--workers", 1, "--pictures", 6]
+    flags = ["--data-dir", sets["tree"], "--packed", sets["packed"], "--workers", 1, "--images", 6]
     flags += ["--batch-size", 4, "--crop", 32, "--rounds", 2, "--json", tmp_path / "found.json"]
     done = run(loader, *flags, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -168,7 +168,7 @@ def test_the_time_of_a_living_child_is_counted():
     assert done.stdout == "True\n"
 
 
-def test_generated_pictures_are_a_folder_of_classes(tmp_path, monkeypatch):
+def test_generated_images_are_a_folder_of_classes(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "GENERATED", 8)
     loader.generated(tmp_path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.JPEG")) == sorted(

@@ -269,7 +269,7 @@ def read_state(scene: Scene) -> None:
 
 
 def read_named(scene: Scene) -> None:
-    """Files that a user names; a link is then the user's own word, so that no message tells a stranger anything."""
+    """Files that a user names, of which a link is followed: the message goes to the user alone."""
     r = scene.r
     tool = r.choice([dry_run.main, predict.main])
     given = [str(HOSTILE / "recipe.yaml")] if tool is dry_run.main else ["--from", str(HOSTILE / "scaling.json")]

@@ -23,23 +23,10 @@ from hvdtrain.tools.report.assemble import run_report
 from hvdtrain.tools.watch.frame import GONE, Frame, Job, frame, rows, seconds_left
 
 NOW = 1_795_000_000.0
-PLAN = {
-    "framework": "torch",
-    "size": 4,
-    "global_batch": 64,
-    "steps_per_epoch": 22,
-    "total_steps": 220,
-    "schedule": {"epochs": 10},
-}
-LAUNCH = {
-    "kind": "launch",
-    "time": NOW - 100,
-    "launcher": "srun",
-    "engine": "horovod",
-    "framework": "torch",
-    "ranks": 4,
-    "job": None,
-}
+PLAN = {"framework": "torch", "size": 4, "global_batch": 64, "steps_per_epoch": 22, "total_steps": 220}
+PLAN |= {"schedule": {"epochs": 10}}
+LAUNCH = {"kind": "launch", "time": NOW - 100, "launcher": "srun", "engine": "horovod", "framework": "torch"}
+LAUNCH |= {"ranks": 4, "job": None}
 WORLD = {"kind": "world", "clock": 1.5, "hosts": ["nid001", "nid001", "nid002", "nid002"]}
 RANKS = {"kind": "ranks", "step": 40, "reading": [0.01, None, 0.01, 0.01], "computing": [0.1, 0.1, 0.1, 0.16]}
 METRICS = [
@@ -196,20 +183,10 @@ def test_the_end_of_a_large_file_is_read_alone(run):
 
 QUEUED = "PENDING|Priority|2026-11-25T03:00:00|{}|1:00:00||/home/me\n"
 RUNNING = "RUNNING|None|2026-11-25T03:00:00|2026-11-25T04:00:00|3:20:00|nid[001-002]|/home/me\n"
-SLURM = "slurm_load_jobs error: "
+SLURM, PENDING = "slurm_load_jobs error: ", "pending, reason Priority, submitted {} ago"
 SQUEUE = {  # exit code, squeue's output, its errors: the row
-    "queued": (
-        0,
-        QUEUED.format("2030-01-01T00:00:00"),
-        "",
-        "pending, reason Priority, submitted {} ago, expected to start in ",
-    ),
-    "queued, no time": (
-        0,
-        QUEUED.format("N/A"),
-        "",
-        "pending, reason Priority, submitted {} ago, start not known yet",
-    ),
+    "queued": (0, QUEUED.format("2030-01-01T00:00:00"), "", f"{PENDING}, expected to start in "),
+    "queued, no time": (0, QUEUED.format("N/A"), "", f"{PENDING}, start not known yet"),
     "running": (0, RUNNING, "", "running, 3:20:00 left of its time limit, on nid[001-002]"),
     "gone": (1, "", f"{SLURM}Invalid job id specified\n", "ended"),
     "just ended": (0, "", "", "ended"),
@@ -290,12 +267,8 @@ def test_every_tool_says_the_same_of_a_run_that_may_be_killed(
     (run / "metrics.jsonl").unlink()
     launch = {**LAUNCH, "time": NOW - silent - 2, "job": {"id": "77"}}
     world = {"kind": "world", "clock": 1.0, "time": NOW - silent - 1}
-    # Where the last launch was before is no news of it.
-    write(
-        run,
-        "launches.jsonl",
-        [{**world, "hosts": [HERE], "time": 1.0}, launch, *[{**world, "hosts": [host]}] * bool(host)],
-    )
+    before = {**world, "hosts": [HERE], "time": 1.0}  # where an earlier launch was says nothing of this one
+    write(run, "launches.jsonl", [before, launch, *[{**world, "hosts": [host]}] * bool(host)])
     lock = hold(run).lock
     if not held:
         lock.close()

@@ -112,11 +112,9 @@ def main(argv: Sequence[str]) -> int:
     modes: list[Mode] = ["weak", "strong"] if options.mode == "both" else [options.mode]
     if "strong" in modes and batch < ranks[-1]:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
-
-    def measuring(show: Show) -> measure.Answer:
-        return answer(options, batch, *_measure(options, modes, ranks, batch, show))
-
-    return measure.run("bench scaling", measuring, options)
+    return measure.run(
+        "bench scaling", lambda show: answer(options, batch, *_measure(options, modes, ranks, batch, show)), options
+    )
 
 
 def answer(options: Options, batch: int, found: Found, waiting: Found) -> measure.Answer:

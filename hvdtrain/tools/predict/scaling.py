@@ -184,7 +184,7 @@ class Points:
         known: dict[str, Column] = {}
         if "stragglers" in causes:
             columns["stragglers"] = np.log2
-        if "joining" in causes and ranks[0] == 1:  # or it could not be told from compute
+        if "joining" in causes and ranks[0] == 1:  # or it could not be distinguished from compute
             columns["joining"] = lambda n: np.where(n > 1, 1.0, 0.0)
         if self.fixed_seconds is not None:
             fixed = self.fixed_seconds

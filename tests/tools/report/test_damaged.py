@@ -1,5 +1,5 @@
-"""Run folders as power cuts, old versions, full disks and jokers leave them: a report of what is there, and one line on
-what is not."""
+"""Run folders after power cuts, of old versions, from full disks, and filled on purpose: the report shows what is
+there, and a line on what is not."""
 
 import json
 import os

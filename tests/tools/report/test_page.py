@@ -1,4 +1,4 @@
-"""The report's page: whole, small, without addresses, and deaf to what its texts would like to be."""
+"""The page of a report: one small file without addresses, in which texts of files are never markup."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ MEGABYTE = 1 << 20
 VOID = {"meta", "img", "br", "hr", "input", "link", "line", "rect", "circle", "path", "use"}
 SECTIONS = (
     *("Trained to the end", "Key numbers", "Where the time went", "Curves", "Step time by rank", "Events", "Scaling"),
-    *("Energy", "What it was", "What could not be read"),
+    *("Energy", "What was trained", "What could not be read"),
 )
 SHOWN = (
     *("Validation accuracy 0.9750, expected 0.978", "Look at node3", "✓ kept Replicas compared", "4 min 5 s", "78 %"),
