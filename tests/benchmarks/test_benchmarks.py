@@ -1,4 +1,4 @@
-"""The benchmarks of hvdtrain itself: what they refuse, how their answers look, and that they measure."""
+"""The benchmarks of hvdtrain itself: what they refuse, how answers look, and that they measure."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain.errors import RecipeError
 from hvdtrain.tools import pack
-from hvdtrain.tools.bench import ranks
+from hvdtrain.tools.bench import allreduce, ranks, train
 from hvdtrain.tools.bench.measure import Kept
 
 LONG = [1234.5678, 1201.1234, 1340.9876]  # seconds, as many digits as there may be
@@ -92,7 +92,11 @@ def test_a_refusal_is_one_line(tmp_path):
 
 
 def answers():
-    """An answer of each benchmark, of figures as long as they get."""
+    """An answer of each benchmark, the package's too, of figures as long as they get."""
+    of_train = {"recipe": "cifar100:bs256-amp", "ranks": 2, "engine": "multiworker", "framework": "tensorflow"}
+    times = {key: [second / 1000 for second in LONG] for key in train.MEANS}
+    libraries = ("Horovod over Gloo", "torch.distributed (gloo)")
+    network = {library: {4000: LONG, 4096 * allreduce.MB: [second / 2 for second in LONG]} for library in libraries}
     kinds = dict.fromkeys(checkpoint.KINDS, LONG)
     stalls = {"every": 10, "step_seconds": kinds, "copies": LONG, "stalls": LONG}
     loops = dict.fromkeys(("hvdtrain", "hand-written", "Lightning"), LONG)
@@ -100,6 +104,8 @@ def answers():
     rates = {"images_per_core_second": readers, "images_per_second": readers, "cores": 128}
     ratios = {name: [2.1] for name in readers if name != "torchvision"}
     return {
+        "train": train.answer({**of_train, "global_batch": 16384, "step_seconds": times}),
+        "allreduce": allreduce.answer(network, 16384),
         "checkpoint": checkpoint.answer(stalls),
         "overhead": overhead.answer({"step_seconds": loops, "ratios": {"hvdtrain": [1.01, 0.99], "Lightning": [1.2]}}),
         "loader": loader.answer({**rates, "ratios": ratios}, True),

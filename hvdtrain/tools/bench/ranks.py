@@ -47,12 +47,7 @@ def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: S
         code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
         if code or not kept.exists():
             raise EngineUnavailable(reason(printed))
-        try:
-            found: dict[str, Any] = json.loads(kept.read_text())
-        except (ValueError, RecursionError):
-            raise EngineUnavailable(
-                f"the ranks left figures that cannot be read; they printed: {reason(printed)}"
-            ) from None
+        found: dict[str, Any] = json.loads(kept.read_text())
         return found
 
 

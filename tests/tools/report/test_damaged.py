@@ -238,15 +238,6 @@ def test_links_of_a_stranger_are_not_followed(names, link, whole, tmp_path, monk
         assert f"{name} cannot be read (it is a" in page_text
 
 
-def test_a_report_goes_into_a_run_folder_of_ones_own_and_an_output_wins(whole, tmp_path, monkeypatch, capsys):
-    shutil.copytree(whole, tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    for words, path in ((["run"], "run/report.html"), (["run", "run"], "report.html")):
-        assert cli.main(["report", *words]) == 0
-        assert capsys.readouterr().out == f"{path}\n"
-        assert (tmp_path / path).is_file()
-
-
 def test_neither_the_job_script_nor_secrets_are_in_a_report(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run/job.sh").write_text("export WANDB_API_KEY=hunter2\n")
